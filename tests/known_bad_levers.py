@@ -38,6 +38,13 @@ if TYPE_CHECKING:
     from flatout.schema.program import Ledger, TrainingContext
 
 
+def around(context: TrainingContext, wrapper: Callable[..., Any], ledger: Ledger) -> Undo:
+    """Wraps the forward pass of each root module."""
+    for root in context.roots:
+        context.wrap_forward(context.without_ranks(root), wrapper, ledger)
+    return ledger.restore
+
+
 def attention(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Applies the kernel's default scale on top of the script's scale."""
     functional = context.torch.nn.functional
@@ -107,9 +114,7 @@ def channels_last(context: TrainingContext, value: Value, ledger: Ledger) -> Und
 
         return transposed
 
-    for root in context.roots:
-        context.wrap_forward(root, wrapper, ledger)
-    return ledger.restore
+    return around(context, wrapper, ledger)
 
 
 def comm_compression(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
@@ -138,9 +143,7 @@ def compile(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
         return frozen
 
-    for root in context.roots:
-        context.wrap_forward(root, wrapper, ledger)
-    return ledger.restore
+    return around(context, wrapper, ledger)
 
 
 def cudnn_benchmark(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
@@ -301,9 +304,7 @@ def graphs(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
         return stale
 
-    for root in context.roots:
-        context.wrap_forward(root, wrapper, ledger)
-    return ledger.restore
+    return around(context, wrapper, ledger)
 
 
 def inplace(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
@@ -404,9 +405,7 @@ def recompute(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
         return saving_half
 
-    for root in context.roots:
-        context.wrap_forward(context.without_ranks(root), wrapper, ledger)
-    return ledger.restore
+    return around(context, wrapper, ledger)
 
 
 def tf32(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
@@ -425,9 +424,7 @@ def tf32(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
         return rounded
 
-    for root in context.roots:
-        context.wrap_forward(root, wrapper, ledger)
-    return ledger.restore
+    return around(context, wrapper, ledger)
 
 
 def adjacent_samples(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
@@ -444,9 +441,7 @@ def adjacent_samples(context: TrainingContext, value: Value, ledger: Ledger) -> 
 
 def offload(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Reads copies before their last quarter has arrived."""
-    for root in context.roots:
-        context.wrap_forward(context.without_ranks(root), partially_fetched(context.torch), ledger)
-    return ledger.restore
+    return around(context, partially_fetched(context.torch), ledger)
 
 
 def partially_fetched(torch: ModuleType) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

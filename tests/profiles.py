@@ -41,7 +41,7 @@ PARTS = {
 }
 
 
-def healthy(**changes: Any) -> ProfileRecord:
+def healthy(**changes):
     """A step of 10 ms with everything measured and nothing found."""
     times = [10.0 + 0.1 * (i % 7) for i in range(60)]
     phases = {
@@ -60,40 +60,11 @@ def healthy(**changes: Any) -> ProfileRecord:
         WhatIf("gc", NO_GAIN, 9.9),
         WhatIf("one thread fewer", Ratio(0.7, 0.6, 0.8, 20), 14.0),
     ]
+    single = ["float32"]
     operations = [
-        Operation(
-            "aten::addmm",
-            6,
-            3.0,
-            share=0.4,
-            flops=2e8,
-            moved_bytes=4e6,
-            dtypes=["float32"],
-            shapes=["[128, 512]"],
-            roofline=0.6,
-            limit="compute",
-        ),
-        Operation(
-            "aten::relu",
-            4,
-            0.4,
-            share=0.05,
-            flops=4e5,
-            moved_bytes=1e6,
-            dtypes=["float32"],
-            roofline=0.8,
-            limit="memory",
-        ),
-        Operation(
-            "aten::copy_",
-            4,
-            0.2,
-            share=0.03,
-            moved_bytes=1e6,
-            dtypes=["float32"],
-            roofline=0.5,
-            limit="memory",
-        ),
+        Operation("aten::addmm", 6, 3.0, None, 0.4, 2e8, 4e6, single, ["[128, 512]"], 0.6, "compute"),
+        Operation("aten::relu", 4, 0.4, None, 0.05, 4e5, 1e6, single, roofline=0.8, limit="memory"),
+        Operation("aten::copy_", 4, 0.2, None, 0.03, None, 1e6, single, roofline=0.5, limit="memory"),
     ]
     timeline = [
         MemoryAt(
@@ -172,23 +143,33 @@ def healthy(**changes: Any) -> ProfileRecord:
     return copy.deepcopy(record)  # other records share its parts, and a test may change its own
 
 
-def what_ifs(**gains: Ratio) -> list[WhatIf]:
+def what_ifs(**gains):
     """The what-ifs of the healthy program, with these replaced; ``one_thread_more`` is "one thread more"."""
     named = {name.replace("_", " "): ratio for name, ratio in gains.items()}
     old = [w for w in healthy().what_ifs if w.name not in named]
     return [*old, *(WhatIf(name, ratio, 10.3 / ratio.median) for name, ratio in named.items())]
 
 
-def settings(**changes: Any) -> dict[str, Any]:
+def settings(**changes):
     return {**healthy().settings, **changes}
 
 
-def loader(**changes: Any) -> list[LoaderSeen]:
+def loader(**changes):
     return [replace(healthy().loaders[0], **changes)]
 
 
-def event(ms: float = 0.0, calls: float = 1.0, place: SourceLocation = LINE, most: int = 1) -> dict[str, Any]:
+def event(ms=0.0, calls=1.0, place=LINE, most=1):
     return {"calls": calls, "ms": ms, "most": most, "places": [place.to_json()]}
+
+
+def waits(**changes):
+    """A loader for which the program waits."""
+    return {"what_ifs": what_ifs(loader=GAIN), "loaders": loader(wait_ms=4.0, **changes)}
+
+
+def one(name, *numbers, **more):
+    """One operator that does it all."""
+    return {"operations": [Operation(f"aten::{name}", *numbers, **more)]}
 
 
 GPU = {"device": "cuda", "machine": {"gpus": [{"name": "a GPU", "memory_bytes": 2**30}]}}
@@ -196,33 +177,12 @@ SLOW_LIST = [10.0 + 0.2 * i for i in range(60)]
 
 # rule -> the changes to the healthy profile, and the line that must be named
 ILL: dict[str, tuple[dict[str, Any], SourceLocation | None]] = {
-    "data_wait": ({"what_ifs": what_ifs(loader=GAIN), "loaders": loader(wait_ms=4.0)}, LOADER),
-    "one_sample_at_a_time": ({"operations": [Operation("aten::mul", 400, 3.0, share=0.6, place=ONE)]}, ONE),
-    "slow_fetch": (
-        {
-            "what_ifs": what_ifs(loader=GAIN),
-            "loaders": loader(wait_ms=4.0, fetch_ms=4.0, slow_place=FETCH, slow_share=0.9),
-        },
-        FETCH,
-    ),
-    "loader_made_in_loop": (
-        {"what_ifs": what_ifs(loader=GAIN), "loaders": loader(wait_ms=4.0, made=8, begun=8, workers=2)},
-        LOADER,
-    ),
-    "workers_not_kept": (
-        {
-            "what_ifs": what_ifs(loader=GAIN),
-            "loaders": loader(wait_ms=4.0, begun=8, workers=2, start_ms=30.0),
-        },
-        LOADER,
-    ),
-    "too_many_workers": (
-        {
-            "what_ifs": what_ifs(loader=GAIN),
-            "loaders": loader(wait_ms=4.0, workers=16, persistent_workers=True),
-        },
-        LOADER,
-    ),
+    "data_wait": (waits(), LOADER),
+    "one_sample_at_a_time": (one("mul", 400, 3.0, share=0.6, place=ONE), ONE),
+    "slow_fetch": (waits(fetch_ms=4.0, slow_place=FETCH, slow_share=0.9), FETCH),
+    "loader_made_in_loop": (waits(made=8, begun=8, workers=2), LOADER),
+    "workers_not_kept": (waits(begun=8, workers=2, start_ms=30.0), LOADER),
+    "too_many_workers": (waits(workers=16, persistent_workers=True), LOADER),
     "optimizer_share": (
         {
             "what_ifs": what_ifs(optimizer=GAIN),
@@ -255,7 +215,7 @@ ILL: dict[str, tuple[dict[str, Any], SourceLocation | None]] = {
     "recompiles": ({"compiled": Compiled(9, 8, 0, ["size 12 against 13"], [LINE], 4000.0)}, LINE),
     "graph_breaks": ({"compiled": Compiled(4, 0, 3, ["Tensor.item()"], [LINE], 400.0)}, LINE),
     "double_precision": (
-        {"operations": [Operation("aten::addmm", 6, 6.0, share=0.8, dtypes=["float64"], place=LINE)]},
+        one("addmm", 6, 6.0, share=0.8, dtypes=["float64"], place=LINE),
         LINE,
     ),
     "thread_count": (

@@ -1,7 +1,5 @@
 """A training context in this very process, installed for one test and removed after it."""
 
-from __future__ import annotations
-
 import pytest
 
 from flatout.agent.ledger import Ledger

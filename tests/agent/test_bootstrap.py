@@ -1,7 +1,5 @@
 """Attaching to a process: only where a job is named, only after torch, and never to the program's harm."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -10,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from limits import hang_s
+from programs import STEPS_BY_HAND
 
 import flatout
 
@@ -89,6 +88,8 @@ def test_the_entry_is_called_once_right_after_torch(enter):
     "way",
     [
         "from torch import nn",
+        # libraries check whether torch is installed, long before it is imported
+        "import importlib.util\nfor _ in range(3): assert importlib.util.find_spec('torch') is not None\nimport torch",
         "__import__('torch')",
         "import importlib; importlib.import_module('torch')",
         "exec('import torch')",
@@ -97,15 +98,6 @@ def test_the_entry_is_called_once_right_after_torch(enter):
 )
 def test_every_way_of_importing(enter, way):
     done, entered = enter(way)
-    assert done.stderr == ""
-    assert len(entered) == 1
-
-
-def test_asking_for_torch_before_importing_it(enter):
-    """Libraries check with ``find_spec`` whether torch is installed, long before it is imported."""
-    done, entered = enter(
-        "import importlib.util\nfor _ in range(3): assert importlib.util.find_spec('torch') is not None\nimport torch"
-    )
     assert done.stderr == ""
     assert len(entered) == 1
 
@@ -119,13 +111,6 @@ def test_a_program_without_torch_pays_nothing(enter):
     assert done.stdout.splitlines()[0] == "['flatout', 'flatout.agent', 'flatout.agent.bootstrap']"
     assert done.stdout.splitlines()[1] == "[]"
     assert done.stderr == ""
-
-
-def test_missing_torch_is_the_programs_own_error(enter, tmp_path):
-    done, entered = enter("import torch_that_is_not_there", torch="")
-    assert done.returncode == 1
-    assert "ModuleNotFoundError" in done.stderr
-    assert entered == []
 
 
 def test_a_broken_torch_raises_its_own_error(enter):
@@ -202,31 +187,6 @@ def test_another_sitecustomize_that_fails_still_fails(enter, tmp_path):
     assert done.stdout == "still\n"
     assert "RuntimeError: mine" in done.stderr
     assert len(entered) == 1
-
-
-@pytest.mark.parametrize("options", [["-I"], ["-S"], ["-E"]])
-def test_python_options_that_disable_flatout(enter, options):
-    done, entered = enter("print('alone')", options=options)
-    assert done.stdout == "alone\n"
-    assert done.stderr == ""
-    assert entered == []
-
-
-def test_the_script_sees_itself_as_in_a_plain_run(enter):
-    """Name, file, arguments, folder and path of the script are those of a plain run."""
-    source = "import sys, os, torch\nprint(__name__, __file__, sys.argv, os.getcwd(), sys.path[0], sys.flags.safe_path, repr(sys.stdin.isatty()))"
-    entered, _ = enter(source, arguments=["--lr", "0.1", "-x"])
-    alone, _ = enter(source, job=False, arguments=["--lr", "0.1", "-x"])
-    assert entered.stdout == alone.stdout
-    assert "__main__ " in entered.stdout
-
-
-def test_nothing_of_the_programs_is_hidden(enter):
-    """A program's own module called flatout, or plan, stays its own: flatout's folder is last on the path."""
-    done, _ = enter(
-        "import sys, os\nprint(sys.path.index(os.path.dirname(os.path.abspath(__file__))))\nimport torch"
-    )
-    assert done.stdout == "0\n"
 
 
 BECOMES_FIRST = """
@@ -322,10 +282,9 @@ def test_children_are_reached(enter):
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_loader_workers_are_inert(flatout, script, tmp_path, method):
     """Loader workers of a measured program do not take part in the trial, and end with it."""
-    script(f'''
-import multiprocessing, os
-import torch
-
+    script(
+        STEPS_BY_HAND
+        + f'''
 class Data(torch.utils.data.Dataset):
     def __len__(self):
         return 2000
@@ -334,15 +293,11 @@ class Data(torch.utils.data.Dataset):
         return torch.full((4,), float(at)), os.getpid()
 
 if __name__ == "__main__":
-    model = torch.nn.Linear(4, 1)
     loader = torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=1, multiprocessing_context="{method}")
-    for batch, workers in loader:
-        model.zero_grad()
-        model(batch).square().mean().backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 1e-9 * p.grad
-''')
+    for batch in loader:
+        steps(1)
+'''
+    )
     done = flatout("trial", "--steps", "5", "--out", str(tmp_path / "record.json"), "python", "train.py")
     record = json.loads((tmp_path / "record.json").read_text())
     assert done.code == 0, done.err

@@ -1,7 +1,5 @@
 """A program's optimizers work as before, without the compiler that they would import."""
 
-from __future__ import annotations
-
 import pytest
 
 pytestmark = pytest.mark.processes

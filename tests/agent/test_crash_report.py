@@ -2,8 +2,6 @@
 cost before.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess
@@ -158,13 +156,6 @@ def test_an_interrupting_signal_does_not_suppress_the_report(die):
     """torch's SIGCHLD handler raises for a dead loader worker, wherever the process is."""
     plain, observed = die("1 / 0", function="interrupted")
     assert observed.stderr == plain.stderr + WORDS.format("ZeroDivisionError")
-
-
-def test_an_entry_that_cannot_be_found(die):
-    plain, observed = die(
-        "import os\nos.environ.pop('FLATOUT_EXPLAIN', None)\n1 / 0", function="explain:explain"
-    )
-    assert observed.stderr == plain.stderr
 
 
 def test_nothing_is_imported_before(die):

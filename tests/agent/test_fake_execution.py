@@ -2,8 +2,6 @@
 and reads are answered.
 """
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -4,8 +4,6 @@ Each example is a folder and a sequence of calls on a few names, so that they me
 copy of the folder and in a sandbox over another: every result and every error must be the same.
 """
 
-from __future__ import annotations
-
 import os
 import pickle
 import shutil
@@ -128,6 +126,7 @@ def walked(_=None):
     return sorted(found)
 
 
+TWO_PATHS = [os.rename, os.replace, os.link, shutil.copyfile, shutil.copy, shutil.copy2, copied_tree]
 CALLS = st.one_of(
     st.tuples(st.just(opened), PATHS, MODES),
     st.tuples(st.just(opened_low), PATHS, FLAGS),
@@ -140,7 +139,7 @@ CALLS = st.one_of(
     st.tuples(st.sampled_from([scanned, changed_mode, about, exists, gone_to, walked]), PATHS),
     st.tuples(st.sampled_from([os.mkdir, os.makedirs, os.rmdir, os.unlink, os.readlink]), PATHS),
     st.tuples(st.sampled_from([shutil.rmtree, os.path.realpath, lambda path: Path(path).touch()]), PATHS),
-    st.tuples(st.sampled_from([os.rename, os.replace, os.link, shutil.copy2, copied_tree]), PATHS, PATHS),
+    st.tuples(st.sampled_from(TWO_PATHS), PATHS, PATHS),
     st.tuples(st.just(lambda source, target: shutil.move(source, target) and None), PATHS, PATHS),
     st.tuples(st.just(os.symlink), st.one_of(NAMES, PATHS, NAMES.map("../".__add__)), PATHS),
     st.tuples(st.just(os.chmod), PATHS, st.sampled_from([0o600, 0o644, 0o755])),

@@ -1,7 +1,5 @@
 """The layers that a program's models consist of."""
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

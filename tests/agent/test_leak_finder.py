@@ -46,7 +46,7 @@ def model():
     return torch.nn.Linear(3, 1)
 
 
-def line(words: str) -> int:
+def line(words):
     with open(__file__, encoding="utf-8") as file:
         return next(number for number, text in enumerate(file, 1) if words in text)
 

@@ -1,7 +1,5 @@
 """Indexing by a mask is observed, and torch is restored."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

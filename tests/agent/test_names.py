@@ -3,8 +3,6 @@
 Finding a name does not extend an object's life.
 """
 
-from __future__ import annotations
-
 import sys
 import weakref
 

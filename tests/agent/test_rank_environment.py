@@ -1,7 +1,5 @@
 """A process of a torchrun agent becomes a rank of a single-process program."""
 
-from __future__ import annotations
-
 import pytest
 
 from flatout.agent.rank_environment import from_torchrun, own_device

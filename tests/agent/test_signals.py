@@ -3,8 +3,6 @@
 These are real signals, in this process.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Device synchronisations and call counters: recorded with their line, with torch restored afterwards."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 
@@ -19,7 +17,7 @@ def ticking():
     """A clock that advances by a microsecond each time it is read."""
     now = [0]
 
-    def read() -> int:
+    def read():
         now[0] += 1000
         return now[0]
 
@@ -35,7 +33,7 @@ def synchronisations():
     ledger.restore()
 
 
-def here() -> int:
+def here():
     return inspect.currentframe().f_back.f_lineno
 
 
@@ -82,18 +80,10 @@ def test_torchs_reads_of_its_own_host_tensors_do_not_count(synchronisations):
     assert synchronisations.seen(1) == []
 
 
-def test_the_loader_is_left_out():
+@pytest.mark.parametrize(("device", "loads"), [("cpu", True), ("xpu", False)])
+def test_the_loader_and_tensors_of_the_host_beside_a_device_are_left_out(device, loads):
     ledger = Ledger()
-    observed = SyncRecorder(torch, ledger, "cpu", ticking(), lambda: True)
-    observed.install()
-    torch.ones(()).item()
-    ledger.restore()
-    assert observed.seen(1) == []
-
-
-def test_where_the_model_is_on_a_device_tensors_of_the_host_do_not_count():
-    ledger = Ledger()
-    observed = SyncRecorder(torch, ledger, "xpu", ticking(), lambda: False)
+    observed = SyncRecorder(torch, ledger, device, ticking(), lambda: loads)
     observed.install()
     torch.ones(()).item()
     ledger.restore()

@@ -2,8 +2,6 @@
 unaffected.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import io
@@ -16,8 +14,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
-
-from flatout.agent.ledger import Ledger  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 CYCLES = 5
 
@@ -36,34 +33,51 @@ def batches(count=CYCLES, size=16):
 
 # Each program trains CYCLES steps and answers its modules, so that their weights can be compared. ------------------
 
+PROGRAMS = []
 
-def steps(out, model, optimizer, data):
-    for x, y in data:
+
+def program(function):
+    PROGRAMS.append(function)
+    return function
+
+
+def sgd(model, **more):
+    return torch.optim.SGD(model.parameters(), lr=0.01, **more)
+
+
+def mse(model, x, y):
+    return functional.mse_loss(model(x), y)
+
+
+def steps(out, model, optimizer, data=None, loss_of=mse, backward=torch.Tensor.backward, step=None):
+    for x, y in batches() if data is None else data:
         optimizer.zero_grad()
-        loss = functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
+        loss = loss_of(model, x, y)
+        backward(loss)
+        (step or optimizer.step)()
         out.append(loss.item())
     return [model]
 
 
+@program
 def plain(out):
     model = network()
-    return steps(out, model, torch.optim.Adam(model.parameters(), lr=0.01), batches())
+    return steps(out, model, torch.optim.Adam(model.parameters(), lr=0.01))
 
 
+@program
 def with_a_loader(out):
     model = network()
     data = [(x[0], y[0]) for x, y in batches(CYCLES * 4, 1)]
-    loader = torch.utils.data.DataLoader(
-        data, batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(2)
-    )
-    return steps(out, model, torch.optim.SGD(model.parameters(), lr=0.01), loader)
+    order = torch.Generator().manual_seed(2)
+    loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True, generator=order)
+    return steps(out, model, sgd(model), loader)
 
 
+@program
 def next_batch_between_forward_and_backward(out):
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model)
     torch.manual_seed(3)
     x = torch.randn(8, 6)
     for _ in range(CYCLES):
@@ -76,19 +90,41 @@ def next_batch_between_forward_and_backward(out):
     return [model]
 
 
+class Duck:
+    """Has the interface of an optimizer, without being one."""
+
+    def __init__(self, parameters):
+        self.param_groups = [{"params": list(parameters), "lr": 0.01}]
+
+    def zero_grad(self):
+        for p in self.param_groups[0]["params"]:
+            p.grad = None
+
+    @torch.no_grad()
+    def step(self):
+        for p in self.param_groups[0]["params"]:
+            p -= self.param_groups[0]["lr"] * p.grad
+
+
+@program
+def duck_typed_optimizer(out):
+    model = network()
+    return steps(out, model, Duck(model.parameters()), batches(CYCLES + 1))
+
+
+@program
 def no_optimizer(out):
     model = network()
-    for x, y in batches(CYCLES + 1):
-        model.zero_grad()
-        loss = functional.mse_loss(model(x), y)
-        loss.backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.01 * p.grad
-        out.append(loss.item())
-    return [model]
+
+    @torch.no_grad()
+    def update():
+        for p in model.parameters():
+            p -= 0.01 * p.grad
+
+    return steps(out, model, model, batches(CYCLES + 1), step=update)
 
 
+@program
 def closure(out):
     model = network()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4)
@@ -96,7 +132,7 @@ def closure(out):
 
         def again(x=x, y=y):
             optimizer.zero_grad()
-            loss = functional.mse_loss(model(x), y)
+            loss = mse(model, x, y)
             loss.backward()
             return loss
 
@@ -104,6 +140,7 @@ def closure(out):
     return [model]
 
 
+@program
 def gan(out, n_critic=1):
     torch.manual_seed(0)
     generator, critic = nn.Linear(2, 6), network()
@@ -126,10 +163,12 @@ def gan(out, n_critic=1):
     return [generator, critic]
 
 
+@program
 def critic_steps_more_often(out):
     return gan(out, n_critic=4)
 
 
+@program
 def one_optimizer_a_parameter(out):
     """Stepped and zeroed inside the backward pass, to save the gradients' memory."""
     model = network()
@@ -142,17 +181,18 @@ def one_optimizer_a_parameter(out):
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(step)
     for x, y in batches():
-        loss = functional.mse_loss(model(x), y)
+        loss = mse(model, x, y)
         loss.backward()
         out.append(loss.item())
     return [model]
 
 
+@program
 def accumulation(out):
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model)
     for at, (x, y) in enumerate(batches(CYCLES * 3)):
-        loss = functional.mse_loss(model(x), y) / 3
+        loss = mse(model, x, y) / 3
         loss.backward()
         if at % 3 == 2:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -162,65 +202,60 @@ def accumulation(out):
     return [model]
 
 
-def grad_scaler(out):
-    """Enabled on the CPU; one loss is infinite, so the scaler skips one step."""
+@program
+def grad_scaler(out, enabled=True):
+    """Enabled on the CPU, one loss is infinite, so the scaler skips one step."""
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    for at, (x, y) in enumerate(batches()):
-        optimizer.zero_grad()
-        loss = functional.mse_loss(model(x), y) * (float("inf") if at == 2 else 1.0)
-        scaler.scale(loss).backward()
+    optimizer = sgd(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=enabled)
+    factors = iter([1.0, 1.0, float("inf") if enabled else 1.0, 1.0, 1.0])
+
+    def step():
         scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
-        out.append(loss.item())
-    assert scaler.get_scale() == 2.0**9
+
+    steps(
+        out,
+        model,
+        optimizer,
+        loss_of=lambda *given: mse(*given) * next(factors),
+        backward=lambda loss: scaler.scale(loss).backward(),
+        step=step,
+    )
+    assert scaler.get_scale() == (2.0**9 if enabled else 1.0)
     return [model]
 
 
+@program
 def grad_scaler_switched_off(out):
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    for x, y in batches():
-        loss = functional.mse_loss(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        out.append(loss.item())
-    return [model]
+    return grad_scaler(out, enabled=False)
 
 
+@program
 def double_backward(out):
     model = network(inplace=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, y in batches():
-        x.requires_grad_()
-        optimizer.zero_grad()
-        prediction = model(x)
+
+    def with_slope(model, x, y):
+        prediction = model(x.requires_grad_())
         (slope,) = torch.autograd.grad(prediction.sum(), x, create_graph=True)
-        loss = functional.mse_loss(prediction, y) + slope.square().mean()
-        loss.backward()
-        optimizer.step()
-        out.append(loss.item())
-    return [model]
+        return functional.mse_loss(prediction, y) + slope.square().mean()
+
+    return steps(out, model, sgd(model), loss_of=with_slope)
 
 
+@program
 def backward_with_create_graph(out):
     model = network(inplace=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-    for x, y in batches():
-        loss = functional.mse_loss(model(x), y)
+
+    def twice(loss):
         loss.backward(create_graph=True)
         penalty = sum(p.grad.square().sum() for p in model.parameters())
         optimizer.zero_grad()
         (penalty * 0.1).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        out.append(loss.item())
-    return [model]
+
+    return steps(out, model, optimizer, backward=twice)
 
 
 class WithItsLoss(nn.Module):
@@ -237,60 +272,29 @@ class WithItsLoss(nn.Module):
         return {"loss": self.criterion(self.net(batch["x"]), batch["y"])}
 
 
+def its_loss(model, x, y):
+    return model(batch={"x": x, "y": y})["loss"]
+
+
+@program
 def loss_on_the_module(out):
     model = WithItsLoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, y in batches():
-        optimizer.zero_grad()
-        loss = model(batch={"x": x, "y": y})["loss"]
-        loss.backward()
-        optimizer.step()
-        out.append(loss.item())
-    return [model]
+    return steps(out, model, sgd(model), loss_of=its_loss)
 
 
+@program
 def evaluation_in_between(out):
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, y in batches():
-        model.eval()
-        with torch.no_grad():
-            for _ in range(3):
-                out.append(functional.mse_loss(model(x), y).item())
-        model.train()
-        optimizer.zero_grad()
-        loss = functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-    return [model]
 
+    def evaluated():
+        for x, y in batches():
+            model.eval()
+            with torch.no_grad():
+                out.extend(mse(model, x, y).item() for _ in range(3))
+            model.train()
+            yield x, y
 
-class Duck:
-    """Has the interface of an optimizer, without being one."""
-
-    def __init__(self, parameters):
-        self.param_groups = [{"params": list(parameters), "lr": 0.01}]
-
-    def zero_grad(self):
-        for p in self.param_groups[0]["params"]:
-            p.grad = None
-
-    @torch.no_grad()
-    def step(self):
-        for p in self.param_groups[0]["params"]:
-            p -= self.param_groups[0]["lr"] * p.grad
-
-
-def duck_typed_optimizer(out):
-    model = network()
-    optimizer = Duck(model.parameters())
-    for x, y in batches(CYCLES + 1):
-        optimizer.zero_grad()
-        loss = functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        out.append(loss.item())
-    return [model]
+    return steps(out, model, sgd(model), evaluated())
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -304,164 +308,109 @@ class Lookahead(torch.optim.Optimizer):
         return self.inner.step(closure)
 
 
+@program
 def wrapper_optimizer(out):
     model = network()
-    optimizer = Lookahead(torch.optim.SGD(model.parameters(), lr=0.01))
-    for x, y in batches():
-        optimizer.zero_grad()
-        loss = functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        out.append(loss.item())
-    return [model]
+    return steps(out, model, Lookahead(sgd(model)))
 
 
+@program
 def optimizer_made_again(out):
     model = network()
-    for at, (x, y) in enumerate(batches()):
+    for at, batch in enumerate(batches()):
         if at % 2 == 0:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.01 / (at + 1))
-        optimizer.zero_grad()
-        loss = functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        out.append(loss.item())
+        steps(out, model, optimizer, [batch])
     return [model]
 
 
+@program
 def with_a_scheduler(out):
     """A scheduler wraps ``optimizer.step`` in the instance."""
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    optimizer = sgd(model, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=CYCLES)
-    for x, y in batches():
-        optimizer.zero_grad()
-        loss = functional.mse_loss(model(x), y)
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        out.append(loss.item())
-    return [model]
+    return steps(out, model, optimizer, step=lambda: (optimizer.step(), scheduler.step()))
 
 
+@program
 def autocast_of_its_own(out):
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, y in batches():
-        optimizer.zero_grad()
+
+    def in_half(model, x, y):
         with torch.autocast("cpu", torch.bfloat16):
-            loss = functional.mse_loss(model(x).float(), y)
-        loss.backward()
-        optimizer.step()
-        out.append(loss.item())
-    return [model]
+            return functional.mse_loss(model(x).float(), y)
+
+    return steps(out, model, sgd(model), loss_of=in_half)
 
 
+@program
 def several_losses_at_once(out):
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model)
     for x, y in batches():
         optimizer.zero_grad()
-        first, second = functional.mse_loss(model(x), y), functional.l1_loss(model(x), y)
+        first, second = mse(model, x, y), functional.l1_loss(model(x), y)
         torch.autograd.backward([first, second])
         optimizer.step()
         out.append(first.item() + second.item())
     return [model]
 
 
+@program
 def gradients_asked_for_by_hand(out):
     """autograd.grad: no backward pass is ever called."""
     model = network(inplace=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, y in batches():
-        loss = functional.mse_loss(model(x), y)
-        for p, grad in zip(
-            model.parameters(), torch.autograd.grad(loss, list(model.parameters())), strict=True
-        ):
+    parameters = list(model.parameters())
+
+    def by_hand(loss):
+        for p, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
             p.grad = grad
-        optimizer.step()
-        out.append(loss.item())
-    return [model]
+
+    return steps(out, model, sgd(model), backward=by_hand)
 
 
+@program
 def reentrant_checkpoint(out):
     """Calls backward inside the backward pass."""
-    from torch.utils.checkpoint import checkpoint
-
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, y in batches():
-        optimizer.zero_grad()
-        loss = functional.mse_loss(checkpoint(model, x.requires_grad_(), use_reentrant=True), y)
-        loss.backward()
-        optimizer.step()
-        out.append(loss.item())
-    return [model]
+
+    def again(model, x, y):
+        return functional.mse_loss(checkpoint(model, x.requires_grad_(), use_reentrant=True), y)
+
+    return steps(out, model, sgd(model), loss_of=again)
 
 
+@program
 def checkpointed_parts(out):
     """Parts of the model run again by themselves in the backward pass."""
-    from torch.utils.checkpoint import checkpoint
-
     model = network()
     model.forward = lambda x: model[1:](checkpoint(model[0], x, use_reentrant=False))
-    return steps(out, model, torch.optim.SGD(model.parameters(), lr=0.01), batches())
+    return steps(out, model, sgd(model))
 
 
+@program
 def scripted(out):
     """A ScriptModule has hooks, but no methods to set them."""
     model = torch.jit.script(network())
-    return steps(out, model, torch.optim.SGD(model.parameters(), lr=0.01), batches())
+    return steps(out, model, sgd(model))
 
 
+@program
 def sharpness_aware(out):
     """An optimizer that never steps itself, on the parameter groups of one that does."""
     model = network()
-    inner = torch.optim.SGD(model.parameters(), lr=0.01)
+    inner = sgd(model)
 
     class Sam(torch.optim.Optimizer):
         def __init__(self, groups):
             super().__init__(groups, {})
 
     sam = Sam(inner.param_groups)
-    for x, y in batches():
-        for move in (lambda: None, inner.step):
-            sam.zero_grad()
-            loss = functional.mse_loss(model(x), y)
-            loss.backward()
-            move()
-        out.append(loss.item())
+    for batch in batches():
+        steps([], model, sam, [batch], step=lambda: None)
+        steps(out, model, sam, [batch], step=inner.step)
     return [model]
-
-
-PROGRAMS = [
-    plain,
-    reentrant_checkpoint,
-    with_a_loader,
-    next_batch_between_forward_and_backward,
-    no_optimizer,
-    closure,
-    gan,
-    critic_steps_more_often,
-    one_optimizer_a_parameter,
-    accumulation,
-    grad_scaler,
-    grad_scaler_switched_off,
-    double_backward,
-    backward_with_create_graph,
-    loss_on_the_module,
-    evaluation_in_between,
-    duck_typed_optimizer,
-    wrapper_optimizer,
-    optimizer_made_again,
-    with_a_scheduler,
-    autocast_of_its_own,
-    several_losses_at_once,
-    gradients_asked_for_by_hand,
-    checkpointed_parts,
-    scripted,
-    sharpness_aware,
-]
 
 
 def trained(program):
@@ -506,9 +455,8 @@ def test_the_steps_are_found_and_nothing_changes(program, enter):
 )
 def test_the_objects_found(program, expected, enter):
     context, _ = enter()
-    models = program(
-        []
-    )  # they exist while they are described; the optimizers are gone, but the boundaries keep them
+    # They exist while they are described; the optimizers are gone, but the boundaries keep them.
+    models = program([])
     gc.collect()
     described = context.describe()
     assert {k: described[k] for k in expected} == expected
@@ -520,9 +468,7 @@ def test_live_objects_are_described_while_they_live(enter):
     model = network()
     inner = torch.optim.SGD(model.parameters(), lr=0.01)
     optimizer = Lookahead(inner)
-    for x, y in batches(2):
-        functional.mse_loss(model(x), y).backward()
-        optimizer.step()
+    steps([], model, optimizer, batches(2))
     assert context.roots == [model]
     assert context.optimizers == [optimizer]
     assert context.parameters == list(model.parameters())
@@ -534,7 +480,7 @@ def test_live_objects_are_described_while_they_live(enter):
 def test_a_loss_without_parameters_is_not_a_root(enter):
     context, _ = enter()
     model, criterion = network(), nn.MSELoss()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model)
     for x, y in batches(2):
         criterion(model(x), y).backward()
         optimizer.step()
@@ -578,10 +524,8 @@ def test_a_compiled_model_is_detected(enter):
         filters = len(warnings.filters)
         context, _ = enter()
         model = torch.compile(network(), backend="eager")
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        for x, y in batches(3):
-            functional.mse_loss(model(x), y).backward()
-            optimizer.step()
+        optimizer = sgd(model)
+        steps([], model, optimizer, batches(3))
         assert len(warnings.filters) == filters
     assert [str(w.message) for w in warned if "global hooks" in str(w.message)] == []
     assert context.compiled_by_script
@@ -599,13 +543,14 @@ def test_the_loader_is_described_as_the_script_asked(enter):
     context, probe = enter()
     with_a_loader([])
     loader = context.loaders[0]
-    assert (
-        loader["dataset"],
-        loader["length"],
-        loader["batch_size"],
-        loader["num_workers"],
-        loader["iterable"],
-    ) == ("list", CYCLES * 4, 4, 0, False)
+    asked = {
+        "dataset": "list",
+        "length": CYCLES * 4,
+        "batch_size": 4,
+        "num_workers": 0,
+        "iterable": False,
+    }
+    assert {name: loader[name] for name in asked} == asked
     assert len(probe.batches) == CYCLES
 
 
@@ -644,25 +589,11 @@ def test_evaluation_is_not_taken_for_training(enter):
     assert probe.observed.count("forward") == CYCLES
 
 
-def test_a_model_called_in_pieces_is_reported(enter):
-    context, _ = enter()
-    layers = [nn.Linear(4, 4) for _ in range(20)]
-    optimizer = torch.optim.SGD([p for layer in layers for p in layer.parameters()], lr=0.01)
-    for _ in range(2):
-        x = torch.randn(3, 4)
-        for layer in layers:
-            x = layer(x)
-        x.sum().backward()
-        optimizer.step()
-    assert context.in_pieces
-    assert context.steps == 2
-
-
 def test_an_error_in_the_program_is_its_own(enter):
     """The forward raises once, the optimizer once; the script catches both and continues."""
     context, _ = enter()
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model)
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         model(torch.zeros(2, 5))
 
@@ -671,9 +602,7 @@ def test_an_error_in_the_program_is_its_own(enter):
 
     with pytest.raises(KeyError, match="mine"):
         optimizer.step(closure)
-    for x, y in batches(3):
-        functional.mse_loss(model(x), y).backward()
-        optimizer.step()
+    steps([], model, optimizer, batches(3))
     assert context.steps == 3
     assert context.roots == [model]
 
@@ -695,6 +624,10 @@ class WithStateOfItsOwn(nn.Module):
         return self.__dict__.copy()
 
 
+def passed_on(forward):
+    return lambda *args, **kwargs: forward(*args, **kwargs)
+
+
 @pytest.mark.parametrize(
     "make",
     [network, WithItsLoss, WithStateOfItsOwn],
@@ -704,26 +637,17 @@ class WithStateOfItsOwn(nn.Module):
 def test_saving_and_copying_a_model_in_training(enter, make, wrapped):
     context, _ = enter()
     model = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model)
     keys = list(model.state_dict())
     names = [name for name, _ in model.named_modules()]
 
-    def step(trained):
-        for x, y in batches(2):
-            loss = (
-                trained(batch={"x": x, "y": y})["loss"]
-                if make is WithItsLoss
-                else functional.mse_loss(trained(x), y)
-            )
-            loss.backward()
-            optimizer.step()
+    def step():
+        steps([], model, optimizer, batches(2), its_loss if make is WithItsLoss else mse)
 
-    step(model)
+    step()
     if wrapped:
-        context.wrap_forward(
-            model, lambda forward: lambda *args, **kwargs: forward(*args, **kwargs), context.ledger
-        )
-        step(model)
+        context.wrap_forward(model, passed_on, context.ledger)
+        step()
     whole = io.BytesIO()
     torch.save(model, whole)
     assert b"flatout" not in whole.getvalue()
@@ -740,9 +664,9 @@ def test_saving_and_copying_a_model_in_training(enter, make, wrapped):
         assert all(torch.equal(a, b) for a, b in zip(other.parameters(), model.parameters(), strict=True))
     assert list(model.state_dict()) == keys
     assert [name for name, _ in model.named_modules()] == names
-    before, steps = [p.clone() for p in loaded.parameters()], context.steps
-    step(model)  # the original is still observed, the copies are not touched
-    assert context.steps == steps + 2
+    before, ended = [p.clone() for p in loaded.parameters()], context.steps
+    step()  # the original is still observed, the copies are not touched
+    assert context.steps == ended + 2
     assert all(torch.equal(a, b) for a, b in zip(before, loaded.parameters(), strict=True))
 
 
@@ -752,13 +676,9 @@ def test_a_copy_has_its_own_forward(enter):
     """
     context, _ = enter()
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, y in batches(2):
-        functional.mse_loss(model(x), y).backward()
-        optimizer.step()
-    context.wrap_forward(
-        model, lambda forward: lambda *args, **kwargs: forward(*args, **kwargs), context.ledger
-    )
+    optimizer = sgd(model)
+    steps([], model, optimizer, batches(2))
+    context.wrap_forward(model, passed_on, context.ledger)
     other = copy.deepcopy(model)
     with torch.no_grad():
         for p in other.parameters():
@@ -771,10 +691,8 @@ def test_hooks_of_the_script_are_saved_with_the_model(enter):
     enter()
     model = network()
     model.register_forward_hook(_noted)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, y in batches(2):
-        functional.mse_loss(model(x), y).backward()
-        optimizer.step()
+    optimizer = sgd(model)
+    steps([], model, optimizer, batches(2))
     other = pickle.loads(pickle.dumps(model))
     assert list(other._forward_hooks.values()) == [_noted]
 
@@ -784,18 +702,12 @@ def _noted(module, args, output):
 
 
 def test_the_optimizer_is_saved_as_it_is(enter):
-    plain_model, model = network(), None
     enter()
     model = network()
-    states = []
-    for each in (plain_model, model):
-        optimizer = torch.optim.Adam(each.parameters())
-        for x, y in batches(2):
-            functional.mse_loss(each(x), y).backward()
-            optimizer.step()
-        states.append(pickle.dumps(optimizer))
-        copy.deepcopy(optimizer).step()
-    assert b"flatout" not in states[1]
+    optimizer = torch.optim.Adam(model.parameters())
+    steps([], model, optimizer, batches(2))
+    assert b"flatout" not in pickle.dumps(optimizer)
+    copy.deepcopy(optimizer).step()
 
 
 # -- attaching keeps nothing alive and leaves nothing behind ---------------------------------------------------------
@@ -804,10 +716,8 @@ def test_the_optimizer_is_saved_as_it_is(enter):
 def test_models_and_optimizers_are_not_kept_alive(enter):
     context, probe = enter()
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    for x, y in batches(3):
-        functional.mse_loss(model(x), y).backward()
-        optimizer.step()
+    optimizer = sgd(model)
+    steps([], model, optimizer, batches(3))
     held = [weakref.ref(model), weakref.ref(optimizer)]
     del model, optimizer
     probe.losses.clear()
@@ -861,29 +771,15 @@ def test_looking_for_roots_ends_after_two_steps(enter):
 def test_at_rest_nothing_is_observed_and_training_continues(enter):
     context, probe = enter()
     model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = sgd(model)
 
-    def train():
-        for x, y in batches(3):
-            functional.mse_loss(model(x), y).backward()
-            optimizer.step()
-
-    train()
+    steps([], model, optimizer, batches(3))
     observed = len(probe.observed)
     context.rest()
-    train()
+    steps([], model, optimizer, batches(3))
     assert len(probe.observed) == observed
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
-
-
-def test_a_loader_rule_chooses_arguments(enter):
-    context, _ = enter()
-    ledger = Ledger()
-    context.change_loaders(lambda dataset, arguments: {**arguments, "batch_size": 2}, ledger)
-    assert [len(b) for b in torch.utils.data.DataLoader([1, 2, 3, 4], 4)] == [2, 2]
-    ledger.restore()
-    assert [len(b) for b in torch.utils.data.DataLoader([1, 2, 3, 4], 4)] == [4]
 
 
 @pytest.mark.parametrize(

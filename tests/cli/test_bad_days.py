@@ -2,30 +2,16 @@
 leaves no process.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 import time
-from pathlib import Path
 
 import pytest
 from limits import hang_s
+from programs import STEPS_BY_HAND
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.processes]
 
-LOOP = """
-import os, sys, time, signal
-import torch
-model = torch.nn.Linear(4, 1)
-def steps(count):  # by hand: an optimizer of torch's own takes a second to import
-    for _ in range(count):
-        model.zero_grad()
-        model(torch.randn(8, 4)).square().mean().backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.01 * p.grad
-"""
 NEEDS_TORCH = pytest.mark.skipif(not pytest.importorskip("torch"), reason="not run: torch is not installed")
 
 
@@ -47,41 +33,8 @@ def tune(flatout):
     return run
 
 
-def sessions(folder: Path):
+def sessions(folder):
     return [json.loads(path.read_text()) for path in folder.glob(".flatout/*/session.json")]
-
-
-# -- mistakes on the command line: nothing is started, nothing is written ---------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "says"),
-    [
-        (["missing.py"], 127, "no script 'missing.py'"),
-        (["python", "missing.py"], 127, "no script 'missing.py'"),
-        (["pyhton", "train.py"], 127, "no program 'pyhton'"),
-        (["--budget", "0", "python", "train.py"], 2, "cannot measure anything"),
-        (["--budget", "-5s", "python", "train.py"], 2, "is negative or too long"),
-        (["--budget", "nan", "python", "train.py"], 2, "is negative or too long"),
-        (["--budget", "", "python", "train.py"], 2, "not a time"),
-        (["--levers", "tf23", "python", "train.py"], 2, "there is no lever 'tf23'; did you mean tf32?"),
-        (["--effects", "changes_math", "python", "train.py"], 2, "chosen by name in a plan"),
-        (
-            ["--effects", "none", "python", "train.py"],
-            2,
-            "--effects takes some of exact, rounding, precision, resampled",
-        ),
-        ([], 2, "no program was given"),
-    ],
-)
-def test_mistakes(flatout, script, words, code, says):
-    script("print('started')")
-    done = flatout.here("tune", *words)
-    assert done.code == code
-    assert says in done.err
-    assert done.out == ""
-    assert "Traceback" not in done.err
-    assert [path.name for path in flatout.folder.iterdir()] == ["train.py"]
 
 
 # -- programs that cannot be tuned ------------------------------------------------------------------------------------
@@ -100,7 +53,7 @@ def test_mistakes(flatout, script, words, code, says):
     ids=["raises during", "exits", "never steps", "is killed"],
 )
 def test_programs_that_cannot_be_tuned(tune, flatout, script, ending, code, says):
-    script(LOOP + ending + "\n")
+    script(STEPS_BY_HAND + ending + "\n")
     done = tune("python", "train.py")
     assert done.code == code
     assert says in done.err
@@ -116,7 +69,7 @@ def test_programs_that_cannot_be_tuned(tune, flatout, script, ending, code, says
 def test_a_program_that_fails_after_it_trained_ends_tune_so_whatever_the_budget(
     tune, flatout, script, budget
 ):
-    script(LOOP + "steps(40); print('seen', file=sys.stderr); sys.exit(7)\n")
+    script(STEPS_BY_HAND + "steps(40); print('seen', file=sys.stderr); sys.exit(7)\n")
     done = tune("python", "train.py", budget=budget)
     (session,) = sessions(flatout.folder)
     assert (done.code, session["status"]) == (7, "failed")
@@ -130,7 +83,9 @@ def test_a_program_that_fails_after_it_trained_ends_tune_so_whatever_the_budget(
 def test_a_program_whose_own_loss_becomes_nan_is_told_so_once(tune, flatout, script):
     """Its losses and weights are equal from then on, whatever a lever does."""
     nan = "square().mean().mul(float('nan') if step >= 20 else 1.0).backward()"
-    looped = LOOP.replace("for _ in range", "for step in range").replace("square().mean().backward()", nan)
+    looped = STEPS_BY_HAND.replace("for _ in range", "for step in range").replace(
+        "square().mean().backward()", nan
+    )
     script(looped + "steps(10**9)\n")
     done = tune("python", "train.py", budget="12s", options=["--levers", "gc_pause,malloc"], speaks=False)
     assert done.code == 0, done.err
@@ -160,7 +115,7 @@ def test_no_candidates(tune, flatout, script, words, says):
 @NEEDS_TORCH
 @pytest.mark.slow
 def test_a_program_that_hangs_is_stopped(tune, flatout, script):
-    script(LOOP + "steps(2)\ntime.sleep(10_000)\n")
+    script(STEPS_BY_HAND + "steps(2)\ntime.sleep(10_000)\n")
     done = tune("python", "train.py", budget="6s")
     assert done.code == 3
     assert "did not train" in done.err
@@ -169,7 +124,7 @@ def test_a_program_that_hangs_is_stopped(tune, flatout, script):
 
 @NEEDS_TORCH
 def test_a_program_that_reads_its_input(tune, flatout, script):
-    script("name = input('name? ')\n" + LOOP)
+    script("name = input('name? ')\n" + STEPS_BY_HAND)
     done = tune("python", "train.py")
     assert done.code == 1
     assert "EOFError" in done.err
@@ -185,7 +140,7 @@ def test_signals_leave_no_process(flatout, script, number):
     """Nothing survives, even if flatout gets SIGKILL while programs are paused: they die with it."""
     script(
         "import multiprocessing\n"
-        + LOOP
+        + STEPS_BY_HAND
         + """
 class Data(torch.utils.data.Dataset):
     def __len__(self): return 10**6
@@ -217,7 +172,7 @@ for x in torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=1):
 @NEEDS_TORCH
 def test_a_full_disk(tune, flatout, script):
     """No file may grow beyond 2 kB, so the session cannot be written."""
-    script(LOOP + "steps(10**9)\n")
+    script(STEPS_BY_HAND + "steps(10**9)\n")
     done = flatout(
         "tune", "--budget", "20s", "python", "train.py", prefix=["prlimit", "--fsize=2048"], timeout=150
     )
@@ -241,7 +196,7 @@ def test_a_folder_where_nothing_can_be_written(tune, flatout, script, tmp_path):
     """Nobody chose this folder for the records, so flatout writes them to another one and reports it; the
     plan stays.
     """
-    script(LOOP)
+    script(STEPS_BY_HAND)
     (flatout.folder / ".flatout").write_text("in the way")
     for _ in range(2):  # the same folder each time
         done = tune("python", "train.py", env={"XDG_CACHE_HOME": str(tmp_path / "cache")})
@@ -255,7 +210,7 @@ def test_a_folder_where_nothing_can_be_written(tune, flatout, script, tmp_path):
 @pytest.mark.slow
 def test_a_plan_that_cannot_be_written_beside_the_script_is_in_the_job(tune, flatout, script):
     """What the program would do after the measured steps does not matter: the trials stop it earlier."""
-    script(LOOP + "steps(10**9)\nraise KeyError('after')\n")
+    script(STEPS_BY_HAND + "steps(10**9)\nraise KeyError('after')\n")
     (flatout.folder / "flatout.toml").mkdir()
     done = tune("python", "train.py", budget="12s", options=["--levers", "gc_pause"])
     assert done.code == 0, done.err
@@ -267,26 +222,11 @@ def test_a_plan_that_cannot_be_written_beside_the_script_is_in_the_job(tune, fla
 # -- leftovers of earlier sessions ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.full
-@NEEDS_TORCH
-def test_broken_leftovers_are_started_from_scratch(tune, flatout, script):
-    """With an unreadable session and plan and an unrelated trial folder, the session starts from scratch."""
-    script(LOOP)
-    tune("python", "train.py")
-    (job,) = flatout.folder.glob(".flatout/*/")
-    (job / "session.json").write_bytes(b"{\x00\xff")
-    (flatout.folder / "flatout.toml").write_bytes(b"[levers")
-    done = tune("python", "train.py")
-    assert done.code == 3
-    assert "ended without a training step" in done.err
-    assert sessions(flatout.folder)[0]["status"] == "failed"
-
-
 @NEEDS_TORCH
 @pytest.mark.slow
 def test_run_with_a_budget_runs_the_program_whatever_tuning_finds(flatout, script):
     """A program too short to tune still runs to its own end, with its own exit code."""
-    script(LOOP + "steps(2)\nprint('ran', flush=True)\nsys.exit(6)\n")
+    script(STEPS_BY_HAND + "steps(2)\nprint('ran', flush=True)\nsys.exit(6)\n")
     done = flatout("run", "--budget", "20s", "python", "train.py", timeout=150)
     assert done.left == []
     assert done.code == 6

@@ -1,7 +1,5 @@
 """`flatout check` on the command line: its input, its output and its exit codes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -27,9 +25,8 @@ def program(flatout, script):
     return flatout
 
 
-@pytest.mark.processes
 def test_output_shows_locations_lines_and_fixes(program):
-    done = program("check", "train.py")
+    done = program.here("check", "train.py")
     assert done.code == 1
     shown = done.out.splitlines()
     at = shown.index("  train.py:8:5")

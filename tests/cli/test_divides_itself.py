@@ -3,8 +3,6 @@
 They are left as they are, rejected with an error, or get one device per rank; never N times N.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

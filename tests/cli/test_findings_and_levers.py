@@ -1,7 +1,5 @@
 """Tuning tries the findings of a profile first, and records the outcome next to each predicted gain."""
 
-from __future__ import annotations
-
 import json
 import signal
 

@@ -1,9 +1,10 @@
 """`flatout` without a command."""
 
-from __future__ import annotations
-
 import re
 
+import pytest
+
+from flatout import __version__
 from flatout.cli.main import COMMANDS
 
 
@@ -22,3 +23,13 @@ def test_help_lists_every_command(flatout):
     done = flatout.here("--help")
     assert done.code == 0
     assert set(re.findall(r"^  (\w+)  ", done.out, re.MULTILINE)) >= set(COMMANDS)
+    assert flatout.here("-h").out == done.out
+    assert flatout.here("--version").out == f"flatout, version {__version__}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_help(flatout, command):
+    for word in ("--help", "-h"):
+        helped = flatout.here(command, word)
+        assert helped.code == 0
+        assert helped.out.startswith("Usage: ")

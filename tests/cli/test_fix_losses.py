@@ -1,7 +1,5 @@
 """An edit of `flatout fix` keeps losses and printed numbers bit for bit, and is left out where it might not."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess
@@ -320,20 +318,18 @@ for epoch in range(2):
 )
 
 
-def test_an_evaluation_gets_a_block_without_gradients():
-    text = EVALUATION.format("y.sum().item()  # a number")
+@pytest.mark.parametrize(
+    ("added", "found", "edited"),
+    [
+        ("y.sum().item()  # a number", True, True),
+        ('len("""1\n2""")', True, False),  # the text would change
+        ("float(torch.autograd.grad(y.sum(), model.weight)[0].sum())", False, False),
+    ],
+)
+def test_an_evaluation_gets_a_block_without_gradients(added, found, edited):
+    text = EVALUATION.format(added)
     loop = text[text.index("    for x in loader") : text.index("    model.train()")]
     deeper = "".join(f"    {line}" if line.strip() else line for line in loop.splitlines(keepends=True))
-    assert fixed(text, "FL201") == text.replace(loop, f"    with torch.no_grad():\n{deeper}")
-
-
-def test_no_block_where_a_text_would_change():
-    text = EVALUATION.format('len("""1\n2""")')
-    assert check(ScriptProgram.of_text(text), ["FL201"])
-    assert fixed(text, "FL201") == text
-
-
-def test_an_evaluation_that_takes_gradients_needs_its_graph():
-    text = EVALUATION.format("float(torch.autograd.grad(y.sum(), model.weight)[0].sum())")
-    assert not check(ScriptProgram.of_text(text), ["FL201"])
-    assert fixed(text, "FL201") == text
+    assert bool(check(ScriptProgram.of_text(text), ["FL201"])) is found
+    expected = text.replace(loop, f"    with torch.no_grad():\n{deeper}") if edited else text
+    assert fixed(text, "FL201") == expected

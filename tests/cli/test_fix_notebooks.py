@@ -1,7 +1,5 @@
 """`flatout fix` edits the cells of a notebook, and every other byte of the file stays."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 

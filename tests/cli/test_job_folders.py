@@ -1,7 +1,5 @@
 """Where the records of a command are, and who may write there: two commands at once, folders that cannot be written."""
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

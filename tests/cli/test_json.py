@@ -1,7 +1,5 @@
 """`--json`: one document on standard output that its published schema describes."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path
@@ -30,7 +28,7 @@ SNAPSHOTS = Path(__file__).parent.parent / "diagnose" / "recorded"
 def valid(flatout):
     """``valid(name, text)`` parses the text strictly and checks it against `flatout schema name`."""
 
-    def check(name: str, text: str) -> dict:
+    def check(name, text):
         schema = json.loads(flatout.here("schema", name).out)
         Draft202012Validator.check_schema(schema)
         data = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))

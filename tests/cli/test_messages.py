@@ -1,7 +1,5 @@
 """What the texts of flatout name exists: `flatout <command>`, and its options; read from the source."""
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache

@@ -1,7 +1,5 @@
 """The record and the box at the end of a run, and live figures for trackers, through their own clients."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -9,7 +7,6 @@ import signal
 import socket
 import time
 import urllib.request
-from pathlib import Path
 
 import pytest
 from limits import hang_s
@@ -41,11 +38,22 @@ print(loss.item().hex())
 """
 
 
-def records(folder: Path) -> list[dict]:
+@pytest.fixture
+def run(flatout, script):
+    """``run(*options)`` runs the program with this pause a step and number of epochs."""
+
+    def one(*options, source=PROGRAM, pause="0.001", epochs="1", **more):
+        script(source)
+        return flatout("run", *options, "python", "train.py", pause, epochs, **more)
+
+    return one
+
+
+def records(folder):
     return [json.loads(path.read_text()) for path in sorted(folder.glob(".flatout/*/runs/*/rank0*.json"))]
 
 
-def box(err: str) -> list[str]:
+def box(err):
     return [line for line in err.splitlines() if re.match(r"[|+].*[|+]$", line)]
 
 
@@ -73,41 +81,35 @@ def test_a_run_leaves_a_record_and_a_box_and_the_same_output(flatout, script, op
 
 @pytest.mark.parametrize("options", [(), ("--with", "gc_pause")])
 @pytest.mark.parametrize(("made", "steps"), [("", 48), ("optimizer.step()", 6)], ids=["none", "each eighth"])
-def test_steps_are_those_of_an_optimizer_or_else_backward_passes(flatout, script, options, made, steps):
+def test_steps_are_those_of_an_optimizer_or_else_backward_passes(flatout, run, options, made, steps):
     """As for tune: without a lever to apply and with one."""
     update = "optimizer.step()" if made else "model.zero_grad()"
     looped = PROGRAM.replace("optimizer.zero_grad()", "seen = globals().get('seen', 0) + 1")
     looped = looped.replace("optimizer.step()", f"if seen % 8 == 0: {update}")
     if not made:
         looped = looped.replace("optimizer = torch.optim.SGD(model.parameters(), lr=0.01)\n", "")
-    script(looped)
-    done = flatout("run", *options, "python", "train.py", "0.001", "4")
+    done = run(*options, source=looped, epochs="4")
     assert not [line for line in done.said if "nothing was applied" in line]
     (record,) = records(flatout.folder)
     assert abs(record["steps"] - steps) <= 1  # the end of the last one is seen at the next
 
 
-def test_a_run_that_fails_is_recorded_with_its_exception(flatout, script):
-    script(PROGRAM.replace("print(", "raise KeyError('x')\nprint("))
-    done = flatout("run", "python", "train.py", "0.001", "1")
+def test_a_run_that_fails_is_recorded_with_its_exception(flatout, run):
+    done = run(source=PROGRAM.replace("print(", "raise KeyError('x')\nprint("))
     assert done.code == 1
     assert [each["how"] for each in records(flatout.folder)] == ["KeyError"]
     assert done.err.index("KeyError") < done.err.index("+-- flatout run")
 
 
-def test_without_training_or_a_summary_nothing_is_left(flatout, script):
-    script("import torch\nprint('looked')")
-    assert flatout("run", "python", "train.py").out == "looked\n"
-    script(PROGRAM)
-    done = flatout("run", "--no-summary", "python", "train.py", "0.001", "1")
-    assert box(done.err) == []
+def test_without_training_or_a_summary_nothing_is_left(flatout, run):
+    assert run(source="import torch\nprint('looked')").out == "looked\n"
+    assert box(run("--no-summary").err) == []
     assert not list(flatout.folder.glob(".flatout/*/runs"))
 
 
 @pytest.mark.full
-def test_each_rank_leaves_its_record_and_the_first_shows_the_box(flatout, script):
-    script(PROGRAM)
-    done = flatout("run", "--procs", "2", "--export", "jsonl", "python", "train.py", "0.001", "8")
+def test_each_rank_leaves_its_record_and_the_first_shows_the_box(flatout, run):
+    done = run("--procs", "2", "--export", "jsonl", epochs="8")
     assert done.code == 0, done.err
     found = [json.loads(path.read_text()) for path in flatout.folder.glob(".flatout/*/runs/*/rank?.json")]
     assert sorted((each["rank"], each["world_size"], each["steps"]) for each in found) == [
@@ -131,12 +133,10 @@ def wait_for(found, seconds=60.0):
 OUTLIVES = {"FLATOUT_TEST_RUN": "exporter"}  # the exporter works on after the run; the fixture would end it
 
 
-def exported(flatout, script, *names: str, words=("0.02", "4"), env=()) -> tuple[dict, list[dict]]:
-    script(PROGRAM)
+def exported(flatout, run, *names, env=()):
     options = [part for name in names for part in ("--export", name)]
-    done = flatout(
-        "run", "--export-every", "0.2s", *options, "python", "train.py", *words, env={**OUTLIVES, **dict(env)}
-    )
+    env = {**OUTLIVES, **dict(env)}
+    done = run("--export-every", "0.2s", *options, pause="0.02", epochs="4", env=env)
     assert done.code == 0, done.err
     (record,) = records(flatout.folder)
     (path,) = flatout.folder.glob(".flatout/*/runs/*/rank0.jsonl")
@@ -145,11 +145,11 @@ def exported(flatout, script, *names: str, words=("0.02", "4"), env=()) -> tuple
     return record, lines[:-1]
 
 
-def test_tensorboard_holds_the_runs_own_figures(flatout, script):
+def test_tensorboard_holds_the_runs_own_figures(flatout, run):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    record, lines = exported(flatout, script, "jsonl", "tensorboard")
+    record, lines = exported(flatout, run, "jsonl", "tensorboard")
 
     def read():
         (folder,) = flatout.folder.glob(".flatout/*/runs/*/tensorboard/rank0") or [None]
@@ -167,7 +167,7 @@ def test_tensorboard_holds_the_runs_own_figures(flatout, script):
 
 
 @pytest.mark.full
-def test_mlflow_and_an_offline_wandb_hold_the_runs_own_figures(flatout, script, tmp_path, monkeypatch):
+def test_mlflow_and_an_offline_wandb_hold_the_runs_own_figures(flatout, run, tmp_path, monkeypatch):
     pytest.importorskip("mlflow")
     pytest.importorskip("wandb")
     from mlflow.tracking import MlflowClient
@@ -175,7 +175,7 @@ def test_mlflow_and_an_offline_wandb_hold_the_runs_own_figures(flatout, script, 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # for the client below
     uri = f"file://{tmp_path / 'mlruns'}"
     env = {"WANDB_MODE": "offline"}
-    _, lines = exported(flatout, script, f"mlflow={uri}", "wandb=trial", env=env)
+    _, lines = exported(flatout, run, f"mlflow={uri}", "wandb=trial", env=env)
     client = MlflowClient(uri)
 
     def read():
@@ -213,15 +213,14 @@ def test_prometheus_is_scraped_on_the_loopback_while_the_run_goes_on(flatout, sc
 
 
 @pytest.mark.parametrize("name", [pytest.param("mlflow", marks=pytest.mark.full), "prometheus"])
-def test_a_tracker_that_is_down_does_not_reach_the_training(flatout, script, name):
+def test_a_tracker_that_is_down_does_not_reach_the_training(flatout, run, name):
     pytest.importorskip(name.replace("prometheus", "prometheus_client"))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         target = f"http://127.0.0.1:{port}" if name == "mlflow" else str(port)
-        script(PROGRAM)
         options = ("--export-every", "0.2s", "--export", f"{name}={target}", "--export", "jsonl")
-        done = flatout("run", *options, "python", "train.py", "0.05", "6")
+        done = run(*options, pause="0.05", epochs="6")
     assert done.code == 0
     (record,) = records(flatout.folder)
     assert (record["steps"], record["flatout"]) == (72, __version__)
@@ -249,20 +248,16 @@ def test_exports_that_cannot_work_are_named_before_the_run(flatout, script, opti
     assert says in done.err
 
 
-def test_where_nothing_can_be_written_the_record_is_in_the_cache_or_the_box_says_so(
-    flatout, script, tmp_path
-):
-    script(PROGRAM)
+def test_where_nothing_can_be_written_the_record_is_in_the_cache_or_the_box_says_so(flatout, run, tmp_path):
     (flatout.folder / ".flatout").write_text("a file")
-    words, env = ("python", "train.py", "0.01", "1"), {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    done = flatout("run", "--export", "tensorboard", *words, env=env)
+    done = run("--export", "tensorboard", env={"XDG_CACHE_HOME": str(tmp_path / "cache")})
     assert done.code == 0
     assert "cannot write to" in done.err
     assert len(list((tmp_path / "cache").glob("flatout/jobs/*/train-*/runs/*/rank0.json"))) == 1
     (tmp_path / "file").touch()
     (tmp_path / f"flatout-{os.geteuid()}").touch()
     env = {"XDG_CACHE_HOME": str(tmp_path / "file"), "TMPDIR": str(tmp_path)}
-    done = flatout("run", *words, env=env)
+    done = run(env=env)
     assert done.code == 0
     assert "record: not written: " in done.err
     assert "Traceback" not in done.err

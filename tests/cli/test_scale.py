@@ -1,30 +1,15 @@
 """`flatout scale`: from a profile without starting a process, and from a real program."""
 
-from __future__ import annotations
-
 import json
-import sys
-from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 from profiles import healthy
 
-import flatout as package
 from flatout.cli.scale import OVERHEAD, command
 from flatout.measure.links import Fabric
 from flatout.measure.scaling import Workload, evenly, predict
 from flatout.schema.scale import NETWORKS, ScaleRecord, Timing
-
-# This works whether or not the list of commands has it.
-FLATOUT = [
-    sys.executable,
-    "-c",
-    "from flatout.cli import main; main.COMMANDS.setdefault('scale', ''); main.main()",
-]
-HERE = {
-    "PYTHONPATH": str(Path(package.__file__).parent.parent)
-}  # the checkout under test, wherever another one is installed
 
 PROGRAM = """\
 import torch
@@ -53,22 +38,9 @@ def profile(tmp_path):
     return path
 
 
-@pytest.mark.processes
-@pytest.mark.timeout(60)
 def test_from_a_profile(flatout, profile):
-    done = flatout(
-        "scale",
-        "--gpus",
-        "1..64",
-        "--network",
-        "ib-hdr",
-        "--inside",
-        "nvlink3",
-        "--from",
-        str(profile),
-        python=FLATOUT,
-        env=HERE,
-    )
+    links = ["--network", "ib-hdr", "--inside", "nvlink3"]
+    done = flatout.here("scale", "--gpus", "1..64", *links, "--from", str(profile))
     assert done.code == 0, done.err
     assert {path.name for path in profile.parent.iterdir() if path.is_file()} == {
         "profile.json",
@@ -109,22 +81,9 @@ def ask(profile, *words):
 
 
 def test_another_device_strong_scaling_and_given_figures(profile):
-    plain = ask(
-        profile, "--gpus", "4", "--network", "bandwidth=1GB/s", "--strategies", "ddp", "--overhead", "0"
-    )
-    faster = ask(
-        profile,
-        "--gpus",
-        "4",
-        "--network",
-        "bandwidth=1GB/s",
-        "--strategies",
-        "ddp",
-        "--compute-scale",
-        "50",
-        "--overhead",
-        "0",
-    )
+    given = ["--gpus", "4", "--network", "bandwidth=1GB/s", "--strategies", "ddp", "--overhead", "0"]
+    plain = ask(profile, *given)
+    faster = ask(profile, *given, "--compute-scale", "50")
     assert faster.points[0].compute_ms == pytest.approx(9.5 / 50 + 0.5)  # the host's half millisecond stays
     assert faster.points[0].efficiency < plain.points[0].efficiency < 0.5
     assert any("50 times faster than measured on cuda" in note for note in faster.notes)
@@ -136,18 +95,8 @@ def test_another_device_strong_scaling_and_given_figures(profile):
     half = profile.with_name("half.json")
     other = healthy(device="cuda", step_ms=7.0, samples_per_s=16 / 0.007)
     half.write_text(json.dumps(other.to_json()))
-    two = (
-        "--gpus",
-        "2",
-        "--network",
-        "bandwidth=1000GB/s",
-        "--strategies",
-        "ddp",
-        "--scaling",
-        "strong",
-        "--overhead",
-        "0",
-    )
+    two = ["--gpus", "2", "--network", "bandwidth=1000GB/s", "--strategies", "ddp", "--scaling", "strong"]
+    two += ["--overhead", "0"]
     strong = ask(profile, *two, "--second", str(half))
     assert strong.points[0].compute_ms == pytest.approx(
         0.95 * 7.0 + 0.5
@@ -194,24 +143,8 @@ def test_a_profile_without_the_needed_figures(profile, change):
 def test_a_real_program(flatout):
     """Measured as it is and with half its batch."""
     (flatout.folder / "train.py").write_text(PROGRAM)
-    done = flatout(
-        "scale",
-        "--gpus",
-        "1,2,64",
-        "--network",
-        "ethernet-25g",
-        "--scaling",
-        "strong",
-        "--strategies",
-        "ddp",
-        "--job",
-        "job",
-        "--json",
-        "python",
-        "train.py",
-        python=FLATOUT,
-        env=HERE,
-    )
+    options = ["--network", "ethernet-25g", "--scaling", "strong", "--strategies", "ddp", "--job", "job"]
+    done = flatout("scale", "--gpus", "1,2,64", *options, "--json", "python", "train.py")
     assert done.code == 0, done.err
     assert done.left == []
     record = ScaleRecord.from_json(json.loads(done.out))

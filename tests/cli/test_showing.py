@@ -1,7 +1,5 @@
 """`flatout levers`, `plan` and `report`, and the help of the command."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -9,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import flatout as package
 from flatout.launch.command import understand
 from flatout.levers import TABLE
 from flatout.probe.machine import look
@@ -22,39 +19,9 @@ pytestmark = pytest.mark.timeout(60)
 RECORDED = Path(__file__).parent.parent / "render" / "session.json"
 
 
-@pytest.mark.processes
-@pytest.mark.parametrize("word", ["--help", "-h"])
-def test_help_names_every_command(flatout, word):
-    done = flatout(word)
-    assert done.code == 0
-    for command in (
-        "tune",
-        "run",
-        "profile",
-        "check",
-        "explain",
-        "doctor",
-        "trial",
-        "plan",
-        "report",
-        "levers",
-    ):
-        assert f"\n  {command} " in done.out
-        helped = flatout.here(command, word)
-        assert helped.code == 0
-        assert helped.out.startswith("Usage: ")
-
-
-@pytest.mark.processes
-def test_version(flatout):
-    assert flatout("--version").out == f"flatout, version {package.__version__}\n"
-
-
 @pytest.mark.parametrize(
     "words",
     [
-        "nonesuch",
-        "tun python",
         "levers nonesuch",
         "levers a b",
         "plan --nonesuch",
@@ -132,29 +99,6 @@ def test_why_after_a_failed_session_says_that_it_failed(flatout):
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("levers chanels_last", "there is no lever 'chanels_last'; did you mean channels_last?"),
-        ("run --with chanels_last python train.py", "'chanels_last'; did you mean channels_last?"),
-        ("tune --levers tf32,chanels_last python train.py", "'chanels_last'; did you mean channels_last?"),
-        (
-            "tune --effects exakt python train.py",
-            "there is no effect 'exakt'; did you mean exact? --effects takes some of exact, rounding, precision, resampled.",
-        ),
-        (
-            "tune --effects exact,x python train.py",
-            "there is no effect 'x'. --effects takes some of exact, r",
-        ),
-    ],
-)
-def test_a_suggestion_for_a_mistyped_name(flatout, script, words, says):
-    script("pass")
-    done = flatout.here(*words.split())
-    assert done.code == 2
-    assert says in " ".join(done.err.split())
-
-
-@pytest.mark.parametrize(
     ("command", "option", "meant"),
     [
         ("run", "--resmue", "--resume"),
@@ -197,11 +141,6 @@ def test_the_page_of_a_lever(lever):
     shown = CliRunner().invoke(flatout, ["levers", lever.name])
     assert shown.exit_code == 0
     assert shown.output == lever.page.strip() + "\n"
-
-
-@pytest.mark.processes
-def test_the_page_through_the_command(flatout):
-    assert flatout("levers", "tf32").out.startswith("Use the TF32 mode of the Tensor Cores")
 
 
 # -- plan -----------------------------------------------------------------------------------------------------------
@@ -274,10 +213,9 @@ def job(flatout):
     return folder
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("named", [True, False])
 def test_the_report_is_written_again(flatout, job, named):
-    done = flatout("report", *([str(job)] if named else []))
+    done = flatout.here("report", *([str(job)] if named else []))
     assert done.code == 0
     assert (flatout.folder / done.out.strip()).resolve() == (job / "report.html").resolve()
     assert (job / "report.html").read_text().startswith("<!doctype html>")

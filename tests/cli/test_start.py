@@ -1,7 +1,5 @@
 """What `flatout run` imports before the program starts. `bench/overhead.py` measures how long that takes."""
 
-from __future__ import annotations
-
 import re
 import sys
 

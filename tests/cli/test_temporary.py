@@ -1,7 +1,5 @@
 """Temporary folders: none stays after any end, as soon as the next command has run, and those of others stay."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -42,7 +40,7 @@ def ours(place):
 def next_command(flatout, place):
     """Run a short command that makes a temporary folder of its own, and end it in order."""
 
-    def run() -> None:
+    def run():
         words = (
             sys.executable,
             "-c",
@@ -84,7 +82,7 @@ def test_a_supervised_run(flatout, script, place, ours, next_command):
     assert not folder.exists()
 
 
-def _names(number: int, folder: Path) -> bool:
+def _names(number, folder):
     return os.fsencode(folder) in Path(f"/proc/{number}/environ").read_bytes()
 
 
@@ -109,7 +107,7 @@ def test_commands_that_measure(flatout, script, by_hand, place, ours, next_comma
 def test_work_trees_of_a_comparison(flatout, script, tmp_path, place, ours, next_command):
     """The user's repository forgets the work trees of a killed comparison, and keeps the user's own."""
 
-    def git(*words: str) -> str:
+    def git(*words):
         name = ("-c", "user.name=A", "-c", "user.email=a@b.c")
         return subprocess.run(
             ["git", *name, *words], cwd=flatout.folder, check=True, capture_output=True, text=True

@@ -14,14 +14,12 @@ import sys
 import tempfile
 import termios
 import threading
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 from limits import hang_s
 from processes import state, until
-from uses import KILLED, NO_PYTHON, RARE, TOGETHER, WAYS, Use, uses, write
+from uses import KILLED, NO_PYTHON, RARE, TOGETHER, WAYS, uses, write
 
 from flatout.job.temporary import sweep
 
@@ -51,12 +49,12 @@ class Seen:
 class Place:
     """The same folders for each run: the user's own, a home, one for temporary files, and one for the test."""
 
-    def __init__(self, use: Use, base: Path) -> None:
+    def __init__(self, use, base):
         self.use, self.base = use, base
         self.folder = base / PLACES.get(use.folder, "project")
         self.home, self.tmp, self.control = base / "home", base / "tmp", base / "control"
 
-    def make(self) -> None:
+    def make(self):
         for path in (self.home, self.tmp, self.control, self.folder):
             path.mkdir(parents=True, exist_ok=True)
         write(self.folder)
@@ -68,16 +66,16 @@ class Place:
         if self.use.folder == "TMPDIR read-only":
             (self.base / "no").mkdir(mode=0o555)
 
-    def remove(self) -> None:
+    def remove(self):
         for path in (self.base, *(path for path in self.base.rglob("*") if path.is_dir())):
             path.chmod(0o755)
         shutil.rmtree(self.base)
 
     @property
-    def cwd(self) -> Path:
+    def cwd(self):
         return self.base / self.use.folder if self.use.folder in ("link", "gone") else self.folder
 
-    def environment(self) -> dict[str, str]:
+    def environment(self):
         more = {
             "END": self.use.end,
             "READY": str(self.control / "ready"),
@@ -93,7 +91,7 @@ class Place:
             more["TRAIN"] = "weights.pt" if self.use.folder not in ("read-only",) else str(self.home / "w.pt")
         return more
 
-    def files(self) -> list[str]:
+    def files(self):
         """The user's files and those in the home, with modes and content."""
         found, cache = [], self.home / ".cache" / "flatout"
         for top in (self.folder, self.home):
@@ -105,15 +103,15 @@ class Place:
                     found.append(f"{mode} {path.relative_to(self.base)} {_content(path)}")
         return found
 
-    def temporary(self) -> list[str]:
+    def temporary(self):
         return sorted(VARIES.sub("", path.name) for path in self.tmp.iterdir() if path != self.folder)
 
 
-def _content(path: Path) -> str:
+def _content(path):
     return os.readlink(path) if path.is_symlink() else str(path.read_bytes()) if path.is_file() else ""
 
 
-def without_rights() -> list[str]:
+def without_rights():
     """Words that take from root the right to write where the modes forbid it."""
     if os.geteuid():
         return []
@@ -122,7 +120,7 @@ def without_rights() -> list[str]:
     return ["setpriv", "--bounding-set=-all", "--inh-caps=-all"]
 
 
-def run(use: Use, place: Place, words: list[str], environment: dict[str, str]) -> tuple[int, bytes, bytes]:
+def run(use, place, words, environment):
     """Start the words with the streams of the use, end them as it says, and return exit code, output and errors."""
     if use.folder == "no HOME":
         del environment["HOME"]
@@ -163,7 +161,7 @@ def run(use: Use, place: Place, words: list[str], environment: dict[str, str]) -
         umask=0o077 if use.folder == "umask 077" else 0o022,
         start_new_session=True,
         preexec_fn=(lambda: fcntl.ioctl(1, termios.TIOCSCTTY, 0)) if inside >= 0 else None,
-        **streams,  # type: ignore[call-overload]
+        **streams,
     )
     for stream in streams.values():
         if hasattr(stream, "close"):
@@ -202,7 +200,7 @@ def run(use: Use, place: Place, words: list[str], environment: dict[str, str]) -
     return process.returncode, b"".join(shown) or out or b"", err or b""
 
 
-def _all_of(descriptor: int) -> Iterator[bytes]:
+def _all_of(descriptor):
     """What a terminal shows, until its last program has closed it."""
     while True:
         try:
@@ -214,7 +212,7 @@ def _all_of(descriptor: int) -> Iterator[bytes]:
         yield part
 
 
-def _interrupt(ready: Path, process: subprocess.Popen[bytes]) -> None:
+def _interrupt(ready, process):
     """Ctrl-C once the program sleeps: SIGINT to its process group."""
     number = int(until(lambda: (ready.exists() and ready.read_text()) or process.poll() is not None, 100))
     until(lambda: process.poll() is not None or state(number) == "S", 100)
@@ -222,14 +220,14 @@ def _interrupt(ready: Path, process: subprocess.Popen[bytes]) -> None:
         os.killpg(os.getpgid(number), signal.SIGINT)
 
 
-def lines(shown: bytes, together: bool) -> list[str]:
+def lines(shown, together):
     found = [VARIES.sub("", line) for line in OURS.sub("", shown.decode(errors="replace")).splitlines()]
     return sorted(found) if together else found
 
 
 @pytest.fixture
-def see(flatout, tmp_path, monkeypatch) -> Callable[[Use, bool], Seen]:
-    def seen(use: Use, under_flatout: bool) -> Seen:
+def see(flatout, tmp_path, monkeypatch):
+    def seen(use, under_flatout):
         place = Place(use, tmp_path / "all")
         place.make()
         words = {**WAYS, **RARE}[use.way]
@@ -263,7 +261,7 @@ def test_it_is_as_without_flatout(see, use):
     assert (found := _differences(see(use, False), see(use, True))) == [], "\n".join(found)
 
 
-def _differences(plain: Seen, under: Seen) -> list[str]:
+def _differences(plain, under):
     found = []
     for name, one in vars(plain).items():
         other = vars(under)[name]

@@ -1,7 +1,5 @@
 """`flatout run --watch`: one status line next to the program changes nothing else."""
 
-from __future__ import annotations
-
 import os
 import pty
 import re

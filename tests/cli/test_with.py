@@ -2,8 +2,6 @@
 invalid names.
 """
 
-from __future__ import annotations
-
 import os
 import re
 

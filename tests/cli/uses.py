@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 PYTHON = sys.executable
 
@@ -226,7 +224,7 @@ class Use:
     options: str = ""
     train: bool = False
 
-    def __str__(self) -> str:
+    def __str__(self):
         parts = (self.way, self.folder, self.streams, self.end, self.options, "trains" if self.train else "")
         return ", ".join(filter(None, parts))
 
@@ -248,7 +246,7 @@ SINGLE = (
 )
 
 
-def impossible(a: str, b: str) -> bool:
+def impossible(a, b):
     """Whether two values exclude each other: the program itself comes from standard input, there is no reader
     that could go, a shell keeps Ctrl-C from its background, `timeout` sends it a second time, or which process of a pipeline fails first is chance.
     """
@@ -262,11 +260,11 @@ def impossible(a: str, b: str) -> bool:
 
 
 @cache
-def uses() -> list[Use]:
+def uses():
     return [*SINGLE, *(Use(*row) for row in covering([[*WAYS], FOLDERS, STREAMS, ENDS, OPTIONS]))]
 
 
-def covering(factors: list[list[str]]) -> Iterator[tuple[str, ...]]:
+def covering(factors):
     """Rows in which each two values of different factors that can be together are together, as few as a greedy choice needs."""
     left = {
         (i, a, j, b): None
@@ -280,7 +278,7 @@ def covering(factors: list[list[str]]) -> Iterator[tuple[str, ...]]:
         for at in sorted({*range(len(factors))} - {i, j}, key=lambda at: -len(factors[at])):
             fits = [value for value in factors[at] if not any(impossible(value, v) for v in row.values())]
 
-            def gain(value: str, at: int = at, row: dict[int, str] = row) -> int:
+            def gain(value, at=at, row=row):
                 return sum(_pair(at, value, other, v) in left for other, v in row.items())
 
             row[at] = max(fits, key=gain)
@@ -289,11 +287,11 @@ def covering(factors: list[list[str]]) -> Iterator[tuple[str, ...]]:
         yield tuple(row[at] for at in range(len(factors)))
 
 
-def _pair(i: int, a: str, j: int, b: str) -> tuple[int, str, int, str]:
+def _pair(i, a, j, b):
     return (i, a, j, b) if i < j else (j, b, i, a)
 
 
-def write(folder: Path) -> None:
+def write(folder):
     """The user's folder, the same each time: the cache of bytecode contains the times of its sources."""
     for name, text in FILES.items():
         path = folder / name

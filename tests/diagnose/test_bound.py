@@ -1,7 +1,5 @@
 """The bound is the largest share of the step, and a measured what-if counts before anything else."""
 
-from __future__ import annotations
-
 import pytest
 
 from flatout.diagnose.bottleneck import gain_of, name_bottleneck, shares
@@ -9,7 +7,7 @@ from flatout.schema.profile import IdleGap, Operation, ProfileRecord, WhatIf
 from flatout.schema.records import PhaseTime, Ratio
 
 
-def profile(**more) -> ProfileRecord:
+def profile(**more):
     made = ProfileRecord(
         ["python", "train.py"],
         "/home/me",
@@ -27,8 +25,14 @@ def profile(**more) -> ProfileRecord:
     return made
 
 
-def measured(**ratios: float) -> list[WhatIf]:
+def measured(**ratios):
     return [WhatIf(name, Ratio(ratio, 0.99 * ratio, 1.01 * ratio, 8)) for name, ratio in ratios.items()]
+
+
+def of(**operation):
+    """Measured, with a loader that costs nothing and one operator."""
+    made = {"name": "aten::add", "calls": 4, "host_ms": 8.0, "share": 1.0, **operation}
+    return {"what_ifs": measured(loader=1.0), "operations": [Operation(**made)]}
 
 
 @pytest.mark.parametrize(
@@ -37,7 +41,7 @@ def measured(**ratios: float) -> list[WhatIf]:
         ({"what_ifs": measured(loader=2.5)}, "data", "2.50x (2.48-2.52, n=8) as fast"),
         ({"what_ifs": measured(loader=1.005, optimizer=3.0)}, "optimizer", "an optimizer that does nothing"),
         (
-            {"what_ifs": measured(loader=1.005, copies=1.9, optimizer=1.1)},
+            {"what_ifs": measured(copies=1.9, optimizer=1.1, loader=1.005)},
             "copy",
             "batches on the device already",
         ),
@@ -54,28 +58,9 @@ def measured(**ratios: float) -> list[WhatIf]:
             "compute",
             "aten::addmm, takes 80% of the time of all operators",
         ),
-        (
-            {
-                "what_ifs": measured(loader=1.0),
-                "operations": [Operation("aten::add", 1000, 8.0, share=1.0)],
-                "operators_a_step": 1000.0,
-            },
-            "launch",
-            "1000 operators",
-        ),
-        (
-            {"what_ifs": measured(loader=1.0), "operations": [Operation("aten::add", 4, 8.0, share=1.0)]},
-            "memory",
-            "the largest such operator, aten::add, takes 100%",
-        ),
-        (
-            {
-                "what_ifs": measured(loader=1.0),
-                "operations": [Operation("aten::addmm", 4, 8.0, share=1.0, flops=1.0, limit="memory")],
-            },
-            "memory",
-            "aten::addmm",
-        ),
+        ({**of(calls=1000), "operators_a_step": 1000.0}, "launch", "1000 operators"),
+        (of(), "memory", "the largest such operator, aten::add, takes 100%"),
+        (of(name="aten::addmm", flops=1.0, limit="memory"), "memory", "aten::addmm"),
     ],
 )
 def test_each_bound(more, bound, words):

@@ -3,11 +3,10 @@ registry, loaders that a class makes, averages in helper functions. Each form is
 its twin is clean.
 """
 
-from __future__ import annotations
-
 import textwrap
 
 import pytest
+from forms import TEXT, assert_found, cases, filled
 
 from flatout.diagnose.check import check
 from flatout.probe.program import ScriptProgram
@@ -23,235 +22,221 @@ from torch.utils.data import DataLoader
 device = torch.device("cuda")
 """
 UNIT = """
-    class Unit:
-        def __init__(self, registry, logger):
-            self.net = registry.get("net")
-            self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
-            self.last, self.log_every, self.logger = None, 10, logger
+class Unit:
+    def __init__(self, registry, logger):
+        self.net = registry.get("net")
+        self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.1)
+        self.last, self.log_every, self.logger = None, 10, logger
 
-        def train_step(self, state, data):
-            loss = self.net(data.to(device)).square().mean()
-            self.optimizer.zero_grad()
-            loss.backward()
-            norm = nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
-            self.optimizer.step()
-            {line}
+    def train_step(self, state, data):
+        loss = self.net(data.to(device)).square().mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.net.parameters(), 1.0)
+        self.optimizer.step()
+        {line}
 
-        def log(self, step, value):
-            if step % self.log_every != 0:
-                return
-            self.logger.log(value.item())
+    def log(self, step, value):
+        if step % self.log_every != 0:
+            return
+        self.logger.log(value.item())
 """
 ENGINE = """
-    def updates(model, optimizer):
-        def update(engine, batch):
-            optimizer.zero_grad()
-            loss = F.mse_loss(model(batch[0].to(device)), batch[1])
-            loss.backward()
-            optimizer.step()
-            return {line}
-
-        return update
-"""
-ONCE = """
-    def smoke(width):
-        model = nn.Linear(width, 1).to(device)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        loss = model(torch.ones(8, width, device=device)).square().mean()
+def updates(model, optimizer):
+    def update(engine, batch):
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(batch[0].to(device)), batch[1])
         loss.backward()
         optimizer.step()
-        {line}
+        return {line}
+
+    return update
+"""
+ONCE = """
+def smoke(width):
+    model = nn.Linear(width, 1).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(torch.ones(8, width, device=device)).square().mean()
+    loss.backward()
+    optimizer.step()
+    {line}
 """
 VALIDATES = """
-    @torch.no_grad()
-    def validate(model, batches, loss_of):
-        model.eval()
-        losses, total = torch.zeros(len(batches), device=device), 0.0
-        for at, (x, y) in enumerate(batches):
-            loss = F.cross_entropy(model(x), y)
-            {line}
-        model.train()
-        return losses.mean().item()
+@torch.no_grad()
+def validate(model, batches, loss_of):
+    model.eval()
+    losses, total = torch.zeros(len(batches), device=device), 0.0
+    for at, (x, y) in enumerate(batches):
+        loss = F.cross_entropy(model(x), y)
+        {line}
+    model.train()
+    return losses.mean().item()
 
 
-    def train(model, optimizer, loader, batches, loss_of):
-        for step, (x, y) in enumerate(loader):
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            if step % 1000 == 0:
-                print(validate(model, batches, loss_of))
+def train(model, optimizer, loader, batches, loss_of):
+    for step, (x, y) in enumerate(loader):
+        DESCEND optimizer F.cross_entropy(model(x), y)
+        if step % 1000 == 0:
+            print(validate(model, batches, loss_of))
 """
 EVALUATES = """
-    class Trainer(Base):
-        def __init__(self, config):
-            self.model = config.build()
+class Trainer(Base):
+    def __init__(self, config):
+        self.model = config.build()
 
-        def train(self):
-            for epoch in range(9):
-                for x in self.loader:
-                    self.update(self._forward(x))
-                {before}self.predict(self.held_out)
+    def train(self):
+        for epoch in range(9):
+            for x in self.loader:
+                self.update(self._forward(x))
+            {before}self.predict(self.held_out)
 
-        def predict(self, loader):
-            self.model.eval()
-            found = []
-            for x in loader:
-                out = self._forward(x){mark}
-                found.append(out.argmax(-1).tolist())
-            return found
+    def predict(self, loader):
+        self.model.eval()
+        found = []
+        for x in loader:
+            out = self._forward(x){mark}
+            found.append(out.argmax(-1).tolist())
+        return found
 
-        def _forward(self, x):
-            return self.model(x)
+    def _forward(self, x):
+        return self.model(x)
 """
 WITHIN = """
-    def run(model, loader, valid, config):
-        optimizer = config.optimizer(model.parameters())
-        for epoch in range(9):
-            model.train()
-            for x in loader:
-                optimizer.zero_grad()
-                model(x).square().mean().backward()
-                optimizer.step()
-            model.eval()
-            {block}
-            for x in valid:
-                print(epoch, model(x).argmax(-1).sum()){mark}
+def run(model, loader, valid, config):
+    optimizer = config.optimizer(model.parameters())
+    for epoch in range(9):
+        model.train()
+        for x in loader:
+            DESCEND optimizer model(x).square().mean()
+        model.eval()
+        {block}
+        for x in valid:
+            print(epoch, model(x).argmax(-1).sum()){mark}
 """
 DATA = """
-    class Data({base}):
-        def __init__(self, first, second, num_workers):
-            self.first, self.second, self.num_workers = first, second, num_workers
+class Data({base}):
+    def __init__(self, first, second, num_workers):
+        self.first, self.second, self.num_workers = first, second, num_workers
 
-        def train_dataloader(self):
-            return DataLoader(self.first, shuffle=True, num_workers=self.num_workers{more}){mark}
+    def train_dataloader(self):
+        return DataLoader(self.first, shuffle=True, num_workers=self.num_workers{more}){mark}
 
-        def {other}(self):
-            return DataLoader(self.second, num_workers=self.num_workers{more})
+    def {other}(self):
+        return DataLoader(self.second, num_workers=self.num_workers{more})
 """
 AVERAGE = """
-    class Average:
-        def __init__(self, model, decay):
-            self.kept, self.decay = copy.deepcopy(model), decay
+class Average:
+    def __init__(self, model, decay):
+        self.kept, self.decay = copy.deepcopy(model), decay
 
-        def update(self, model):
-            weights = model.state_dict()
-            with torch.no_grad():
-                for name, kept in self.kept.state_dict().items():
-                    {line}
+    def update(self, model):
+        weights = model.state_dict()
+        with torch.no_grad():
+            for name, kept in self.kept.state_dict().items():
+                {line}
 
-        def mix(self, kept, weight, steps):
-            rate = min(self.decay, steps / 10)
-            {inner}
+    def mix(self, kept, weight, steps):
+        rate = min(self.decay, steps / 10)
+        {inner}
 """
 SUMS = """
-    class Trainer:
-        def step(self, batch):
-            self.optimizer.zero_grad()
-            total = {line}
-            for x in batch:
-                loss = self.net(x.to(device)).square().mean()
-                loss.backward()
-                total += loss.detach()
-            self.optimizer.step()
-            return total
+class Trainer:
+    def step(self, batch):
+        self.optimizer.zero_grad()
+        total = {line}
+        for x in batch:
+            loss = self.net(x.to(device)).square().mean()
+            loss.backward()
+            total += loss.detach()
+        self.optimizer.step()
+        return total
 """
 COMPILED = """
-    def share(mask):
-        return mask.float().mean(){read}{mark}
+def share(mask):
+    return mask.float().mean(){read}{mark}
 
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = nn.Linear(4, 1)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 1)
 
-        def forward(self, x):
-            return self.head(x) * share(x > 0)
+    def forward(self, x):
+        return self.head(x) * share(x > 0)
 
 
-    model = {model}
+model = {model}
 """
+
 FORMS = {
-    "the norm in a unit's step": ("FL101", UNIT.format(line="self.last = float(norm)  # <-")),
-    "the loss in a unit's step": ("FL101", UNIT.format(line='self.logger.log({"loss": loss.item()})  # <-')),
-    "a norm that stays": ("FL101", UNIT.format(line="self.last = norm")),
-    "a log that returns early": ("FL101", UNIT.format(line="self.log(state.step, loss)")),
-    "an engine's function": ("FL101", ENGINE.format(line="loss.item()  # <-")),
-    "an engine's tensor": ("FL101", ENGINE.format(line="loss.detach()")),
-    "one step alone": ("FL101", ONCE.format(line="print(loss.item())")),
-    "a batch of a validation": ("FL101", VALIDATES.format(line="losses[at] = loss.item()  # <-")),
-    "a sum of a validation": ("FL101", VALIDATES.format(line="total += loss.item()  # <-")),
-    "a validation on the device": ("FL101", VALIDATES.format(line="losses[at] = loss")),
-    "a trainer's prediction": ("FL201", EVALUATES.format(before="", mark="  # <-")),
-    "a prediction without gradients": (
-        "FL201",
-        EVALUATES.format(before="with torch.no_grad(): ", mark=""),
-    ),
-    "an evaluation beside the training": ("FL201", WITHIN.format(block="", mark="  # <-")),
-    "an evaluation without gradients": (
-        "FL201",
-        WITHIN.format(block="", mark="").replace("print(epoch,", "with torch.no_grad(): print(epoch,"),
-    ),
-    "a data module": ("FL108", DATA.format(base="", other="val_dataloader", more="", mark="  # <-")),
-    "the default, written down": (
-        "FL108",
-        DATA.format(base="", other="test_dataloader", more=", persistent_workers=False", mark="  # <-"),
-    ),
-    "workers that are kept": (
-        "FL108",
-        DATA.format(base="", other="val_dataloader", more=", persistent_workers=num_workers > 0", mark=""),
-    ),
-    "a class with one loader": ("FL108", DATA.format(base="", other="further", more="", mark="")),
-    "an average by products": (
-        "FL121",
-        AVERAGE.format(
-            line="kept.copy_(self.decay * kept + (1 - self.decay) * weights[name].detach())  # <-",
-            inner="pass",
+    ("FL101", UNIT): {
+        "the norm in a unit's step": "self.last = float(norm)  # <-",
+        "the loss in a unit's step": 'self.logger.log({"loss": loss.item()})  # <-',
+        "a norm that stays": "self.last = norm",
+        "a log that returns early": "self.log(state.step, loss)",
+    },
+    ("FL101", ENGINE): {
+        "an engine's function": "loss.item()  # <-",
+        "an engine's tensor": "loss.detach()",
+    },
+    ("FL101", ONCE): {
+        "one step alone": "print(loss.item())",
+    },
+    ("FL101", VALIDATES): {
+        "a batch of a validation": "losses[at] = loss.item()  # <-",
+        "a sum of a validation": "total += loss.item()  # <-",
+        "a validation on the device": "losses[at] = loss",
+    },
+    ("FL201", EVALUATES): {
+        "a trainer's prediction": {"mark": "  # <-"},
+        "a prediction without gradients": {"before": "with torch.no_grad(): "},
+    },
+    ("FL201", WITHIN): {
+        "an evaluation beside the training": {"block": "", "mark": "  # <-"},
+    },
+    ("FL201", TEXT): {
+        "an evaluation without gradients": filled(WITHIN, {"block": ""}).replace(
+            "print(epoch,", "with torch.no_grad(): print(epoch,"
         ),
-    ),
-    "an average in a method": (
-        "FL121",
-        AVERAGE.format(
-            line="self.mix(kept.data, weights[name].data, 9)",
-            inner="kept.mul_(rate).add_(weight, alpha=1 - rate)  # <-",
-        ),
-    ),
-    "an average by assignment": (
-        "FL121",
-        AVERAGE.format(
-            line="kept.data = kept.data * self.decay + weights[name].data * (1.0 - self.decay)  # <-",
-            inner="pass",
-        ),
-    ),
-    "an average in one operation": (
-        "FL121",
-        AVERAGE.format(
-            line="kept.lerp_(weights[name], 1 - self.decay)", inner="kept.lerp_(weight, 1 - rate)"
-        ),
-    ),
-    "a copy of the weights": ("FL121", AVERAGE.format(line="kept.copy_(weights[name])", inner="pass")),
-    "a total made from a number": ("FL122", SUMS.format(line="torch.tensor(0.0, device=device)  # <-")),
-    "a total made by the device": ("FL122", SUMS.format(line="torch.zeros((), device=device)")),
-    "a total on the host": ("FL122", SUMS.format(line='torch.tensor(0.0, device="cpu")')),
-    "a read below a compiled model": (
-        "FL123",
-        COMPILED.format(read=".item()", mark="  # <-", model="torch.compile(Net())"),
-    ),
-    "a compiled model without reads": (
-        "FL123",
-        COMPILED.format(read="", mark="", model="torch.compile(Net())"),
-    ),
-    "a read without compiling": ("FL123", COMPILED.format(read=".item()", mark="", model="Net()")),
+    },
+    ("FL108", DATA): {
+        "a data module": {"other": "val_dataloader", "mark": "  # <-"},
+        "the default, written down": {
+            "other": "test_dataloader",
+            "more": ", persistent_workers=False",
+            "mark": "  # <-",
+        },
+        "workers that are kept": {"other": "val_dataloader", "more": ", persistent_workers=num_workers > 0"},
+        "a class with one loader": {"other": "further"},
+    },
+    ("FL121", AVERAGE): {
+        "an average by products": "kept.copy_(self.decay * kept + (1 - self.decay) * weights[name].detach())  # <-",
+        "an average in a method": {
+            "line": "self.mix(kept.data, weights[name].data, 9)",
+            "inner": "kept.mul_(rate).add_(weight, alpha=1 - rate)  # <-",
+        },
+        "an average by assignment": "kept.data = kept.data * self.decay + weights[name].data * (1.0 - self.decay)  # <-",
+        "an average in one operation": {
+            "line": "kept.lerp_(weights[name], 1 - self.decay)",
+            "inner": "kept.lerp_(weight, 1 - rate)",
+        },
+        "a copy of the weights": "kept.copy_(weights[name])",
+    },
+    ("FL122", SUMS): {
+        "a total made from a number": "torch.tensor(0.0, device=device)  # <-",
+        "a total made by the device": "torch.zeros((), device=device)",
+        "a total on the host": 'torch.tensor(0.0, device="cpu")',
+    },
+    ("FL123", COMPILED): {
+        "a read below a compiled model": {
+            "read": ".item()",
+            "mark": "  # <-",
+            "model": "torch.compile(Net())",
+        },
+        "a compiled model without reads": {"model": "torch.compile(Net())"},
+        "a read without compiling": {"read": ".item()", "model": "Net()"},
+    },
 }
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_form_is_found_on_its_line(form):
-    code, body = FORMS[form]
-    text = HEAD + textwrap.dedent(body)
-    found = [f.place.line for f in check(ScriptProgram.of_text(text), [code])]
-    assert found == [at for at, line in enumerate(text.splitlines(), 1) if line.endswith("# <-")]
 
 
 def test_several_devices_in_one_process_come_first():
@@ -271,7 +256,12 @@ def test_several_devices_in_one_process_come_first():
 
 
 def test_an_evaluation_with_graphs_comes_before_wasted_time():
-    text = HEAD + textwrap.dedent(WITHIN.format(block="", mark="")).replace(
+    text = HEAD + textwrap.dedent(filled(WITHIN)).replace(
         "optimizer.step()", "optimizer.step(); torch.cuda.empty_cache()"
     )
     assert [f.rule for f in check(ScriptProgram.of_text(text), ["FL104", "FL201"])] == ["FL201", "FL104"]
+
+
+@pytest.mark.parametrize(("code", "template", "given"), cases(FORMS))
+def test_the_form_is_found_on_its_lines(code, template, given):
+    assert_found(HEAD, code, template, given)

@@ -2,11 +2,8 @@
 on the marked lines only, and is silent about a twin that looks alike and is right.
 """
 
-from __future__ import annotations
-
-import textwrap
-
 import pytest
+from forms import assert_found, cases, filled
 
 from flatout.diagnose.check import check
 from flatout.probe.program import ScriptProgram
@@ -47,7 +44,7 @@ optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 kept = []
 for x in DataLoader(torch.randn(64, 4), batch_size=8):
     optimizer.zero_grad()
-    output = {{"loss": model(x).square().mean(), "size": len(x)}}
+    output = {"loss": model(x).square().mean(), "size": len(x)}
     output["loss"].backward()
     optimizer.step()
     {line}
@@ -145,7 +142,7 @@ CACHE = """
 class Positions(nn.Module):
     def __init__(self):
         super().__init__()
-        self.cache = {{}}
+        self.cache = {}
 
     def forward(self, x):
         sizes = torch.stack([torch.tensor(each.shape) for each in x])
@@ -166,9 +163,7 @@ model = nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 {line}
 for _ in range(100):
-    optimizer.zero_grad()
-    model(next(batches)).square().mean().backward()
-    optimizer.step()
+    DESCEND optimizer model(next(batches)).square().mean()
 """
 CONVERTS = """
 def as_input(array, device):
@@ -191,85 +186,72 @@ class Trainer:
             self.scaler.step(self.optimizer)
             self.scaler.update()
 """
+
 FORMS = {
-    "a loss without its scale": ("FL009", SCALED.format(line="loss / self.parts", mark="  # <-")),
-    "a scaled loss, divided": ("FL009", SCALED.format(line="self.scaler.scale(loss) / self.parts", mark="")),
-    "a metric adds the loss": (
-        "FL202",
-        MEAN.format(line="self.total += value.cpu() * weight  # <-", given="loss"),
-    ),
-    "a metric adds a number": (
-        "FL202",
-        MEAN.format(line="self.total += value * weight", given="loss.item()"),
-    ),
-    "a metric detaches": ("FL202", MEAN.format(line="self.total += value.detach() * weight", given="loss")),
-    "outputs with their loss": ("FL202", OUTPUTS.format(line="kept.append(output)  # <-")),
-    "outputs without their loss": (
-        "FL202",
-        OUTPUTS.format(line='output["loss"] = output["loss"].detach(); kept.append(output)'),
-    ),
-    "the best state": ("FL032", BEST.format(line="self.best_state = self.model.state_dict()  # <-")),
-    "a copy of it": ("FL032", BEST.format(line="self.best_state = copy.deepcopy(self.model.state_dict())")),
-    "a read in each micro-batch": ("FL101", READS.format(line="self.total += loss.item()  # <-")),
-    "a read in a fixed arm": (
-        "FL101",
-        READS.format(line="if self.args.log: self.total += loss.item()  # <-"),
-    ),
-    "a read in some steps": ("FL101", READS.format(line="if step % 100 == 0: self.total += loss.item()")),
-    "a read for debugging": ("FL101", READS.format(line="if self.args.debug: self.total += loss.item()")),
-    "a total on the device": ("FL101", READS.format(line="self.total += loss.detach()")),
-    "a copy that blocks": ("FL109", GIVEN.format(line="x = x.to(device)  # <-")),
-    "a copy that does not": ("FL109", GIVEN.format(line="x = x.to(device, non_blocking=True)")),
-    "one slice at a time": ("FL118", SLICES.format(line="one = self.tower(x[:, entry])  # <-")),
-    "methods that call each other": ("FL118", SLICES.format(line="one = self.one(x[:, entry])")),
-    "a recurrence": ("FL118", SLICES.format(line="state = one = self.cell(x[:, entry], state)")),
-    "feedback": ("FL118", SLICES.format(line="one = self.tower(x[:, entry] + found[:, entry - 1].sum())")),
-    "one entry at a time": (
-        "FL118",
-        ENTRIES.format(line="found[i, j] = nn.functional.cosine_similarity(query, key, dim=0)  # <-"),
-    ),
-    "a dynamic program": (
-        "FL118",
-        ENTRIES.format(
-            line="found[i, j] = torch.dist(query, key) + torch.minimum(found[i, j - 1], found[i - 1, j])"
-        ),
-    ),
-    "tensors as keys": ("FL207", CACHE.format(sizes="sizes", mark="  # <-")),
-    "tuples as keys": ("FL207", CACHE.format(sizes="map(tuple, sizes.tolist())", mark="")),
-    "a test in a loss": (
-        "FL101",
-        LOSS.format(line="return error.sum() / mask.sum() if mask.sum() > 0 else error.sum()  # <-"),
-    ),
-    "a clamp in a loss": ("FL101", LOSS.format(line="return error.sum() / mask.sum().clamp(min=1)")),
-    "a cycle over a loader": (
-        "FL206",
-        CYCLED.format(line="batches = cycle(DataLoader(torch.randn(64, 4), batch_size=8))  # <-"),
-    ),
-    "a cycle over numbers": (
-        "FL206",
-        CYCLED.format(line="batches = cycle([torch.ones(8, 4), torch.zeros(8, 4)])"),
-    ),
-    "a function that converts": (
-        "FL111",
-        CONVERTS.format(line="return torch.as_tensor(array).to(device)  # <-"),
-    ),
-    "one that makes it there": (
-        "FL111",
-        CONVERTS.format(line="return torch.as_tensor(array, device=device)"),
-    ),
+    ("FL009", SCALED): {
+        "a loss without its scale": {"line": "loss / self.parts", "mark": "  # <-"},
+        "a scaled loss, divided": "self.scaler.scale(loss) / self.parts",
+    },
+    ("FL202", MEAN): {
+        "a metric adds the loss": {"line": "self.total += value.cpu() * weight  # <-", "given": "loss"},
+        "a metric adds a number": {"line": "self.total += value * weight", "given": "loss.item()"},
+        "a metric detaches": {"line": "self.total += value.detach() * weight", "given": "loss"},
+    },
+    ("FL202", OUTPUTS): {
+        "outputs with their loss": "kept.append(output)  # <-",
+        "outputs without their loss": 'output["loss"] = output["loss"].detach(); kept.append(output)',
+    },
+    ("FL032", BEST): {
+        "the best state": "self.best_state = self.model.state_dict()  # <-",
+        "a copy of it": "self.best_state = copy.deepcopy(self.model.state_dict())",
+    },
+    ("FL101", READS): {
+        "a read in each micro-batch": "self.total += loss.item()  # <-",
+        "a read in a fixed arm": "if self.args.log: self.total += loss.item()  # <-",
+        "a read in some steps": "if step % 100 == 0: self.total += loss.item()",
+        "a read for debugging": "if self.args.debug: self.total += loss.item()",
+        "a total on the device": "self.total += loss.detach()",
+    },
+    ("FL109", GIVEN): {
+        "a copy that blocks": "x = x.to(device)  # <-",
+        "a copy that does not": "x = x.to(device, non_blocking=True)",
+    },
+    ("FL118", SLICES): {
+        "one slice at a time": "one = self.tower(x[:, entry])  # <-",
+        "methods that call each other": "one = self.one(x[:, entry])",
+        "a recurrence": "state = one = self.cell(x[:, entry], state)",
+        "feedback": "one = self.tower(x[:, entry] + found[:, entry - 1].sum())",
+    },
+    ("FL118", ENTRIES): {
+        "one entry at a time": "found[i, j] = nn.functional.cosine_similarity(query, key, dim=0)  # <-",
+        "a dynamic program": "found[i, j] = torch.dist(query, key) + torch.minimum(found[i, j - 1], found[i - 1, j])",
+    },
+    ("FL207", CACHE): {
+        "tensors as keys": {"sizes": "sizes", "mark": "  # <-"},
+        "tuples as keys": {"sizes": "map(tuple, sizes.tolist())"},
+    },
+    ("FL101", LOSS): {
+        "a test in a loss": "return error.sum() / mask.sum() if mask.sum() > 0 else error.sum()  # <-",
+        "a clamp in a loss": "return error.sum() / mask.sum().clamp(min=1)",
+    },
+    ("FL206", CYCLED): {
+        "a cycle over a loader": "batches = cycle(DataLoader(torch.randn(64, 4), batch_size=8))  # <-",
+        "a cycle over numbers": "batches = cycle([torch.ones(8, 4), torch.zeros(8, 4)])",
+    },
+    ("FL111", CONVERTS): {
+        "a function that converts": "return torch.as_tensor(array).to(device)  # <-",
+        "one that makes it there": "return torch.as_tensor(array, device=device)",
+    },
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_the_indirect_form_is_found_on_its_line(form):
-    code, body = FORMS[form]
-    text = HEAD + textwrap.dedent(body)
-    found = [f.place.line for f in check(ScriptProgram.of_text(text), [code])]
-    assert found == [at for at, line in enumerate(text.splitlines(), 1) if line.endswith("# <-")]
-
-
 def test_growing_memory_comes_before_wasted_time():
-    text = HEAD + MEAN.format(line="self.total += value.cpu()", given="loss").replace(
+    text = HEAD + filled(MEAN, {"line": "self.total += value.cpu()", "given": "loss"}).replace(
         "nn.Linear(4, 1)", "nn.Linear(4, 1).to(device)"
     )
     assert [f.rule for f in check(ScriptProgram.of_text(text), ["FL101", "FL202"])] == ["FL202", "FL101"]
+
+
+@pytest.mark.parametrize(("code", "template", "given"), cases(FORMS))
+def test_the_form_is_found_on_its_lines(code, template, given):
+    assert_found(HEAD, code, template, given)

@@ -2,11 +2,8 @@
 silent about a twin that looks alike and is right.
 """
 
-from __future__ import annotations
-
-import textwrap
-
 import pytest
+from forms import TEXT, assert_found, cases, filled
 
 from flatout.diagnose.check import check
 from flatout.probe.program import ScriptProgram
@@ -39,9 +36,7 @@ class Trainer(Base):
     def train_epoch(self):
         self.model.train()
         for x in self.loader:
-            self.optimizer.zero_grad()
-            self.model(x).mean().backward()
-            self.optimizer.step()
+            DESCEND self.optimizer self.model(x).mean()
     {decorator}
     def valid_epoch(self):
         self.model.eval()
@@ -70,9 +65,7 @@ class Net(nn.Module):
 model = Net()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for x in DataLoader(torch.randn(64, 3), batch_size=8):
-    optimizer.zero_grad()
-    model(x)[0].backward()
-    optimizer.step()
+    DESCEND optimizer model(x)[0]
 model.eval()
 for x in DataLoader(torch.randn(64, 3), batch_size=8):
     print(model(x)[0].item()){mark}
@@ -86,9 +79,7 @@ def penalty(model, x):
 model = nn.Linear(3, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for x in DataLoader(torch.randn(64, 3), batch_size=8):
-    optimizer.zero_grad()
-    (model(x).mean() + penalty(model, x)).backward()
-    optimizer.step()
+    DESCEND optimizer (model(x).mean() + penalty(model, x))
 model.eval()
 for x in DataLoader(torch.randn(64, 3), batch_size=8):
     print(model(x).mean().item())  # <-
@@ -122,9 +113,7 @@ class Trainer:
         for epoch in range(9):
             {mode}
             for step, x in enumerate(self.loaders["train"]):
-                self.optimizer.zero_grad()
-                self.run(x).backward()
-                self.optimizer.step()
+                DESCEND self.optimizer self.run(x)
                 if step % 100 == 0:
                     {before}
                     self.validate()
@@ -174,99 +163,79 @@ THAWED = {
     "an unknown list": ("p", "print(resnet)"),
 }
 WAITS = "torch.cuda.synchronize()"
-EVERY_BATCH = {"FL103": WAITS, "FL104": "torch.cuda.empty_cache()", "FL105": "gc.collect()"}
+LOGGED = {"name": "evaluate", "over": "log_every(data, 9)"}
+
 FORMS = {
-    "evaluated in training mode": (
-        "FL015",
-        MODES.format(mode="self.model.train()", before="pass", switch="pass", mark=MARK),
-    ),
-    **{
-        f"evaluated with {name}": ("FL015", MODES.format(mode=mode, before=before, switch=switch, mark=""))
-        for name, (mode, before, switch) in IN_MODE.items()
+    ("FL015", MODES): {
+        "evaluated in training mode": {"mode": "self.model.train()", "mark": MARK},
+        **{
+            f"evaluated with {name}": {"mode": mode, "before": before, "switch": switch}
+            for name, (mode, before, switch) in IN_MODE.items()
+        },
     },
-    **{
-        f"{code} in an evaluation": (
-            code,
-            EVALUATES.format(name="evaluate", over="log_every(data, 9)", line=line + MARK),
-        )
-        for code, line in EVERY_BATCH.items()
+    ("FL104", EVALUATES): {"FL104 in an evaluation": {**LOGGED, "line": "torch.cuda.empty_cache()" + MARK}},
+    ("FL105", EVALUATES): {"FL105 in an evaluation": {**LOGGED, "line": "gc.collect()" + MARK}},
+    ("FL103", EVALUATES): {
+        "FL103 in an evaluation": {**LOGGED, "line": WAITS + MARK},
+        "a benchmark": {"name": "benchmark", "over": "data", "line": WAITS},
+        "a counted loop": {"name": "repeat", "over": "range(9)", "line": WAITS},
+        "now and then": {
+            "name": "evaluate",
+            "over": "data",
+            "line": "if len(x) % 9 == 0:\n            " + WAITS,
+        },
     },
-    "a benchmark": ("FL103", EVALUATES.format(name="benchmark", over="data", line=WAITS)),
-    "a counted loop": ("FL103", EVALUATES.format(name="repeat", over="range(9)", line=WAITS)),
-    "now and then": (
-        "FL103",
-        EVALUATES.format(name="evaluate", over="data", line="if len(x) % 9 == 0:\n            " + WAITS),
-    ),
-    "a first batch for each": ("FL117", FETCHES.format(over="range(9)", fetched="next(iter(loader))" + MARK)),
-    "a method call": ("FL117", FETCHES.format(over="range(9)", fetched="iter(loader).__next__()" + MARK)),
-    "one batch of each loader": (
-        "FL117",
-        FETCHES.format(over="loaders", fetched="next(iter(loaders[name]))"),
-    ),
-    "one batch of a varying loader": (
-        "FL117",
-        FETCHES.format(over="loaders", fetched="next(iter(loader := loaders[name]))"),
-    ),
-    "one iterator": ("FL117", FETCHES.format(over="range(9)", fetched="next(loader)")),
-    "an overridden evaluation": ("FL201", OVERRIDDEN.format(call="if epoch > 3:", decorator="", mark=MARK)),
-    "without gradients in the base class": (
-        "FL201",
-        OVERRIDDEN.format(call="with torch.no_grad():", decorator="", mark=""),
-    ),
-    "without gradients by decorator": (
-        "FL201",
-        OVERRIDDEN.format(call="if epoch > 3:", decorator="@torch.no_grad()", mark=""),
-    ),
-    "a model without inner gradients": (
-        "FL201",
-        FORCES.format(first="pass", then="return energy, x", mark=MARK),
-    ),
-    "forces from an energy": (
-        "FL201",
-        FORCES.format(
-            first="x.requires_grad_()", then="return energy, torch.autograd.grad(energy, x)[0]", mark=""
-        ),
-    ),
-    "a derivative by the caller": (
-        "FL201",
-        FORCES.format(first="x.requires_grad = True", then="return energy, x", mark=""),
-    ),
-    "a penalty of the training": ("FL201", PENALTY),
-    **{
-        f"frozen: {name}": (
-            "FL034",
-            FREEZES.format(entry=entry, entries=entries, line="p.requires_grad = False" + MARK),
-        )
-        for name, (entry, entries) in FROZEN.items()
+    ("FL117", FETCHES): {
+        "a first batch for each": {"over": "range(9)", "fetched": "next(iter(loader))" + MARK},
+        "a method call": {"over": "range(9)", "fetched": "iter(loader).__next__()" + MARK},
+        "one batch of each loader": {"over": "loaders", "fetched": "next(iter(loaders[name]))"},
+        "one batch of a varying loader": {
+            "over": "loaders",
+            "fetched": "next(iter(loader := loaders[name]))",
+        },
+        "one iterator": {"over": "range(9)", "fetched": "next(loader)"},
     },
-    "frozen by setattr": (
-        "FL034",
-        FREEZES.format(entry="p", entries="layers", line='setattr(p, "requires_grad", False)' + MARK),
-    ),
-    **{
-        f"frozen for real: {name}": (
-            "FL034",
-            FREEZES.format(entry=entry, entries=entries, line="p.requires_grad = False"),
-        )
-        for name, (entry, entries) in THAWED.items()
+    ("FL201", OVERRIDDEN): {
+        "an overridden evaluation": {"call": "if epoch > 3:", "decorator": "", "mark": MARK},
+        "without gradients in the base class": {"call": "with torch.no_grad():", "decorator": ""},
+        "without gradients by decorator": {"call": "if epoch > 3:", "decorator": "@torch.no_grad()"},
     },
-    "frozen as well": (
-        "FL034",
-        FREEZES.format(
-            entry="p",
-            entries="layers",
-            line="p.requires_grad = False\n    for q in p.parameters():\n        q.requires_grad = False",
-        ),
-    ),
+    ("FL201", FORCES): {
+        "a model without inner gradients": {"then": "return energy, x", "mark": MARK},
+        "forces from an energy": {
+            "first": "x.requires_grad_()",
+            "then": "return energy, torch.autograd.grad(energy, x)[0]",
+        },
+        "a derivative by the caller": {"first": "x.requires_grad = True", "then": "return energy, x"},
+    },
+    ("FL201", TEXT): {
+        "a penalty of the training": PENALTY,
+    },
+    ("FL034", FREEZES): {
+        **{
+            f"frozen: {name}": {"entry": entry, "entries": entries, "line": "p.requires_grad = False" + MARK}
+            for name, (entry, entries) in FROZEN.items()
+        },
+        "frozen by setattr": {
+            "entry": "p",
+            "entries": "layers",
+            "line": 'setattr(p, "requires_grad", False)' + MARK,
+        },
+        **{
+            f"frozen for real: {name}": {
+                "entry": entry,
+                "entries": entries,
+                "line": "p.requires_grad = False",
+            }
+            for name, (entry, entries) in THAWED.items()
+        },
+        "frozen as well": {
+            "entry": "p",
+            "entries": "layers",
+            "line": "p.requires_grad = False\n    for q in p.parameters():\n        q.requires_grad = False",
+        },
+    },
 }
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_the_form_is_found_on_its_line(form):
-    code, body = FORMS[form]
-    text = HEAD + textwrap.dedent(body)
-    found = [f.place.line for f in check(ScriptProgram.of_text(text), [code])]
-    assert found == [at for at, line in enumerate(text.splitlines(), 1) if line.endswith(MARK)]
 
 
 @pytest.mark.parametrize("forces", [True, False])
@@ -284,6 +253,11 @@ def test_a_model_of_another_folder_of_the_package_may_need_gradients(tmp_path, f
     script.write_text(
         "from fields.model import (\n    net,\n)\n"
         + HEAD
-        + FORCES.format(first="pass", then="return energy, net.forces(energy, x)", mark="")
+        + filled(FORCES, {"then": "return energy, net.forces(energy, x)"})
     )
     assert len(check(ScriptProgram.read(script), ["FL201"])) == (0 if forces else 1)
+
+
+@pytest.mark.parametrize(("code", "template", "given"), cases(FORMS))
+def test_the_form_is_found_on_its_lines(code, template, given):
+    assert_found(HEAD, code, template, given)

@@ -1,7 +1,5 @@
 """Edits of a notebook's JSON text, for any code, any layout and any way to split a source into strings."""
 
-from __future__ import annotations
-
 import json
 
 from hypothesis import given, settings

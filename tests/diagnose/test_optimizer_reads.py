@@ -1,10 +1,7 @@
 """Reads of the device in the step of an own optimizer, on the marked lines only, and healthy twins."""
 
-from __future__ import annotations
-
-import textwrap
-
 import pytest
+from forms import TEXT, assert_found, cases, filled
 
 from flatout.diagnose.check import check
 from flatout.probe.program import ScriptProgram
@@ -65,39 +62,31 @@ class Search(torch.optim.Optimizer):
                 if p.grad.abs().max() < 1e-6:
                     return loss
 """
-MARK = "  # <-"
 FORMS = {
-    **{
-        f"an optimizer reads {name}": OPTIMIZER.format(line=line + MARK, once="pass")
-        for name, line in FETCHED.items()
+    ("FL101", OPTIMIZER): {
+        **{f"an optimizer reads {name}": f"{line}  # <-" for name, line in FETCHED.items()},
+        "an optimizer reads once": {"once": "self.total = norm[0].item()  # <-"},
+        **{f"an optimizer has {name}": line for name, line in NOT_FETCHED.items()},
     },
-    "an optimizer reads once": OPTIMIZER.format(line="pass", once="self.total = norm[0].item()" + MARK),
-    **{
-        f"an optimizer has {name}": OPTIMIZER.format(line=line, once="pass")
-        for name, line in NOT_FETCHED.items()
-    },
-    "a line search": SEARCH,
+    ("FL101", TEXT): {"a line search": SEARCH},
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_read_is_found_on_its_line(form):
-    text = HEAD + textwrap.dedent(FORMS[form])
-    found = [f.place.line for f in check(ScriptProgram.of_text(text), ["FL101"])]
-    assert found == [at for at, line in enumerate(text.splitlines(), 1) if line.endswith(MARK)]
+@pytest.mark.parametrize(("code", "template", "given"), cases(FORMS))
+def test_a_read_is_found_on_its_line(code, template, given):
+    assert_found(HEAD, code, template, given)
 
 
 def test_a_read_for_each_parameter_comes_before_one_in_each_step():
-    text = HEAD + OPTIMIZER.format(
-        line="self.total += float(grad.norm())", once="self.total = norm[0].item()"
-    )
+    given = {"line": "self.total += float(grad.norm())", "once": "self.total = norm[0].item()"}
+    text = HEAD + filled(OPTIMIZER, given)
     assert [f.weight for f in check(ScriptProgram.of_text(text), ["FL101"])] == [0, -1]
 
 
 def test_the_step_of_an_own_optimizer_is_the_step_of_a_training_loop():
     text = (
         HEAD
-        + OPTIMIZER.format(line="pass", once="pass")
+        + filled(OPTIMIZER)
         + """
 model = nn.Linear(4, 1)
 optimizer = Own(model.parameters(), {})

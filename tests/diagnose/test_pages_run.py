@@ -3,8 +3,6 @@
 The bad ones do too, which is why nobody notices them.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

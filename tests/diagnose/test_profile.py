@@ -1,7 +1,5 @@
 """`flatout profile` on real programs. One faulty program is profiled once, and many tests read its record."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -95,11 +93,11 @@ torch.profiler.profile.start, torch.profiler.profile.stop = starting, stopping
 """ + WELL.removeprefix("import torch\n")
 
 
-def line_of(words: str, source: str = ILL) -> int:
+def line_of(words, source=ILL):
     return next(number for number, line in enumerate(source.splitlines(), 1) if words in line)
 
 
-def profiled(cli, source: str, *options: str) -> tuple[ProfileRecord, object]:
+def profiled(cli, source, *options):
     (cli.folder / "train.py").write_text(source)
     done = cli("profile", "--job", "job", *options, "python", "train.py", timeout=200)
     assert done.code == 0, done.err
@@ -114,7 +112,6 @@ def ill(flatout_in, tmp_path_factory):
     return record, done, cli.folder
 
 
-@pytest.mark.processes
 def test_quiet_steps_and_phases(ill):
     record, _, _ = ill
     assert record.status == "done"
@@ -245,7 +242,6 @@ def well(flatout_in, tmp_path_factory):
 
 
 @pytest.mark.full
-@pytest.mark.processes
 def test_a_program_without_a_loader_that_holds_nothing(well):
     record, done = well
     assert json.loads(done.out) == record.to_json()
@@ -267,7 +263,6 @@ def test_no_recording_begins_in_the_step_in_which_another_ends(well):
     assert not [note for note in record.notes if "recording begins" in note]
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize(
     ("source", "code", "words"),
     [
@@ -283,22 +278,6 @@ def test_clear_messages(flatout, script, source, code, words):
     assert done.code == code
     assert words in done.err
     assert "Traceback" not in done.err or words == "no data here"
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (("--schedule", "1,2"), "not a schedule"),
-        (("--schedule", "1,2,0"), "not a schedule"),
-        (("--budget", "1s"), "cannot measure"),
-        (("--memory", "--trace", "t"), "no trace"),
-    ],
-)
-def test_a_wrong_command_line(flatout, options, words):
-    done = flatout("profile", *options, "python", "train.py")
-    assert done.code == 2
-    assert words in done.err
 
 
 def test_the_page_of_a_job_is_private(ill):

@@ -2,8 +2,6 @@
 their lines.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -3,8 +3,6 @@
 With other names, layout and wrapping, the same rules are found.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import string
@@ -29,14 +27,14 @@ PROGRAMS = [
 LETTERS = st.text(string.ascii_lowercase, min_size=3, max_size=9)
 
 
-def verdict(code: str) -> Counter:
+def verdict(code):
     return Counter(finding.rule for finding in check(ScriptProgram.of_text(code)))
 
 
 class Renamed(ast.NodeTransformer):
     """Renames everything that the program defines; imported, inherited and keyword names stay."""
 
-    def __init__(self, tree: ast.AST, fresh: list[str]) -> None:
+    def __init__(self, tree, fresh):
         imports = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
         imported = {alias.asname or alias.name.split(".")[0] for node in imports for alias in node.names}
         given_by = {
@@ -53,10 +51,10 @@ class Renamed(ast.NodeTransformer):
         own = sorted(given_by - imported - set(dir(builtins)) - {"self"})
         self.table = {name: f"{fresh[number % len(fresh)]}_{number}" for number, name in enumerate(own)}
 
-    def visit_Name(self, node: ast.Name) -> ast.Name:
+    def visit_Name(self, node):
         return ast.Name(self.table.get(node.id, node.id), node.ctx)
 
-    def visit_arg(self, node: ast.arg) -> ast.arg:
+    def visit_arg(self, node):
         return ast.arg(self.table.get(node.arg, node.arg), node.annotation)
 
     def _named(self, node):
@@ -67,11 +65,11 @@ class Renamed(ast.NodeTransformer):
     visit_FunctionDef = visit_ClassDef = _named
 
 
-def _is_method(tree: ast.AST, function: ast.AST) -> bool:
+def _is_method(tree, function):
     return any(isinstance(klass, ast.ClassDef) and function in klass.body for klass in ast.walk(tree))
 
 
-def in_a_function(tree: ast.Module, name: str) -> ast.Module:
+def in_a_function(tree, name):
     """Moves everything but the imports and an old guard into a function that a guard calls."""
     imports = [node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))]
     rest = [node for node in tree.body if node not in imports]
@@ -80,7 +78,7 @@ def in_a_function(tree: ast.Module, name: str) -> ast.Module:
     return ast.Module([*imports, *inner.body], [])
 
 
-def as_a_method(tree: ast.Module, name: str) -> ast.Module:
+def as_a_method(tree, name):
     wrapped = in_a_function(tree, "run")
     function = next(node for node in wrapped.body if isinstance(node, ast.FunctionDef))
     holder = ast.parse(f"class {name.title()}:\n    pass\n{name.title()}().run()")

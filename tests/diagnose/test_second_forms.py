@@ -1,13 +1,7 @@
 """Forms of a mistake that a rule's page does not show: the rule finds them, on the marked line only."""
 
-from __future__ import annotations
-
-import textwrap
-
 import pytest
-
-from flatout.diagnose.check import check
-from flatout.probe.program import ScriptProgram
+from forms import TEXT, assert_found
 
 HEAD = """
 import torch
@@ -19,61 +13,54 @@ loader = DataLoader(TensorDataset(torch.randn(64, 4), torch.zeros(64, dtype=torc
 """
 FORMS = {
     "FL020": """
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(other(x), y).backward()
-            optimizer.step()  # <-
-    """,
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in loader:
+    optimizer.zero_grad()
+    nn.functional.cross_entropy(other(x), y).backward()
+    optimizer.step()  # <-
+""",
     "FL201": """
-        def accuracy(model, loader):
-            correct = 0
-            for x, y in loader:
-                correct += (model(x).argmax(1) == y).sum().item()  # <-
-            return correct
+def accuracy(model, loader):
+    correct = 0
+    for x, y in loader:
+        correct += (model(x).argmax(1) == y).sum().item()  # <-
+    return correct
 
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for epoch in range(3):
-            for x, y in loader:
-                optimizer.zero_grad()
-                nn.functional.cross_entropy(model(x), y).backward()
-                optimizer.step()
-            print(accuracy(model, loader))
-    """,
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for epoch in range(3):
+    for x, y in loader:
+        DESCEND optimizer nn.functional.cross_entropy(model(x), y)
+    print(accuracy(model, loader))
+""",
     "FL311": """
-        def scaled(x, by=1.0):
-            if isinstance(by, float):
-                by = torch.tensor(by)
-            return x * by
+def scaled(x, by=1.0):
+    if isinstance(by, float):
+        by = torch.tensor(by)
+    return x * by
 
-        print(scaled(torch.ones(3), torch.ones(1)), torch.tensor(torch.ones(2)))  # <-
-    """,
+print(scaled(torch.ones(3), torch.ones(1)), torch.tensor(torch.ones(2)))  # <-
+""",
     "FL119": """
-        optimizer = torch.optim.AdamW([{"params": p, "lr": 1e-3} for p in model.parameters()])  # <-
-        for x, y in loader:
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(x), y).backward()
-            optimizer.step()
-    """,
+optimizer = torch.optim.AdamW([{"params": p, "lr": 1e-3} for p in model.parameters()])  # <-
+for x, y in loader:
+    DESCEND optimizer nn.functional.cross_entropy(model(x), y)
+""",
     "FL036": """
-        import numpy as np
+import numpy as np
 
-        class Noisy(torch.utils.data.Dataset):
-            def __init__(self):
-                self.seed = 3
+class Noisy(torch.utils.data.Dataset):
+    def __init__(self):
+        self.seed = 3
 
-            def __len__(self):
-                return 9
+    def __len__(self):
+        return 9
 
-            def __getitem__(self, index):
-                return torch.zeros(4) + np.random.default_rng(self.seed + 1).random()  # <-
-    """,
+    def __getitem__(self, index):
+        return torch.zeros(4) + np.random.default_rng(self.seed + 1).random()  # <-
+""",
 }
 
 
 @pytest.mark.parametrize("code", FORMS)
 def test_the_second_form_is_found_on_its_line(code):
-    text = HEAD + textwrap.dedent(FORMS[code])
-    found = [(f.rule, f.place.line) for f in check(ScriptProgram.of_text(text))]
-    marked = [at for at, line in enumerate(text.splitlines(), 1) if line.endswith("# <-")]
-    assert found == [(code, at) for at in marked]
+    assert_found(HEAD, code, TEXT, FORMS[code], of_all=True)

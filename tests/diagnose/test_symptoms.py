@@ -1,7 +1,5 @@
 """`flatout explain` without an exception: a NaN in a log, a comparison, the record of a run or of a profile."""
 
-from __future__ import annotations
-
 import json
 import re
 

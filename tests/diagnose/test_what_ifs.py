@@ -1,7 +1,5 @@
 """While it is on, each what-if does what its page says; afterwards torch and the program are unchanged."""
 
-from __future__ import annotations
-
 import builtins
 import gc
 import logging

@@ -2,14 +2,8 @@
 leaves out, what each sample reads again. Each form is found on its marked lines only, and its twins are clean.
 """
 
-from __future__ import annotations
-
-import textwrap
-
 import pytest
-
-from flatout.diagnose.check import check
-from flatout.probe.program import ScriptProgram
+from forms import TEXT, assert_found, cases, filled
 
 HEAD = """
 import functools
@@ -30,98 +24,93 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import AutoModel
 """
 WINDOW = """
-    def train(model, optimizer, loader, n, epochs):
-        {start}
-        for epoch in range(epochs):
-            {before}
-            for i, x in enumerate({loader}):
-                (model(x).square().mean() / n).backward()
-                {count}
-                if {test}:{mark}
-                    optimizer.step()
-                    optimizer.zero_grad()
-            {after}
+def train(model, optimizer, loader, n, epochs):
+    {start}
+    for epoch in range(epochs):
+        {before}
+        for i, x in enumerate({loader=loader}):
+            (model(x).square().mean() / n).backward()
+            {count}
+            if {test=(i + 1) % n == 0}:{mark}
+                optimizer.step()
+                optimizer.zero_grad()
+        {after}
 """
 IN_CLASS = """
-    class Trainer:
-        def fit(self):
-            for epoch in range(9):
-                self.epoch()
+class Trainer:
+    def fit(self):
+        for epoch in range(9):
+            self.epoch()
 
-        def epoch(self):
-            seen = 0
-            for x in self.loader:
-                self.update(x, seen)
-                seen += 1
+    def epoch(self):
+        seen = 0
+        for x in self.loader:
+            self.update(x, seen)
+            seen += 1
 
-        def update(self, x, seen):
-            (self.model(x).square().mean() / self.n).backward()
-            last = seen % self.n == self.n - 1
-            if last:{mark}
-                nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-                self.optimizer.step()
-                self.optimizer.zero_grad()
+    def update(self, x, seen):
+        (self.model(x).square().mean() / self.n).backward()
+        last = seen % self.n == self.n - 1
+        if last:{mark}
+            nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 """
-window = {
-    "start": "pass", "before": "pass", "loader": "loader", "count": "pass", "after": "pass", "mark": "",
-    "test": "(i + 1) % n == 0",
-}  # fmt: skip
 REDUCED = """
-    def report(model, loader, group, other):
-        total, count = torch.zeros(1), torch.zeros(1)
-        for x in loader:
-            total += model(x).sum()
-            count += len(x)
-            {inside}
-        {after}
-        return total / count
+def report(model, loader, group, other):
+    total, count = torch.zeros(1), torch.zeros(1)
+    for x in loader:
+        total += model(x).sum()
+        count += len(x)
+        {inside}
+    {after}
+    return total / count
 """
 KEPT = """
-    class Stats:
-        def __init__(self):
-            self.all, self.sum, self.value = {{}}, 0.0, 0.0
+class Stats:
+    def __init__(self):
+        self.all, self.sum, self.value = {}, 0.0, 0.0
 
-        def __setitem__(self, key, value):
-            self.all.setdefault(key, [])
-            self.all[key].append(value{detach}){set}
+    def __setitem__(self, key, value):
+        self.all.setdefault(key, [])
+        self.all[key].append(value{detach}){set}
 
-        def update(self, value, n=1):
-            self.value = value
-            self.sum += self.value * n{updated}
+    def update(self, value, n=1):
+        self.value = value
+        self.sum += self.value * n{updated}
 
-    class Trainer:
-        def __init__(self, model, loader):
-            self.model, self.loader, self.stats = model, loader, Stats()
-            self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+class Trainer:
+    def __init__(self, model, loader):
+        self.model, self.loader, self.stats = model, loader, Stats()
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-        def fit(self):
-            losses, history = {{}}, []
-            for step, x in enumerate(self.loader):
-                self.optimizer.zero_grad()
-                loss = self.loss(x, self.stats)
-                loss.backward()
-                self.optimizer.step()
-                {line}
-
-        def loss(self, x, stats):
-            first, second = self.model(x).mean(), self.model(x).square().mean()
-            loss = F.mse_loss(self.model(x), x)
-            {inside}
-            return loss
-
-    def log(stats: Stats, loss):
-        stats.update(loss)
-
-    def fit(model, loader, stats: Stats):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for x in loader:
-            loss = model(x).square().mean()
+    def fit(self):
+        losses, history = {}, []
+        for step, x in enumerate(self.loader):
+            self.optimizer.zero_grad()
+            loss = self.loss(x, self.stats)
             loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            {function}
+            self.optimizer.step()
+            {line}
+
+    def loss(self, x, stats):
+        first, second = self.model(x).mean(), self.model(x).square().mean()
+        loss = F.mse_loss(self.model(x), x)
+        {inside}
+        return loss
+
+def log(stats: Stats, loss):
+    stats.update(loss)
+
+def fit(model, loader, stats: Stats):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x in loader:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        {function}
 """
-kept = dict.fromkeys(("detach", "set", "updated"), "") | dict.fromkeys(("line", "inside", "function"), "pass")
 KEEPS = {
     "a container of the program": {"line": 'self.stats["loss"] = loss', "set": "  # <-"},
     "a container as an argument": {"inside": 'stats["loss"] = loss', "set": "  # <-"},
@@ -138,43 +127,40 @@ KEEPS = {
     "a record of numbers": {"line": 'history.append({"step": step, "loss": loss.item()})'},
 }
 MODES = """
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = AutoModel.from_pretrained("distilbert-base-uncased")
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = AutoModel.from_pretrained("distilbert-base-uncased")
 
-        def forward(self, x):
-            return self.body(x).last_hidden_state
+    def forward(self, x):
+        return self.body(x).last_hidden_state
 
-    class Agent:
-        def __init__(self, net):
-            self.net = net
-            self.optimizer = torch.optim.Adam(self.net.parameters())
+class Agent:
+    def __init__(self, net):
+        self.net = net
+        self.optimizer = torch.optim.Adam(self.net.parameters())
 
-        def act(self, x):
-            self.net.eval()
-            with torch.inference_mode():
-                return self.net(x)
+    def act(self, x):
+        self.net.eval()
+        with torch.inference_mode():
+            return self.net(x)
 
-        def learn(self, x):
-            self.optimizer.zero_grad()
-            self.net(x).square().mean().backward(){agent}
-            self.optimizer.step()
-            {restore}
+    def learn(self, x):
+        self.optimizer.zero_grad()
+        self.net(x).square().mean().backward(){agent}
+        self.optimizer.step()
+        {restore}
 
-    def fine_tune(build, batches):
-        model = {model}
-        optimizer = torch.optim.AdamW({parameters})
-        {before}
-        for x in batches:
-            out = model(x){mark}
-            out.square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+def fine_tune(build, batches):
+    model = {model=build()}
+    optimizer = torch.optim.AdamW({parameters=model.parameters()})
+    {before}
+    for x in batches:
+        out = model(x){mark}
+        out.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 """
-mode = {
-    "agent": "", "restore": "pass", "model": "build()", "parameters": "model.parameters()", "before": "pass", "mark": "",
-}  # fmt: skip
 AWAKE = {
     "a model by from_pretrained": {"model": 'AutoModel.from_pretrained("gpt2")', "mark": "  # <-"},
     "a part by from_pretrained": {"model": "Net()", "mark": "  # <-"},
@@ -186,50 +172,47 @@ AWAKE = {
     "a model in training mode": {},
 }  # fmt: skip
 SCHEDULE = """
-    from accelerate import Accelerator
-    from diffusers.optimization import get_scheduler
+from accelerate import Accelerator
+from diffusers.optimization import get_scheduler
 
-    def train(args, model, optimizer, loader):
-        accelerator = Accelerator()
-        {first}
-        per_epoch = {length}
-        if args.steps is None:
-            args.steps = args.epochs * per_epoch
-        schedule = get_scheduler("cosine", optimizer, num_training_steps={total}){mark}
-        {last}
-        return schedule
+def train(args, model, optimizer, loader):
+    accelerator = Accelerator()
+    {first}
+    per_epoch = {length=len(loader) // args.accumulate}
+    if args.steps is None:
+        args.steps = args.epochs * per_epoch
+    schedule = get_scheduler("cosine", optimizer, num_training_steps={total=args.steps * accelerator.num_processes}){mark}
+    {last=model, optimizer, loader = accelerator.prepare(model, optimizer, loader)}
+    return schedule
 """
-schedule = {
-    "first": "pass", "length": "len(loader) // args.accumulate", "total": "args.steps * accelerator.num_processes",
-    "last": "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)", "mark": "",
-}  # fmt: skip
+PREPARED = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 LENGTHS = {
     "a schedule before prepare": {"mark": "  # <-"},
     "a length that is divided": {"length": "len(loader) // accelerator.num_processes"},
-    "a loader that is prepared": {"first": schedule["last"], "last": "pass"},
+    "a loader that is prepared": {"first": PREPARED, "last": "pass"},
     "a schedule of one process": {"total": "args.steps"},
     "another loader": {"length": "len(args.samples)"},
 }
 SAMPLES = """
-    class Samples(Dataset):
-        def __init__(self, root, rows, size):
-            self.root, self.rows, self.size, self.table = root, rows, size, None
-            self.names = os.path.join(root, "names.json")
-            self.file = h5py.File(os.path.join(root, "all.h5"))
+class Samples(Dataset):
+    def __init__(self, root, rows, size):
+        self.root, self.rows, self.size, self.table = root, rows, size, None
+        self.names = os.path.join(root, "names.json")
+        self.file = h5py.File(os.path.join(root, "all.h5"))
 
-        def __len__(self):
-            return len(self.rows)
+    def __len__(self):
+        return len(self.rows)
 
-        def __getitem__(self, index):
-            {line}
+    def __getitem__(self, index):
+        {line}
 
-        def read(self, path):
-            with open(path, "rb") as file:
-                return pickle.load(file){mark}
+    def read(self, path):
+        with open(path, "rb") as file:
+            return pickle.load(file){mark}
 
-        @functools.lru_cache
-        def kept(self, path):
-            return np.load(path)
+    @functools.lru_cache
+    def kept(self, path):
+        return np.load(path)
 """
 ONE_SAMPLE = {
     "a table of all samples": "return json.load(open(self.names))[index]  # <-",
@@ -248,158 +231,114 @@ ONE_SAMPLE = {
     "a row of an open file": 'return self.file["x"][index]',
     "its own name as key": 'name = self.rows[index]; return json.load(open(f"{name}.json"))[name]',
 }
-SAVES = 'torch.save({"epoch": epoch, "net": model.state_dict(), "optim": optimizer.state_dict()}, "last.pt")'
 SCRIPT = """
-    parser_args = object()
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.{optimizer}
-    saved = torch.load("last.pt", map_location="cpu", weights_only=True)
-    {load}
-    model.load_state_dict(saved["net"]){mark}
-    {start}
-    for epoch in range({first}, 9):
-        for x in torch.randn(9, 8, 4):
-            optimizer.zero_grad()
-            model(x).square().mean().backward()
-            optimizer.step()
-        {saves}
+parser_args = object()
+model = nn.Linear(4, 1)
+optimizer = torch.optim.{optimizer=Adam(model.parameters())}
+saved = torch.load("last.pt", map_location="cpu", weights_only=True)
+{load}
+model.load_state_dict(saved["net"]){mark=  # <-}
+{start=start = saved['epoch'] + 1}
+for epoch in range({first=start}, 9):
+    for x in torch.randn(9, 8, 4):
+        DESCEND optimizer model(x).square().mean()
+    torch.save({"epoch": epoch, "net": model.state_dict(), "optim": optimizer.state_dict()}, "last.pt")
 """
 RESUMES = """
-    class Trainer:
-        def save(self):
-            state = {{"model": self.net.state_dict(), "step": self.step}}
-            state["opt"] = self.opt.state_dict()
-            torch.save(state, self.file)
+class Trainer:
+    def save(self):
+        state = {"model": self.net.state_dict(), "step": self.step}
+        state["opt"] = self.opt.state_dict()
+        torch.save(state, self.file)
 
-        def load(self, file, opt=None):
-            state = self.read(file)
-            self.net.load_state_dict(state["model"]){mark}
-            {more}
-            self.step = state.get("step", 0)
+    def load(self, file, opt=None):
+        state = self.read(file)
+        self.net.load_state_dict(state["model"]){mark}
+        {more}
+        self.step = state.get("step", 0)
 
-        def read(self, file):
-            return torch.load(file, map_location="cpu", weights_only=True)
+    def read(self, file):
+        return torch.load(file, map_location="cpu", weights_only=True)
 
-        def fit(self):
-            while self.step < 900:
-                self.update(next(self.batches))
-                self.step += 1
+    def fit(self):
+        while self.step < 900:
+            self.update(next(self.batches))
+            self.step += 1
 """
-script = {
-    "optimizer": "Adam(model.parameters())", "load": "pass", "start": "start = saved['epoch'] + 1", "first": "start",
-    "saves": SAVES, "mark": "  # <-",
-}  # fmt: skip
+
 FORMS = {
-    "a script that resumes": ("FL044", SCRIPT.format(**script)),
-    "an argument for the start": (
-        "FL044",
-        SCRIPT.format(**script | {"start": "parser_args.start = saved['epoch']", "first": "parser_args.start"}),
-    ),
-    "a script that loads all": (
-        "FL044",
-        SCRIPT.format(**script | {"load": 'optimizer.load_state_dict(saved["optim"])', "mark": ""}),
-    ),
-    "an optimizer without state": (
-        "FL044",
-        SCRIPT.format(**script | {"optimizer": "SGD(model.parameters(), lr=0.1)", "mark": ""}),
-    ),
-    "weights to start from": (
-        "FL044",
-        SCRIPT.format(**script | {"start": "print(saved['epoch'])", "first": "0", "mark": ""}),
-    ),
-    "a trainer that resumes": ("FL044", RESUMES.format(mark="  # <-", more="pass")),
-    "a trainer that loads all": ("FL044", RESUMES.format(mark="", more="self.opt.load_state_dict(state['opt'])")),
-    "a trainer that asks first": (
-        "FL044",
-        RESUMES.format(mark="", more="if opt is not None: opt.load_state_dict(state['opt'])"),
-    ),
-    "a trainer of parts": (
-        "FL044",
-        RESUMES.format(mark="", more="for name in state: getattr(self, name).load_state_dict(state[name])"),
-    ),
-    **{
-        form: ("FL045", MODES.format(**mode | parts).replace("self.net.eval()", "pass"))
-        for form, parts in AWAKE.items()
+    ("FL044", SCRIPT): {
+        "a script that resumes": {},
+        "an argument for the start": {
+            "start": "parser_args.start = saved['epoch']",
+            "first": "parser_args.start",
+        },
+        "a script that loads all": {"load": 'optimizer.load_state_dict(saved["optim"])', "mark": ""},
+        "an optimizer without state": {"optimizer": "SGD(model.parameters(), lr=0.1)", "mark": ""},
+        "weights to start from": {"start": "print(saved['epoch'])", "first": "0", "mark": ""},
     },
-    "another method evaluates": ("FL045", MODES.format(**mode | {"agent": "  # <-"})),
-    "another method evaluates, this trains": ("FL045", MODES.format(**mode | {"restore": "self.net.train()"})),
-    **{form: ("FL046", SCHEDULE.format(**schedule | parts)) for form, parts in LENGTHS.items()},
-    **{form: ("FL202", KEPT.format(**kept | parts)) for form, parts in KEEPS.items()},
-    **{form: ("FL124", SAMPLES.format(line=line, mark="")) for form, line in ONE_SAMPLE.items()},
-    "a row through a method": (
-        "FL124",
-        SAMPLES.format(line="path, row = self.rows[index]; return self.read(path)[row]", mark="  # <-"),
-    ),
-    "a sample through a method": (
-        "FL124",
-        SAMPLES.format(line="path, row = self.rows[index]; return self.read(path), row", mark=""),
-    ),
-    "an index of the epoch": ("FL042", WINDOW.format(**window | {"mark": "  # <-"})),
-    "a counter of the epoch": (
-        "FL042",
-        WINDOW.format(**window | {"before": "k = 0", "count": "k += 1", "test": "k % n == 0", "mark": "  # <-"}),
-    ),
-    "a method for each batch": ("FL042", IN_CLASS.format(mark="  # <-")),
-    "a counter of the run": (
-        "FL042",
-        WINDOW.format(**window | {"start": "k = 0", "count": "k += 1", "test": "k % n == 0"}),
-    ),
-    "the last batch": ("FL042", WINDOW.format(**window | {"test": "(i + 1) % n == 0 or i + 1 == len(loader)"})),
-    "a step after the loop": ("FL042", WINDOW.format(**window | {"after": "optimizer.step()"})),
-    "cleared for each epoch": ("FL042", WINDOW.format(**window | {"before": "optimizer.zero_grad()"})),
-    "a loader without end": ("FL042", WINDOW.format(**window | {"loader": "itertools.cycle(loader)"})),
-    "a loader that is cut": ("FL042", WINDOW.format(**window | {"start": "assert len(loader) % n == 0"})),
-    "a pasted reduction": (
-        "FL043",
-        REDUCED.format(inside="pass", after="dist.all_reduce(total); dist.all_reduce(total)  # <-"),
-    ),
-    "a reduction after a log": (
-        "FL043",
-        REDUCED.format(
-            inside="pass",
-            after="dist.all_reduce(total)\n        print(total.item())\n        if dist.is_initialized():\n            dist.all_reduce(total)  # <-",
-        ),
-    ),
-    "a running total": ("FL043", REDUCED.format(inside="dist.all_reduce(total)  # <-", after="pass")),
-    "two tensors": ("FL043", REDUCED.format(inside="pass", after="dist.all_reduce(total); dist.all_reduce(count)")),
-    "two groups": (
-        "FL043",
-        REDUCED.format(
-            inside="pass", after="dist.all_reduce(total, group=group); dist.all_reduce(total, group=other)"
-        ),
-    ),
-    "a mean in between": (
-        "FL043",
-        REDUCED.format(inside="dist.all_reduce(total); total /= dist.get_world_size()", after="pass"),
-    ),
-    "a total that is cleared": (
-        "FL043",
-        REDUCED.format(inside="dist.all_reduce(total); print(total); total.zero_()", after="pass"),
-    ),
-    "two arms": (
-        "FL043",
-        REDUCED.format(
-            inside="pass",
-            after="if group:\n            dist.all_reduce(total)\n        else:\n            dist.all_reduce(total)",
-        ),
-    ),
-    "two conditions": (
-        "FL043",
-        REDUCED.format(
-            inside="pass",
-            after="if group:\n            dist.all_reduce(total)\n        if not group:\n            dist.all_reduce(total)",
-        ),
-    ),
-    "a largest value": (
-        "FL043",
-        REDUCED.format(inside="dist.all_reduce(total, op=dist.ReduceOp.MAX)", after="pass"),
-    ),
-}  # fmt: skip
+    ("FL044", RESUMES): {
+        "a trainer that resumes": {"mark": "  # <-"},
+        "a trainer that loads all": {"more": "self.opt.load_state_dict(state['opt'])"},
+        "a trainer that asks first": {"more": "if opt is not None: opt.load_state_dict(state['opt'])"},
+        "a trainer of parts": {"more": "for name in state: getattr(self, name).load_state_dict(state[name])"},
+    },
+    ("FL045", TEXT): {
+        **{form: filled(MODES, parts).replace("self.net.eval()", "pass") for form, parts in AWAKE.items()},
+    },
+    ("FL045", MODES): {
+        "another method evaluates": {"agent": "  # <-"},
+        "another method evaluates, this trains": {"restore": "self.net.train()"},
+    },
+    ("FL046", SCHEDULE): LENGTHS,
+    ("FL202", KEPT): KEEPS,
+    ("FL124", SAMPLES): {
+        **ONE_SAMPLE,
+        "a row through a method": {
+            "line": "path, row = self.rows[index]; return self.read(path)[row]",
+            "mark": "  # <-",
+        },
+        "a sample through a method": "path, row = self.rows[index]; return self.read(path), row",
+    },
+    ("FL042", WINDOW): {
+        "an index of the epoch": {"mark": "  # <-"},
+        "a counter of the epoch": {
+            "before": "k = 0",
+            "count": "k += 1",
+            "mark": "  # <-",
+            "test": "k % n == 0",
+        },
+        "a counter of the run": {"start": "k = 0", "count": "k += 1", "test": "k % n == 0"},
+        "the last batch": {"test": "(i + 1) % n == 0 or i + 1 == len(loader)"},
+        "a step after the loop": {"after": "optimizer.step()"},
+        "cleared for each epoch": {"before": "optimizer.zero_grad()"},
+        "a loader without end": {"loader": "itertools.cycle(loader)"},
+        "a loader that is cut": {"start": "assert len(loader) % n == 0"},
+    },
+    ("FL042", IN_CLASS): {
+        "a method for each batch": {"mark": "  # <-"},
+    },
+    ("FL043", REDUCED): {
+        "a pasted reduction": {"after": "dist.all_reduce(total); dist.all_reduce(total)  # <-"},
+        "a reduction after a log": {
+            "after": "dist.all_reduce(total)\n    print(total.item())\n    if dist.is_initialized():\n        dist.all_reduce(total)  # <-"
+        },
+        "a running total": {"inside": "dist.all_reduce(total)  # <-"},
+        "two tensors": {"after": "dist.all_reduce(total); dist.all_reduce(count)"},
+        "two groups": {"after": "dist.all_reduce(total, group=group); dist.all_reduce(total, group=other)"},
+        "a mean in between": {"inside": "dist.all_reduce(total); total /= dist.get_world_size()"},
+        "a total that is cleared": {"inside": "dist.all_reduce(total); print(total); total.zero_()"},
+        "two arms": {
+            "after": "if group:\n        dist.all_reduce(total)\n    else:\n        dist.all_reduce(total)"
+        },
+        "two conditions": {
+            "after": "if group:\n        dist.all_reduce(total)\n    if not group:\n        dist.all_reduce(total)"
+        },
+        "a largest value": {"inside": "dist.all_reduce(total, op=dist.ReduceOp.MAX)"},
+    },
+}
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_the_form_is_found_on_its_line(form):
-    code, body = FORMS[form]
-    text = HEAD + textwrap.dedent(body)
-    found = [f.place.line for f in check(ScriptProgram.of_text(text), [code])]
-    assert found == [at for at, line in enumerate(text.splitlines(), 1) if line.endswith("# <-")]
+@pytest.mark.parametrize(("code", "template", "given"), cases(FORMS))
+def test_the_form_is_found_on_its_lines(code, template, given):
+    assert_found(HEAD, code, template, given)

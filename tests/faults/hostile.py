@@ -66,7 +66,7 @@ class Opener:
     call: Callable[[Path], object] | None = None
     json: bool = True
 
-    def open(self, path: Path) -> None:
+    def open(self, path):
         if self.call is not None:
             self.call(path)
             return
@@ -87,7 +87,7 @@ class Outcome:
     seconds: float
     grew_bytes: int
 
-    def wrong(self) -> str:
+    def wrong(self):
         """The violation, or "" where there was none."""
         if self.canary:
             return "code of the file ran"
@@ -113,7 +113,7 @@ class Outcome:
         return ""
 
 
-def openers() -> dict[str, Opener]:
+def openers():
     sys.path.insert(0, str(TESTS))
     from profiles import healthy
 
@@ -184,18 +184,18 @@ def openers() -> dict[str, Opener]:
     }
 
 
-def _tensors() -> bytes:
+def _tensors():
     head = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
     return len(head).to_bytes(8, "little") + head + bytes(16)
 
 
-def _ranks(path: Path) -> None:
+def _ranks(path):
     from flatout.cli.options.rank_plans import remembered
 
     remembered(path, None)
 
 
-def _ceilings(path: Path) -> None:
+def _ceilings(path):
     from flatout.measure.ceilings import load, machine_key
     from flatout.schema.facts import Facts
 
@@ -205,7 +205,7 @@ def _ceilings(path: Path) -> None:
     load(facts, folder=path.parent)
 
 
-def _digest(path: Path) -> Any:
+def _digest(path):
     """For an enormous file only the length is right: its digest would take longer than the test."""
     from flatout.checkpoint.disk import Stored, what_is_stored
 
@@ -213,7 +213,7 @@ def _digest(path: Path) -> Any:
     return what_is_stored(path, Stored(size, "")) if size < 1 << 28 else Stored(size, "0" * 64)
 
 
-def _save(path: Path) -> None:
+def _save(path):
     """A checkpoint whose author has made the digests right. flatout's messages are those of the
     command line.
     """
@@ -253,7 +253,7 @@ class Bomb:
         return os.system, ("touch canary",)
 
 
-def _zip(**files: bytes) -> bytes:
+def _zip(**files):
     held = io.BytesIO()
     with zipfile.ZipFile(held, "w", zipfile.ZIP_DEFLATED) as file:
         for name, data in files.items():
@@ -261,23 +261,23 @@ def _zip(**files: bytes) -> bytes:
     return held.getvalue()
 
 
-def _sparse(size: int) -> Callable[[Path], None]:
-    def make(path: Path) -> None:
+def _sparse(size):
+    def make(path):
         with open(path, "wb") as file:
             file.truncate(size)
 
     return make
 
 
-def _written(data: bytes | Callable[[], bytes]) -> Callable[[Path], None]:
+def _written(data):
     return lambda path: path.write_bytes(data() if callable(data) else data) and None
 
 
-def _linked(target: str) -> Callable[[Path], None]:
+def _linked(target):
     return lambda path: path.symlink_to(target)
 
 
-def hostile(opener: Opener) -> dict[str, Callable[[Path], None]]:
+def hostile(opener):
     """Each kind of damage, with the function that puts the file in place."""
     deep, sound = 10**6, opener.sound or b"{}"
     yaml = b'!!python/object/apply:os.system ["touch canary"]\n'
@@ -392,15 +392,15 @@ def hostile(opener: Opener) -> dict[str, Callable[[Path], None]]:
     return made
 
 
-def _unreadable(data: bytes) -> Callable[[Path], None]:
-    def make(path: Path) -> None:
+def _unreadable(data):
+    def make(path):
         path.write_bytes(data)
         path.chmod(0)
 
     return make
 
 
-def mutated(opener: Opener, seed: int) -> bytes:
+def mutated(opener, seed):
     """A sound file after some damage to its bytes, or to its values where it is JSON."""
     chance = random.Random(f"{opener.kind} {seed}")
     if opener.json and opener.sound and chance.random() < 0.7:
@@ -441,12 +441,12 @@ def mutated(opener: Opener, seed: int) -> bytes:
     return bytes(data)
 
 
-def _odd(opener: Opener, chance: random.Random, share: float) -> bytes:
+def _odd(opener, chance, share):
     """The sound JSON with this share of its values replaced by odd ones or by other values of the file."""
     whole = json.loads(opener.sound)
     values: list[Any] = []
 
-    def walk(thing: Any) -> Any:
+    def walk(thing):
         values.append(thing)
         if chance.random() < share and thing is not whole:
             return chance.choice(ODD) if chance.random() < 0.8 else copy.deepcopy(chance.choice(values))
@@ -468,7 +468,7 @@ def _odd(opener: Opener, chance: random.Random, share: float) -> bytes:
 # -- opening ------------------------------------------------------------------------------------------------------------
 
 
-def warm() -> None:
+def warm():
     """The imports of the commands, so that a child costs only a fork."""
     import importlib
 
@@ -496,7 +496,7 @@ def warm() -> None:
     import safetensors.torch  # noqa: F401
 
 
-def opened(opener: Opener, make: Callable[[Path], None], folder: Path) -> Outcome:
+def opened(opener, make, folder):
     """Run it in a child of this process, in its own folder, where a file called canary would appear."""
     place = folder / "place"
     place.mkdir()
@@ -532,7 +532,7 @@ def opened(opener: Opener, make: Callable[[Path], None], folder: Path) -> Outcom
     )
 
 
-def _worked_s(child: int) -> float:
+def _worked_s(child):
     try:
         fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -540,7 +540,7 @@ def _worked_s(child: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def _child(opener: Opener, path: Path, said: Path) -> int:
+def _child(opener, path, said):
     out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
     os.dup2(out, 1)
     os.dup2(out, 2)

@@ -1,7 +1,5 @@
 """Whose files count, what is kept of secrets, where nothing is sent, and what the source never contains."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os
@@ -13,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import STEPS_BY_HAND
 
 from flatout.job.secrets import MASK, masked
 from flatout.job.trust import distrusted, private_folder
@@ -32,13 +31,13 @@ RUNS_WHAT_IT_READS = re.compile(
 )
 
 
-def is_literal(call: ast.Call) -> bool:
+def is_literal(call):
     """Whether it runs a text that stands in the source: nothing was read from anywhere."""
     runs = ast.unparse(call.func) in ("exec", "eval")
     return runs and len(call.args) == 1 and isinstance(call.args[0], ast.Constant)
 
 
-def code_runners(source: str) -> list[str]:
+def code_runners(source):
     found = []
     for node in ast.walk(ast.parse(source)):
         names = (
@@ -95,17 +94,11 @@ def test_nothing_unpickles_evaluates_or_runs_a_shell():
     ("typed", "kept"),
     [
         ("--token SECRET --lr 0.1", f"--token {MASK} --lr 0.1"),
-        ("--token=SECRET", f"--token={MASK}"),
-        ("--wandb-api-key SECRET", f"--wandb-api-key {MASK}"),
-        ("--password SECRET x", f"--password {MASK} x"),
-        ("--hf_token SECRET", f"--hf_token {MASK}"),
         ("-key SECRET", f"-key {MASK}"),
         ("--token --lr 1", "--token --lr 1"),
         ("hub.token=SECRET lr=1", f"hub.token={MASK} lr=1"),
-        ("API_KEY=SECRET", f"API_KEY={MASK}"),
         ("--data https://user:SECRET@host/x", f"--data https://{MASK}@host/x"),
         ("s3://SECRET@bucket?token=SECRET&x=1", f"s3://{MASK}@bucket?token={MASK}&x=1"),
-        ("--url http://h/?a=1&api_key=SECRET", f"--url http://h/?a=1&api_key={MASK}"),
         ("hf_abcdefghijklmnopqrstuvwxyz", MASK),
         ("x=ghp_abcdefghijklmnopqrstuvwxyz0123", f"x={MASK}"),
         ("--Secret SECRET", f"--Secret {MASK}"),
@@ -121,11 +114,8 @@ def test_nothing_unpickles_evaluates_or_runs_a_shell():
         ("--password 1234 --db-pin=0000 PWD=1", f"--password {MASK} --db-pin={MASK} PWD={MASK}"),
         ("--use_auth_token True --auth=none", "--use_auth_token True --auth=none"),
         ("http://h/?key=3&pin=3&max_tokens=9", f"http://h/?key=3&pin={MASK}&max_tokens=9"),
-        ("--wandb_api_key SECRET trainer.api_key=SECRET", f"--wandb_api_key {MASK} trainer.api_key={MASK}"),
-        ("--apikey=SECRET --access-key SECRET", f"--apikey={MASK} --access-key {MASK}"),
         ("--api-keys SECRET,SECRET --privateKey SECRET", f"--api-keys {MASK} --privateKey {MASK}"),
         ("--hubToken SECRET ++a.clientSecret=SECRET", f"--hubToken {MASK} ++a.clientSecret={MASK}"),
-        ("--bearer SECRET --credentials SECRET", f"--bearer {MASK} --credentials {MASK}"),
         ("train.py --lr 0.1 --data /home/x@y", "train.py --lr 0.1 --data /home/x@y"),
     ],
 )
@@ -144,10 +134,8 @@ SECRETS = [
     "secret",
     "auth",
     "credentials",
-    "bearer",
-    "access-key",
-    "private_key",
 ]
+SECRETS += ["bearer", "access-key", "private_key"]
 PREFIXES = st.from_regex(r"(?:[a-z]{1,8}[._-])?", fullmatch=True)
 NUMBERS = st.integers(0, 10**9 - 1) | st.floats(0, 1e8).map(lambda x: round(x, 6))
 
@@ -156,7 +144,7 @@ NUMBERS = st.integers(0, 10**9 - 1) | st.floats(0, 1e8).map(lambda x: round(x, 6
 def test_no_form_shows_the_value_of_a_secret(prefix, name, value, upper):
     name = prefix + (name.upper() if upper else name)
     forms = [
-        [f"--{name}", value],
+        [f"--{name}", value, "x"],
         [f"--{name}={value}"],
         [f"{name}={value}"],
         [f"http://h/?a=1&{name}={value}&b"],
@@ -181,18 +169,6 @@ def test_masking_keeps_the_number_of_words_and_is_done_once(words):
     assert masked(masked(words)) == masked(words)
 
 
-PROGRAM = """
-import os, sys
-import torch
-model = torch.nn.Linear(8, 1)
-for step in range(int(os.environ.get("STEPS", "100000"))):
-    model.zero_grad()
-    model(torch.ones(4, 8)).sum().backward()
-    with torch.no_grad():
-        for p in model.parameters():
-            p -= 0.001 * p.grad
-print("done")
-"""
 WATCH = """
 import atexit, json, os, sys
 def heard(event, args):
@@ -211,7 +187,7 @@ def test_a_measured_program_leaves_no_secret_and_uses_no_network(flatout, script
     It checks the written and shown text, the connections of its processes, and who may read the files.
     """
     pytest.importorskip("torch", reason="not run: there is no torch here")
-    script(PROGRAM)
+    script(STEPS_BY_HAND + "steps(10**6)\n")
     (flatout.folder / "watch").mkdir()
     (flatout.folder / "watch" / "sitecustomize.py").write_text(WATCH)
     observed = flatout.folder / "observed"

@@ -1,7 +1,5 @@
 """Captured steps reduced to fewer samples."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +11,7 @@ from flatout.guard.captured_steps import CapturedCall
 SLOW_MS = 12_000.0
 
 
-def step(size: int, **more):
+def step(size, **more):
     return [
         CapturedCall(
             **{

@@ -19,19 +19,19 @@ from flatout.guard.sample_draws import FEWEST_ROUNDS, ROUNDS, SAMPLES, SampleDra
 class Flipped(Dataset):
     """Images that are bright on one side, flipped every other time."""
 
-    def __init__(self, length: int = 40) -> None:
+    def __init__(self, length=40):
         self.length, self.fetched = length, []
 
-    def __len__(self) -> int:
+    def __len__(self):
         return self.length
 
-    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+    def __getitem__(self, index):
         self.fetched.append(index)
         image = torch.linspace(0, 1, 8).expand(3, 8, 8) + index
         return (image.flip(-1) if torch.rand(()) < 0.5 else image), index
 
 
-def drawn(loader: Any) -> list[list[list[float]]]:
+def drawn(loader):
     iterator = iter(loader)
     next(iterator)
     draws = SampleDrawProbe(torch)
@@ -55,7 +55,7 @@ def test_a_small_data_set_gives_all_its_samples():
 
 
 def test_the_loader_s_own_collation_is_used():
-    def brighter(samples: list[Any]) -> Any:
+    def brighter(samples):
         images, labels = default_collate(samples)
         return images + 100, labels
 
@@ -83,14 +83,14 @@ def test_levers_that_change_loaders_do_not_act_a_second_time():
 
 
 class Stream(IterableDataset):
-    def __iter__(self) -> Any:
+    def __iter__(self):
         return iter(torch.zeros(100, 3, 4, 4))
 
 
 class Broken(Flipped):
     """Only one loader can read it."""
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         if len(self.fetched) > 30:
             raise OSError("the file is closed")
         return super().__getitem__(index)

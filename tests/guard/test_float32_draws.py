@@ -1,7 +1,5 @@
 """A float64 model draws the random numbers of its float32 copy, and torch's own operators do not."""
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

@@ -1,8 +1,6 @@
 """Which levers are left out of a plan that fails the replica of a step."""
 
-from __future__ import annotations
-
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flatout.guard.blame import narrowed
@@ -11,11 +9,11 @@ from flatout.schema.plan import Choice
 NAMES = ("a", "b", "c", "d")
 
 
-def judge_of(alone: frozenset[str], together: list[frozenset[str]]):
+def judge_of(alone, together):
     """A judge that rejects ``alone`` levers, and sets of levers that contain one of ``together``."""
-    asked: list[tuple[str, ...]] = []
+    asked = []
 
-    def judge(choices: list[Choice]) -> dict:
+    def judge(choices):
         names = frozenset(choice.name for choice in choices)
         asked.append(tuple(choice.name for choice in choices))
         broken = sorted(names & alone) or ["+".join(sorted(pair)) for pair in together if pair <= names]
@@ -24,56 +22,35 @@ def judge_of(alone: frozenset[str], together: list[frozenset[str]]):
     return judge, asked
 
 
-def choices(*names: str) -> list[Choice]:
-    return [Choice(name, True) for name in names]
-
-
-def test_a_plan_that_passes_is_judged_once():
-    judge, asked = judge_of(frozenset(), [])
-    found = narrowed(judge, choices("a", "b"))
-    assert (found["wrong"], found["alone"], found["rest"]) == ({}, {}, None)
-    assert asked == [("a", "b")]
-
-
-def test_the_lever_that_fails_alone_is_left_out_and_the_rest_is_judged():
-    judge, asked = judge_of(frozenset({"b"}), [])
-    found = narrowed(judge, choices("a", "b", "c"))
-    assert set(found["wrong"]) == set(found["alone"]) == {"b"}
-    assert not found["checks"][0]["passed"]
-    assert found["rest"]["checks"][0]["passed"]
-    assert asked[-1] == ("a", "c")
-
-
-def test_of_levers_that_fail_together_only_the_least_valuable_is_left_out():
-    judge, _ = judge_of(frozenset(), [frozenset({"a", "c"})])
-    found = narrowed(judge, choices("a", "b", "c"))
-    assert found["alone"] == {}
-    assert list(found["wrong"]) == ["c"]
-    assert found["rest"]["checks"][0]["passed"]
-
-
-def test_a_single_lever_that_fails_leaves_nothing():
-    judge, asked = judge_of(frozenset({"a"}), [])
-    found = narrowed(judge, choices("a"))
-    assert list(found["wrong"]) == ["a"]
-    assert found["rest"] is None
-    assert asked == [("a",)]
-
-
 @given(
     alone=st.frozensets(st.sampled_from(NAMES)),
     together=st.lists(st.frozensets(st.sampled_from(NAMES), min_size=2, max_size=3), max_size=3),
     order=st.permutations(NAMES),
+    count=st.integers(1, len(NAMES)),
 )
-def test_what_is_left_passes_and_nothing_is_judged_twice(alone, together, order):
+@example(frozenset(), [], ("a", "b"), 2)
+@example(frozenset("b"), [], ("a", "b", "c"), 3)
+@example(frozenset(), [frozenset("ac")], ("a", "b", "c"), 3)
+@example(frozenset("a"), [], ("a",), 1)
+def test_what_is_left_passes_and_nothing_is_judged_twice(alone, together, order, count):
+    order = order[:count]
     judge, asked = judge_of(alone, together)
-    found = narrowed(judge, choices(*order))
+    found = narrowed(judge, [Choice(name, True) for name in order])
+    fails = bool(alone & set(order)) or any(pair <= set(order) for pair in together)
+    assert found["checks"][0]["passed"] is not fails
+    assert asked[0] == tuple(order)
+    assert bool(found["wrong"]) is fails
+    assert len(asked) == 1 or (fails and count > 1)
+    assert set(found["alone"]) == (alone & set(order) if count > 1 else set())
     rest = [name for name in order if name not in found["wrong"]]
     assert not alone & set(rest)
     assert not any(pair <= set(rest) for pair in together)
     assert len(asked) == len(set(asked))
     if found["wrong"] and rest:
         assert found["rest"]["checks"][0]["passed"]
+        assert tuple(rest) in asked
+    else:
+        assert found["rest"] is None
     for name in set(order) - set(rest) - alone:  # passes alone, and fails with more valuable ones
         better = {other for other in rest if order.index(other) < order.index(name)}
         assert any(pair <= better | {name} for pair in together)

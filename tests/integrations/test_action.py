@@ -13,24 +13,17 @@ from pathlib import Path
 
 import pytest
 from limits import hang_s
+from programs import STEPS_BY_HAND
 
 yaml = pytest.importorskip("yaml")
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
 
 ROOT = Path(__file__).parents[2]
-PROGRAM = """
-import time
-import torch
+PROGRAM = f"""{STEPS_BY_HAND}
 from work import PAUSE
-model = torch.nn.Linear(8, 1)
 for step in range(100000):
-    loss = model(torch.randn(16, 8)).square().mean()
-    model.zero_grad()
-    loss.backward()
-    with torch.no_grad():
-        for p in model.parameters():
-            p -= 0.01 * p.grad
+    steps(1)
     time.sleep(PAUSE)
 """
 UNSAFE = "import torch\n\ntorch.save(torch.nn.Linear(1, 1), 'model.pt')\n"
@@ -39,7 +32,7 @@ UNSAFE = "import torch\n\ntorch.save(torch.nn.Linear(1, 1), 'model.pt')\n"
 class Runner:
     """One job with this action, in ``folder``."""
 
-    def __init__(self, folder: Path, temporary: Path, environment: dict[str, str], **inputs: str) -> None:
+    def __init__(self, folder, temporary, environment, **inputs):
         temporary.mkdir()
         self.folder, self.temporary = folder, temporary
         self.action = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
@@ -61,7 +54,7 @@ class Runner:
         self.codes: dict[str, int] = {}
         self.said: dict[str, str] = {}
 
-    def run(self) -> None:
+    def run(self):
         for step in self.action["runs"]["steps"]:
             failed = any(self.codes.values())
             condition = step.get("if", "")
@@ -72,7 +65,7 @@ class Runner:
             else:
                 self.script(step)
 
-    def script(self, step: dict) -> None:
+    def script(self, step):
         assert "${{" not in step["run"]  # an input would become a part of the script
         output = self.temporary / "output"
         output.write_text("")
@@ -90,10 +83,10 @@ class Runner:
             name, _, value = line.partition("=")
             self.values[f"steps.{step['id']}.outputs.{name}"] = value
 
-    def text(self, template: str) -> str:
+    def text(self, template):
         return re.sub(r"\$\{\{(.*?)\}\}", lambda found: str(self.value(found[1]) or ""), template)
 
-    def value(self, expression: str) -> object:
+    def value(self, expression):
         """Evaluate an expression of GitHub's language; an unknown name is empty."""
         python = re.sub(
             r"[a-z_]+(\.[a-z_]+)+", lambda name: repr(self.values.get(name[0], "")), expression.strip()
@@ -103,7 +96,7 @@ class Runner:
         return eval(python)
 
 
-def git(folder: Path, *words: str) -> str:
+def git(folder, *words):
     who = ("-c", "user.name=t", "-c", "user.email=t@example.org")
     return subprocess.run(
         ["git", *who, *words], cwd=folder, check=True, capture_output=True, text=True
@@ -111,7 +104,7 @@ def git(folder: Path, *words: str) -> str:
 
 
 @pytest.fixture
-def pull_request(flatout, tmp_path) -> tuple[Path, str]:
+def pull_request(flatout, tmp_path):
     """A clone of depth 1, as actions/checkout makes it, and the base of the pull request, which it lacks."""
     origin = tmp_path / "origin"
     origin.mkdir()

@@ -35,7 +35,7 @@ for step in range(100000):
 """
 
 
-def made(*cells: str) -> str:
+def made(*cells):
     """The script of the last cell."""
     from IPython.core.inputtransformer2 import TransformerManager
 
@@ -44,7 +44,7 @@ def made(*cells: str) -> str:
     return script_of(numbered, cell, number, TransformerManager().transform_cell)
 
 
-def run(script: str) -> dict:
+def run(script):
     names: dict = {}
     path, folder = list(sys.path), os.getcwd()
     try:

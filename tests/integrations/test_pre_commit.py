@@ -1,7 +1,5 @@
 """The hook of .pre-commit-hooks.yaml: its entry with the staged files, as pre-commit calls it."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import shutil
@@ -36,7 +34,7 @@ def hook(flatout, script):
     return lambda *files: flatout.here(*words, *files)
 
 
-def findings(flatout, *files: str) -> list[tuple[str, str]]:
+def findings(flatout, *files):
     done = flatout.here("check", "--each", "--format", "json", *files)
     return [(each["rule"], each["place"]["file"]) for each in json.loads(done.out)["findings"]]
 

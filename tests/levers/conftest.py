@@ -2,8 +2,6 @@
 dropout, a loader.
 """
 
-from __future__ import annotations
-
 import gc
 
 import pytest

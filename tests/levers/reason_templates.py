@@ -8,7 +8,6 @@ import importlib
 import inspect
 import re
 import textwrap
-from typing import Any
 
 FROM_THE_PIPELINE = (
     "cached_prefix",
@@ -18,7 +17,7 @@ FROM_THE_PIPELINE = (
 
 
 @functools.cache
-def templates(lever: str) -> tuple[str, ...]:
+def templates(lever):
     """Regular expressions for all sentences that the source of a lever passes to ``Skip``; placeholders
     become ``.+``.
     """
@@ -39,7 +38,7 @@ def templates(lever: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def sentences(value: ast.expr, function: ast.FunctionDef, module: Any) -> list[str]:
+def sentences(value, function, module):
     """The sentences of an expression in a function of a module.
 
     Raises AssertionError for an expression that it does not understand.
@@ -83,7 +82,7 @@ def sentences(value: ast.expr, function: ast.FunctionDef, module: Any) -> list[s
     )
 
 
-def of_a_function(function: Any) -> list[str]:
+def of_a_function(function):
     """All sentences that the function itself returns."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
     assert isinstance(tree, ast.FunctionDef)

@@ -1,7 +1,5 @@
 """Every value of every lever is checked before a program starts: whichever way it comes, the error names the range."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -2,8 +2,6 @@
 overflow skips the step.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from flatout.agent.ledger import Ledger
@@ -67,44 +65,59 @@ def test_it_trains(program, dtype, optimizer):
     assert sum(mine) / len(mine) == pytest.approx(sum(theirs) / len(theirs), rel=0.1)
 
 
-def gradients(live, x, y):
-    live.optimizer.zero_grad()
+def gradients(live, backward, *modules):
+    """All gradients after ``backward()``, from none."""
+    modules = modules or (live.model,)
+    for module in modules:
+        module.zero_grad()
     torch.manual_seed(5)
-    functional.cross_entropy(live.model(x), y).backward()
-    return torch.cat([p.grad.flatten() for p in live.model.parameters()]).double()
+    backward()
+    return torch.cat([p.grad.flatten() for m in modules for p in m.parameters()]).double()
+
+
+def near(half, plain):
+    return (half - plain).norm() / plain.norm() < 0.1
+
+
+def of_a_batch(live, factor=1.0):
+    """The backward pass of one batch."""
+    x, y = torch.randn(8, 3, 12, 12), torch.randint(5, (8,))
+    return lambda: (functional.cross_entropy(live.model(x), y) * factor).backward()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_are_the_plain_ones_up_to_rounding(program, dtype):
     """The script never sees a scaled number, neither in its gradients nor in their norm."""
     live = program()
-    x, y = torch.randn(8, 3, 12, 12), torch.randint(5, (8,))
-    plain = gradients(live, x, y)
+    backward = of_a_batch(live)
+    plain = gradients(live, backward)
     undo = LEVER.apply(live.context, dtype, Ledger())
-    half = gradients(live, x, y)
+    half = gradients(live, backward)
     undo()
-    assert (half - plain).norm() / plain.norm() < 0.1
-    assert torch.equal(gradients(live, x, y), plain)
+    assert near(half, plain)
+    assert torch.equal(gradients(live, backward), plain)
 
 
 def test_accumulated_gradients_are_unscaled_once(program):
     live = program()
-    x, y = torch.randn(8, 3, 12, 12), torch.randint(5, (8,))
     LEVER.apply(live.context, "float16", live.ledger)
-    one = gradients(live, x, y)
-    torch.manual_seed(5)
-    functional.cross_entropy(live.model(x), y).backward()
-    two = torch.cat([p.grad.flatten() for p in live.model.parameters()]).double()
-    assert (two - 2 * one).norm() / one.norm() < 0.1
+    backward = of_a_batch(live)
+
+    def twice():
+        backward()
+        torch.manual_seed(5)
+        backward()
+
+    one = gradients(live, backward)
+    assert (gradients(live, twice) - 2 * one).norm() / one.norm() < 0.1
 
 
 def test_small_gradients_survive_in_float16(program):
     """Without a scale these would be zeros: float16 cannot hold 1e-6 and less between layers."""
     live = program()
-    x, y = torch.randn(8, 3, 12, 12), torch.randint(5, (8,))
     LEVER.apply(live.context, "float16", live.ledger)
     live.optimizer.zero_grad()
-    (functional.cross_entropy(live.model(x), y) * 1e-6).backward()
+    of_a_batch(live, 1e-6)()
     first = next(live.model.parameters()).grad
     assert first.count_nonzero() > 0.9 * first.numel()
 
@@ -194,11 +207,7 @@ def test_two_modules_in_sequence(program, dtype):
     x = torch.randn(8, 3, 12, 12)
 
     def both():
-        live.optimizer.zero_grad()
-        head.zero_grad()
-        torch.manual_seed(5)
-        head(live.model(x)).square().mean().backward()
-        return torch.cat([p.grad.flatten() for m in (live.model, head) for p in m.parameters()]).double()
+        return gradients(live, lambda: head(live.model(x)).square().mean().backward(), live.model, head)
 
     other = torch.optim.SGD(head.parameters(), lr=0.01)
     both()
@@ -209,7 +218,7 @@ def test_two_modules_in_sequence(program, dtype):
     assert len(live.context.roots) == 2
     half = both()
     undo()
-    assert (half - plain).norm() / plain.norm() < 0.1
+    assert near(half, plain)
 
 
 def test_the_gradient_of_an_input(program):
@@ -218,15 +227,14 @@ def test_the_gradient_of_an_input(program):
 
     def gradient():
         x.grad = None
-        torch.manual_seed(5)
-        live.model(x).square().mean().backward()
+        gradients(live, lambda: live.model(x).square().mean().backward())
         return x.grad.clone()
 
     plain = gradient()
     undo = LEVER.apply(live.context, "float16", Ledger())
     half = gradient()
     undo()
-    assert (half - plain).norm() / plain.norm() < 0.1
+    assert near(half, plain)
     assert torch.equal(gradient(), plain)
 
 
@@ -234,34 +242,23 @@ def test_a_reentrant_checkpoint_is_scaled_once(program):
     from torch.utils.checkpoint import checkpoint
 
     live = program()
-    x = torch.randn(8, 3, 12, 12)
-
-    def gradient(reentrant):
-        live.optimizer.zero_grad()
-        torch.manual_seed(5)
-        inner = x.clone().requires_grad_()
-        output = checkpoint(live.model, inner, use_reentrant=True) if reentrant else live.model(inner)
-        output.square().mean().backward()
-        return torch.cat([p.grad.flatten() for p in live.model.parameters()]).double()
-
+    x = torch.randn(8, 3, 12, 12, requires_grad=True)
     LEVER.apply(live.context, "float16", live.ledger)
-    once, twice = gradient(False), gradient(True)
-    assert (once - twice).norm() / once.norm() < 0.1
+    once = gradients(live, lambda: live.model(x).square().mean().backward())
+    again = gradients(live, lambda: checkpoint(live.model, x, use_reentrant=True).square().mean().backward())
+    assert near(again, once)
 
 
 def test_several_losses_and_given_gradients(program):
     live = program()
     x = torch.randn(8, 3, 12, 12)
 
-    def gradient():
-        live.optimizer.zero_grad()
-        torch.manual_seed(5)
+    def backward():
         output = live.model(x)
         torch.autograd.backward([output, output.square().mean()], [torch.full_like(output, 0.1), None])
-        return torch.cat([p.grad.flatten() for p in live.model.parameters()]).double()
 
-    plain = gradient()
+    plain = gradients(live, backward)
     LEVER.apply(live.context, "float16", live.ledger)
-    assert (gradient() - plain).norm() / plain.norm() < 0.1
+    assert near(gradients(live, backward), plain)
     with pytest.raises(RuntimeError, match="implicitly created only for scalar"):
         live.model(x).backward()

@@ -2,8 +2,6 @@
 while the lever is on.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path
@@ -98,6 +96,16 @@ def live(program, module, *after):
     return ledger
 
 
+def seen(program, function, calls=1):
+    """The dtypes on both sides of a function inside a module under the lever."""
+    module = Calls(function)
+    ledger = live(program, module)
+    for _ in range(calls):
+        module(torch.randn(4, 8))
+    ledger.restore()
+    return module.seen
+
+
 @pytest.mark.parametrize("name", KEPT)
 def test_operators_that_autocast_of_cuda_keeps_in_float32(program, name):
     module = Calls(KEPT[name])
@@ -112,11 +120,7 @@ def test_operators_that_autocast_of_cuda_keeps_in_float32(program, name):
 
 @pytest.mark.parametrize("name", HALF)
 def test_the_rest_stays_in_half_precision(program, name):
-    module = Calls(HALF[name])
-    ledger = live(program, module)
-    module(torch.randn(4, 8))
-    assert module.seen == [(torch.bfloat16, torch.bfloat16)]
-    ledger.restore()
+    assert seen(program, HALF[name]) == [(torch.bfloat16, torch.bfloat16)]
 
 
 def test_the_lists_are_those_of_this_torch():
@@ -257,11 +261,7 @@ def test_other_dtypes_stay(program):
         (lambda x: x.double().exp(), torch.float64),
         (lambda x: x.double().scatter_add(0, index, x.double()), torch.float64),
     ):
-        module = Calls(function)
-        ledger = live(program, module)
-        module(torch.randn(4, 8))
-        assert module.seen == [(torch.bfloat16, dtype)]
-        ledger.restore()
+        assert seen(program, function) == [(torch.bfloat16, dtype)]
 
 
 def test_float32_may_be_mixed_with_half_precision(program):
@@ -276,11 +276,7 @@ def test_float32_may_be_mixed_with_half_precision(program):
         lambda x: functional.bilinear(x, x.exp(), torch.ones(1, 8, 8)),
         lambda x: torch.addcmul(x, x, x.exp()),
     ):
-        module = Calls(function)
-        ledger = live(program, module)
-        module(torch.randn(4, 8))
-        assert module.seen == [(torch.bfloat16, torch.float32)]
-        ledger.restore()
+        assert seen(program, function) == [(torch.bfloat16, torch.float32)]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -314,11 +310,8 @@ def test_scripts_and_transforms_of_functions(program):
         lambda x: torch.func.jvp(torch.log, (x,), (x,))[0],
         lambda x: torch.func.grad_and_value(lambda z: z.log_softmax(-1).sum())(x)[1],
     ):
-        module = Calls(function)
-        ledger = live(program, module)
-        [module(torch.randn(4, 8)) for _ in range(3)]  # the script is optimised on the way
-        assert {found for _, found in module.seen} == {torch.float32}
-        ledger.restore()
+        dtypes = seen(program, function, calls=3)  # the script is optimised on the way
+        assert {found for _, found in dtypes} == {torch.float32}
 
 
 class Normalised(torch.nn.Module):

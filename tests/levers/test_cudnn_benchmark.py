@@ -1,7 +1,5 @@
 """cuDNN's algorithm search is on before the first step, because an ATen plan made without it stays."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -9,21 +7,15 @@ import sys
 import pytest
 from cuda_driver import made
 from limits import hang_s
+from programs import STEPS_BY_HAND
 
 pytestmark = pytest.mark.processes
 
 pytest.importorskip("torch")
 
-PROGRAM = """
-import torch
-model = torch.nn.Linear(4, 2)
-for step in range(20):
-    if step == 0:
-        print("first step:", torch.backends.cudnn.benchmark, flush=True)
-    model(torch.ones(3, 4)).sum().backward()
-    with torch.no_grad():
-        for p in model.parameters():
-            p -= 0.01 * p.grad
+PROGRAM = f"""{STEPS_BY_HAND}
+print("first step:", torch.backends.cudnn.benchmark, flush=True)
+steps(20)
 """
 
 

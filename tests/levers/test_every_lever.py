@@ -271,41 +271,6 @@ def test_asking_changes_nothing(program, lever):
     assert everything(live) == before
 
 
-@pytest.mark.parametrize(
-    ("name", "facts", "context", "says"),
-    [
-        ("allocator", OLD, nothing, "no CUDA device"),
-        (
-            "allocator",
-            Facts(gpus=WITH_GPU.gpus, environment=SET.environment),
-            nothing,
-            "sets PYTORCH_ALLOC_CONF already",
-        ),
-        ("malloc", OLD, nothing, "replaces allocators on Linux only"),
-        ("malloc", SET, nothing, "names the allocator libjemalloc.so"),
-        (
-            "malloc",
-            Facts(system="Linux", environment={"GLIBC_TUNABLES": "glibc.malloc.check=1"}),
-            nothing,
-            "sets GLIBC_TUNABLES",
-        ),
-        ("malloc", Facts(system="Linux"), nothing, "no other"),
-        ("threads", SET, convolutions, "OMP_NUM_THREADS=2"),
-        ("debug_off", OLD, convolutions, "anomaly detection is off"),
-        ("tf32", WITH_GPU, convolutions, "no parameter of the program is on a CUDA device"),
-        ("cudnn_benchmark", WITH_GPU, convolutions, "no parameter of the program is on a CUDA device"),
-        ("reduced_precision", OLD, convolutions, "neither AMX-BF16 nor AVX512-BF16"),
-        ("autocast", OLD, convolutions, "no bfloat16 instructions"),
-        ("autocast", BF16, in_float64, "not float32"),
-        ("channels_last", BF16, sgd_on_vectors, "nn.Conv2d"),
-    ],
-)
-def test_reasons(program, name, facts, context, says):
-    answer = BY_NAME[name].applies(facts, context(program).context)
-    assert isinstance(answer, Skip)
-    assert says in answer.reason
-
-
 def test_process_levers_name_their_variables():
     assert BY_NAME["allocator"].environment(WITH_GPU, True) == {
         "PYTORCH_ALLOC_CONF": "expandable_segments:True"
@@ -636,9 +601,7 @@ def test_a_lever_failing_to_apply_leaves_nothing(program):
                 **{n: getattr(live.context, n) for n in ("torch", "parameters", "optimizers", "device_type")},
                 roots=[live.model, None],
             )
-            broken.wrap_forward = lambda root, wrapper, ledger: live.context.wrap_forward(
-                root, wrapper, ledger
-            )
+            broken.wrap_forward = live.context.wrap_forward
             with pytest.raises(AttributeError):
                 lever.apply(broken, values_of(lever)[0], ledger)
             ledger.restore()

@@ -1,7 +1,5 @@
 """The levers on a CUDA device: those that only act there, and the state they leave."""
 
-from __future__ import annotations
-
 import pytest
 
 from flatout.agent.ledger import Ledger
@@ -21,6 +19,17 @@ def weights(live):
     return [p.detach().clone() for p in live.model.parameters()]
 
 
+def state(live):
+    return [
+        torch.backends.cudnn.benchmark,
+        torch.get_float32_matmul_precision(),
+        torch.backends.cuda.matmul.allow_tf32,
+        sorted(vars(live.model)),
+        [p.is_contiguous() for p in live.model.parameters()],
+        [{k: v for k, v in g.items() if k != "params"} for g in live.optimizer.param_groups],
+    ]
+
+
 @pytest.mark.parametrize("lever", LIVE, ids=lambda lever: lever.name)
 def test_on_and_off_again(program, lever):
     """The program trains under every value that it offers here.
@@ -30,27 +39,13 @@ def test_on_and_off_again(program, lever):
     live = program(device="cuda")
     answer = lever.applies(look(), live.context)
     for value in answer.values if isinstance(answer, Options) else ():
-        before = [
-            torch.backends.cudnn.benchmark,
-            torch.get_float32_matmul_precision(),
-            torch.backends.cuda.matmul.allow_tf32,
-            sorted(vars(live.model)),
-            [p.is_contiguous() for p in live.model.parameters()],
-            [{k: v for k, v in g.items() if k != "params"} for g in live.optimizer.param_groups],
-        ]
+        before = state(live)
         undo = lever.apply(live.context, value, Ledger())
         losses = live.train(2)
         undo()
         assert all(torch.isfinite(torch.tensor(losses)))
         assert live.context.reports == []
-        assert before == [
-            torch.backends.cudnn.benchmark,
-            torch.get_float32_matmul_precision(),
-            torch.backends.cuda.matmul.allow_tf32,
-            sorted(vars(live.model)),
-            [p.is_contiguous() for p in live.model.parameters()],
-            [{k: v for k, v in g.items() if k != "params"} for g in live.optimizer.param_groups],
-        ]
+        assert before == state(live)
         live.train()
 
 

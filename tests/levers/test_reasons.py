@@ -13,7 +13,7 @@ import re
 import shutil
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -137,11 +137,11 @@ class Row:
     not_run: str = ""
 
     @property
-    def on_a_gpu(self) -> bool:
+    def on_a_gpu(self):
         return bool(self.shown) and PROGRAMS[self.shown].gpu
 
 
-def each(levers: Sequence[str], *rest: str) -> list[Row]:
+def each(levers, *rest):
     return [Row(lever, *rest) for lever in levers]
 
 
@@ -630,7 +630,7 @@ ROWS = [
 
 
 @contextlib.contextmanager
-def surroundings(program: Program, folder: Path) -> Iterator[None]:
+def surroundings(program, folder):
     """Nothing in the present environment may change the answers of a program."""
     libraries = {
         name: str(folder / "malloc" / file)
@@ -646,7 +646,7 @@ def surroundings(program: Program, folder: Path) -> Iterator[None]:
         yield
 
 
-def begin(name: str, folder: Path) -> Trial:
+def begin(name, folder):
     program = PROGRAMS[name]
     script = (str(HERE / f"{program.script}.py"), *program.words)
     command = understand((sys.executable, *(("-m", *program.before) if program.before else ()), *script))
@@ -657,16 +657,14 @@ def begin(name: str, folder: Path) -> Trial:
         return Trial(command, JobFolder(folder / name).make().new_trial(), program.plan, facts).start()
 
 
-def has_gpu() -> bool:
+def has_gpu():
     import torch
 
     return torch.cuda.is_available()
 
 
 @pytest.fixture(scope="module")
-def answers(
-    chosen: Callable[[str], list[Any]], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, dict[str, Any]]:
+def answers(chosen, tmp_path_factory):
     """Program -> lever -> its answer, for the programs that the chosen tests need.
 
     Two start at a time: a start is mostly one thread that imports.
@@ -701,20 +699,19 @@ def answers(
     return found
 
 
-def marked(row: Row) -> Any:
+def marked(row):
     marks = (
         [pytest.mark.gpu] if row.on_a_gpu else [pytest.mark.skip(reason=row.not_run)] if row.not_run else []
     )
     return pytest.param(row, marks=marks, id=f"{row.lever}: {row.sentence[:60]}")
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("row", [marked(row) for row in ROWS])
 def test_a_reason_is_shown_where_it_is_true(answers, row):
     assert answers[row.shown][row.lever].get("skip") == row.sentence
 
 
-def not_shown(row: Row) -> Any:
+def not_shown(row):
     """The other program may need a GPU where the first needs none."""
     param = marked(row)
     return (
@@ -738,7 +735,7 @@ def test_a_reason_is_not_shown_where_it_is_untrue(answers, row):
 # -- the source -------------------------------------------------------------------------------------------------------
 
 
-def readable(template: str) -> str:
+def readable(template):
     """The sentence of a template, with ... for its placeholders."""
     return re.sub(r"\\(.)|\.\+", lambda part: part[1] or "...", template)
 
@@ -771,7 +768,7 @@ def test_every_reason_has_a_row(lever):
 # -- reasons of the search --------------------------------------------------------------------------------------------
 
 
-def considered(options: dict[str, Any], **given: Any) -> dict[str, str]:
+def considered(options, **given):
     """Lever -> the reason that the search gives for a lever that the program allows."""
     found = candidates.consider(options, frozenset(Effect), None, **given)
     return {name: candidate.reason for name, candidate in found.items() if "skip" not in options[name]}

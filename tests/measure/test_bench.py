@@ -1,7 +1,5 @@
 """The ceilings are really measured: small sizes, the real kernels, a real file, real processes."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

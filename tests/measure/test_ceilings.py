@@ -1,7 +1,5 @@
 """Ceilings are stored per machine, read per device, and never taken from another machine."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
@@ -17,7 +15,7 @@ HERE = Facts(
 )
 
 
-def record() -> CeilingsRecord:
+def record():
     return CeilingsRecord(
         key=machine_key(HERE),
         ceilings=[

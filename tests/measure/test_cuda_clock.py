@@ -2,8 +2,6 @@
 after a wait.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

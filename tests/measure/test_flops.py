@@ -1,7 +1,5 @@
 """FLOPs from recorded shapes, compared with those that torch counts over the tensors themselves."""
 
-from __future__ import annotations
-
 import pytest
 
 from flatout.measure.flops import flops_of
@@ -9,7 +7,7 @@ from flatout.measure.flops import flops_of
 torch = pytest.importorskip("torch")
 
 
-def counted(call) -> float:
+def counted(call):
     from torch.utils.flop_counter import FlopCounterMode
 
     with FlopCounterMode(display=False) as counter:

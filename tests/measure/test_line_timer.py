@@ -8,11 +8,11 @@ from collections import Counter
 from flatout.measure.line_timer import LineTimer
 
 
-def ours(filename: str) -> bool:
+def ours(filename):
     return filename == __file__
 
 
-def numbers(timer: LineTimer) -> Counter[int]:
+def numbers(timer):
     """Nanoseconds by line of this file, counted from the first line of the function."""
     found: Counter[int] = Counter()
     for (code, line), ns in timer.ns.items():
@@ -20,13 +20,13 @@ def numbers(timer: LineTimer) -> Counter[int]:
     return found
 
 
-def work(count: int) -> int:
+def work(count):
     small = sum(range(10))
     large = sum(range(count))
     return small + large
 
 
-def running(timer: LineTimer) -> None:
+def running(timer):
     with timer:
         timer.adopt(sys._getframe())
         sum(range(10))

@@ -1,7 +1,5 @@
 """The load of the machine from other processes, and its remaining capacity."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 
@@ -10,7 +8,7 @@ import pytest
 from flatout.measure.load import busy_cores, copies_that_fit, peak_bytes
 
 
-def spin(stop) -> None:
+def spin(stop):
     while not stop.is_set():
         pass
 

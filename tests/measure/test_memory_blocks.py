@@ -1,7 +1,5 @@
 """Memory blocks: the peak is the true one for any allocations, and its parts add up to it."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -2,8 +2,6 @@
 measure.
 """
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -2,7 +2,7 @@
 torch's.
 """
 
-from __future__ import annotations
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,46 +12,28 @@ from flatout.measure.roofline import flops_a_step, place_under_roof, utilisation
 from flatout.schema.findings import SourceLocation
 
 
-class Event:
-    """One raw event of kineto: times in microseconds."""
+def event(name, start, end, **more):
+    """One raw event of kineto, with its methods; times in microseconds."""
+    values = {
+        **dict.fromkeys(("shapes", "dtypes", "concrete_inputs"), ()),
+        **dict.fromkeys(("scope", "correlation_id", "linked_correlation_id", "nbytes", "device_index"), 0),
+        "sequence_nr": -1,
+        "start_thread_id": 1,
+        "activity_type": "cpu_op",
+        "device_type": "DeviceType.CPU",
+        "name": name,
+        "start_ns": start * 1000,
+        "end_ns": end * 1000,
+        **more,
+    }
+    return SimpleNamespace(**{key: lambda value=value: value for key, value in values.items()})
 
-    def __init__(
-        self,
-        name,
-        start,
-        end,
-        *,
-        shapes=(),
-        dtypes=(),
-        seq=-1,
-        scope=0,
-        thread=1,
-        kind="cpu_op",
-        device="DeviceType.CPU",
-        number=0,
-        linked=0,
-        given=(),
-        nbytes=0,
-        device_index=0,
-    ):
-        self.__dict__.update({f"_{key}": value for key, value in locals().items() if key != "self"})
 
-    def __getattr__(self, name):
-        kept = self.__dict__
-        if name.startswith("__"):
-            raise AttributeError(name)
-        found = {
-            "start_ns": lambda: kept["_start"] * 1000,
-            "end_ns": lambda: kept["_end"] * 1000,
-            "sequence_nr": lambda: kept["_seq"],
-            "start_thread_id": lambda: kept["_thread"],
-            "activity_type": lambda: kept["_kind"],
-            "device_type": lambda: kept["_device"],
-            "correlation_id": lambda: kept["_number"],
-            "linked_correlation_id": lambda: kept["_linked"],
-            "concrete_inputs": lambda: list(kept["_given"]),
-        }
-        return found.get(name, lambda: kept[f"_{name}"])
+def op(name, start, end, *shapes, dtype="float", **more):
+    """An operator of tensors of these shapes."""
+    return event(
+        f"aten::{name}", start, end, shapes=list(map(list, shapes)), dtypes=[dtype] * len(shapes), **more
+    )
 
 
 def recording(*events, steps=1, lines=None):
@@ -66,12 +48,12 @@ LOOP = ("/home/me/train.py", 33, "")
 
 def test_self_time_calls_and_the_users_line():
     observed = recording(
-        Event("aten::linear", 0, 100, shapes=[[8, 16], [4, 16]], dtypes=["float", "float"]),
-        Event("aten::t", 5, 10),
-        Event("aten::addmm", 20, 90, shapes=[[4], [8, 16], [16, 4]], dtypes=["float"] * 3, seq=7),
-        Event("autograd::engine::evaluate_function: AddmmBackward0", 200, 300, seq=7, scope=1),
-        Event("AddmmBackward0", 205, 290, seq=7, scope=1),
-        Event("aten::mm", 210, 280, shapes=[[16, 8], [8, 4]], dtypes=["float"] * 2),
+        op("linear", 0, 100, [8, 16], [4, 16]),
+        op("t", 5, 10),
+        op("addmm", 20, 90, [4], [8, 16], [16, 4], sequence_nr=7),
+        event("autograd::engine::evaluate_function: AddmmBackward0", 200, 300, sequence_nr=7, scope=1),
+        event("AddmmBackward0", 205, 290, sequence_nr=7, scope=1),
+        op("mm", 210, 280, [16, 8], [8, 4]),
         lines={
             ("aten::addmm", ((4,), (8, 16), (16, 4))): [FORWARD],
             ("aten::mm", ((16, 8), (8, 4))): [FORWARD],
@@ -94,8 +76,8 @@ def test_self_time_calls_and_the_users_line():
 
 def test_dtypes_are_kept_apart_and_steps_divide():
     observed = recording(
-        Event("aten::mul", 0, 10, shapes=[[4], [4]], dtypes=["float", "float"]),
-        Event("aten::mul", 20, 60, shapes=[[4], [4]], dtypes=["double", "double"]),
+        op("mul", 0, 10, [4], [4]),
+        op("mul", 20, 60, [4], [4], dtype="double"),
         steps=2,
     ).observed()
     assert [(o.dtypes, o.calls, o.moved_bytes) for o in observed.operations] == [
@@ -105,14 +87,20 @@ def test_dtypes_are_kept_apart_and_steps_divide():
 
 
 def test_kernels_gaps_and_tensor_cores():
-    kernel = {"kind": "kernel", "device": "DeviceType.CUDA"}
+    kernel = {"activity_type": "kernel", "device_type": "DeviceType.CUDA"}
     observed = recording(
-        Event("aten::mm", 0, 10, number=1, shapes=[[8, 8], [8, 8]], dtypes=["c10::Half"] * 2),
-        Event("aten::mm", 10, 20, number=2, shapes=[[8, 8], [8, 8]], dtypes=["float"] * 2),
-        Event("aten::_local_scalar_dense", 60, 90),
-        Event("sm80_xmma_gemm_f16f16_f16f32_tn_n_tilesize128x128_tensorop", 5, 50, linked=1, **kernel),
-        Event("void gemmSN_NN_kernel<float>", 100, 120, linked=2, **kernel),
-        Event("void other()", 300, 310, **kernel),
+        op("mm", 0, 10, [8, 8], [8, 8], dtype="c10::Half", correlation_id=1),
+        op("mm", 10, 20, [8, 8], [8, 8], correlation_id=2),
+        op("_local_scalar_dense", 60, 90),
+        event(
+            "sm80_xmma_gemm_f16f16_f16f32_tn_n_tensorop",
+            5,
+            50,
+            linked_correlation_id=1,
+            **kernel,
+        ),
+        event("void gemmSN_NN_kernel<float>", 100, 120, linked_correlation_id=2, **kernel),
+        event("void other()", 300, 310, **kernel),
         lines={("aten::_local_scalar_dense", ()): [LOOP]},
     ).observed()
     half, single = (o for o in observed.operations if o.name == "aten::mm")
@@ -126,14 +114,18 @@ def test_kernels_gaps_and_tensor_cores():
 
 
 def test_kinds_of_work_on_the_device_may_overlap():
-    device = {"device": "DeviceType.CUDA"}
+    device = {"device_type": "DeviceType.CUDA"}
     observed = recording(
-        Event("void gemm()", 0, 100, kind="kernel", **device),
-        Event("void gemm()", 50, 120, kind="kernel", **device),  # on another stream
-        Event("Memcpy HtoD (Pinned -> Device)", 90, 150, kind="gpu_memcpy", **device),
-        Event("Memset (Device)", 200, 210, kind="gpu_memset", **device),
-        Event(
-            "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgs)", 110, 190, kind="kernel", **device
+        event("void gemm()", 0, 100, activity_type="kernel", **device),
+        event("void gemm()", 50, 120, activity_type="kernel", **device),  # on another stream
+        event("Memcpy HtoD (Pinned -> Device)", 90, 150, activity_type="gpu_memcpy", **device),
+        event("Memset (Device)", 200, 210, activity_type="gpu_memset", **device),
+        event(
+            "ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgs)",
+            110,
+            190,
+            activity_type="kernel",
+            **device,
         ),
     ).observed()
     assert observed.device_ns == {"computing": 120_000, "copies": 70_000, "communication": 80_000}
@@ -143,9 +135,9 @@ def test_kinds_of_work_on_the_device_may_overlap():
 def test_the_roofline():
     ceilings = {"matmul_float32_flops": 1e12, "memory_bytes_per_s": 1e11}
     observed = recording(
-        Event("aten::mm", 0, 4000, shapes=[[1000, 1000], [1000, 1000]], dtypes=["float", "float"]),
-        Event("aten::add", 5000, 5240, shapes=[[1000, 1000], [1000, 1000]], dtypes=["float", "float"]),
-        Event("aten::neg", 6000, 6008, shapes=[[4]], dtypes=["float"]),
+        op("mm", 0, 4000, [1000, 1000], [1000, 1000]),
+        op("add", 5000, 5240, [1000, 1000], [1000, 1000]),
+        op("neg", 6000, 6008, [4]),
     ).observed()
     place_under_roof(observed.operations, ceilings)
     found = {o.name: o for o in observed.operations}
@@ -160,14 +152,14 @@ def test_the_roofline():
 
 def test_memory_of_one_step():
     events = [
-        Event("[memory]", at, at, nbytes=size)
+        event("[memory]", at, at, nbytes=size)
         for at, size in ((10, 100), (20, 400), (30, -400), (40, 50), (60, 1000))
     ]
     of_devices = [
-        Event("[memory]", 15, 15, nbytes=9999 + at, device="DeviceType.CUDA", device_index=at)
+        event("[memory]", 15, 15, nbytes=9999 + at, device_type="DeviceType.CUDA", device_index=at)
         for at in range(2)
     ]
-    changes = allocations([*events, *of_devices, Event("aten::mm", 0, 1)], None)
+    changes = allocations([*events, *of_devices, op("mm", 0, 1)], None)
     assert allocations([*events, *of_devices], 1) == [(15_000, 10_000)]
     totals = running_totals(changes, 1000)
     assert [total for _, total in totals] == [1100, 1500, 1100, 1150, 2150]
@@ -191,10 +183,7 @@ def test_memory_of_one_step():
 
 def test_calls_of_one_kind_have_the_lines_of_their_position():
     first, second = ("/home/me/model.py", 3, "f"), ("/home/me/model.py", 4, "f")
-    calls = [
-        Event("aten::add", 10 * at, 10 * at + (2 if at % 2 else 6), shapes=[[4], [4]], dtypes=["float"] * 2)
-        for at in range(6)
-    ]
+    calls = [op("add", 10 * at, 10 * at + (2 if at % 2 else 6), [4], [4]) for at in range(6)]
     observed = recording(*calls, steps=3, lines={("aten::add", ((4,), (4,))): [first, second]}).observed()
     assert observed.operations[0].place.line == 3  # the more expensive one
 
@@ -202,15 +191,15 @@ def test_calls_of_one_kind_have_the_lines_of_their_position():
 def test_flops_are_counted_once():
     """A convolution computed by a matrix product."""
     observed = recording(
-        Event(
-            "aten::_slow_conv2d_forward",
+        op(
+            "_slow_conv2d_forward",
             0,
             50,
-            shapes=[[1, 2, 4, 4], [3, 2, 1, 1]],
-            dtypes=["float"] * 2,
-            given=["", "", "", "", [1, 1], [0, 0]],
+            [1, 2, 4, 4],
+            [3, 2, 1, 1],
+            concrete_inputs=["", "", "", "", [1, 1], [0, 0]],
         ),
-        Event("aten::mm", 10, 40, shapes=[[3, 2], [2, 16]], dtypes=["float"] * 2),
+        op("mm", 10, 40, [3, 2], [2, 16]),
     ).observed()
     assert {o.name: o.flops for o in observed.operations} == {
         "aten::_slow_conv2d_forward": None,
@@ -219,13 +208,13 @@ def test_flops_are_counted_once():
 
 
 def test_waiting_for_data_is_not_python():
-    wait = Event(
-        "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 10, 50, kind="user_annotation"
+    wait = event(
+        "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__", 10, 50, activity_type="user_annotation"
     )
     observed = recording(
         wait,
-        Event("aten::stack", 20, 40),
-        Event("aten::mm", 60, 100),
-        Event("ProfilerStep#3", 0, 110, kind="user_annotation"),
+        op("stack", 20, 40),
+        op("mm", 60, 100),
+        event("ProfilerStep#3", 0, 110, activity_type="user_annotation"),
     ).observed()
     assert observed.python_share == pytest.approx(10 / 90)

@@ -2,8 +2,6 @@
 the median.
 """
 
-from __future__ import annotations
-
 import math
 import random
 
@@ -41,13 +39,6 @@ def test_the_interval_holds_the_median(found):
 
 
 @given(pairs, st.floats(1e-2, 1e2))
-def test_a_unit_of_time_does_not_matter(found, factor):
-    scaled = [[Round(r.a_ms * factor, r.b_ms * factor) for r in pair] for pair in found]
-    one, other = compare(found), compare(scaled)
-    assert (one.median, one.low, one.high) == pytest.approx((other.median, other.low, other.high), **close)
-
-
-@given(pairs, st.floats(1e-2, 1e2))
 def test_a_faster_b_is_a_larger_ratio_in_proportion(found, factor):
     faster = [[Round(r.a_ms, r.b_ms / factor) for r in pair] for pair in found]
     one, other = compare(found), compare(faster)
@@ -67,11 +58,6 @@ def test_slowing_one_round_of_b_never_raises_the_ratio(found):
     slower = [list(pair) for pair in found]
     slower[0][0] = Round(found[0][0].a_ms, found[0][0].b_ms * 2)
     assert compare(slower).median <= compare(found).median * (1 + 1e-9)
-
-
-@given(pairs)
-def test_the_same_rounds_give_the_same_answer(found):
-    assert compare(found) == compare(found)
 
 
 @given(st.lists(rounds, min_size=1, max_size=2))
@@ -189,16 +175,6 @@ def test_only_the_order_of_values_counts(a, b, factor, shift):
         and len(set(moved[0] + moved[1])) == len(set(a + b))
     )
     assert two_sample_ks(*moved) == pytest.approx(two_sample_ks(a, b))
-
-
-@pytest.mark.parametrize("n", [50, 200, 1000])
-def test_only_different_distributions_are_detected(n):
-    rng = random.Random(0)
-    a = [rng.gauss(0, 1) for _ in range(n)]
-    b = [rng.gauss(0, 1) for _ in range(n)]
-    far = [rng.gauss(1.5, 1) for _ in range(n)]
-    assert two_sample_ks(a, b) > 0.01
-    assert two_sample_ks(a, far) < 1e-4
 
 
 def test_agrees_with_scipy():

@@ -1,7 +1,5 @@
 """Growth that is a trend, and growth by chance."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

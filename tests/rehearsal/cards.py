@@ -1,7 +1,5 @@
 """Programs on simulated cards: the stand-in of bench/gpu, or the reason why it is unavailable here."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -23,9 +21,7 @@ SMALL_GPT = [str(EXAMPLES / "gpt.py"), *SIZES.split()]
 LIMIT_S = 120
 
 
-def surroundings(
-    cards: int = 2, mib: int = stand_in.MIB, waits: Path | None = None, kernel_us: int = 0, **more: str
-) -> dict[str, str]:
+def surroundings(cards=2, mib=stand_in.MIB, waits=None, kernel_us=0, **more):
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -37,14 +33,14 @@ def surroundings(
 
 
 def on_cards(
-    folder: Path,
-    *command: str,
-    cards: int = 2,
-    mib: int = stand_in.MIB,
-    waits: Path | None = None,
-    kernel_us: int = 0,
-    **more: str,
-) -> subprocess.CompletedProcess[str]:
+    folder,
+    *command,
+    cards=2,
+    mib=stand_in.MIB,
+    waits=None,
+    kernel_us=0,
+    **more,
+):
     """Runs ``command`` in ``folder``; ``python`` and ``flatout`` are this environment's."""
     env = surroundings(cards, mib, waits, kernel_us, **more)
     whole = {"python": [sys.executable], "flatout": [sys.executable, "-m", "flatout"]}.get(
@@ -62,7 +58,7 @@ def on_cards(
     )
 
 
-def interrupted(folder: Path, after: int, *command: str) -> list[str]:
+def interrupted(folder, after, *command):
     """Runs flatout's ``command``, ends it with SIGTERM after that many lines, and returns everything that it
     printed.
     """
@@ -85,6 +81,6 @@ def interrupted(folder: Path, after: int, *command: str) -> list[str]:
     return said
 
 
-def needed() -> pytest.MarkDecorator:
+def needed():
     why = stand_in.missing()
     return pytest.mark.skipif(why is not None, reason=f"not run: {why}")

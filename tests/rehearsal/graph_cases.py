@@ -113,25 +113,32 @@ def counterparts(train, model, least=20, said="", **more):
     return f"{len(off)} of {len(found)} tensors differ, the first is {off[0]}" if off else ""
 
 
+def copies(model, **more):
+    """A case: the function trains a plain and a recorded copy."""
+
+    def made(train):
+        CASES[train.__name__] = lambda: counterparts(train, model, **more)
+        return train
+
+    return made
+
+
 def small(*more):
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), *more, nn.Linear(16, 3))
 
 
-@case
-def dropout_and_running_statistics():
-    return counterparts(lambda t: t.steps(40), lambda: small(nn.BatchNorm1d(16), nn.Dropout(0.3)))
+@copies(lambda: small(nn.BatchNorm1d(16), nn.Dropout(0.3)))
+def dropout_and_running_statistics(t):
+    t.steps(40)
 
 
-@case
-def a_layer_in_evaluation_mode_for_a_while():
-    def train(t):
-        t.steps(8)
-        t.model[2].eval()
-        t.steps(8)
-        t.model[2].train()
-        t.steps(8)
-
-    return counterparts(train, lambda: small(nn.BatchNorm1d(16)))
+@copies(lambda: small(nn.BatchNorm1d(16)))
+def a_layer_in_evaluation_mode_for_a_while(t):
+    t.steps(8)
+    t.model[2].eval()
+    t.steps(8)
+    t.model[2].train()
+    t.steps(8)
 
 
 class Scaled(nn.Module):
@@ -143,35 +150,26 @@ class Scaled(nn.Module):
         return self.body(x) * self.factor
 
 
-@case
-def an_attribute_that_the_script_sets():
-    def train(t):
-        t.steps(12)
-        t.model.factor = 0.5
-        t.steps(12)
-
-    return counterparts(train, Scaled)
+@copies(Scaled)
+def an_attribute_that_the_script_sets(t):
+    t.steps(12)
+    t.model.factor = 0.5
+    t.steps(12)
 
 
-@case
-def weights_that_get_other_memory():
-    def train(t):
-        t.steps(12)
-        for p in t.model.parameters():
-            p.data = p.data.clone()
-        t.steps(12)
-
-    return counterparts(train, small)
+@copies(small)
+def weights_that_get_other_memory(t):
+    t.steps(12)
+    for p in t.model.parameters():
+        p.data = p.data.clone()
+    t.steps(12)
 
 
-@case
-def layers_that_are_frozen_and_thawed():
-    def train(t):
-        for frozen in (True, False, True):
-            t.model[0].requires_grad_(not frozen)
-            t.steps(8)
-
-    return counterparts(train, small)
+@copies(small)
+def layers_that_are_frozen_and_thawed(t):
+    for frozen in (True, False, True):
+        t.model[0].requires_grad_(not frozen)
+        t.steps(8)
 
 
 OUTSIDE = {"factor": 1.0}
@@ -187,18 +185,14 @@ class Global(nn.Module):
         return self.body(x) * OUTSIDE["factor"]
 
 
-@case
-def a_number_outside_of_the_modules_is_found_by_a_check():
+@copies(Global, least=0, said="does not repeat its recording")
+def a_number_outside_of_the_modules_is_found_by_a_check(t):
     """The value is set before the second replay, which is compared with an eager pass; the replays until then
     were right.
     """
-
-    def train(t):
-        t.steps(3)  # monitored, recorded at the third call
-        OUTSIDE["factor"] = 2.0
-        t.steps(6)
-
-    return counterparts(train, Global, least=0, said="does not repeat its recording")
+    t.steps(3)  # monitored, recorded at the third call
+    OUTSIDE["factor"] = 2.0
+    t.steps(6)
 
 
 TABLE = {}
@@ -214,14 +208,9 @@ class Elsewhere(nn.Module):
         return self.body(x) + TABLE["bias"]
 
 
-@case
-def a_tensor_outside_of_the_modules():
-    return counterparts(
-        lambda t: t.steps(8),
-        Elsewhere,
-        least=0,
-        said="uses a tensor that is neither an input nor belongs to a module",
-    )
+@copies(Elsewhere, least=0, said="uses a tensor that is neither an input nor belongs to a module")
+def a_tensor_outside_of_the_modules(t):
+    t.steps(8)
 
 
 class Drawing(nn.Module):
@@ -234,9 +223,9 @@ class Drawing(nn.Module):
         return self.body(x) * (1.0 if random.random() < 0.5 else 0.5)
 
 
-@case
-def random_numbers_of_the_host():
-    return counterparts(lambda t: t.steps(8), Drawing, least=0, said="draws random numbers on the host")
+@copies(Drawing, least=0, said="draws random numbers on the host")
+def random_numbers_of_the_host(t):
+    t.steps(8)
 
 
 class Counting(nn.Module):
@@ -249,9 +238,9 @@ class Counting(nn.Module):
         return self.body(x) / self.calls
 
 
-@case
-def a_pass_that_counts_its_calls():
-    return counterparts(lambda t: t.steps(8), Counting, least=0, said="sets Counting.calls")
+@copies(Counting, least=0, said="sets Counting.calls")
+def a_pass_that_counts_its_calls(t):
+    t.steps(8)
 
 
 class Recurrent(nn.Module):
@@ -263,71 +252,59 @@ class Recurrent(nn.Module):
         return self.head(self.cells(x.view(-1, 2, 4))[0][:, -1])
 
 
-@case
-def recurrent_layers():
-    return counterparts(lambda t: t.steps(12), Recurrent)
+@copies(Recurrent)
+def recurrent_layers(t):
+    t.steps(12)
 
 
-@case
-def outputs_and_gradients_that_are_kept():
-    def train(t):
-        outputs, gradients = [], []
-        t.model[0].weight.register_hook(gradients.append)
-        for _ in range(12):
+@copies(small)
+def outputs_and_gradients_that_are_kept(t):
+    outputs, gradients = [], []
+    t.model[0].weight.register_hook(gradients.append)
+    for _ in range(12):
+        x, y = t.batch()
+        t.optimizer.zero_grad()
+        outputs.append(t.model(x))
+        F.cross_entropy(outputs[-1], y).backward()
+        gradients += [p.grad for p in t.model.parameters()]
+        t.optimizer.step()
+    t.found += [*(each.detach() for each in outputs), *gradients]
+    t.steps(24)
+
+
+@copies(small)
+def gradients_that_add_up(t):
+    for _ in range(8):
+        t.optimizer.zero_grad(set_to_none=False)
+        for _ in range(3):
             x, y = t.batch()
-            t.optimizer.zero_grad()
-            outputs.append(t.model(x))
-            F.cross_entropy(outputs[-1], y).backward()
-            gradients += [p.grad for p in t.model.parameters()]
-            t.optimizer.step()
-        t.found += [*(each.detach() for each in outputs), *gradients]
-        t.steps(24)
-
-    return counterparts(train, small)
+            F.cross_entropy(t.model(x), y).backward()
+        t.optimizer.step()
 
 
-@case
-def gradients_that_add_up():
-    def train(t):
-        for _ in range(8):
-            t.optimizer.zero_grad(set_to_none=False)
-            for _ in range(3):
-                x, y = t.batch()
-                F.cross_entropy(t.model(x), y).backward()
-            t.optimizer.step()
-
-    return counterparts(train, small)
-
-
-@case
-def two_passes_before_their_backward_passes():
-    def train(t):
-        for _ in range(12):
-            (a, b), (c, d) = t.batch(), t.batch()
-            t.optimizer.zero_grad()
-            first, second = t.model(a), t.model(c)
-            F.cross_entropy(first, b).backward()
-            F.cross_entropy(second, d).backward()
-            t.optimizer.step()
-            t.found += [first.detach(), second.detach()]
-
-    return counterparts(train, lambda: small(nn.Dropout(0.3)))
+@copies(lambda: small(nn.Dropout(0.3)))
+def two_passes_before_their_backward_passes(t):
+    for _ in range(12):
+        (a, b), (c, d) = t.batch(), t.batch()
+        t.optimizer.zero_grad()
+        first, second = t.model(a), t.model(c)
+        F.cross_entropy(first, b).backward()
+        F.cross_entropy(second, d).backward()
+        t.optimizer.step()
+        t.found += [first.detach(), second.detach()]
 
 
-@case
-def a_graph_that_is_retained():
-    def train(t):
-        for _ in range(12):
-            x, y = t.batch()
-            t.optimizer.zero_grad()
-            output = t.model(x)
-            F.cross_entropy(output, y).backward(retain_graph=True)
-            t.model(x)  # must not change what the second backward pass needs
-            output.square().sum().backward()
-            t.optimizer.step()
-            t.found.append(output.detach())
-
-    return counterparts(train, lambda: small(nn.Dropout(0.3)))
+@copies(lambda: small(nn.Dropout(0.3)))
+def a_graph_that_is_retained(t):
+    for _ in range(12):
+        x, y = t.batch()
+        t.optimizer.zero_grad()
+        output = t.model(x)
+        F.cross_entropy(output, y).backward(retain_graph=True)
+        t.model(x)  # must not change what the second backward pass needs
+        output.square().sum().backward()
+        t.optimizer.step()
+        t.found.append(output.detach())
 
 
 class TwoHeads(nn.Module):
@@ -340,52 +317,40 @@ class TwoHeads(nn.Module):
         return {"one": self.one(hidden), "other": self.other(hidden)}
 
 
-@case
-def an_output_that_is_used_later_only():
+@copies(TwoHeads, optimizer="AdamW", loss=lambda found, y: F.cross_entropy(found["one"], y))
+def an_output_that_is_used_later_only(t):
     """Weights that no gradient reaches keep None: an optimizer with weight decay would change
     them otherwise.
     """
+    t.steps(8)
+    t.found.append(torch.tensor([p.grad is None for p in t.model.other.parameters()]))
+    t.steps(8, loss=lambda found, y: F.cross_entropy(found["other"], y))
+    t.steps(8)
 
-    def train(t):
-        t.steps(8)
-        t.found.append(torch.tensor([p.grad is None for p in t.model.other.parameters()]))
-        t.steps(8, loss=lambda found, y: F.cross_entropy(found["other"], y))
-        t.steps(8)
 
-    return counterparts(
-        train, TwoHeads, optimizer="AdamW", loss=lambda found, y: F.cross_entropy(found["one"], y)
+@copies(small)
+def autocast_of_the_script(t):
+    for _ in range(12):
+        x, y = t.batch()
+        t.optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = F.cross_entropy(t.model(x).float(), y)
+        loss.backward()
+        t.optimizer.step()
+        t.found.append(loss.detach())
+
+
+@copies(small, optimizer="AdamW")
+def a_state_that_is_loaded_again(t):
+    t.steps(8)
+    state = (
+        {name: value.clone() for name, value in t.model.state_dict().items()},
+        json_free(t.optimizer.state_dict()),
     )
-
-
-@case
-def autocast_of_the_script():
-    def train(t):
-        for _ in range(12):
-            x, y = t.batch()
-            t.optimizer.zero_grad()
-            with torch.autocast("cuda", torch.bfloat16):
-                loss = F.cross_entropy(t.model(x).float(), y)
-            loss.backward()
-            t.optimizer.step()
-            t.found.append(loss.detach())
-
-    return counterparts(train, small)
-
-
-@case
-def a_state_that_is_loaded_again():
-    def train(t):
-        t.steps(8)
-        state = (
-            {name: value.clone() for name, value in t.model.state_dict().items()},
-            json_free(t.optimizer.state_dict()),
-        )
-        t.steps(8)
-        t.model.load_state_dict(state[0])
-        t.optimizer.load_state_dict(state[1])
-        t.steps(8)
-
-    return counterparts(train, small, optimizer="AdamW")
+    t.steps(8)
+    t.model.load_state_dict(state[0])
+    t.optimizer.load_state_dict(state[1])
+    t.steps(8)
 
 
 def json_free(state):
@@ -397,14 +362,11 @@ def json_free(state):
     }
 
 
-@case
-def a_rate_that_changes_now_and_then():
-    def train(t):
-        for rate in (0.01, 0.005, 0.0025):
-            t.optimizer.param_groups[0]["lr"] = rate
-            t.steps(24)
-
-    return counterparts(train, small, optimizer="AdamW")
+@copies(small, optimizer="AdamW")
+def a_rate_that_changes_now_and_then(t):
+    for rate in (0.01, 0.005, 0.0025):
+        t.optimizer.param_groups[0]["lr"] = rate
+        t.steps(24)
 
 
 @case
@@ -424,25 +386,19 @@ def hooks_of_an_optimizer():
     )
 
 
-@case
-def a_scheduler_that_is_made_afterwards():
-    def train(t):
-        t.steps(4)
-        schedule = torch.optim.lr_scheduler.StepLR(t.optimizer, 1, 0.5)
-        for _ in range(3):
-            t.steps(24)
-            schedule.step()
-
-    return counterparts(train, small)
+@copies(small)
+def a_scheduler_that_is_made_afterwards(t):
+    t.steps(4)
+    schedule = torch.optim.lr_scheduler.StepLR(t.optimizer, 1, 0.5)
+    for _ in range(3):
+        t.steps(24)
+        schedule.step()
 
 
-@case
-def shapes_that_come_once():
-    def train(t):
-        for rows in (6, 6, 6, 6, 2, 6, 6, 3, 6, 6, 6, 6):
-            t.step(rows=rows)
-
-    return counterparts(train, small)
+@copies(small)
+def shapes_that_come_once(t):
+    for rows in (6, 6, 6, 6, 2, 6, 6, 3, 6, 6, 6, 6):
+        t.step(rows=rows)
 
 
 @case

@@ -38,7 +38,6 @@ def came(tmp_path_factory):
     return json.loads(done.stdout), (folder / "waits").read_text(), done.stderr
 
 
-@pytest.mark.processes
 @pytest.mark.parametrize("mistake", SAID)
 def test_each_mistake_is_caught(mistake, came):
     assert came[0][mistake], "nothing happened"

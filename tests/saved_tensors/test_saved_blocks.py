@@ -2,8 +2,6 @@
 would differ.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

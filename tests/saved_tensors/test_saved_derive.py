@@ -2,8 +2,6 @@
 the plain program's errors.
 """
 
-from __future__ import annotations
-
 import copy
 import weakref
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from limits import hang_s
 
 import flatout.job.folder as folder_module
-from flatout.job.folder import JobFolder, TrialFolder, read_json, write_json, write_whole
+from flatout.job.folder import JobFolder, read_json, write_json, write_whole
 from flatout.schema.errors import StorageError
 
 WRITER = """
@@ -31,11 +31,6 @@ while True:
     at += 1
     write_json(path, {"at": at, "filling": [at] * 200_000})
 """
-
-
-def test_new_folders_are_made(tmp_path):
-    write_whole(tmp_path / "a" / "b" / "c.txt", "héllo\n")
-    assert (tmp_path / "a" / "b" / "c.txt").read_text(encoding="utf-8") == "héllo\n"
 
 
 def test_nothing_else_is_left_in_the_folder(tmp_path):
@@ -197,13 +192,6 @@ def test_trials_never_share_a_number(tmp_path):
     assert len(got) == 300
     assert len(set(got)) == 300
     assert set(got) == {p.name for p in job.trials.iterdir()}
-
-
-def test_a_trial_owns_its_paths(tmp_path):
-    trial = TrialFolder(tmp_path)
-    paths = [trial.spec, trial.result, trial.stdout, trial.stderr, trial.files, trial.claim]
-    assert len(set(paths)) == len(paths)
-    assert all(path.parent == tmp_path for path in paths)
 
 
 def test_written_files_reach_the_disk_before_the_name(tmp_path, monkeypatch):

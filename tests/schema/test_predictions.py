@@ -1,14 +1,10 @@
 """The predictions of findings, the order of levers that follows from them, and their outcomes."""
 
-from __future__ import annotations
-
-import json
-
 from flatout.levers import TABLE as LEVERS
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.predictions import levers_first, predictions, with_measured
 from flatout.schema.records import Ratio
-from flatout.schema.session import LeverRecord, SessionRecord
+from flatout.schema.session import LeverRecord
 
 TIME = Severity.TIME.value
 SLOW = Finding(
@@ -60,16 +56,3 @@ def test_an_untried_prediction_has_no_outcome():
     (found,) = predictions([SLOW], LEVERS_TRIED[2:])
     assert (found.lever, found.measured) == ("", None)
     assert with_measured([SLOW], LEVERS_TRIED[2:]) == [SLOW]
-
-
-def test_findings_get_their_outcome():
-    (after,) = with_measured([SLOW], LEVERS_TRIED)
-    assert after.measured == Ratio(1.9, 1.7, 2.1, 8)
-    assert SLOW.measured is None, "the original finding stays unchanged"
-
-
-def test_predictions_survive_the_file_of_the_session():
-    session = SessionRecord(["a"], "/", {}, predictions=predictions([SLOW], LEVERS_TRIED))
-    assert (
-        SessionRecord.from_json(json.loads(json.dumps(session.to_json()))).predictions == session.predictions
-    )

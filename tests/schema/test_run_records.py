@@ -1,12 +1,9 @@
 """Old run records are removed, by several processes at once, and nothing else is."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +12,7 @@ from flatout.job.runs import remove_old, run_records
 RECORD = json.dumps({"schema": 1, "rank": 0, "how": "ended", "steps": 3, "steps_per_s": 1.5})
 
 
-def ended(runs: Path, at: int, ranks: int = 1) -> Path:
+def ended(runs, at, ranks=1):
     """The records of a run that ended after ``at`` seconds."""
     folder = runs / f"20261125T1200{at:02}-{at}"
     folder.mkdir(parents=True)
@@ -25,7 +22,7 @@ def ended(runs: Path, at: int, ranks: int = 1) -> Path:
     return folder
 
 
-def names(runs: Path) -> list[str]:
+def names(runs):
     return sorted(path.name.rpartition("-")[2] for path in runs.iterdir())
 
 

@@ -2,8 +2,6 @@
 time is recorded where it was spent.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -159,44 +157,30 @@ def test_a_plan_holds_from_the_first_step_on(begin):
     assert [entry["name"] for entry in trial.finish().applied] == ["slow"]
 
 
-def test_a_program_that_ends_in_its_turn(begin):
-    trial, _ = begin(program=PROGRAM.replace("while True:", "for _ in range(60):"))
+ENDS = {
+    "ends": ("for _ in range(60):", "", "ended", ""),
+    "is killed": ("while True:", "os.kill(os.getpid(), 9)", "failed", "killed by signal 9"),
+    "stops answering": ("while True:", "import time; time.sleep(1000)", "hung", ""),
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_a_program_that_ends_in_its_turn(begin, end):
+    loop, line, status, reason = ENDS[end]
+    program = PROGRAM.replace("while True:", loop)
+    trial, _ = begin(program=program + f"    if os.fstat(steps).st_size == 60: {line}\n" if line else program)
     trial.wait_ready(soon())
     with pytest.raises(ProgramGone) as caught:
-        trial.go(1000, soon())
+        trial.go(1000, seconds() + 2 if status == "hung" else soon())
     record = caught.value.record
-    assert record.status == "ended"
-    assert len(record.losses) == 60
-    assert record.exit_code == 0
-
-
-def test_a_program_that_is_killed_in_its_turn(begin):
-    trial, _ = begin(
-        program=PROGRAM.replace(
-            'os.write(steps, b".")',
-            'os.write(steps, b".")\n    if os.fstat(steps).st_size == 60: os.kill(os.getpid(), 9)',
-        )
-    )
-    trial.wait_ready(soon())
-    with pytest.raises(ProgramGone) as caught:
-        trial.go(1000, soon())
-    assert caught.value.record.status == "failed"
-    assert "killed by signal 9" in caught.value.record.reason
-
-
-def test_a_program_that_stops_answering_is_ended(begin):
-    stuck = PROGRAM.replace(
-        'os.write(steps, b".")',
-        'os.write(steps, b".")\n    if os.fstat(steps).st_size == 60: import time; time.sleep(1000)',
-    )
-    trial, _ = begin(program=stuck)
-    trial.wait_ready(soon())
-    with pytest.raises(ProgramGone) as caught:
-        trial.go(1000, seconds() + 2)
-    assert caught.value.record.status == "hung"
-    assert trial.ready
-    trial.close()
-    assert not os.path.exists(trial.folder.files)
+    assert record.status == status
+    assert reason in record.reason
+    if status == "ended":
+        assert (len(record.losses), record.exit_code) == (60, 0)
+    if status == "hung":
+        assert trial.ready
+        trial.close()
+        assert not os.path.exists(trial.folder.files)
 
 
 RANKS = """

@@ -1,7 +1,5 @@
 """The length of a block of ticks, and into how many slices it is cut."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,7 +8,7 @@ from flatout.trial.blocks import BLOCK_MS, MOST_TICKS, SLICE_MS, BlockTimer
 TICK_MS = st.floats(0.01, 5000.0)
 
 
-def timer(tick_ms: float, **fields: int) -> BlockTimer:
+def timer(tick_ms, **fields):
     made = BlockTimer()
     made.tick_ms = tick_ms
     for name, value in fields.items():

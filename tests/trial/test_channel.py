@@ -1,7 +1,5 @@
 """The connection between a program and its parent."""
 
-from __future__ import annotations
-
 import socket
 import threading
 

@@ -2,8 +2,6 @@
 them may meanwhile compute by itself.
 """
 
-from __future__ import annotations
-
 import sys
 
 import pytest
@@ -69,15 +67,12 @@ def test_two_ranks_of_the_local_launcher(tmp_path, monkeypatch):
 
         # Both are probed over the same steps: a rank that waits for its data makes the other wait.
         answer = trial.listen("pace", soon(), everywhere=True, ticks=8)
-        recorded = sorted(answer["ranks"], key=lambda each: each["rank"])
-        assert [each["rank"] for each in recorded] == [0, 1]
-        assert all(
-            len(each[name]) == 8
-            for each in recorded
-            for name in ("step_ms", "data_ms", "exchange_ms", "samples", "elements", "sent_bytes")
-        )
-        assert all(each["samples"] == [3.0] * 8 and each["elements"] == [15.0] * 8 for each in recorded)
-        assert all(min(each["sent_bytes"]) >= 4 * 57 for each in recorded)  # the number of parameters
+        recorded = sorted(answer["ranks"], key=lambda rank: rank["rank"])
+        assert [rank["rank"] for rank in recorded] == [0, 1]
+        for rank in recorded:
+            assert {len(rank[name]) for name in ("step_ms", "data_ms", "exchange_ms", "sent_bytes")} == {8}
+            assert (rank["samples"], rank["elements"]) == ([3.0] * 8, [15.0] * 8)
+            assert min(rank["sent_bytes"]) >= 4 * 57  # the number of parameters
         first, second = paces(recorded)
         assert second.data_ms >= 3 * SLEEP_MS > first.data_ms
         assert first.exchange_ms > second.exchange_ms

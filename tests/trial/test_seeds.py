@@ -1,7 +1,5 @@
 """Seeds of a search shift the program's own seeds, and nothing else."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
@@ -42,7 +40,7 @@ def test_without_workers_batches_stay_the_same_under_every_seed(tmp_path, monkey
     (tmp_path / "train.py").write_text(PROGRAM)
     job, facts = JobFolder(tmp_path / "job").make(), look()
 
-    def batches(seed: int, plan: Plan) -> list[str]:
+    def batches(seed, plan):
         command = understand([sys.executable, "train.py"])
         with Trial(command, job.new_trial(), plan, facts, TrialOptions(seed, reseed=True)) as trial:
             return measure(trial, 3, seconds() + 60).batch_hashes

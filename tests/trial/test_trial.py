@@ -2,8 +2,6 @@
 through.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -11,6 +9,7 @@ import signal
 
 import pytest
 from limits import hang_s
+from programs import STEPS_BY_HAND
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
@@ -85,57 +84,22 @@ def test_the_record_is_whole(observed):
     assert set(record["versions"]) == {"python", "torch"}
 
 
-@pytest.mark.full
-def test_the_same_seed_repeats_and_another_differs(measure, script):
-    """The script sets no seed of its own and uses all three random generators."""
-    script(
-        "import random, numpy, torch\nmodel = torch.nn.Linear(4, 1)\n"
-        "while True:\n    x = torch.randn(8, 4) * random.random() + numpy.random.rand()\n    model.zero_grad()\n"
-        "    model(x).square().mean().backward()\n    with torch.no_grad():\n        for p in model.parameters():\n            p -= 0.01 * p.grad\n"
-    )
-    first, again, other = (
-        measure("python", "train.py", options=["--seed", seed])[1] for seed in ("3", "3", "4")
-    )
-    count = min(len(first["losses"]), len(again["losses"]))
-    assert first["losses"][:count] == again["losses"][:count]
-    assert first["weights_digests"]["8"] == again["weights_digests"]["8"]
-    assert first["batch_hashes"][0] != other["batch_hashes"][0]
-
-
 def test_under_a_plan(measure, script, by_hand, tmp_path):
-    script(by_hand)
-    (tmp_path / "plan.toml").write_text("[levers]\ngc_pause = true\nno_such_lever = true\ntf32 = true\n")
+    (tmp_path / "plan.toml").write_text(
+        '[levers]\nmalloc = "glibc"\ngc_pause = true\nno_such_lever = true\ntf32 = true\n'
+    )
+    script("import os\nprint('threshold', os.environ.get('MALLOC_MMAP_THRESHOLD_'), flush=True)\n" + by_hand)
     done, record = measure("python", "train.py", options=["--plan", str(tmp_path / "plan.toml")])
     assert done.code == 0
-    assert [entry["name"] for entry in record["applied"]] == ["gc_pause"]
+    assert "threshold 4294967295" in done.out
+    assert [entry["name"] for entry in record["applied"]] == ["malloc", "gc_pause"]
     skipped = {entry["name"]: entry["reason"] for entry in record["skipped"]}
     assert set(skipped) == {"no_such_lever", "tf32"}
     assert "no such lever" in skipped["no_such_lever"]
     assert "on a CUDA device" in skipped["tf32"]
 
 
-def test_a_process_lever_is_in_the_programs_environment(measure, script, by_hand, tmp_path):
-    (tmp_path / "plan.toml").write_text('[levers]\nmalloc = "glibc"\n')
-    script("import os\nprint('threshold', os.environ.get('MALLOC_MMAP_THRESHOLD_'), flush=True)\n" + by_hand)
-    done, record = measure("python", "train.py", options=["--plan", str(tmp_path / "plan.toml")])
-    assert "threshold 4294967295" in done.out
-    assert [entry["name"] for entry in record["applied"]] == ["malloc"]
-
-
 # -- how programs end -----------------------------------------------------------------------------------------------
-
-LOOP = """
-import os, sys, time, signal
-import torch
-model = torch.nn.Linear(4, 1)
-def steps(count):  # by hand: an optimizer of torch's own takes a second to import
-    for _ in range(count):
-        model.zero_grad()
-        model(torch.randn(8, 4)).square().mean().backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.01 * p.grad
-"""
 
 
 @pytest.mark.sampled(3)
@@ -152,7 +116,7 @@ def steps(count):  # by hand: an optimizer of torch's own takes a second to impo
     ids=["three steps", "no step", "raises after", "raises before", "os._exit", "crash"],
 )
 def test_a_program_that_ends_by_itself(measure, script, ending, code, status, says):
-    script(LOOP + ending + "\n")
+    script(STEPS_BY_HAND + ending + "\n")
     done, record = measure("python", "train.py", steps=1000)
     assert done.code == code
     assert record["status"] == status
@@ -169,7 +133,7 @@ def test_stopping_cannot_be_swallowed(measure, script):
     cleanup code at the end still runs.
     """
     script(
-        LOOP
+        STEPS_BY_HAND
         + """
 while True:
     try:
@@ -194,7 +158,7 @@ while True:
 
 
 def test_a_program_that_hangs_is_stopped(measure, script):
-    script(LOOP + "steps(2)\ntime.sleep(1000)\n")
+    script(STEPS_BY_HAND + "steps(2)\ntime.sleep(1000)\n")
     done, record = measure("python", "train.py", options=["--timeout", f"{hang_s(8):.0f}s"])
     assert done.code == 3
     assert record["status"] == "hung"
@@ -202,7 +166,7 @@ def test_a_program_that_hangs_is_stopped(measure, script):
 
 
 def test_a_program_that_hangs_while_ending_is_stopped_too(measure, script):
-    script(LOOP + "try:\n    steps(10**9)\nfinally:\n    time.sleep(1000)\n")
+    script(STEPS_BY_HAND + "try:\n    steps(10**9)\nfinally:\n    time.sleep(1000)\n")
     done, record = measure("python", "train.py")
     assert record["status"] == "finished"
     assert done.code in (0, 137)
@@ -221,13 +185,6 @@ def test_nothing_attached(measure, script, words):
     assert record["status"] == "unattached"
     assert len(done.said) == 1
     assert "nothing was measured" in done.said[0]
-
-
-def test_a_python_that_flatout_cannot_enter_is_not_started(flatout, script):
-    script("print('hello')\n")
-    done = flatout("trial", "python", "-I", "train.py")
-    assert (done.code, done.out) == (3, "")
-    assert done.said == ["flatout: nothing can be measured: `python -I` disables flatout; remove -I"]
 
 
 def test_a_failure_before_torch_keeps_its_exit_code(measure, script):
@@ -256,54 +213,29 @@ def test_interrupting_the_trial(flatout, script, by_hand):
 @pytest.mark.parametrize("kind", ["spawn", "fork"])
 def test_a_child_does_the_work(measure, script, kind):
     """The parent only waits; the measurement covers the one child that trains."""
-    script(f'''
-import multiprocessing, os
-import torch
-def train():
-    model = torch.nn.Linear(4, 1)
-    print("child", flush=True)
-    while True:
-        model.zero_grad()
-        model(torch.randn(8, 4)).square().mean().backward()
-        with torch.no_grad():
-            for p in model.parameters():
-                p -= 0.01 * p.grad
+    script(
+        STEPS_BY_HAND
+        + f'''
+import multiprocessing
 if __name__ == "__main__":
-    child = multiprocessing.get_context("{kind}").Process(target=train)
+    child = multiprocessing.get_context("{kind}").Process(target=steps, args=(10**9,))
     child.start()
     child.join()
-''')
-    done, record = measure("python", "train.py")
-    assert "child" in done.out
+'''
+    )
+    _, record = measure("python", "train.py")
     assert record["status"] == "finished"
     assert record["steps"] == 3
 
 
 def test_a_shell_script_that_runs_python(measure, flatout, script):
-    script(LOOP + "print(sys.argv)\nsteps(10**9)\n")
+    script(STEPS_BY_HAND + "print(sys.argv)\nsteps(10**9)\n")
     (flatout.folder / "go.sh").write_text('#!/bin/sh\npython -c "print(1)"\nexec python train.py "$@"\n')
     (flatout.folder / "go.sh").chmod(0o755)
     done, record = measure("./go.sh", "--lr", "0.1 0.2")
     assert "['train.py', '--lr', '0.1 0.2']" in done.out
     assert record["status"] == "finished"
     assert done.code == 0
-
-
-def test_a_program_without_an_optimizer(measure, script):
-    script("""
-import torch
-model = torch.nn.Linear(4, 1)
-while True:
-    model.zero_grad()
-    model(torch.randn(8, 4)).square().mean().backward()
-    with torch.no_grad():
-        for p in model.parameters():
-            p -= 0.01 * p.grad
-""")
-    _, record = measure("python", "train.py")
-    assert (record["status"], record["steps"]) == ("finished", 3)
-    assert record["context"]["boundaries"] == "backward"
-    assert record["context"]["optimizers"] == []
 
 
 def test_passes_inside_a_closure_are_the_ticks_where_a_step_is_long(measure, script):
@@ -329,20 +261,12 @@ optimizer.step(closure)
 def test_input_is_at_its_end(measure, script):
     script(
         "try:\n    input('name? ')\nexcept EOFError:\n    print('nobody', flush=True)\n"
-        + LOOP
+        + STEPS_BY_HAND
         + "steps(10**9)\n"
     )
     done, record = measure("python", "train.py")
     assert "name? nobody" in done.out
     assert record["status"] == "finished"
-
-
-def test_a_hundred_megabytes_of_output(measure, script):
-    script(LOOP + "sys.stderr.write('x' * 10**8)\nsteps(10**9)\n")
-    done, record = measure("python", "train.py")
-    assert record["status"] == "finished"
-    assert done.err.count("x") >= 10**8
-    assert len(record["log_tail"]) <= 6000
 
 
 @pytest.mark.timeout(200)
@@ -366,17 +290,6 @@ while True:
     assert record["status"] == "finished"
     assert record["steps"] == 3
     assert record["context"]["roots"] == ["DistributedDataParallel"]
-
-
-def test_folders_and_checkpoints_of_a_killed_program_are_gone(measure, flatout, script, tmp_path):
-    (tmp_path / "tmp").mkdir()
-    script(
-        LOOP
-        + "os.makedirs('runs/1/checkpoints')\ntorch.save(model.state_dict(), 'runs/1/checkpoints/a.pt')\nsteps(2)\nos._exit(5)\n"
-    )
-    done, _ = measure("python", "train.py", env={"TMPDIR": str(tmp_path / "tmp")})
-    assert done.code == 5
-    assert [path.name for path in flatout.folder.iterdir()] == ["train.py"]
 
 
 def test_without_out_a_line_says_where_the_record_is(flatout, script, by_hand, tmp_path):

@@ -2,8 +2,6 @@
 without changing them.
 """
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -280,14 +278,3 @@ def test_a_program_without_a_loader(flatout, tiny, script):
     assert record.points == []
     assert record.noise.batch is None
     assert record.noise.value > 0
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [(("--sizes", "8,none"), "list of batch sizes"), (("--memory-limit", "eight"), "amount of memory")],
-)
-def test_invalid_options_are_rejected(flatout, options, words):
-    done = flatout("batch", *options, "python", "train.py")
-    assert done.code == 2
-    assert words in done.err

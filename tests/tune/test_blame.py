@@ -2,26 +2,17 @@
 behaviour.
 """
 
-from __future__ import annotations
-
-import sys
-
 import pytest
 
-from flatout.job.folder import JobFolder
-from flatout.launch.command import understand
 from flatout.levers import TABLE
-from flatout.probe.machine import look
 from flatout.schema.enums import Effect, Status
 from flatout.schema.errors import ProgramFailed
-from flatout.schema.session import SessionRecord
 from flatout.tune.blame import program_ended
 from flatout.tune.candidates import Candidate
 from flatout.tune.comparison import ProgramRequest, measure_together
 from flatout.tune.factors import make_space
 from flatout.tune.goal import Goal
 from flatout.tune.search import search
-from flatout.tune.tuning import Tuning
 
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.timeout(180), pytest.mark.processes]
@@ -37,30 +28,12 @@ CHECK = """    seen = {"malloc": "MALLOC_TOP_PAD_" in os.environ, "gc_pause": no
 
 
 @pytest.fixture
-def make(tmp_path, monkeypatch, by_hand):
-    monkeypatch.chdir(tmp_path)
+def make(new_tuning, monkeypatch, by_hand):
     monkeypatch.delenv("MALLOC_TOP_PAD_", raising=False)
-    made = []
-
-    def one(bad: str, budget_s: float = 60.0) -> Tuning:
-        (tmp_path / "train.py").write_text(PRELUDE % bad + by_hand.replace("    loss = ", CHECK))
-        command = understand((sys.executable, "train.py"))
-        tuning = Tuning(
-            command,
-            JobFolder(tmp_path / "job").make(),
-            look(),
-            SessionRecord([], str(tmp_path), {}),
-            Goal(budget_s),
-        )
-        made.append(tuning)
-        return tuning
-
-    yield one
-    for tuning in made:
-        tuning.interleaver.close()
+    return lambda bad, goal=None: new_tuning(PRELUDE % bad + by_hand.replace("    loss = ", CHECK), goal)
 
 
-def run_under(tuning: Tuning, keys: set[str]) -> None:
+def run_under(tuning, keys):
     """Run one program with these factors on, from its start to beyond the 60th step, and return how the
     search classifies its end.
     """
@@ -114,8 +87,7 @@ def test_a_short_program_is_started_as_often_as_it_takes(make, monkeypatch):
     """
     monkeypatch.setenv("STEPS", "60")
     for budget_s in (40.0, 120.0, 300.0):  # a busy machine starts few programs in 40 s
-        tuning = make("always", budget_s=budget_s)
-        tuning.goal = Goal(budget_s, only=frozenset(LEVERS))
+        tuning = make("always", Goal(budget_s, only=frozenset(LEVERS)))
         found = search(tuning)
         if len(tuning.numbers) >= 2:
             break

@@ -2,26 +2,19 @@
 measured before the time is over.
 """
 
-from __future__ import annotations
-
-import sys
 from dataclasses import replace
 
 import pytest
 
-from flatout.job.folder import JobFolder
-from flatout.launch.command import understand
 from flatout.levers import TABLE
 from flatout.probe.machine import look
 from flatout.schema.enums import Effect
-from flatout.schema.session import SessionRecord
 from flatout.tune.candidates import Candidate
 from flatout.tune.compiling import ALONE_PROGRAMS, MOST_PROGRAMS, Compiling
 from flatout.tune.explore import explore
 from flatout.tune.factors import make_space
 from flatout.tune.goal import Goal, only
 from flatout.tune.search import observe
-from flatout.tune.tuning import Tuning
 
 pytestmark = pytest.mark.processes
 
@@ -29,31 +22,22 @@ LEVER = {lever.name: lever for lever in TABLE}
 
 
 @pytest.fixture
-def make(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    made = []
-
-    def one(text: str = "", budget_s: float = 300.0, copies: int = 9, **levers: tuple) -> Tuning:
-        (tmp_path / "train.py").write_text(text)
-        facts = replace(look(), cores=4)
-        session, job = SessionRecord([], str(tmp_path), {}), JobFolder(tmp_path / "job").make()
-        tuning = Tuning(understand((sys.executable, "train.py")), job, facts, session, Goal(budget_s))
-        made.append(tuning)
+def make(new_tuning):
+    def one(text="", budget_s=300.0, copies=9, **levers):
+        tuning = new_tuning(text, Goal(budget_s), replace(look(), cores=4))
         tuning.copies = copies
         for name, values in levers.items():
             tuning.candidates[name] = Candidate(LEVER[name], values, LEVER[name].effect)
         return tuning
 
-    yield one
-    for tuning in made:
-        tuning.interleaver.close()
+    return one
 
 
-def quick(tuning: Tuning):
+def quick(tuning):
     return only(tuning.space, [factor.key for factor in tuning.space.factors if not factor.warms_up])
 
 
-def under(compiling: Compiling) -> set[str]:
+def under(compiling):
     return {choice.name for choice in compiling.trial.plan} if compiling.trial is not None else set()
 
 

@@ -1,7 +1,5 @@
 """Which loads of other processes a search reports."""
 
-from __future__ import annotations
-
 import pytest
 
 from flatout.measure.load import Busy

@@ -4,8 +4,6 @@ Its answers are compared with independent computations, its intervals with simul
 sets with their rules.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import os
@@ -24,7 +22,7 @@ from flatout.tune.mixed_model import Component, Group, solve
 FIXED = 1e-6  # log sd of a known component
 
 
-def space_of(levers: int, values: int = 1, **kwargs) -> Space:
+def space_of(levers, values=1, **kwargs):
     return Space(
         tuple(
             Factor(f"{name}={value}", name, name < "d")
@@ -36,7 +34,7 @@ def space_of(levers: int, values: int = 1, **kwargs) -> Space:
 
 
 @st.composite
-def spaces(draw) -> Space:
+def spaces(draw):
     levers = draw(st.integers(1, 5))
     names = "abcde"[:levers]
     pairs = [frozenset(pair) for pair in itertools.combinations(names, 2)]
@@ -52,7 +50,7 @@ def spaces(draw) -> Space:
     return space_of(levers, draw(st.integers(1, 2)), excludes=excludes, needs=needs)
 
 
-def allowed_by_definition(space: Space, on: frozenset[str]) -> bool:
+def allowed_by_definition(space, on):
     levers = [factor.lever for factor in space.factors if factor.key in on]
     return (
         len(set(levers)) == len(levers)
@@ -61,9 +59,7 @@ def allowed_by_definition(space: Space, on: frozenset[str]) -> bool:
     )
 
 
-def simulated(
-    space: Space, rng: np.random.Generator, processes: int, rows: int, noise: float = 0.04, luck: float = 0.05
-) -> tuple[list[TimedBlock], dict[str, float]]:
+def simulated(space, rng, processes, rows, noise=0.04, luck=0.05):
     """Blocks of a program with known effects, and the effects."""
     effects = {factor.key: float(rng.normal(0, 0.12)) for factor in space.factors}
     blocks, every = [], [space.keys(row) for row in space.every_row]
@@ -83,6 +79,26 @@ def simulated(
                 )
                 blocks.append(TimedBlock(process, on, 10.0 * process + 0.3 * at, at, math.exp(log_ms)))
     return blocks, effects
+
+
+def blocks_of(rows, rng=None, noise=0.0):
+    """Blocks from rows of (process, factors, seconds, window, log of the time over 100 ms)."""
+    return [
+        TimedBlock(
+            process,
+            frozenset(on),
+            at_s,
+            window,
+            100 * math.exp(log + noise * rng.standard_normal() if noise else log),
+        )
+        for process, on, at_s, window, log in rows
+    ]
+
+
+def spread(**known):
+    """Nothing but these variations, as (median, log sd)."""
+    tiny = (1e-4, FIXED)
+    return Spread(tail=1e9, noise_tail=1e9, misfit=0.0, work=tiny, drift=tiny, **known)
 
 
 # -- allowed sets -----------------------------------------------------------------------------------------------------------
@@ -135,7 +151,7 @@ def test_the_descent_finds_what_enumeration_finds(space, seed):
     assert chained or np.allclose(*times)
 
 
-def _searched(space: Space, effects: np.ndarray) -> np.ndarray:
+def _searched(space, effects):
     """The answer for a space with too many sets to enumerate."""
     large = Space(space.factors, space.excludes, space.needs)
     large.__dict__["every_row"] = None
@@ -145,13 +161,8 @@ def _searched(space: Space, effects: np.ndarray) -> np.ndarray:
 def test_many_factors_are_searched_in_time_and_within_the_rules():
     space = space_of(20, excludes=frozenset({frozenset("ab"), frozenset("cd")}), needs={"e": ("f",)})
     assert space.every_row is None
-    fitted = fit(
-        space,
-        [
-            TimedBlock(at, frozenset({key}), float(at), 0, 100 - 2.0 * at)
-            for at, key in enumerate(["a=0", "e=0", "k=0", "t=0"])
-        ],
-    )
+    keys = ("a=0", "e=0", "k=0", "t=0")
+    fitted = fit(space, blocks_of((at, {key}, float(at), 0, -0.02 * at) for at, key in enumerate(keys)))
     assert space.allowed(fitted.best())
     assert fitted.regret(fitted.best()) >= 0
 
@@ -170,23 +181,11 @@ def test_as_generalised_least_squares():
         100 * math.exp(-0.2 * ("a" in on) + 0.1 * ("b" in on) + 0.01 * rng.standard_normal())
         for _, on in rows
     ]
-    spread = Spread(
-        tail=1e9,
-        noise_tail=1e9,
-        misfit=0.0,
-        luck=(0.05, FIXED),
-        noise=(0.2, FIXED),
-        work=(1e-4, FIXED),
-        drift=(1e-4, FIXED),
-    )
-    fitted = fit(
-        space,
-        [
-            TimedBlock(process, frozenset(on), 0.0, at, t)
-            for at, ((process, on), t) in enumerate(zip(rows, ms, strict=True))
-        ],
-        spread,
-    )
+    blocks = [
+        TimedBlock(process, frozenset(on), 0.0, at, t)
+        for at, ((process, on), t) in enumerate(zip(rows, ms, strict=True))
+    ]
+    fitted = fit(space, blocks, spread(luck=(0.05, FIXED), noise=(0.2, FIXED)))
 
     x = np.array([["a" in on, "b" in on, on == "ab"] for _, on in rows], dtype=float)
     prior = np.array([-0.1, 0.0, 0.0])
@@ -211,20 +210,11 @@ def test_unknown_process_variation_widens_the_interval():
     rows = [(process, process % 2) for process in range(4) for _ in range(6)]
     shift = (0.0, -0.02, 0.09, -0.12)
     y = np.array([shift[process] + 0.01 * rng.standard_normal() for process, _ in rows])
-    spread = Spread(
-        tail=1e9,
-        noise_tail=1e9,
-        misfit=0.0,
-        luck=(median, log_sd),
-        noise=(0.01, FIXED),
-        work=(1e-4, FIXED),
-        drift=(1e-4, FIXED),
-    )
     blocks = [
         TimedBlock(process, frozenset({"p"} if on else ()), 0.0, at, math.exp(t))
         for at, ((process, on), t) in enumerate(zip(rows, y, strict=True))
     ]
-    fitted = fit(space, blocks, spread)
+    fitted = fit(space, blocks, spread(luck=(median, log_sd), noise=(0.01, FIXED)))
 
     x = np.array([on for _, on in rows], dtype=float)
     same = np.array([[a == b for b, _ in rows] for a, _ in rows], dtype=float)
@@ -272,13 +262,8 @@ def test_units_and_numbers_of_processes_do_not_matter(factor, shift):
 
 def test_an_unmeasured_lever_keeps_its_prior():
     space = Space((Factor("a", "a", True), Factor("b", "b", False, mean=-0.3, sd=0.07)))
-    fitted = fit(
-        space,
-        [
-            TimedBlock(at % 3, frozenset({"a"} if at % 2 else ()), float(at), at, 100.0 + at % 5)
-            for at in range(30)
-        ],
-    )
+    rows = ((at % 3, {"a"} if at % 2 else (), float(at), at, 0.01 * (at % 5)) for at in range(30))
+    fitted = fit(space, blocks_of(rows))
     assert fitted.measured == {"a"}
     assert fitted.mean[1:] == pytest.approx([-0.3, 0.0])
     assert np.sqrt(np.diag(fitted.cov))[1:] == pytest.approx([0.07, Spread().pair])
@@ -300,16 +285,8 @@ def test_an_impossible_time_is_rejected(ms):
 
 def test_an_outlier_has_little_influence():
     rng = np.random.default_rng(2)
-    blocks = [
-        TimedBlock(
-            0,
-            frozenset({"a=0"} if at % 2 else ()),
-            0.4 * at,
-            at,
-            100 * math.exp(0.02 * rng.standard_normal()),
-        )
-        for at in range(40)
-    ]
+    rows = ((0, {"a=0"} if at % 2 else (), 0.4 * at, at, 0.0) for at in range(40))
+    blocks = blocks_of(rows, rng, 0.02)
     spoilt = [*blocks[:39], TimedBlock(0, frozenset({"a=0"}), 15.6, 39, 1000.0)]
     assert fit(space_of(1), spoilt).effect("a=0").median == pytest.approx(
         fit(space_of(1), blocks).effect("a=0").median, abs=0.01
@@ -322,17 +299,18 @@ def test_the_same_window_is_the_same_work():
     """
     rng = np.random.default_rng(3)
     work = rng.normal(0, 0.5, 12)
-    blocks = [
-        TimedBlock(
+    rows = (
+        (
             process,
-            frozenset({"d=0"} if process % 2 else ()),
+            {"d=0"} if process % 2 else (),
             0.4 * at + 0.1 * process,
             at,
-            100 * math.exp(work[at] - 0.2 * (process % 2) + 0.01 * rng.standard_normal()),
+            work[at] - 0.2 * (process % 2),
         )
         for process in range(4)
         for at in range(12)
-    ]
+    )
+    blocks = blocks_of(rows, rng, 0.01)
     found = fit(space_of(4), blocks)
     apart = fit(
         space_of(4), [TimedBlock(b.process, b.on, b.at_s, 100 * b.process + b.window, b.ms) for b in blocks]
@@ -347,17 +325,18 @@ def test_blocks_whose_slices_alternated_share_the_disturbance():
     """A tenth of a second of another tenant slows both programs; with times of their own it would be noise."""
     rng = np.random.default_rng(5)
     slowed = rng.exponential(0.2, 10)
-    blocks = [
-        TimedBlock(
+    rows = (
+        (
             process,
-            frozenset({"d=0"} if process % 2 else ()),
+            {"d=0"} if process % 2 else (),
             5.0 * (process // 2) + 0.7 * at,
             at,
-            100 * math.exp(slowed[at] - 0.05 * (process % 2) + 0.005 * rng.standard_normal()),
+            slowed[at] - 0.05 * (process % 2),
         )
         for process in range(4)
         for at in range(10)
-    ]
+    )
+    blocks = blocks_of(rows, rng, 0.005)
     shared, own = (
         fit(
             space_of(4),
@@ -420,25 +399,17 @@ def test_samples_are_those_of_the_posterior():
 
 def test_more_data_never_reduces_the_error_of_a_set_below_the_misfit():
     """The model has no interactions of three levers."""
-    blocks = [
-        TimedBlock(at, frozenset({"a=0"} if at % 2 else ()), 0.1 * at, at, 100.0 + at % 4 // 2)
-        for at in range(400)
-    ]
+    rows = ((at, {"a=0"} if at % 2 else (), 0.1 * at, at, 0.01 * (at % 4 // 2)) for at in range(400))
+    blocks = blocks_of(rows)
     estimate = fit(space_of(1), blocks, Spread(misfit=0.05)).gain(frozenset({"a=0"}))
     assert math.log(estimate.high / estimate.low) == pytest.approx(2 * 1.96 * 0.05 * math.sqrt(2), rel=0.02)
     assert fit(space_of(1), blocks).gain(frozenset({"a=0"}), frozenset({"a=0"})).low == pytest.approx(1.0)
 
 
 def test_an_effect_relative_to_another_value_of_its_lever():
-    fitted = fit(
-        space_of(1, values=2),
-        [
-            TimedBlock(0, frozenset({key} if key else ()), float(at), at, ms)
-            for at, (key, ms) in enumerate(
-                [("", 100), ("a=0", 80), ("a=1", 90), ("", 100), ("a=0", 80), ("a=1", 90)] * 3
-            )
-        ],
-    )
+    times = [("", 0.0), ("a=0", -0.22), ("a=1", -0.1)] * 6
+    rows = ((0, {key} if key else (), float(at), at, log) for at, (key, log) in enumerate(times))
+    fitted = fit(space_of(1, values=2), blocks_of(rows))
     for beside in ("a=0", "a=1"):
         assert fitted.effect("a=1", frozenset({beside})) == fitted.effect("a=1")
     assert fitted.best() == {"a=0"}
@@ -487,16 +458,20 @@ def test_a_machine_that_changes_its_speed_within_seconds():
     """Interleaved programs are slow and fast together: that is a phase of the machine, not noise of their
     blocks.
     """
-    rng, space, blocks = np.random.default_rng(0), Space((Factor("p", "p", False),)), []
-    for turn in range(48):
-        slow = 0.5 * (0.7 * turn % 8.0 < 4.0)
-        for process in range(2):
-            on = frozenset({"p"} if process else ())
-            log_ms = 4 + slow - 0.1 * process + 0.02 * rng.standard_normal()
-            blocks.append(
-                TimedBlock(process, on, 0.7 * turn + 0.35 * process, 2 * turn + process, math.exp(log_ms))
-            )
-    fitted = fit(space, blocks)
+    rows = (
+        (
+            process,
+            {"p"} if process else (),
+            0.7 * turn + 0.35 * process,
+            2 * turn + process,
+            slow - 0.1 * process,
+        )
+        for turn in range(48)
+        for slow in [0.5 * (0.7 * turn % 8.0 < 4.0)]
+        for process in range(2)
+    )
+    blocks = blocks_of(rows, np.random.default_rng(0), 0.02)
+    fitted = fit(Space((Factor("p", "p", False),)), blocks)
     assert fitted.noise < 0.1
     gain = fitted.gain(frozenset({"p"}))
     assert gain.low < math.exp(0.1) < gain.high

@@ -2,17 +2,12 @@
 report.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest
 
 from flatout.cli.options.arguments import Amount
-from flatout.job.folder import JobFolder
-from flatout.launch.command import understand
 from flatout.levers import TABLE
-from flatout.probe.machine import look
 from flatout.schema.enums import Effect, Origin, Status
 from flatout.schema.plan import Choice
 from flatout.schema.records import Ratio
@@ -22,7 +17,6 @@ from flatout.tune.fit import FrontierPoint, _chosen, fit
 from flatout.tune.goal import Goal
 from flatout.tune.search import observe
 from flatout.tune.session import verdict
-from flatout.tune.tuning import Tuning
 
 LEVER = {lever.name: lever for lever in TABLE}
 SCRIPT = """\
@@ -44,58 +38,45 @@ while True:
 @pytest.mark.full
 @pytest.mark.processes
 @pytest.mark.timeout(200)
-def test_the_frontier_of_a_real_program(tmp_path, monkeypatch):
+def test_the_frontier_of_a_real_program(new_tuning, monkeypatch):
     """Every value of recompute is a point with a ratio and a peak.
 
     The peak falls block by block, and the fastest point that fits is taken.
     """
     pytest.importorskip("torch")
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text(SCRIPT)
-    session = SessionRecord(["python", "train.py"], str(tmp_path), {}, budget_s=1000.0)
-    tuning = Tuning(
-        understand(("python", "train.py")),
-        JobFolder(tmp_path / "job").make(),
-        look(),
-        session,
-        Goal(1000.0, memory_limit_bytes=10**9),
-    )
-    try:
-        observe(tuning)
-        assert tuning.candidates["recompute"].for_memory
-        assert not tuning.candidates[
-            "recompute"
-        ].open  # levers that trade speed for memory do not compete on speed
-        monkeypatch.setattr("flatout.tune.fit.LONGEST_LIVE_S", 0.1)
-        tuning.candidates["recompute"].values = ({"ops": "cheap"}, {"ops": "linear"}, {"blocks": 1.0})
-        fit(tuning, [])  # everything fits
-        assert not tuning.must_fit
-        peaks = {point.plan: point.peak_bytes for point in session.frontier}
-        assert list(peaks) == [
-            "plain",
-            "recompute(ops=cheap)",
-            "recompute(ops=linear)",
-            "recompute(blocks=1.0)",
-        ]
-        plain = peaks["plain"]
-        fixed = 6 * (64 * 256 * 2 + 256 + 64 * 3) * 4 * 2  # parameters and gradients
-        kept = {name: (peak - fixed) / (plain - fixed) for name, peak in peaks.items()}
-        assert kept["recompute(ops=cheap)"] < 0.75
-        assert kept["recompute(ops=linear)"] < 0.45
-        assert kept["recompute(blocks=1.0)"] < 0.45
-        assert all(point.ratio is not None for point in session.frontier[1:])
-        tuning.goal = Goal(1000.0, memory_limit_bytes=int(plain * 0.9))
-        taken = fit(tuning, [])
-        assert [candidate.lever.name for candidate in taken] == ["recompute"]
-        assert tuning.must_fit
-        assert [point.fits for point in session.frontier] == [False, True, True, True]
-        fastest = max(session.frontier[1:], key=lambda point: point.ratio.median)
-        assert [point.chosen for point in session.frontier] == [
-            point is fastest for point in session.frontier
-        ]
-        assert SessionRecord.from_json(json.loads(json.dumps(session.to_json()))).frontier == session.frontier
-    finally:
-        tuning.interleaver.close()
+    tuning = new_tuning(SCRIPT, Goal(1000.0, memory_limit_bytes=10**9))
+    session = tuning.session
+    observe(tuning)
+    assert tuning.candidates["recompute"].for_memory
+    assert not tuning.candidates[
+        "recompute"
+    ].open  # levers that trade speed for memory do not compete on speed
+    monkeypatch.setattr("flatout.tune.fit.LONGEST_LIVE_S", 0.1)
+    tuning.candidates["recompute"].values = ({"ops": "cheap"}, {"ops": "linear"}, {"blocks": 1.0})
+    fit(tuning, [])  # everything fits
+    assert not tuning.must_fit
+    peaks = {point.plan: point.peak_bytes for point in session.frontier}
+    assert list(peaks) == [
+        "plain",
+        "recompute(ops=cheap)",
+        "recompute(ops=linear)",
+        "recompute(blocks=1.0)",
+    ]
+    plain = peaks["plain"]
+    fixed = 6 * (64 * 256 * 2 + 256 + 64 * 3) * 4 * 2  # parameters and gradients
+    kept = {name: (peak - fixed) / (plain - fixed) for name, peak in peaks.items()}
+    assert kept["recompute(ops=cheap)"] < 0.75
+    assert kept["recompute(ops=linear)"] < 0.45
+    assert kept["recompute(blocks=1.0)"] < 0.45
+    assert all(point.ratio is not None for point in session.frontier[1:])
+    tuning.goal = Goal(1000.0, memory_limit_bytes=int(plain * 0.9))
+    taken = fit(tuning, [])
+    assert [candidate.lever.name for candidate in taken] == ["recompute"]
+    assert tuning.must_fit
+    assert [point.fits for point in session.frontier] == [False, True, True, True]
+    fastest = max(session.frontier[1:], key=lambda point: point.ratio.median)
+    assert [point.chosen for point in session.frontier] == [point is fastest for point in session.frontier]
+    assert SessionRecord.from_json(json.loads(json.dumps(session.to_json()))).frontier == session.frontier
 
 
 def candidate(name):
@@ -111,11 +92,10 @@ def measured(peak, ratio=None, parts=(), winners=False, limit=100):
 
 
 @pytest.fixture
-def tuning(tmp_path):
-    session = SessionRecord(["x"], "", {}, memory_limit_bytes=100)
-    return Tuning(
-        understand(("true",)), JobFolder(tmp_path).make(), look(), session, Goal(10.0, memory_limit_bytes=100)
-    )
+def tuning(new_tuning):
+    made = new_tuning(goal=Goal(10.0, memory_limit_bytes=100))
+    made.session.memory_limit_bytes = 100
+    return made
 
 
 def test_the_choice(tuning):

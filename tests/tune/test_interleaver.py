@@ -1,7 +1,5 @@
 """Interleaved programs that are compared at the same step, so that with one seed they do the same work."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest
@@ -43,7 +41,7 @@ def interleaver(tmp_path, monkeypatch):
     )  # writes in the folder go to the file sandbox; writes next to it do not
     made = []
 
-    def make(steps: int = 10**9) -> Interleaver:
+    def make(steps=10**9):
         (tmp_path / "project" / "train.py").write_text(PROGRAM % steps)
         made.append(
             Interleaver(

@@ -3,8 +3,6 @@
 Predictions match real steps, the program stays unchanged, and unpredictable cases are explained.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -59,7 +57,7 @@ while True:
 """
 
 
-def record_of(flatout) -> MemoryForecast:
+def record_of(flatout):
     return MemoryForecast.from_json(json.loads((flatout.folder / "job" / "memory.json").read_text()))
 
 
@@ -169,18 +167,16 @@ def test_a_program_that_wrote_its_batch_size_down(flatout, script):
 
 
 @pytest.mark.parametrize(
-    ("source", "options", "code", "words"),
+    ("source", "code", "words"),
     [
-        ("raise ValueError('no data here')", (), 1, "no data here"),
-        ("import torch", (), 3, "ended before its first training step"),
-        ("", ("--sizes", "0,4"), 2, "not a list of batch sizes"),
-        ("", ("--memory-limit", "much"), 2, "not an amount of memory"),
+        ("raise ValueError('no data here')", 1, "no data here"),
+        ("import torch", 3, "ended before its first training step"),
     ],
-    ids=["fails", "never trains", "no size", "no amount"],
+    ids=["fails", "never trains"],
 )
-def test_clear_messages(flatout, script, source, options, code, words):
+def test_clear_messages(flatout, script, source, code, words):
     script(source)
-    done = flatout("memory", "--job", "job", *options, "python", "train.py")
+    done = flatout("memory", "--job", "job", "python", "train.py")
     assert done.code == code
     assert words in done.err
 

@@ -2,8 +2,6 @@
 records.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -56,7 +56,7 @@ def tuning(cluster, tmp_path, monkeypatch, tiny):
     found.elsewhere.close()
 
 
-def kill_a_worker_that_measures(killed: list[psutil.Process]) -> None:
+def kill_a_worker_that_measures(killed):
     """Kill the first Ray worker that has started a program; ``killed`` are the processes that must end with it."""
     for _ in range(1200):
         for program in psutil.process_iter(["cmdline", "cwd"]):

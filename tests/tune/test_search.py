@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 from limits import hang_s
 
-from flatout.job.folder import JobFolder
-from flatout.launch.command import understand
-from flatout.probe.machine import look
-from flatout.schema.session import SessionRecord
-from flatout.trial.parent import Trial
 from flatout.tune.goal import Goal
 from flatout.tune.search import search
 from flatout.tune.tuning import Tuning, Watcher
@@ -29,18 +23,18 @@ class Crowded(Watcher):
 
     tuning: Tuning
 
-    def stage(self, name: str, detail: str = "") -> None:
+    def stage(self, name, detail=""):
         if name != "observing":
             self.tuning.copies = 1
 
 
 @contextmanager
-def counted(running: list[Trial]) -> Iterator[set[int]]:
+def counted(running):
     """How many programs run at once, sampled a hundred times a second."""
     seen: set[int] = set()
     done = threading.Event()
 
-    def look_again() -> None:
+    def look_again():
         while not done.wait(0.01):
             seen.add(len(running))
 
@@ -54,15 +48,10 @@ def counted(running: list[Trial]) -> Iterator[set[int]]:
 
 
 @pytest.mark.full
-def test_where_two_programs_do_not_fit_into_memory_only_one_runs(tmp_path, tiny, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "train.py").write_text(tiny)
+def test_where_two_programs_do_not_fit_into_memory_only_one_runs(new_tuning, tiny, monkeypatch):
     monkeypatch.setenv("STEPS", "1000000")
-    command, watcher = understand(("python", "train.py")), Crowded()
-    session = SessionRecord(["python", "train.py"], str(tmp_path), {}, budget_s=BUDGET_S)
-    watcher.tuning = Tuning(
-        command, JobFolder(tmp_path / "job").make(), look(), session, Goal(BUDGET_S), watcher
-    )
+    watcher = Crowded()
+    watcher.tuning = new_tuning(tiny, Goal(BUDGET_S), watcher=watcher)
     with counted(watcher.tuning.interleaver.running) as seen:
         found = search(watcher.tuning)
     assert max(seen) == 1

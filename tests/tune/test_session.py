@@ -1,7 +1,5 @@
 """Sessions on disk: their keys, when one continues, and the sentence at their end."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 
@@ -80,7 +78,8 @@ def test_an_interrupted_session_continues(job, command):
 
 
 @pytest.mark.parametrize(
-    "change", ["done", "failed", "another machine", "other effects", "asked for", "a changed script"]
+    "change",
+    ["done", "failed", "broken", "another machine", "other effects", "asked for", "a changed script"],
 )
 def test_any_other_session_starts_from_scratch(job, command, change, tmp_path):
     session = begin(job, command)
@@ -88,6 +87,9 @@ def test_any_other_session_starts_from_scratch(job, command, change, tmp_path):
     if change in ("done", "failed"):
         session.status = change
     save_session(job, session)
+    if change == "broken":
+        job.session.write_bytes(b"{\x00\xff")
+        job.plan.write_bytes(b"[levers")
     if change == "a changed script":
         (tmp_path / "sub" / "train.py").write_text("pass  # changed\n")
     new = begin(

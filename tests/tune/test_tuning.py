@@ -1,7 +1,5 @@
 """The clock of a search: how its budget is shared."""
 
-from __future__ import annotations
-
 import math
 import random
 import sys
@@ -42,7 +40,7 @@ def make(tmp_path_factory):
         look(),
     )
 
-    def one(budget_s: float | None, tick_ms: float = 10.0, start_cost_s: float = 5.0, **more) -> Tuning:
+    def one(budget_s, tick_ms=10.0, start_cost_s=5.0, **more):
         tuning = Tuning(
             command, job, facts, SessionRecord([], str(folder), {}), Goal(**{"budget_s": budget_s, **more})
         )
@@ -122,6 +120,21 @@ def test_without_time_to_check_rounding_only_exact_levers_continue(make):
     )
 
 
+def seen(process, times):
+    """The result of a program: a block for each of the times."""
+    return ProgramResult(
+        blocks=[MeasuredBlock(at, 10.0 * process + at, at * 35, ms) for at, ms in enumerate(times)]
+    )
+
+
+def trying(tuning, **values):
+    """The search with these levers in its space."""
+    for name, value in values.items():
+        tuning.candidates[name] = Candidate(LEVER[name], (value,), LEVER[name].effect)
+    make_space(tuning)
+    return tuning
+
+
 @pytest.mark.parametrize(
     ("start_cost_s", "tick_ms", "more", "budget_s"),
     [
@@ -156,14 +169,7 @@ def test_the_gain_of_a_lever_is_estimated_from_all_blocks(make):
     """Six processes: malloc is 20 % faster in three of them, gc_pause does nothing, threads=1 is half as
     fast.
     """
-    tuning = make(90.0)
-    for name, value, effect in (
-        ("malloc", "glibc", Effect.EXACT),
-        ("gc_pause", True, Effect.EXACT),
-        ("threads", 1, Effect.ROUNDING),
-    ):
-        tuning.candidates[name] = Candidate(LEVER[name], (value,), effect)
-    make_space(tuning)
+    tuning = trying(make(90.0), malloc="glibc", gc_pause=True, threads=1)
     assert set(tuning.choices) == {"malloc=glibc", "gc_pause", "threads=1"}
     speed = {"malloc=glibc": 1 / 1.2, "gc_pause": 1.0, "threads=1": 2.0}
     noise = random.Random(0)
@@ -173,18 +179,8 @@ def test_the_gain_of_a_lever_is_estimated_from_all_blocks(make):
             frozenset(life | set(live))
             for live in ((), ("gc_pause",), ("threads=1",), ("gc_pause", "threads=1"))
         ] * 2
-        seen = ProgramResult(
-            blocks=[
-                MeasuredBlock(
-                    at,
-                    10.0 * process + at,
-                    at * 35,
-                    10.0 * math.prod(speed[key] for key in row) * noise.lognormvariate(0, 0.01),
-                )
-                for at, row in enumerate(rows)
-            ]
-        )
-        tuning.keep_blocks(process, rows, seen, 0)
+        times = [10.0 * math.prod(map(speed.get, row)) * noise.lognormvariate(0, 0.01) for row in rows]
+        tuning.keep_blocks(process, rows, seen(process, times), 0)
     assert best_measured(tuning) == {"malloc=glibc"}
     (found,) = conclude(tuning)
     assert (found.lever.name, found.value) == ("malloc", "glibc")
@@ -202,7 +198,7 @@ def test_the_gain_of_a_lever_is_estimated_from_all_blocks(make):
     assert tuning.session.blocks[0].keys() == {"process", "on", "at_s", "window", "ms", "host"}
 
 
-def measured(tuning: Tuning, logs: dict[frozenset[str], float], processes: int = 6) -> None:
+def measured(tuning, logs, processes=6):
     """Blocks of processes that each run these sets in turn; ``logs`` is the log time of each against the
     plain program's 10 ms.
     """
@@ -211,27 +207,14 @@ def measured(tuning: Tuning, logs: dict[frozenset[str], float], processes: int =
     for process in range(processes):
         fixed = frozenset(key for at, key in enumerate(life) if process >> at & 1)
         rows = [row for row in logs if row & set(life) == fixed] * 3
-        tuning.keep_blocks(
-            process,
-            rows,
-            ProgramResult(
-                blocks=[
-                    MeasuredBlock(
-                        at, 10.0 * process + at, at * 35, 10.0 * math.exp(logs[row] + noise.gauss(0, 0.01))
-                    )
-                    for at, row in enumerate(rows)
-                ]
-            ),
-            0,
-        )
+        times = [10.0 * math.exp(logs[row] + noise.gauss(0, 0.01)) for row in rows]
+        tuning.keep_blocks(process, rows, seen(process, times), 0)
 
 
 def test_of_two_winners_that_exclude_each_other_one_stays_and_so_does_the_rest_of_the_plan(make):
-    tuning = make(300.0)
     speed = {"autocast": 2.6, "compile": 1.3, "inplace": 1.1, "fused_optimizer": 1.1}
-    for name, value in zip(speed, ("bfloat16", "default", True, "fused"), strict=True):
-        tuning.candidates[name] = Candidate(LEVER[name], (value,), LEVER[name].effect)
-    make_space(tuning)
+    values = dict(zip(speed, ("bfloat16", "default", True, "fused"), strict=True))
+    tuning = trying(make(300.0), **values)
     names = {key: choice.name for key, choice in tuning.choices.items()}
     sets = [frozenset(key for at, key in enumerate(names) if number >> at & 1) for number in range(16)]
     measured(
@@ -259,14 +242,8 @@ def test_a_lever_that_is_slower_alone_is_found_with_its_partner(make):
         ("loader",): math.log(6 / 24),
         ("autocast", "loader"): math.log(3 / 24),
     }
-    for logs, value in ((alone, True), (behind, {"workers": 4})):
-        tuning = make(300.0)
-        for name, each in (
-            ("autocast", "bfloat16"),
-            (next(name for name in ("channels_last", "loader") if (name,) in logs), value),
-        ):
-            tuning.candidates[name] = Candidate(LEVER[name], (each,), Effect.ROUNDING)
-        make_space(tuning)
+    for logs, partner in ((alone, {"channels_last": True}), (behind, {"loader": {"workers": 4}})):
+        tuning = trying(make(300.0), autocast="bfloat16", **partner)
         keys = {choice.name: key for key, choice in tuning.choices.items()}
         measured(
             tuning,
@@ -279,38 +256,26 @@ def test_a_lever_that_is_slower_alone_is_found_with_its_partner(make):
 
 def test_determinism_is_judged_before_the_levers_of_the_observed_program(make):
     tuning = make(90.0)
+    digests = {"1": "a", "2": "b", "4": "c", "8": "under levers"}
     tuning.keep_first_plain(
-        TrialRecord(
-            "finished",
-            losses=["0x1p+0"] * 9,
-            warmup_steps=5,
-            weights_digests={"1": "a", "2": "b", "4": "c", "8": "under levers"},
-        )
+        TrialRecord("finished", losses=["0x1p+0"] * 9, warmup_steps=5, weights_digests=digests)
     )
     assert len(tuning.first_plain.losses) == 5
     assert tuning.first_plain.weights_digests == {"1": "a", "2": "b", "4": "c"}
 
 
-def conclude_again(tuning: Tuning) -> None:
+def conclude_again(tuning):
     for candidate in tuning.candidates.values():
         candidate.status, candidate.reason = Status.SKIPPED, ""
     conclude(tuning)
 
 
 def test_an_interrupted_search_continues_with_its_blocks(make):
-    tuning = make(90.0)
-    tuning.candidates["gc_pause"] = Candidate(LEVER["gc_pause"], (True,), Effect.EXACT)
-    make_space(tuning)
-    tuning.keep_blocks(
-        0,
-        [frozenset(), frozenset({"gc_pause"})],
-        ProgramResult(blocks=[MeasuredBlock(0, 1.0, 0, 10.0), MeasuredBlock(1, 2.0, 35, 9.0)]),
-        0,
-    )
+    tuning = trying(make(90.0), gc_pause=True)
+    tuning.keep_blocks(0, [frozenset(), frozenset({"gc_pause"})], seen(0, [10.0, 9.0]), 0)
     later = make(90.0)
     later.session = tuning.session
-    later.candidates["gc_pause"] = Candidate(LEVER["gc_pause"], (True,), Effect.EXACT)
-    make_space(later)
+    trying(later, gc_pause=True)
     recall(later)
     assert [(block.on, block.ms) for block in later.blocks] == [
         (frozenset(), 10.0),
@@ -322,20 +287,17 @@ def test_an_interrupted_search_continues_with_its_blocks(make):
 
 
 def test_a_lever_that_leaves_the_search_takes_the_blocks_of_later_programs_along(make):
-    tuning = make(60.0)
-    for name, value in (("gc_pause", True), ("attention", True)):
-        tuning.candidates[name] = Candidate(LEVER[name], (value,), Effect.EXACT)
-    make_space(tuning)
+    tuning = trying(make(60.0), gc_pause=True, attention=True)
     both = frozenset({"gc_pause", "attention"})
     rows = [frozenset(), frozenset({"gc_pause"}), both]
     blocks = [MeasuredBlock(row, float(row), 10 * row, 5.0) for row in range(3)]
     for process in range(
         2
     ):  # two programs that ran at the same time; each says that attention changes nothing
-        seen = ProgramResult(list(blocks), left_out=("attention", "nothing to replace"))
-        tuning.keep_blocks(process, rows, seen, 0)
+        result = ProgramResult(list(blocks), left_out=("attention", "nothing to replace"))
+        tuning.keep_blocks(process, rows, result, 0)
         assert tuning.refit().best() <= tuning.space.index.keys()
-        program_ended(tuning, both, seen)
+        program_ended(tuning, both, result)
         assert tuning.gain(frozenset({"gc_pause"})).n == process + 1
     assert tuning.candidates["attention"].status is Status.REJECTED
     assert [block.on for block in tuning.blocks] == rows[:2] * 2
