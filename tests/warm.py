@@ -11,7 +11,6 @@ flatout below those of a program that flatout started. A test of these uses a re
 
 from __future__ import annotations
 
-import array
 import atexit
 import contextlib
 import ctypes
@@ -32,7 +31,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 import types
 import weakref
 from collections.abc import Mapping, Sequence
@@ -42,7 +40,21 @@ from typing import Any, NoReturn
 
 HERE = Path(__file__)
 # They act at the start of a process, or of a library, and would be without effect.
-EARLY = ("LD_", "MALLOC_", "GLIBC_", "PYTHON", "OMP_", "MKL_", "KMP_", "GOMP_", "TORCH", "CUDA_", "PYTORCH_", "NCCL_", "TRITON_")
+EARLY = (
+    "LD_",
+    "MALLOC_",
+    "GLIBC_",
+    "PYTHON",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "GOMP_",
+    "TORCH",
+    "CUDA_",
+    "PYTORCH_",
+    "NCCL_",
+    "TRITON_",
+)
 LATE = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}
 STAYS = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 GROUPS = ("numpy", "torch", "torch.utils.data")
@@ -99,7 +111,11 @@ class Warm(subprocess.Popen):
         theirs_of_pipes = [rest[number] for number in (3, 6, 8)]  # p2cread, c2pwrite, errwrite
         handles = [number if handle == -1 else handle for number, handle in enumerate(theirs_of_pipes)]
         self._exit, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        asked = {"argv": [os.fspath(word) for word in args], "cwd": os.fspath(cwd or os.getcwd()), "env": dict(env)}
+        asked = {
+            "argv": [os.fspath(word) for word in args],
+            "cwd": os.fspath(cwd or os.getcwd()),
+            "env": dict(env),
+        }
         socket.send_fds(server().socket, [json.dumps(asked).encode()], [*handles, theirs.fileno()])
         theirs.close()
         self.pid = int(self._exit.recv(64))
@@ -271,7 +287,10 @@ def settle(argv: Sequence[str], env: Mapping[str, str]) -> None:
     for name in [name for name in sys.modules if name in hidden or is_flatouts(name)]:
         del sys.modules[name]
     sys.modules.pop("sitecustomize", None)
-    sys.meta_path[:] = [Preloaded(GROUPS_OF), *(finder for finder in sys.meta_path if isinstance(finder, type))]
+    sys.meta_path[:] = [
+        Preloaded(GROUPS_OF),
+        *(finder for finder in sys.meta_path if isinstance(finder, type)),
+    ]
     multiprocessing.process.ORIGINAL_DIR = os.getcwd()
     random.seed()
     if "numpy" in GROUPS_OF:
@@ -282,12 +301,15 @@ def settle(argv: Sequence[str], env: Mapping[str, str]) -> None:
 
 def stream(number: int, mode: str) -> io.TextIOWrapper | None:
     try:
-        raw = io.open(number, mode + "b", -1, closefd=False)
+        raw = open(number, mode + "b", -1, closefd=False)
     except OSError:
         return None
     lines = number == 2 or os.isatty(number)
     made = io.TextIOWrapper(
-        raw, "utf-8", errors="backslashreplace" if number == 2 else "strict", line_buffering=lines,
+        raw,
+        "utf-8",
+        errors="backslashreplace" if number == 2 else "strict",
+        line_buffering=lines,
         write_through="PYTHONUNBUFFERED" in os.environ,
     )
     made.mode = mode
@@ -309,7 +331,19 @@ def show_in_proc(argv: Sequence[str], env: Mapping[str, str]) -> None:
         [int(fields[number - 3]) for number in numbers] for numbers in ((26, 27), (45, 46), (47,), (28,))
     )
     table = struct.pack(
-        "=11QQIi", *code, *data, *brk, libc.sbrk(0), *stack, begin, middle, middle, middle + len(variables), 0, 0, -1
+        "=11QQIi",
+        *code,
+        *data,
+        *brk,
+        libc.sbrk(0),
+        *stack,
+        begin,
+        middle,
+        middle,
+        middle + len(variables),
+        0,
+        0,
+        -1,
     )
     held = ctypes.create_string_buffer(table, len(table))
     words_of_call = (ctypes.c_ulong(number) for number in (ctypes.addressof(held), len(table), 0))
@@ -334,8 +368,12 @@ def execve(path: Any, argv: Sequence[str], env: Mapping[str, str]) -> None:
 def fork_exec(args, executables, close_fds, pass_fds, cwd, env_list, *rest) -> int:
     """What Popen calls: fork, and become the program in the child. Source: Modules/_posixsubprocess.c, Python 3.11."""
     p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, errpipe_read, errpipe_write = rest[:8]
-    restore_signals, new_session, process_group, gid, groups, uid, umask, preexec_fn = rest[8:16]
-    env = dict(os.fsdecode(line).split("=", 1) for line in env_list) if env_list is not None else dict(os.environ)
+    new_session, process_group, gid, groups, uid, umask, preexec_fn = rest[9:16]
+    env = (
+        dict(os.fsdecode(line).split("=", 1) for line in env_list)
+        if env_list is not None
+        else dict(os.environ)
+    )
     argv = [os.fsdecode(word) for word in args]
     unusual = (gid, groups, uid) != (None, None, None) or umask >= 0 or process_group >= 0
     if unusual or not can_become(argv, env) or (cwd is not None and not os.path.isdir(cwd)):
@@ -402,7 +440,9 @@ def run() -> int:
             path = sys.argv[0]
             sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
             main = sys.modules["__main__"] = types.ModuleType("__main__")
-            vars(main).update(__file__=path, __loader__=SourceFileLoader("__main__", path), __builtins__=__builtins__)
+            vars(main).update(
+                __file__=path, __loader__=SourceFileLoader("__main__", path), __builtins__=__builtins__
+            )
             with io.open_code(os.path.abspath(path)) as file:
                 code = compile(file.read(), path, "exec")
             exec(code, vars(main))

@@ -40,7 +40,9 @@ def test_it_becomes_the_program(flatout, script):
         "import os, sys\nentered = 'FLATOUT_JOB' in os.environ or 'flatout.agent.bootstrap' in sys.modules\n"
         "print(os.getpid(), os.getppid(), entered, sys.argv)"
     )
-    process = flatout.start("run", "--no-summary", "python", "train.py", "--name", "a b", "--help", really=True)
+    process = flatout.start(
+        "run", "--no-summary", "python", "train.py", "--name", "a b", "--help", really=True
+    )
     done = flatout.finish(process)
     assert done.out.split(maxsplit=2) == [
         str(process.pid),
