@@ -23,14 +23,13 @@ from typing import TYPE_CHECKING, Any, Literal
 from flatout.agent.applier import Outcome
 from flatout.loop.assembly import LoopAssembly
 from flatout.loop.batches import windows
-from flatout.loop.notebook_view import loop_view
 from flatout.loop.settings import LoopSettings
 from flatout.loop.sizing import Sized
 from flatout.loop.step import Step
 from flatout.loop.tuning import Tuned
 from flatout.measure.clock import seconds
 from flatout.schema.errors import LoopError
-from flatout.schema.plan import Plan
+from flatout.schema.plan import Plan, spell
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -195,7 +194,38 @@ class Loop(LoopAssembly):
         length = _length(self.loader) if self.effective_batch is None else None
         whole = self.epochs * length if length is not None else None
         known = [steps for steps in (self.steps, whole) if steps is not None]
-        return loop_view(self, min(known, default=None), self._rate.samples_per_s())
+        from flatout.render.formatting import per_second
+        from flatout.render.loop_view import loop_html
+
+        facts = [("epochs done", f"{self.epoch} of {self.epochs}"), ("plan", self.plan.describe())]
+        if (samples_per_s := self._rate.samples_per_s()) is not None:
+            facts.insert(0, ("throughput", per_second(samples_per_s)))
+        if self.sizing or self.tuning:
+            facts.append(("now", "sizing micro-batches" if self.sizing else "tuning levers"))
+        if self.sized is not None:
+            facts.append(("micro-batches", self.sized.sentence()))
+        title = f"{type(self.model).__name__}, {type(self.optimizer).__name__}"
+        return loop_html(title, self.index, min(known, default=None), facts, self._lever_results())
+
+    def _lever_results(self) -> list[tuple[str, str, str]]:
+        """Return the name of each lever, whether it is in use, and its evidence or the reason."""
+        if self.tuned is None:
+            return [
+                (
+                    spell(outcome.choice.name, outcome.choice.value),
+                    "active" if outcome.applied else "not active",
+                    outcome.reason,
+                )
+                for outcome in self.outcomes
+            ]
+        return [
+            (
+                spell(tried.choice.name, tried.choice.value),
+                "kept" if tried.kept else "not used",
+                ", ".join(filter(None, (tried.evidence, tried.reason))),
+            )
+            for tried in self.tuned.tried
+        ]
 
     @property
     def outcomes(self) -> list[Outcome]:
