@@ -26,7 +26,6 @@ LEVER = {lever.name: lever for lever in TABLE}
 BATCHED = ("batched_transforms", "all")
 LAZILY = ("cached_prefix", {"mib": 64})
 AT_ONCE = ("cached_prefix", {"mib": 64, "ahead": True})
-THREAD = ("loader", {"threads": 1})
 FEEDS = [(BATCHED,), (LAZILY,), (BATCHED, AT_ONCE)]
 FEED_NAMES = ["batched", "lazily", "batched at once"]
 

@@ -27,6 +27,7 @@ from flatout.data.device import (
     ResidentDevice,
     device_of,
     host_tensors,
+    intercept_moves,
 )
 from flatout.data.feed import Feed
 from flatout.data.intercept import INTERCEPTION
@@ -259,3 +260,22 @@ def test_values_that_name_a_device(monkeypatch):
     assert [
         device_of(each) for each in ("cpu", torch.float32, None, True, "nonsense", torch.device("cpu"))
     ] == [None] * 6
+
+
+def test_moves_to_a_cuda_device_alone_are_intercepted():
+    seen, ledger, host = [], Ledger(), torch.ones(2)
+
+    def instead(tensor, device, kwargs):
+        seen.append((device.index, "non_blocking" in kwargs))
+        return tensor
+
+    intercept_moves(instead, ledger)
+    try:
+        assert host.to("cuda:1") is host
+        assert host.to(device=torch.device("cuda", 2), non_blocking=True) is host
+        assert host.cuda(3) is host
+        assert host.to("cpu") is host
+        assert host.to(torch.float64).dtype == torch.float64
+    finally:
+        ledger.restore()
+    assert seen == [(1, False), (2, True), (3, False)]

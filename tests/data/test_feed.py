@@ -21,7 +21,6 @@ from feeding import (
     FEED_NAMES,
     FEEDS,
     LAZILY,
-    THREAD,
     Images,
     augmented,
     difference,
@@ -337,7 +336,7 @@ class Interrupted(Images):
         return super().__getitem__(index)
 
 
-@pytest.mark.parametrize("levers", [*FEEDS, (THREAD,)], ids=[*FEED_NAMES, "thread"])
+@each_feed
 def test_an_interrupt_is_not_swallowed(levers):
     def program():
         with pytest.raises(KeyboardInterrupt):
@@ -611,9 +610,7 @@ SAMPLERS = {
 }
 
 
-@pytest.mark.parametrize(
-    "levers", [FEEDS[0], FEEDS[2], (THREAD,)], ids=[FEED_NAMES[0], FEED_NAMES[2], "thread"]
-)
+@pytest.mark.parametrize("levers", [FEEDS[0], FEEDS[2]], ids=[FEED_NAMES[0], FEED_NAMES[2]])
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_samplers(name, levers):
     same_as_plain(lambda: epochs(Images(augmented()), **SAMPLERS[name]()), *levers)
@@ -658,9 +655,7 @@ class Stateful(torch.utils.data.Sampler):
             self.at += 1
 
 
-@pytest.mark.parametrize(
-    "levers", [*FEEDS, (THREAD,), (("loader", {"workers": 2}),)], ids=[*FEED_NAMES, "thread", "workers"]
-)
+@pytest.mark.parametrize("levers", [*FEEDS, (("loader", {"workers": 2}),)], ids=[*FEED_NAMES, "workers"])
 @pytest.mark.parametrize("case", ["stream", "no batches"])
 def test_loaders_left_alone_say_why(case, levers):
     def program():
@@ -682,8 +677,8 @@ def test_loaders_left_alone_say_why(case, levers):
 
 @pytest.mark.parametrize(
     "levers",
-    [(THREAD,), (("loader", {"workers": 2}),), (BATCHED,), (AT_ONCE,)],
-    ids=["thread", "workers", "batched", "at once"],
+    [(("loader", {"workers": 2}),), (BATCHED,), (AT_ONCE,)],
+    ids=["workers", "batched", "at once"],
 )
 def test_custom_samplers_are_called_as_late_as_in_the_plain_loader(levers):
     def program():

@@ -326,7 +326,7 @@ class OwnOrder(torch.utils.data.Sampler):
         return iter(range(32))
 
 
-@pytest.mark.parametrize("value", [{"workers": 1}, {"threads": 1}, {"workers": 2, "pin": True}], ids=str)
+@pytest.mark.parametrize("value", [{"workers": 1}, {"workers": 2, "pin": True}], ids=str)
 @pytest.mark.parametrize(
     "own",
     [
@@ -339,7 +339,7 @@ class OwnOrder(torch.utils.data.Sampler):
     ids=["sampler", "batches", "drawn as it goes"],
 )
 def test_an_order_of_the_scripts_own_is_left_alone(program, own, value):
-    """Workers and threads ask ahead of time; its answers may depend on the training in between."""
+    """Workers ask ahead of time; its answers may depend on the training in between."""
     live = program(epochs=0, early=[(LEVER["loader"], value)])
     arguments = {"batch_size": 4, "num_workers": 3, **own(live.loader.dataset)}
     if "batch_sampler" in arguments:
@@ -349,10 +349,9 @@ def test_an_order_of_the_scripts_own_is_left_alone(program, own, value):
     assert "may depend on earlier steps, so batches cannot be loaded ahead" in reason("loader", live)
 
 
-@pytest.mark.parametrize("value", [{"workers": 0}, {"threads": 1}], ids=str)
-def test_workers_with_an_init_function_stay(program, value):
+def test_workers_with_an_init_function_stay(program):
     """It may open the files of the samples; without a worker nothing would call it."""
-    live = program(epochs=0, early=[(LEVER["loader"], value)])
+    live = program(epochs=0, early=[(LEVER["loader"], {"workers": 0})])
     assert (
         torch.utils.data.DataLoader(
             live.loader.dataset, batch_size=4, num_workers=2, worker_init_fn=print
@@ -390,7 +389,6 @@ def test_fewer_workers_are_exact_where_they_can_replace_the_others(program, make
     answer = asked("loader", live, Options)
     assert answer.effect is effect
     assert values is None or answer.values == values
-    assert {"threads": 1} not in answer.values  # it would use random numbers concurrently with the program
 
 
 def test_fewer_workers_than_asked(program):
@@ -414,7 +412,6 @@ def test_on_cuda_batches_are_pinned_without_workers_too(program, monkeypatch):
     monkeypatch.setattr(type(live.context), "device_type", "cuda")
     offered = values("loader", live)
     assert {"workers": 0, "pin": True} in offered
-    assert {"threads": 1, "pin": True} in offered
     assert values("device_prefetch", live) == (0,)
     live.loader = torch.utils.data.DataLoader(live.loader.dataset, batch_size=4, num_workers=1)
     assert values("device_prefetch", live) == (1, 2, 0)

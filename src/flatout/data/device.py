@@ -140,10 +140,9 @@ class ResidentDevice:
 class DevicePrefetcher:
     """Replaces ``_next_data`` of an iterator: takes ``depth`` batches ahead and starts copying them.
 
-    With a depth of 0, or while ``may`` returns False, a copy starts when its batch is made, in the plain
-    order. It then overlaps with the remaining device work of the previous step. Batches may only be taken
-    ahead if making them draws nothing in this process. The first batch shows where the script moves its
-    tensors; ``goes_to`` records it.
+    With a depth of 0, a copy starts when its batch is made, in the plain order. It then overlaps with the
+    remaining device work of the previous step. Batches may only be taken ahead if making them draws nothing
+    in this process. The first batch shows where the script moves its tensors; ``goes_to`` records it.
     """
 
     def __init__(
@@ -151,7 +150,6 @@ class DevicePrefetcher:
         iterator: Any,
         depth: int,
         device_copies: DeviceCopies,
-        may: Callable[[], bool] = lambda: True,
         goes_to: dict[int, torch.device] | None = None,
     ) -> None:
         self._next = vars(iterator).get("_next_data") or partial(
@@ -159,16 +157,13 @@ class DevicePrefetcher:
         )
         self._depth = depth
         self._device_copies = device_copies
-        self._may = may
         self._ready: deque[Any] = deque()
         self._goes_to = {} if goes_to is None else goes_to
         self._lanes: dict[torch.device, CopyStream] = {}
         self._ended = False
 
     def __call__(self) -> Any:
-        while not self._ended and len(self._ready) < (
-            self._depth + 1 if self._goes_to and self._may() else 1
-        ):
+        while not self._ended and len(self._ready) < (self._depth + 1 if self._goes_to else 1):
             try:
                 batch = self._next()
             except StopIteration:

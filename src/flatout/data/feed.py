@@ -11,7 +11,6 @@ continues as before, and `refusal` says why.
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -22,7 +21,6 @@ from torch.utils.data import default_collate
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flatout.data.batch_comparison import different
-from flatout.data.batch_prefetch import BatchPrefetcher
 from flatout.data.device import DevicePrefetcher
 from flatout.data.feed_store import FeedStore
 from flatout.data.gathering import can_be_gathered, gathered
@@ -58,7 +56,6 @@ class Feed(FeedStore):
             "listeners": {},
             "following": None,
             "_own": [],
-            "_thread": 0,
             "_stream": None,
             "copies": None,
         }
@@ -73,13 +70,9 @@ class Feed(FeedStore):
         source = self._source(iterator)
         if self.copies is not None:
             depth, device_copies = self.copies
-            thread, elsewhere = vars(iterator).get("_next_data"), iterator._num_workers or self.as_workers
-
-            def may() -> bool:
-                """Return whether batches may be taken ahead without changing the order of draws."""
-                return thread.works if isinstance(thread, BatchPrefetcher) else bool(elsewhere)
-
-            iterator._next_data = DevicePrefetcher(iterator, depth, device_copies, may, self._goes_to)
+            if not iterator._num_workers and not self.as_workers:
+                depth = 0  # a batch taken ahead would change the order of draws
+            iterator._next_data = DevicePrefetcher(iterator, depth, device_copies, self._goes_to)
         return source
 
     def _source(self, iterator: _BaseDataLoaderIter) -> Any:
@@ -92,11 +85,6 @@ class Feed(FeedStore):
                 return None
             self._stream = StreamFeed(self.following, self._plain_collate)
             return StreamSource(self.dataset, self.boxes, None)
-        self._thread = threading.get_ident()
-        if self.ahead and iterator._num_workers == 0:
-            iterator._next_data = BatchPrefetcher(
-                iterator, self.ahead, partial(self._say, "order"), own_generators(self.dataset)
-            )
         return FeedSource(
             self.dataset,
             self.__getitems__,
@@ -159,8 +147,6 @@ class Feed(FeedStore):
         try:
             return self._made(indices, self.dataset)
         except Exception as error:
-            if self._thread and threading.get_ident() != self._thread:
-                raise  # only the script's thread moves generators; it makes the batch again
             why = (
                 str(error)
                 if isinstance(error, NotBatchable)

@@ -33,7 +33,6 @@ class FeedStore:
         self.batched = self.light = False  # light: transforms with much arithmetic run on single images
         self.keep: CacheOptions | None = None
         self.as_workers = 0  # batches are drawn as by this many loader workers
-        self.ahead = 0  # number of batches that a thread makes ahead
         self.resident: ResidentDevice | None = None  # the device that makes batches and keeps all samples
         self.copies: tuple[int, DeviceCopies] | None = (
             None  # number of batches taken ahead, and their device copies
@@ -45,14 +44,13 @@ class FeedStore:
         self.samples: KeptSamples | None = None
         self.listeners: dict[
             str, Callable[[str], None]
-        ] = {}  # option (keep, batched, order) -> receives messages about it
+        ] = {}  # option (keep, batched) -> receives messages about it
         self._plain_collate = loader.collate_fn
         self._workers = loader.num_workers > 0
         self._init = loader.worker_init_fn is not None
         self._said: set[str] = set()
         self._checked_by: int | None = None
         self._own: list[Any] = []  # random generators of the data set
-        self._thread = 0  # the script's thread, if another one makes batches
         self._stream: StreamFeed | None = None
         # in a spawned worker until its first batch: the pipelines that it should find, and the type of its ledger
         self._spawned: tuple[Any, Any] | None = None

@@ -1,17 +1,13 @@
-"""Choose the fastest number of DataLoader workers: more, fewer, or a thread instead.
+"""Choose the fastest number of DataLoader workers: more or fewer.
 
 What it does: sets workers, prefetching and persistent workers. With a CUDA device, it also sets pinned memory
-    and non-blocking copies, with or without workers. Alternatively, a thread of the program prepares batches
-    ahead. Batch size, order, sampler and collation stay.
+    and non-blocking copies, with or without workers. Batch size, order, sampler and collation stay.
 Why it is faster: workers prepare batches while the model computes, and persistent workers are not restarted
-    each epoch. Fewer are faster if workers and the model compete for cores. A thread copies nothing between
-    processes.
-When it does not help: batches that are ready at once; more workers than cores; a thread, if Python code makes
-    the batches.
+    each epoch. Fewer are faster if workers and the model compete for cores.
+When it does not help: batches that are ready at once; more workers than cores.
 What it can change: nothing if the data set draws no random numbers, or if fewer workers replace the requested
     ones: each batch then draws from the generators of the worker that would have made it. Otherwise workers
-    draw from other streams: augmentations have the same distribution but other values. A thread is used only
-    if the first batch draws nothing; later draws are not detected.
+    draw from other streams: augmentations have the same distribution but other values.
 Evidence: per-item PIL pipelines ran 6,920 images/s with two workers and 8,512 with none on 2 cores;
     measured on your program before it is kept.
 Sources: torch.utils.data documentation, "Multi-process data loading"; pytorch issue 13246 on copies in
@@ -33,7 +29,6 @@ if TYPE_CHECKING:
 
     from flatout.schema.program import Ledger, TrainingContext
 
-BATCHES_AHEAD = 2
 OWN_ORDER = "the training DataLoader has a sampler ({name}) that may depend on earlier steps, so batches cannot be loaded ahead"
 FEWEST_BATCHES = 4  # shorter loaders do not repay the start of workers
 
@@ -75,10 +70,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
         ]
     if asked:
         values.append({"workers": asked, "persistent": True})
-    return Options(
-        (*values[:3], *(({"threads": 1, **pin},) if not random else values[3:4])),
-        effect=Effect.RESAMPLED if random else Effect.EXACT,
-    )
+    return Options(tuple(values[:4]), effect=Effect.RESAMPLED if random else Effect.EXACT)
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
@@ -87,11 +79,8 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     def change(dataset: Dataset, arguments: dict[str, Any]) -> dict[str, Any]:
         return _change(dataset, arguments, value)
 
-    def fed(loader: DataLoader, asked: dict[str, Any], feed: object) -> Any:
-        return _feed(context, loader, asked, feed, value)
-
     context.change_loaders(change, ledger)
-    context.feed_loaders(fed, ledger)
+    context.feed_loaders(_feed, ledger)
     if value.get("pin") and context.torch.cuda.is_available():
         from flatout.data.device import move_without_waiting
 
@@ -99,27 +88,17 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def _feed(
-    context: TrainingContext, loader: DataLoader, asked: dict[str, Any], feed: Any, value: dict[str, Any]
-) -> Any:
-    """How to make the batches if fewer workers, or a thread, replace the requested workers."""
-    from flatout.data.streams import can_stand_in, has_own_order, seeds_itself
+def _feed(loader: DataLoader, asked: dict[str, Any], feed: Any) -> Any:
+    """How to make the batches if fewer workers replace the requested workers."""
+    from flatout.data.streams import can_stand_in, seeds_itself
 
     workers = asked.get("num_workers", 0)
-    stand_in = (
-        can_stand_in(loader.num_workers, workers)
-        and loader.batch_sampler is not None
-        and not seeds_itself(loader)
-    )
-    ahead = int(value.get("threads", 0)) and not has_own_order(loader.sampler, loader.batch_sampler)
-    if not (stand_in or ahead):
+    if not can_stand_in(loader.num_workers, workers) or loader.batch_sampler is None or seeds_itself(loader):
         return feed
     from flatout.data.feed import Feed
 
     feed = feed or Feed(loader)
-    feed.listeners["order"] = lambda sentence: context.report("loader", sentence)
-    feed.as_workers = workers if stand_in and not ahead else 0  # a second thread must not change generators
-    feed.ahead = BATCHES_AHEAD if ahead else 0
+    feed.as_workers = workers
     return feed
 
 
@@ -144,7 +123,7 @@ def _change(dataset: Dataset, arguments: dict[str, Any], value: dict[str, Any]) 
     if has_own_order(arguments.get("sampler"), arguments.get("batch_sampler")):
         return arguments
     asked = arguments.get("num_workers", 0)
-    workers = 0 if value.get("threads") else int(value.get("workers", asked))
+    workers = int(value.get("workers", asked))
     if (
         arguments.get("worker_init_fn") is not None and asked and not workers
     ):  # it may open files or assign work to workers
@@ -163,8 +142,6 @@ def _change(dataset: Dataset, arguments: dict[str, Any], value: dict[str, Any]) 
 
 def code(value: Value) -> str:
     held: dict[str, Any] = value if isinstance(value, dict) else {}
-    if held.get("threads"):
-        return "# in a thread: for batch in loader: queue.put(batch)  # bounded queue; read batches from it"
     arguments = f"num_workers={held.get('workers', 0)}"
     arguments += ", persistent_workers=True" if held.get("workers") else ""
     return f"DataLoader(..., {arguments}{', pin_memory=True' if held.get('pin') else ''})" + (
@@ -183,7 +160,6 @@ LEVER = Lever(
         Table(
             {
                 "workers": (Number(0, 1000),),
-                "threads": (Number(0, 1),),
                 "prefetch": (Number(1, 1000),),
                 "pin": SWITCH,
                 "persistent": SWITCH,

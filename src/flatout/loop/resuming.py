@@ -122,13 +122,13 @@ def _by_the_first(folder: Path, from_scratch: bool) -> OpenedCheckpoints:
 class Parts:
     """``state``: of the whole training. ``own``: of this rank. ``place``: where to resume in the data.
 
-    ``words``: the reasons why the result is not exact.
+    ``inexact``: why the result is not exact.
     """
 
     state: dict[str, Any]
     own: dict[str, Any]
     place: dict[str, Any]
-    words: list[str]
+    inexact: list[str]
 
 
 def parts_of(torch: ModuleType, save: Checkpoint, rank: int, ranks: int, shape: Mapping[str, Any]) -> Parts:
@@ -141,9 +141,9 @@ def parts_of(torch: ModuleType, save: Checkpoint, rank: int, ranks: int, shape: 
         own = {"random": random_states(torch)} if rank else state
     if before == ranks:
         return Parts(state, own, own["place"], [])
-    place, words = place_for(state["place"], before, ranks, shape)
+    place, inexact = place_for(state["place"], before, ranks, shape)
     place["now"] = {**place["now"], "random": (own["place"]["now"] if "place" in own else own)["random"]}
-    return Parts(state, own, place, words)
+    return Parts(state, own, place, inexact)
 
 
 def slices_of_others(torch: ModuleType, save: Checkpoint, rank: int) -> Iterator[Mapping[Any, Any]]:

@@ -117,10 +117,10 @@ class LoopCheckpointing:
         inexact = [
             *metadata.get("inexact", ()),
             *(f"{where} ({what}) was not stored" for where, what in save.manifest.left_out.items()),
-            *parts.words,
+            *parts.inexact,
         ]
-        if self.stops_on_drift and (differs or parts.words):
-            self._refuse(save, [*differs, *parts.words])
+        if self.stops_on_drift and (differs or parts.inexact):
+            self._refuse(save, [*differs, *parts.inexact])
         state, own = parts.state, parts.own
         slices = chain([own.get("slices", {})], slices_of_others(self.torch, save, self.rank))
         inexact += [

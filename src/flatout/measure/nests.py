@@ -47,10 +47,12 @@ def mapped(nest: object, change: Callable[[Any], Any], is_leaf: Callable[[Any], 
         if isinstance(leaf, (list, tuple)):
             return type(leaf)(mapped(part, change, is_leaf) for part in leaf)
         if _is_dataclass(leaf):
-            again = copy.copy(leaf)
-            for field in dataclasses.fields(leaf):
-                object.__setattr__(again, field.name, mapped(getattr(leaf, field.name), change, is_leaf))
-            return again
+            parts = {
+                field.name: mapped(getattr(leaf, field.name), change, is_leaf)
+                for field in dataclasses.fields(leaf)
+                if field.init
+            }
+            return dataclasses.replace(leaf, **parts)
         return change(leaf)
 
     return tree_map(of, nest, is_leaf=is_leaf)
