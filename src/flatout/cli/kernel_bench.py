@@ -19,6 +19,7 @@ from flatout.measure.clock import Clock, clock_for
 from flatout.measure.statistics import Round, compare, median
 from flatout.schema.errors import UsageError
 from flatout.schema.outputs import KernelBenchRecord
+from flatout.schema.sizes import size
 
 if TYPE_CHECKING:
     from flatout.kernels.kernel import Case, Kernel
@@ -283,7 +284,7 @@ def cells(row: KernelTiming) -> tuple[str, ...]:
         f"{row.ms:.4g}",
         ratio,
         roof,
-        "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:,.0f} MiB",
+        "" if row.peak_bytes is None else size(row.peak_bytes),
     )
 
 
