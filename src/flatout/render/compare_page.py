@@ -29,7 +29,6 @@ from flatout.render.page import (
     Table,
     Words,
     dateline,
-    html,
     notes,
 )
 from flatout.render.phases import Side, phase_section
@@ -147,10 +146,6 @@ def _sides(record: CompareRecord) -> tuple[SideRecord, SideRecord]:
     assert record.a is not None
     assert record.b is not None
     return record.a, record.b
-
-
-def compare_html(record: CompareRecord) -> str:
-    return html(compare_page(record))
 
 
 def compare_page(record: CompareRecord, added: Sequence[str] = ()) -> Page:
