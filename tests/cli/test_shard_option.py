@@ -72,11 +72,11 @@ def test_a_single_process_script_on_two_ranks_with_sharded_weights(flatout, scri
     [
         ("auto", 1, "cuda", False, ""),  # 4 of 80: nothing to report
         ("auto", 8, "cuda", False, "--shard always shards them"),
-        ("auto", 11, "cuda", True, "44 GiB"),
+        ("auto", 11, "cuda", True, "44.0 GiB"),
         ("never", 11, "cuda", False, "each rank keeps a full copy"),
         ("always", 0.001, "cuda", True, "as requested"),
-        ("auto", 3, "cpu", True, "16 GiB"),  # 12 of 32 / 2
-        ("auto", 1.5, "cpu", False, "6 GiB"),
+        ("auto", 3, "cpu", True, "16.0 GiB"),  # 12 of 32 / 2
+        ("auto", 1.5, "cpu", False, "6.00 GiB"),
     ],
 )
 def test_when_weights_are_sharded(requested, weights_gib, device, divides, says):

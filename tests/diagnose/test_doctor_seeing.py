@@ -41,7 +41,7 @@ from flatout.probe.snapshot import gather
 from flatout.diagnose.doctor.checks import examine
 examine(gather(MachineSnapshot()))
 import sys
-heavy = {"torch", "numpy", "jinja2", "tomlkit", "pynvml"} & set(sys.modules)
+heavy = {"torch", "numpy", "tomlkit", "pynvml"} & set(sys.modules)
 assert not heavy, heavy
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=hang_s(60))

@@ -123,12 +123,12 @@ def test_the_batch_that_would_fit():
     assert finding is not None
     assert (
         finding.said
-        == "the GPU's memory is full: 4.00 GiB more were requested in `model.layer4.1` (Bottleneck), and 1.00 GiB of 24.00 GiB are free"
+        == "the GPU's memory is full: 4.00 GiB more were requested in `model.layer4.1` (Bottleneck), and 1.00 GiB of 24.0 GiB are free"
     )
-    assert "torch holds 18.00 GiB in tensors and 1.00 GiB reserved but unallocated" in finding.evidence
+    assert "torch holds 18.0 GiB in tensors and 1.00 GiB reserved but unallocated" in finding.evidence
     assert "other processes hold 3.00 GiB of this GPU: `nvidia-smi` names them" in finding.evidence
     assert (
-        "parameters 2.00 GiB, gradients 2.00 GiB, optimizer state 4.00 GiB, activations and the rest 10.00 GiB"
+        "parameters 2.00 GiB, gradients 2.00 GiB, optimizer state 4.00 GiB, activations and the rest 10.0 GiB"
         in finding.evidence
     )
     # 10 GiB grow with 64 samples and 4 more were requested; there is room for 12 of the 14.

@@ -129,7 +129,7 @@ def test_messages():
         TimeMemoryPoint("plain", 150 * 2**20),
         TimeMemoryPoint("recompute(blocks=1.0)", 120 * 2**20, Ratio(0.8, 0.7, 0.9, 3)),
     ]
-    assert "the smallest, recompute(blocks=1.0), needs 20 MiB more" in verdict(session)
+    assert "the smallest, recompute(blocks=1.0), needs 20.0 MiB more" in verdict(session)
     session.frontier[1].peak_bytes, session.frontier[1].fits = 90 * 2**20, True
     assert "was not confirmed" in verdict(session)
     session.frontier[1].chosen, session.speedup, session.guard.verdict = True, Ratio(0.8, 0.7, 0.9, 3), "same"

@@ -24,6 +24,7 @@ from flatout.checkpoint.training_state import TrainingState
 from flatout.checkpoint.values import Packed, pack
 from flatout.measure.clock import seconds, thread_seconds, today
 from flatout.schema.errors import FlatoutError
+from flatout.schema.sizes import size
 
 KIND = "rescue"
 KEEP = 2
@@ -222,11 +223,11 @@ class RescueWriter(Listener):
             return
         self._info = True
         manifest = last.manifest
-        size = sum(stored.bytes for stored in manifest.files.values())
+        stored_bytes = sum(stored.bytes for stored in manifest.files.values())
         meta = CheckpointMeta.from_json(manifest.metadata)
         names = ", ".join(kept.name for kept in meta.holds) or "nothing that trains"
         self.say(
-            f"rescue keeps {names}: {size / 2**20:,.1f} MiB per checkpoint, the newest {KEEP}, in {self.shown}"
+            f"rescue keeps {names}: {size(stored_bytes)} per checkpoint, the newest {KEEP}, in {self.shown}"
         )
         if manifest.left_out:
             self.say(

@@ -128,10 +128,3 @@ def of_step(profile: ProfileRecord, ms: float) -> str:
         return said_ms(ms)
     mean = "mean " if profile.step_ms and step > NOTABLE * profile.step_ms else ""
     return f"{said_ms(ms)} of a {mean}{profile.unit} of {said_ms(step)} ({100 * ms / step:.0f} %)"
-
-
-def size(count_bytes: float) -> str:
-    for power, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if abs(count_bytes) >= 1024**power:
-            return f"{count_bytes / 1024**power:.1f} {name}"
-    return f"{count_bytes:.0f} bytes"

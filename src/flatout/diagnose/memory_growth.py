@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from flatout.diagnose.gains import found, size
+from flatout.diagnose.gains import found
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding
 from flatout.schema.profile import MemoryGrowth, ProfileRecord
+from flatout.schema.sizes import size
 
 
 def growing(rule: Rule, profile: ProfileRecord, leak: MemoryGrowth, how: str) -> Finding:

@@ -11,6 +11,7 @@ from typing import Any
 
 from flatout.agent.ledger import Ledger
 from flatout.schema.errors import LoopError
+from flatout.schema.sizes import size
 
 LOGGER = logging.getLogger("flatout")
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # read when cuBLAS starts; deterministic products raise without it
@@ -85,7 +86,7 @@ def why_no_cuda(torch: ModuleType) -> str:
 
 def _spelled(torch: ModuleType, at: int) -> str:
     seen = torch.cuda.get_device_properties(at)
-    return f"{seen.name}, {seen.total_memory / 2**30:.0f} GiB, compute capability {seen.major}.{seen.minor}, CUDA {torch.version.cuda}"
+    return f"{seen.name}, {size(seen.total_memory)}, compute capability {seen.major}.{seen.minor}, CUDA {torch.version.cuda}"
 
 
 def seed(value: int, *, deterministic: bool = False) -> int:

@@ -29,7 +29,6 @@ from flatout.render.page import (
     Table,
     Words,
     dateline,
-    html,
     notes,
 )
 from flatout.render.phases import Side, phase_section
@@ -54,19 +53,14 @@ LOSS_TONE = {"same bits": " good", "within the spread": " good", "different": " 
 
 def headline(record: CompareRecord) -> str:
     """Say in one line whether B is faster or slower, with the interval."""
-    return change_sentence(record.step_time, _unit(record))
-
-
-def change_sentence(seen: Change | None, unit: str) -> str:
-    """Say in one line how the step time of B differs from that of A, with the interval."""
-    if seen is None or drawable(seen.value) is None:
+    change = record.step_time
+    if change is None or drawable(change.value) is None:
         return "Nothing was compared"
-    inside = f"({_ends(seen)}, n={seen.n})"
-    if not seen.certain:
+    inside = f"({_ends(change)}, n={change.n})"
+    if not change.certain:
         return f"No difference in step time beyond the noise {inside}"
-    return (
-        f"B is {'slower' if seen.value > 0 else 'faster'}: {change_text(seen.value)} time per {unit} {inside}"
-    )
+    direction = "slower" if change.value > 0 else "faster"
+    return f"B is {direction}: {change_text(change.value)} time per {_unit(record)} {inside}"
 
 
 def change_text(share: float) -> str:
@@ -81,17 +75,17 @@ def _unit(record: CompareRecord) -> str:
     return one_line(record.b.unit if record.b is not None else "step", 24)
 
 
-def _with_interval(seen: Change | None) -> str:
+def _with_interval(change: Change | None) -> str:
     """Format a change with its interval: ``+5.1 % (+4.2 to +6.0)``."""
-    if seen is None:
+    if change is None:
         return ""
-    return change_text(seen.value) + (f" ({ends})" if (ends := _ends(seen)) else "")
+    return change_text(change.value) + (f" ({ends})" if (ends := _ends(change)) else "")
 
 
-def _ends(seen: Change) -> str:
-    if drawable(seen.high) is None or seen.high > WIDEST:
+def _ends(change: Change) -> str:
+    if drawable(change.high) is None or change.high > WIDEST:
         return "too few pairs for an interval"
-    low, high = change_text(seen.low), change_text(seen.high)
+    low, high = change_text(change.low), change_text(change.high)
     return "" if NOTHING in (low, high) else f"{low.removesuffix(' %')} to {high.removesuffix(' %')}"
 
 
@@ -147,10 +141,6 @@ def _sides(record: CompareRecord) -> tuple[SideRecord, SideRecord]:
     assert record.a is not None
     assert record.b is not None
     return record.a, record.b
-
-
-def compare_html(record: CompareRecord) -> str:
-    return html(compare_page(record))
 
 
 def compare_page(record: CompareRecord, added: Sequence[str] = ()) -> Page:

@@ -7,10 +7,11 @@ from itertools import groupby
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
-from flatout.render.formatting import NOTHING, figure, one_line, several
+from flatout.render.formatting import figure, one_line, several
+from flatout.render.page import Table
+from flatout.render.terminal import grid_of, pairs
 from flatout.schema.ceilings import CeilingsRecord
 from flatout.schema.machine_snapshot import CheckResult, Verdict
 
@@ -86,48 +87,36 @@ def _notes(checks: Sequence[CheckResult]) -> RenderableType:
 
 
 def _by_theme(checks: Sequence[CheckResult]) -> RenderableType:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for theme, members in groupby(checks, key=lambda check: check.theme):
-        table.add_row(
-            Text(f"  {one_line(theme)}", style="dim"),
-            Text("; ".join(one_line(check.seen) for check in members)),
-        )
-    return table
+    return pairs(
+        (f"  {theme}", "; ".join(check.seen for check in members))
+        for theme, members in groupby(checks, key=lambda check: check.theme)
+    )
 
 
 def ceilings_table(record: CeilingsRecord) -> RenderableType:
     """Return the measured ceilings with quartiles, and the reason for each missing one."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    for name in ("figure", "device", "best", "quartiles", "n", "how"):
-        table.add_column(justify="right" if name in ("best", "quartiles", "n") else "left", overflow="fold")
-    table.add_row(
-        *(Text(name, style="dim") for name in ("peak rate", "device", "best", "quartiles", "n", "how"))
-    )
-    for each in record.ceilings:
-        scale, unit = _unit(each.name)
-        values = [None if value is None else value / scale for value in (each.value, each.low, each.high)]
-        spread = NOTHING if None in values else f"{figure(values[1])} to {figure(values[2])}"
-        table.add_row(
-            Text(_title(each.name)),
-            Text(each.device),
-            Text(f"{figure(values[0])} {unit}" if values[0] is not None else "not run"),
-            Text(spread.replace(NOTHING, "-")),
-            Text(str(each.n) if each.n else "-"),
-            Text(one_line(each.note.removeprefix("not run: ")), style="dim"),
+    rows = []
+    for ceiling in record.ceilings:
+        scale, unit = _unit(ceiling.name)
+        value, low, high = (v if v is None else v / scale for v in (ceiling.value, ceiling.low, ceiling.high))
+        rows.append(
+            (
+                _title(ceiling.name),
+                ceiling.device,
+                f"{figure(value)} {unit}" if value is not None else "not run",
+                "-" if low is None or high is None else f"{figure(low)} to {figure(high)}",
+                str(ceiling.n or "-"),
+                ceiling.note.removeprefix("not run: "),
+            )
         )
-    busy = (
-        ""
-        if record.busy_cores is None
-        else f"; other processes used {figure(record.busy_cores)} cores just before"
-    )
-    if (record.busy_cores or 0.0) > BUSY_CORES:
-        busy += ", so the real peak rates are higher: measure again when the machine is idle"
+    busy = ""
+    if record.busy_cores is not None:
+        busy = f"; other processes used {figure(record.busy_cores)} cores just before"
+        if record.busy_cores > BUSY_CORES:
+            busy += ", so the real peak rates are higher: measure again when the machine is idle"
     return Group(
-        Text("peak rates", style="bold"),
-        Padding(table, (0, 0, 0, 2)),
-        Text(f"  {several(record.threads, 'thread')}{busy}", style="dim"),
+        grid_of(Table(("peak rate", "device", ">best", ">quartiles", ">n", "how"), rows)),
+        Text(f"{several(record.threads, 'thread')}{busy}", style="dim"),
     )
 
 

@@ -167,11 +167,6 @@ def short(value: object) -> str:
     return NOTHING if number is None else f"{number:.3g}"
 
 
-def decimals(largest: float) -> int:
-    """Return the number of decimals at which a column of values up to ``largest`` stays readable."""
-    return next((digits for digits, above in enumerate((1000, 100, 10, 1)) if largest >= above), 4)
-
-
 def signed(difference: float, digits: int) -> str:
     """Format a signed number with a typographic minus: ``−41.0`` · ``+3.2`` · ``0.0``."""
     text = f"{abs(difference):,.{digits}f}"

@@ -16,19 +16,12 @@ from flatout.schema.session import SessionRecord
 def device(session: SessionRecord | ProfileRecord) -> str:
     """Return the machine in one line."""
     machine = session.machine
-    gpus = machine.get("gpus") or ()
-    names = (
-        [one_line(gpu.get("name", "a GPU") if isinstance(gpu, Mapping) else gpu, 80) for gpu in gpus]
-        if isinstance(gpus, (list, tuple))
-        else []
-    )
+    gpus = [
+        gpu.get("name", "a GPU") if isinstance(gpu, Mapping) else gpu for gpu in machine.get("gpus") or ()
+    ]
     cores = f"{several(machine.get('cores'), 'core')}" if drawable(machine.get("cores")) else ""
-    processor = one_line(machine.get("cpu") or "", 100)
-    return ", ".join(
-        part
-        for part in [*(f"{names.count(n)} × {n}" for n in dict.fromkeys(names)), processor, cores]
-        if part
-    )
+    names = [f"{gpus.count(name)} × {name}" for name in dict.fromkeys(map(str, gpus))]
+    return ", ".join(part for part in (*names, str(machine.get("cpu") or ""), cores) if part)
 
 
 # Shown by ``device``, shown elsewhere on the page, or too long to be useful.
@@ -45,13 +38,10 @@ def facts(session: SessionRecord | ProfileRecord) -> list[tuple[str, str]]:
     rows.append(
         (
             "software",
-            ", ".join(
-                f"{one_line(name, 60)} {one_line(version, 60)}"
-                for name, version in list(software.items())[:40]
-            ),
+            ", ".join(f"{name} {version}" for name, version in list(software.items())[:40]),
         )
     )
-    rows.append(("folder", one_line(session.cwd)))
+    rows.append(("folder", session.cwd))
     rows += [(f"program: {name}", text) for name, text in _flat(session.context)]
     if isinstance(session, SessionRecord):
         rows += [
@@ -64,16 +54,16 @@ def facts(session: SessionRecord | ProfileRecord) -> list[tuple[str, str]]:
 
 def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, value in values.items():
-        yield one_line(name, 60).replace("_", " "), one_line(_said(value), 300)
+        yield one_line(name, 60).replace("_", " "), one_line(_words(value), 300)
 
 
-def _said(value: object) -> str:
+def _words(value: object) -> str:
     """Format a value of a free mapping. Empty values, False and None give ""."""
     if isinstance(value, Mapping):
-        said = {key: _said(item) for key, item in list(value.items())[:24]}
-        return ", ".join(f"{key} {text}" for key, text in said.items() if text)
+        words = {key: _words(item) for key, item in list(value.items())[:24]}
+        return ", ".join(f"{key} {text}" for key, text in words.items() if text)
     if isinstance(value, (list, tuple)):
-        return "; ".join(text for item in value[:24] if (text := _said(item)))
+        return "; ".join(text for item in value[:24] if (text := _words(item)))
     if isinstance(value, bool):
         return "yes" if value else ""
     if isinstance(value, (int, float)):

@@ -12,7 +12,6 @@ from flatout.render.page import (
     TERMINAL,
     Cell,
     Figure,
-    Items,
     Page,
     PagePart,
     Section,
@@ -65,7 +64,7 @@ def session_page(session: SessionRecord) -> Page:
         _closing(session),
     ]
     if session.comparisons:
-        sections += [_comparisons(session), _method(session)]
+        sections.append(_comparisons(session))
     sections.append(Section("The machine and the program", [Table((), machine.facts(session))], PAGE))
     return Page(
         "tuning report",
@@ -246,7 +245,8 @@ def _interval(name: str, kind: str, lever: LeverRecord) -> Interval:
 
 def _lever_row(lever: LeverRecord, whole: bool = False) -> tuple[str | Cell, ...]:
     known = drawable(lever.ratio) is not None
-    ratio = summary.with_interval(lever.ratio, lever.low, lever.high, lever.n) if known else ""
+    n = lever.n if whole else None
+    ratio = summary.with_interval(lever.ratio, lever.low, lever.high, n) if known else ""
     reason = summary.because(lever)
     if not whole:
         return (
@@ -340,41 +340,18 @@ def _comparisons(session: SessionRecord) -> Section:
         )
         for comparison in session.comparisons
     ]
-    return Section(
-        "Comparisons",
-        [
-            Words(f"{summary.effort(session)}, in the order in which they ran."),
-            Table(("plan", "against", "how", "ratio", ">took", "note"), rows),
-        ],
-        PAGE,
-    )
-
-
-def _method(session: SessionRecord) -> Section:
     effects = ", ".join(effect.replace("_", " ") for effect in session.effects)
-    items = [
-        "All levers together: levers that can be switched while the program runs were switched block by block, several at a time. The "
-        "others were spread over many short processes, which started together and were interleaved. One regression on the time of every "
-        "block separates the speed-up of each lever from process-to-process variation and the drift of the machine. Fresh pairs of "
-        "processes confirmed the plan; their blocks are part of the regression.",
-        "With intervals: the ratio of a lever is its speed-up with the rest of the plan on; its interval has a level of "
-        f"{CONFIDENCE:.0%}.",
-        "With the results guarded: those of the tuned program were compared with those of the plain one, and with the spread of the plain "
-        "program's own reruns."
-        if session.guard.checks
-        else "",
-        f"With the allowed effects: only levers with these effects were considered: {effects}."
-        if effects
-        else "",
-    ]
+    how = (
+        "No ratio here compares one run with a later one: the speed of a computer varies. Levers were switched block by block in one program, "
+        "or spread over many short processes that started together; one regression over all blocks gives each ratio, with the rest of the "
+        f"plan on and an interval of {CONFIDENCE:.0%}. Only levers with these effects were considered: {effects or 'none'}."
+    )
     return Section(
         "How it was measured",
         [
-            Words(
-                "The speed of a computer varies: other programs come and go, and two fresh processes of the same program can differ by a "
-                "tenth for their whole life. So no ratio here compares one run with a later one."
-            ),
-            Items([item for item in items if item]),
+            Words(how),
+            Words(f"{summary.effort(session)}, in the order in which they ran."),
+            Table(("plan", "against", "how", "ratio", ">took", "note"), rows),
         ],
         PAGE,
     )

@@ -59,7 +59,7 @@ def print_page(console: Console, page: Page) -> None:
 def _part(part: PagePart) -> RenderableType | None:
     match part:
         case Table():
-            return _table(part)
+            return grid_of(part)
         case Words(words, "output") | Code(words):
             return Padding(Text(legible(words, 4000), overflow="fold"), (0, 0, 0, 2))
         case Words(_, "note"):
@@ -72,7 +72,8 @@ def _part(part: PagePart) -> RenderableType | None:
             return None
 
 
-def _table(table: Table) -> RenderableType:
+def grid_of(table: Table) -> RenderableType:
+    """Return a table, or its rows alone where it has no columns."""
     grid = (
         Grid(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), header_style="dim")
         if any(table.columns)
@@ -160,7 +161,7 @@ def pairs(rows: Iterable[tuple[str, str]]) -> RenderableType:
 
 
 def text(words: object, style: str = "") -> Text:
-    return Text(_ascii(one_line(words, 1000)), style=style, overflow="fold")
+    return Text(_ascii(one_line(words, 4000)), style=style, overflow="fold")
 
 
 def _ascii(words: str) -> str:

@@ -20,6 +20,7 @@ from flatout.measure.batch_curve import read
 from flatout.measure.clock import seconds
 from flatout.measure.load import available_bytes
 from flatout.measure.statistics import Round, block_ms
+from flatout.schema import sizes
 from flatout.schema.batch import BatchPoint, BatchRecord
 from flatout.schema.facts import Facts
 from flatout.schema.records import TrialRecord
@@ -247,7 +248,7 @@ class BatchCurve:
             if peak > (1 - MARGIN) * record.limit_bytes:
                 raise DidNotRun(
                     "too big",
-                    f"extrapolated from smaller sizes, its peak is about {peak / 2**30:.3g} GiB, and {record.limit_bytes / 2**30:.3g} GiB "
+                    f"extrapolated from smaller sizes, its peak is about {sizes.size(peak)}, and {sizes.size(record.limit_bytes)} "
                     f"are {'the limit' if record.limit == 'given' else record.limit}",
                 )
         turns_s = TURNS * sum(visit.turn_s for visit in self.programs.alive)

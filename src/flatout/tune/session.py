@@ -17,6 +17,7 @@ from flatout.schema.errors import PlanError, StorageError
 from flatout.schema.facts import Facts, untested
 from flatout.schema.plan import Plan
 from flatout.schema.session import SESSION_SCHEMA, SessionRecord
+from flatout.schema.sizes import size
 from flatout.tune.plan_files import beside_script, key_of
 
 SAME = {"same": "with bitwise identical results", "equivalent": "with the same results up to {}"}
@@ -178,7 +179,7 @@ def _of_the_limit(session: SessionRecord) -> str:
     )
     if limit is None or not known or known[0].fits:
         return ""
-    within = f"{limit / 2**20:,.0f} MiB"
+    within = size(limit)
     if session.speedup is not None:
         chosen = next((point.plan for point in known if point.chosen), "the plan")
         return f"{chosen} fits into {within}, the plain program does not: {session.speedup.sentence()} as fast, {_results(session)}"
@@ -187,6 +188,6 @@ def _of_the_limit(session: SessionRecord) -> str:
     if over <= 0:
         return f"the plain program is kept, although it exceeds {within}: {smallest.plan} would fit, but was not confirmed"
     return (
-        f"no measured plan fits into {within}: the smallest, {smallest.plan}, needs {over / 2**20:,.0f} MiB more. A smaller batch takes "
+        f"no measured plan fits into {within}: the smallest, {smallest.plan}, needs {size(over)} more. A smaller batch takes "
         "less; flatout.Loop keeps its effective size by accumulation"
     )

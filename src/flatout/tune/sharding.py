@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Choice
 from flatout.schema.records import TrialRecord
+from flatout.schema.sizes import size
 
 LEVER = "sharding"
 AUTO, ALWAYS, NEVER = "auto", "always", "never"
@@ -54,8 +55,8 @@ def verdict(request: str, held: Mapping[str, int], device: str, facts: Facts, pr
     divides = request == ALWAYS or (request == AUTO and bool(has) and total > ROOM * has)
     if not divides and (not has or total < WORTH_SAYING * has):
         return ShardingDecision(False)
-    parts = ", ".join(f"{name} {legible(size)}" for name, size in held.items())
-    figures = f"weights, gradients and optimizer state take {legible(total)} ({parts}); {whose} has {legible(has) if has else 'an unknown amount of memory'}"
+    parts = ", ".join(f"{name} {size(held_bytes)}" for name, held_bytes in held.items())
+    figures = f"weights, gradients and optimizer state take {size(total)} ({parts}); {whose} has {size(has) if has else 'an unknown amount of memory'}"
     if not divides:
         return ShardingDecision(
             False,
@@ -67,11 +68,3 @@ def verdict(request: str, held: Mapping[str, int], device: str, facts: Facts, pr
         f"{figures}: each of the {procs} ranks keeps a shard"
         + (", as requested" if request == ALWAYS else ""),
     )
-
-
-def legible(size: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.3g} GiB"

@@ -14,6 +14,7 @@ from flatout.diagnose.kind import (
     match_message,
 )
 from flatout.schema.failure import FailureRecord
+from flatout.schema.sizes import size
 
 UNITS = {
     "bytes": 1,
@@ -37,12 +38,7 @@ def in_bytes(text: str) -> int | None:
 
 
 def spelled(count: float | None) -> str:
-    if count is None:
-        return "an unknown amount"
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if abs(count) >= size:
-            return f"{count / size:.2f} {unit}" if unit == "GiB" else f"{count / size:.0f} {unit}"
-    return f"{count:.0f} bytes"
+    return "an unknown amount" if count is None else size(count)
 
 
 @kind("FE040", "gpu-out-of-memory")

@@ -18,10 +18,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import found, size
+from flatout.diagnose.gains import found
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
+from flatout.schema.sizes import size
 
 LOOSE = 0.25  # share of the reserved memory that is unused at the peak
 

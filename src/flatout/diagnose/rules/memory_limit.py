@@ -19,10 +19,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import found, size
+from flatout.diagnose.gains import found
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
+from flatout.schema.sizes import size
 
 CLOSE = 0.9  # same threshold as PyTorch's TensorBoard plugin
 

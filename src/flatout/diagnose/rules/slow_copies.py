@@ -23,13 +23,13 @@ from flatout.diagnose.gains import (
     how,
     measured,
     said_ms,
-    size,
     synchronisations,
     without,
 )
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
+from flatout.schema.sizes import size
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:

@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import found, of_step, size
+from flatout.diagnose.gains import found, of_step
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.wait_causes import crowded, gain_without_wait, how_known
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
+from flatout.schema.sizes import size
 
 
 def judge(profile: ProfileRecord) -> Iterable[Finding]:

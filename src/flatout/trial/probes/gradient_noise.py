@@ -17,6 +17,7 @@ from flatout.measure.load import available_bytes
 from flatout.measure.nests import tensors_in
 from flatout.measure.noise_scale import FEWEST_GROUPS
 from flatout.measure.parity import digest
+from flatout.schema.sizes import size
 from flatout.trial.probes.probe import Probe, ProbeUnavailable
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class GradientNoiseProbe(Probe):
         self.most_groups = min(MOST_GROUPS, int(SPARE * available_bytes() // max(1, bytes_each)))
         if self.most_groups < FEWEST_GROUPS:
             raise ProbeUnavailable(
-                f"{FEWEST_GROUPS} gradients of this model, {FEWEST_GROUPS * bytes_each / 2**30:.1f} GiB, do not fit into the memory that is free"
+                f"{FEWEST_GROUPS} gradients of this model, {size(FEWEST_GROUPS * bytes_each)}, do not fit into the memory that is free"
             )
         self.a_group = math.ceil(self.ticks * max(1, self.context.backwards_in_last_step) / self.most_groups)
         self.open: Any = None  # what the current batch has added so far
