@@ -266,7 +266,8 @@ class ProgramProcesses:
             os.kill(process.pid, signal.SIGCONT)
         silent_s, self._since, first = now - self._since, now, stopped[0]
         parents = [other for other in self.known.values() if first.pid in _children(other.pid)]
-        title = f"loader worker (process {first.pid}) of {parents[0].title}" if parents else first.title
+        is_worker = parents and not first.page[STEPS]  # a rank is a child of torchrun
+        title = f"loader worker (process {first.pid}) of {parents[0].title}" if is_worker else first.title
         return ProcessEvent(
             "stopped",
             f"{title} was stopped (SIGSTOP) for {silent_s:.0f} s; it was continued",
