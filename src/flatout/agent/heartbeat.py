@@ -162,7 +162,7 @@ def failed(error: BaseException) -> None:
         info = {
             "pid": os.getpid(),
             "kinds": [kind.__name__ for kind in type(error).__mro__],
-            "said": str(error)[:2000],
+            "message": str(error)[:2000],
             "places": places[-60:],
         }
         path = os.path.join(_installed.folder, f"failed.{os.getpid()}")

@@ -173,11 +173,11 @@ class ProgramProcess:
 class ProcessEvent:
     """An event of a process.
 
-    ``kind`` is "stopped" (it was continued) or "hung". ``said`` is one sentence; ``lines`` are printed below
+    ``kind`` is "stopped" (it was continued) or "hung". ``message`` is one sentence; ``lines`` are printed below
     it."""
 
     kind: str
-    said: str
+    message: str
     step: int
     place: str = ""
     lines: tuple[str, ...] = ()
@@ -266,7 +266,8 @@ class ProgramProcesses:
             os.kill(process.pid, signal.SIGCONT)
         silent_s, self._since, first = now - self._since, now, stopped[0]
         parents = [other for other in self.known.values() if first.pid in _children(other.pid)]
-        title = f"loader worker (process {first.pid}) of {parents[0].title}" if parents else first.title
+        is_worker = parents and not first.page[STEPS]  # a rank is a child of torchrun
+        title = f"loader worker (process {first.pid}) of {parents[0].title}" if is_worker else first.title
         return ProcessEvent(
             "stopped",
             f"{title} was stopped (SIGSTOP) for {silent_s:.0f} s; it was continued",
@@ -279,7 +280,7 @@ class ProgramProcesses:
         stacks = {process.pid: process.stack for process in living}
         awaited = _awaited(group, stacks)
         process = culprit = awaited[0]
-        titles = " and ".join(each.title for each in awaited[:4])
+        titles = " and ".join(rank.title for rank in awaited[:4])
         others = len(group) - len(awaited)
         what = f"{titles} {'have' if len(awaited) > 1 else 'has'} " + (
             "finished no step" if process.page[STEPS] else "not reached a first step"
@@ -288,7 +289,9 @@ class ProgramProcesses:
             children = _children(process.pid)
             workers = [other for other in living if other.pid in children]
             silent = [
-                each for each in workers if not stacks[each.pid].frames or stacks[each.pid].passes(FETCHES)
+                worker
+                for worker in workers
+                if not stacks[worker.pid].frames or stacks[worker.pid].passes(FETCHES)
             ]
             if silent:
                 culprit = silent[0]
@@ -298,14 +301,14 @@ class ProgramProcesses:
         lines = stack.shown
         if not stack.frames and (names := _children(culprit.pid)):
             lines = (f"    its children: {', '.join(f'{name} ({pid})' for pid, name in names.items())}",)
-        said = (
+        message = (
             f"{what} for {silent_s:.0f} s (after step {process.page[STEPS]}){waiting}. "
             f"{'It' if culprit is process else 'The worker'} {STATES.get(culprit.status, culprit.status or 'is gone')}: {stack.words}"
         )
         own = stack.own_line
         return ProcessEvent(
             "hung",
-            said,
+            message,
             process.page[STEPS],
             own.words if own is not None else stack.words,
             lines,

@@ -1,4 +1,4 @@
-"""`flatout run --ray`: ranks on a running Ray cluster, by its public API alone (a placement group, an actor per rank).
+"""`flatout run --ray`: ranks on a running Ray cluster, by its public API alone (a placement group, a task per rank).
 
 flatout and torch must be installed on the nodes, and the program's folder must exist there under the same path
 (a shared file system). Ray is an extra: pip install flatout[ray].
@@ -10,7 +10,8 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import psutil
 
 from flatout.job.parent_exit import die_with_parent
 from flatout.job.rank_environment import RankEnvironment
-from flatout.job.temporary import temporary
+from flatout.job.temporary import remove, temporary
 from flatout.launch.environment import SITE
 from flatout.launch.failure import how_ended
 from flatout.schema.errors import (
@@ -87,107 +88,96 @@ def connect(address: str) -> Any:
     return ray
 
 
-class RankActor:
-    """One rank in a Ray worker, in a session that ends with the worker."""
-
-    def __init__(self) -> None:
-        self.home = temporary("ray")
-        self._process: subprocess.Popen[bytes] | None = None
-        self._store: Any = None
-
-    def where(self) -> tuple[str, str]:
-        """Return the ID and address of this node."""
-        import ray
-
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+class Rendezvous:
+    """An actor on the node of rank 0 that serves a store for the ranks."""
 
     def serve(self) -> str:
-        """Serve a store for the ranks' rendezvous, on this node's address alone (torch's own listens on all)."""
+        """Serve on this node's address alone (torch's own listens on all), and return where."""
+        import ray
         import torch
 
-        address = self.where()[1]
-        listening = socket.create_server(
-            (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
-        )
+        address = ray.util.get_node_ip_address()
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listening = socket.create_server((address, 0), family=family)
         port = listening.getsockname()[1]
         self._store = torch.distributed.TCPStore(
             address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach()
         )
         return f"tcp://{f'[{address}]' if ':' in address else address}:{port}"
 
-    def start(self, what: RayJob, rank: RankEnvironment) -> None:
-        """Start the program.
 
-        Raises NodesApart if this node lacks its folder, ProgramNotFound if it lacks the program."""
-        if not Path(what.folder).is_dir():
-            raise NodesApart(
-                f"the folder {what.folder} is not on the node {socket.gethostname()}. Put the program on a file system that all nodes share."
-            )
-        path = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment = {
-            "GLOO_SOCKET_IFNAME": _interface_of(self.where()[1]),
-            **os.environ,
-            **what.extra,
-            **rank.environment(),
-            "PYTHONPATH": os.pathsep.join(path),
-        }
-        if what.job is not None:
-            (self.home / "job.json").write_text(what.job, encoding="utf-8")
-            environment["FLATOUT_JOB"] = str(self.home / "job.json")
+def run_rank(what: RayJob, rank: RankEnvironment, output: Any) -> tuple[int, str]:
+    """Run one rank in a Ray worker; return its exit code, negative for a signal, and the end of its output.
+
+    ``output`` is a queue for its output, or None. The program ends with the worker, and if the task is cancelled.
+    Raises NodesApart if this node lacks its folder, ProgramNotFound if it lacks the program."""
+    import ray
+
+    host, home, pause = socket.gethostname(), temporary("ray"), threading.Event()
+    if not Path(what.folder).is_dir():
+        raise NodesApart(
+            f"the folder {what.folder} is not on the node {host}. Put the program on a file system that all nodes share."
+        )
+    path = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        "GLOO_SOCKET_IFNAME": _interface_of(ray.util.get_node_ip_address()),
+        **os.environ,
+        **what.extra,
+        **rank.environment(),
+        "PYTHONPATH": os.pathsep.join(path),
+    }
+    if what.job is not None:
+        (home / "job.json").write_text(what.job, encoding="utf-8")
+        environment["FLATOUT_JOB"] = str(home / "job.json")
+    with (home / "output").open("wb") as out, (home / "output").open("rb") as printed:
         try:
-            with (self.home / "output").open("wb") as out:
-                self._process = subprocess.Popen(
-                    list(what.argv),
-                    cwd=what.folder,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=out,
-                    start_new_session=True,
-                    preexec_fn=die_with_parent,
-                )
+            process = subprocess.Popen(
+                list(what.argv),
+                cwd=what.folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
         except OSError as error:
             raise ProgramNotFound(
-                f"{what.argv[0]} cannot be started on the node {socket.gethostname()}: {error.strerror}."
+                f"{what.argv[0]} cannot be started on the node {host}: {error.strerror}."
             ) from None
+        tail, ended = b"", False
+        try:
+            while not ended:
+                pause.wait(LOOK_S)
+                ended = process.poll() is not None
+                part = printed.read()
+                tail = (tail + part)[-TAIL_BYTES:]
+                if output is not None and part:
+                    output.put(part)
+        finally:
+            _end(process)
+    remove(home)
+    return process.returncode, tail.decode(errors="replace").rstrip()
 
-    def wait(self) -> int:
-        """Wait for the program and return its exit code, negative for a signal."""
-        assert self._process is not None  # start comes first
-        return self._process.wait()
 
-    def output(self, offset: int) -> bytes:
-        """Return the output from this offset on."""
-        with (self.home / "output").open("rb") as out:
-            out.seek(offset)
-            return out.read()
-
-    def end(self) -> None:
-        if self._process is None:
-            return
-        for number, grace_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 1.0)):
-            try:
-                os.killpg(self._process.pid, number)
-                self._process.wait(grace_s)
-            except ProcessLookupError:
-                return
-            except subprocess.TimeoutExpired:
-                pass
+def _end(process: subprocess.Popen[bytes]) -> None:
+    for number, grace_s in ((signal.SIGTERM, GRACE_S), (signal.SIGKILL, 1.0)):
+        try:
+            if process.poll() is None:
+                os.killpg(process.pid, number)
+                process.wait(grace_s)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            pass
 
 
 def _interface_of(address: str) -> str:
     """Return the network interface with this address.
 
     gloo listens on the address of the host name, which /etc/hosts often maps to 127.0.1.1."""
-    interfaces = psutil.net_if_addrs().items()
-    return next(
-        (
-            name
-            for name, known in interfaces
-            if any(entry.address.partition("%")[0] == address for entry in known)
-        ),
-        "",
-    )
+    for name, known in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in known):
+            return str(name)
+    return ""
 
 
 def run_ranks(
@@ -203,103 +193,68 @@ def run_ranks(
     full or loses a node.
     """
     ray = connect(address)
+    from ray.util.queue import Queue
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
     bundle = {"CPU": 1.0, **({"GPU": 1.0} if gpus else {})}
-    group = ray.util.placement_group([bundle] * ranks, strategy="PACK")
+    group, tasks = ray.util.placement_group([bundle] * ranks, strategy="PACK"), {}
+    output = Queue(actor_options={"num_cpus": 0})
+
+    def stream() -> None:
+        while not output.empty():
+            show(output.get())
+
     try:
         if not group.wait(PLACE_S):
             raise NodesApart(
                 f"the Ray cluster has no room for {ranks} ranks of {_resources(bundle)} within {PLACE_S:.0f} s: it has {_resources(ray.cluster_resources())}. "
                 f"Start fewer (--{'gpus' if gpus else 'procs'}), or run `ray status` to see what uses them."
             )
-        return _Ranks(ray, group, bundle, ranks, show).run(what)
-    except ray.exceptions.RayActorError as error:
-        raise NodesApart(
-            f"a Ray worker of this job ended before its rank started ({first_line(error)}): its node is gone or out of memory. Run "
-            "`ray list actors` for details."
-        ) from None
-    finally:
-        ray.util.remove_placement_group(group)  # ends the actors, and they their processes
-
-
-class _Ranks:
-    def __init__(
-        self, ray: Any, group: Any, bundle: Mapping[str, float], ranks: int, show: Callable[[bytes], None]
-    ) -> None:
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        self._ray, self._show, self._shown = ray, show, 0
-        # One call waits for the program, one reads its output, one ends it.
-        remote = ray.remote(
-            num_cpus=bundle["CPU"], num_gpus=bundle.get("GPU", 0), max_restarts=0, max_concurrency=4
-        )(RankActor)
-        actors = [
-            remote.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, number)).remote()
-            for number in range(ranks)
-        ]
-        places = ray.get([actor.where.remote() for actor in actors])
-        order = sorted(range(ranks), key=lambda number: (places.index(places[number]), number))
-        self._actors = [actors[number] for number in order]  # the ranks of a node are adjacent
-        self._places = [places[number] for number in order]
-
-    def run(self, what: RayJob) -> int:
-        ray = self._ray
-        rendezvous = ray.get(self._actors[0].serve.remote())
-        try:
-            ray.get(
-                [
-                    actor.start.remote(what, self._environment(rank, rendezvous))
-                    for rank, actor in enumerate(self._actors)
-                ]
-            )
-        except FlatoutError as error:
-            # Ray's error has the class of its cause, with a long message
-            raise getattr(error, "cause", error) from None
-        waiting = {actor.wait.remote(): rank for rank, actor in enumerate(self._actors)}
+        nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
+        order = sorted(nodes, key=lambda index: (list(nodes.values()).index(nodes[index]), index))
+        places = [nodes[index] for index in order]  # the ranks of a node are adjacent
+        there = [PlacementGroupSchedulingStrategy(group, index) for index in order]
+        server = ray.remote(num_cpus=0)(Rendezvous).options(scheduling_strategy=there[0]).remote()
+        rendezvous = ray.get(server.serve.remote())
+        task = ray.remote(num_cpus=1, num_gpus=int(gpus), max_retries=0)(run_rank)
+        for rank, node in enumerate(places):
+            place = RankEnvironment(rank, rank - places.index(node), ranks, places.count(node), rendezvous)
+            begun = task.options(scheduling_strategy=there[rank])
+            tasks[begun.remote(what, place, None if rank else output)] = rank
+        hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        waiting = list(tasks)
         while waiting:
-            done, _ = ray.wait(list(waiting), num_returns=1, timeout=LOOK_S)
-            self._stream()
-            for task in done:
-                self._ended(task, waiting.pop(task), waiting.values())
+            done, waiting = ray.wait(waiting, num_returns=1, timeout=LOOK_S)
+            stream()
+            for ended in done:
+                _must_be_well(
+                    ray, ended, f"rank {tasks[ended]} on {hosts[places[tasks[ended]]]}", tasks[ended]
+                )
         return 0
+    finally:
+        for begun in tasks:
+            ray.cancel(begun, force=False)
+        if tasks:
+            ray.wait(list(tasks), num_returns=len(tasks), timeout=2 * GRACE_S)
+        stream()
+        output.shutdown()
+        ray.util.remove_placement_group(group)
 
-    def _environment(self, rank: int, rendezvous: str) -> RankEnvironment:
-        here = [other for other, place in enumerate(self._places) if place == self._places[rank]]
-        return RankEnvironment(rank, here.index(rank), len(self._places), len(here), rendezvous)
 
-    def _ended(self, task: Any, rank: int, others: Iterable[int]) -> None:
-        """End the other ranks if this one failed. Raises ProgramFailed, NodesApart."""
-        where = f"rank {rank} on {self._places[rank][1]}"
-        try:
-            code = int(self._ray.get(task))
-        except self._ray.exceptions.RayActorError:
-            self._end(others)
-            raise NodesApart(
-                f"{where} is lost: its Ray worker or node has exited. The other ranks were ended. Start again: "
-                "the program resumes from its last checkpoint. Run `ray list actors` for details."
-            ) from None
-        if code:
-            self._end(others)
-            tail = "" if rank == 0 else self._output(rank, 0)[-TAIL_BYTES:].decode(errors="replace").rstrip()
-            shown = f". The end of its output:\n{tail}" if tail else ""  # that of rank 0 was shown
-            raise ProgramFailed(f"{where} failed first, {how_ended(code)}{shown}", code)
-
-    def _end(self, ranks: Iterable[int]) -> None:
-        ending = [self._actors[rank].end.remote() for rank in ranks]
-        if ending:
-            self._ray.wait(ending, num_returns=len(ending), timeout=2 * GRACE_S)
-        self._stream()
-
-    def _stream(self) -> None:
-        new = self._output(0, self._shown)
-        self._shown += len(new)
-        if new:
-            self._show(new)
-
-    def _output(self, rank: int, offset: int) -> bytes:
-        try:
-            return bytes(self._ray.get(self._actors[rank].output.remote(offset), timeout=10))
-        except self._ray.exceptions.RayError:  # the actor is gone; another call will report that
-            return b""
+def _must_be_well(ray: Any, ended: Any, title: str, rank: int) -> None:
+    """Raise what a rank that has ended failed with."""
+    try:
+        code, tail = ray.get(ended)
+    except FlatoutError as error:
+        raise getattr(error, "cause", error) from None  # Ray's error has the class of its cause
+    except ray.exceptions.RayError:
+        raise NodesApart(
+            f"{title} is lost: its Ray worker or node has exited. The other ranks were ended. Start again: "
+            "the program resumes from its last checkpoint. Run `ray list tasks` for details."
+        ) from None
+    if code:
+        shown = f". The end of its output:\n{tail}" if tail and rank else ""  # that of rank 0 was shown
+        raise ProgramFailed(f"{title} failed first, {how_ended(code)}{shown}", code)
 
 
 def _resources(amounts: Mapping[str, float]) -> str:

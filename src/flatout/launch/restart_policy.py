@@ -128,9 +128,9 @@ def ending_of(
     """Return the ending of a program that flatout did not end.
 
     ``killed_by_kernel`` is whether the counter of its control group shows an OOM kill; None if unknown."""
-    metadata = failures[0] if failures else {}
-    said, kinds = str(metadata.get("said", "")), metadata.get("kinds", [])
-    place = _place(metadata)
+    failure = failures[0] if failures else {}
+    message, kinds = str(failure.get("message", "")), failure.get("kinds", [])
+    place = _place(failure)
     after = f"after step {step}" if step else "before its first step"
     if killed_by_kernel:
         return Ending(
@@ -149,8 +149,8 @@ def ending_of(
         return Ending(
             "signal", exit_code(code), f"{title} was killed by {signal_name(-code)} {after}{unknown}", place
         )
-    if "OutOfMemoryError" in kinds or "MemoryError" in kinds or any(word in said for word in ALLOCATORS):
-        first = said.splitlines()[0][:160] if said else "no message"
+    if "OutOfMemoryError" in kinds or "MemoryError" in kinds or any(word in message for word in ALLOCATORS):
+        first = message.splitlines()[0][:160] if message else "no message"
         return Ending(
             "memory",
             code,
@@ -162,7 +162,7 @@ def ending_of(
     if lost:
         return Ending("exit", code, f"{title} failed {after}: {lost}", place)
     if kinds:
-        first = said.splitlines()[0][:160] if said else ""
+        first = message.splitlines()[0][:160] if message else ""
         if kinds[0] == "BrokenPipeError":
             return Ending("unheard", code, f"{title} failed {after}: its output was closed", place)
         return Ending(
@@ -174,13 +174,13 @@ def ending_of(
 def _lost_rank(failures: Sequence[Mapping[str, Any]]) -> str:
     """Return the rank that torchrun reports as failed, if no process reported a failure of its own."""
     if any(
-        str(metadata.get("kinds", [""])[0]) not in REPORTS
-        and not LOST_ANOTHER.search(str(metadata.get("said", "")))
-        for metadata in failures
+        str(failure.get("kinds", [""])[0]) not in REPORTS
+        and not LOST_ANOTHER.search(str(failure.get("message", "")))
+        for failure in failures
     ):
         return ""
     root = next(
-        (found for metadata in failures if (found := ROOT_CAUSE.search(str(metadata.get("said", ""))))), None
+        (found for failure in failures if (found := ROOT_CAUSE.search(str(failure.get("message", ""))))), None
     )
     if root is None:
         return ""
@@ -188,8 +188,8 @@ def _lost_rank(failures: Sequence[Mapping[str, Any]]) -> str:
     return f"rank {root['rank']} was the first to fail, {f'by {signal_name(-code)}' if code < 0 else f'with exit code {code}'}"
 
 
-def _place(metadata: Mapping[str, Any]) -> str:
-    places = [(str(file), line) for file, line in metadata.get("places", [])]
+def _place(failure: Mapping[str, Any]) -> str:
+    places = [(str(file), line) for file, line in failure.get("places", [])]
     own = [
         (file, line)
         for file, line in places
@@ -211,16 +211,16 @@ def failures_in(folder: str) -> list[dict[str, Any]]:
     found = []
     for path in sorted(Path(folder).glob("failed.*"), key=lambda path: path.stat().st_mtime_ns):
         try:
-            metadata = json.loads(path.read_text(encoding="utf-8"))
+            failure = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             continue
-        if isinstance(metadata, dict):
-            found.append(metadata)
+        if isinstance(failure, dict):
+            found.append(failure)
     return sorted(
         found,
-        key=lambda metadata: (
-            bool(REPORTS & set(map(str, metadata.get("kinds", [])))),
-            LOST_ANOTHER.search(str(metadata.get("said", ""))) is not None,
+        key=lambda failure: (
+            bool(REPORTS & set(map(str, failure.get("kinds", [])))),
+            LOST_ANOTHER.search(str(failure.get("message", ""))) is not None,
         ),
     )
 

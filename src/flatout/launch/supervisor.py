@@ -213,7 +213,7 @@ class Supervisor:
             self.ended_by = asked if rank.killed or code == -asked else None
             return Ending("asked", 128 + asked if rank.killed else exit_code(code), f"ended by {name}")
         if monitor.hung is not None:
-            return Ending("hung", ProgramHung.exit_code, monitor.hung.said, monitor.hung.place)
+            return Ending("hung", ProgramHung.exit_code, monitor.hung.message, monitor.hung.place)
         step = processes.word(heartbeat.NOT_FINITE)
         if step:
             return Ending(
@@ -234,13 +234,13 @@ class Supervisor:
         """Report an event when it is detected, before a hung program is ended."""
         if event.kind == "hung":
             again = self.history.again("hung", event.place)
-            self.say(f"{event.said}{'; the same as before' if again else ''}.")
+            self.say(f"{event.message}{'; the same as before' if again else ''}.")
             for line in event.lines if not again else ():
                 self.say(line)
             return
-        self.say(f"{event.said}.")
+        self.say(f"{event.message}.")
         attempt, kept = monitor.attempt, monitor.processes.kept(monitor.attempt.base)
-        self._write(attempt.number, "stopped", event.said, "", event.step, kept, None)
+        self._write(attempt.number, "stopped", event.message, "", event.step, kept, None)
 
     def _failed(self, attempt: Attempt, ending: Ending, monitor: StartMonitor) -> None:
         if monitor.hung is None:
