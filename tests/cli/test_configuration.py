@@ -128,10 +128,11 @@ def test_every_option_can_be_set(flatout, config):
             variables = {
                 key: "_".join(["FLATOUT", *words, key]).replace("-", "_").upper() for key in options_of(leaf)
             }
+            words += ["x" for part in leaf.params if isinstance(part, click.Argument) and part.required]
             required = {variables[key]: "x" for key, option in options_of(leaf).items() if option.required}
             for key, option in options_of(leaf).items():
                 texts = isinstance(option.type, (click.Path, type(click.STRING)))
-                if option.multiple or (texts and not option.is_flag):
+                if option.multiple or (texts and not option.is_bool_flag):
                     continue
                 done = flatout.here(*words, env={**required, variables[key]: "@ @"})
                 assert done.code == 2, variables[key]

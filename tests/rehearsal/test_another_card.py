@@ -52,19 +52,20 @@ def test_no_card_is_touched_on_the_cpu(tmp_path):
     assert with_cards.stdout.endswith("False 0\n")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("device", "seen"),
-    [("cpu", "[]"), ("cuda:1", "['Stand-in card 1']"), ("cuda", "['Stand-in card 0', 'Stand-in card 1']")],
+    ("device", "before", "seen"),
+    [("cpu", None, "0 ''"), ("cuda:1", None, "1 '1'"), ("cuda:1", "5,7", "1 '7'"), ("cuda", None, "2 None")],
 )
-def test_levers_see_only_that_device(tmp_path, device, seen):
+def test_the_program_and_the_levers_see_only_that_device(tmp_path, monkeypatch, device, before, seen):
+    if before is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
     (tmp_path / "train.py").write_text(
-        "import json, os\nprint([gpu['name'] for gpu in json.load(open(os.environ['FLATOUT_JOB']))['facts']['gpus']])"
+        "import json, os\n"
+        "print(len(json.load(open(os.environ['FLATOUT_JOB']))['facts']['gpus']), repr(os.environ.get('CUDA_VISIBLE_DEVICES')))"
     )
-    assert (
-        on_cards(tmp_path, "flatout", "run", "--device", device, "--with", "gc_pause", "train.py").stdout
-        == f"{seen}\n"
-    )
+    done = on_cards(tmp_path, "flatout", "run", "--device", device, "--with", "gc_pause", "train.py")
+    assert done.stdout == f"{seen}\n", done.stderr
 
 
 def test_a_card_that_is_not_here(tmp_path):

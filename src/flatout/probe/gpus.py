@@ -65,11 +65,8 @@ def visible_gpus() -> tuple[Gpu, ...]:
 DEVICES = """
 import json, torch
 found = {"cpu": ""}
-for kind in (torch.cuda, torch.xpu):
-    for at in range(kind.device_count() if kind.is_available() else 0):
-        found[f"{kind.__name__.rpartition('.')[2]}:{at}"] = kind.get_device_name(at)
-if torch.backends.mps.is_available():
-    found["mps"] = ""
+for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+    found[f"cuda:{number}"] = torch.cuda.get_device_name(number)
 print(json.dumps(found))
 """
 
