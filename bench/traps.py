@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT / "tests" / "resume"))
 from interrupted import BEFORE_ITS_NEXT_SAVE, ONCE, TWICE, Programs, live
 from traps import TRAPS, Trap  # type: ignore[attr-defined]  # of tests/resume
 
-OF_ITS_OWN = ("accumulator_made_inside", "list_of_losses", "own_generators")
+OF_ITS_OWN = ("accumulator_made_before", "replay_buffers", "own_generators")
 OWN_PROCESS, EARLY = "in a process of its own", "killed twice, the second time before its next save"
 KILLS = {"killed once": ONCE, "killed twice": TWICE, EARLY: BEFORE_ITS_NEXT_SAVE, OWN_PROCESS: ONCE}
 SAFE = ("right", "refused", "from_scratch", "unkilled")

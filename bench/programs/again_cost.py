@@ -18,7 +18,7 @@ from step_loop import make
 from torch.utils.data import DataLoader, TensorDataset
 
 from flatout.checkpoint.rescue import Rescue
-from flatout.checkpoint.resume.script_replay import ScriptReplay
+from flatout.checkpoint.resume.session import ExactSession
 
 
 class Recording(Switch):
@@ -70,7 +70,7 @@ def main():
     length = statistics.median(steps(model, optimizer, loader, 30, args.reads[0]))
     rescue, again = (
         next(thing for thing in gc.get_objects() if isinstance(thing, kind))
-        for kind in (Rescue, ScriptReplay)
+        for kind in (Rescue, ExactSession)
     )
     if not rescue.active or rescue.saver is None or again.value_log.journal is None:
         raise SystemExit("nothing is recorded of this program")

@@ -149,7 +149,6 @@ check(
     "if changed:",
     "if False:",
     "large_table_through_data",
-    "large_noise_of_the_machine",
 )
 check(
     "others",
@@ -171,7 +170,7 @@ check(
 check(
     "draws",
     "a program does not draw in turns with what is skipped",
-    "script_replay",
+    "session",
     'if drawn := self._draws.compare(saved["random"]):',
     "if drawn := list[str]():",
     "random_in_turns_in_a_cycle",

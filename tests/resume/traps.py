@@ -99,18 +99,6 @@ trap(
 """,
 )
 trap(
-    "row_of_a_tensor",
-    """
-    table, view = torch.zeros(STEPS, 8), torch.zeros(STEPS)
-    for step in range(STEPS):
-        x = batch(step)
-        loss = train(x)
-        table[step] = model(x).detach()[:, 0]
-        view[step:step + 1].copy_(loss.detach())
-    end(table, view)
-""",
-)
-trap(
     "large_table_through_data",
     """
     table = torch.zeros(40_000)
@@ -283,10 +271,6 @@ DRAWS = """
             {loop}
     end(scale)
 """
-trap(
-    "random_in_turns_with_the_data_set",
-    DRAWS.format(inside="random.random()", loop="scale.append(random.random()); train(x * scale[-1])"),
-)
 trap("data_set_draws_alone", DRAWS.format(inside="random.random() + numpy.random.rand()", loop="train(x)"))
 trap(
     "own_generators",
@@ -300,20 +284,6 @@ trap(
         train(x)
     end(steered, of_python.random(), of_numpy.random())
 """,
-)
-trap(
-    "nothing_is_seeded",
-    """
-    torch.seed()
-    own, of_numpy = random.Random(), numpy.random.default_rng()
-    data = torch.randn(48, 6)
-    began = digest(data)
-    print("began", began, flush=True)
-    for step in range(STEPS):
-        train(data[step * 8 % 48:][:8] + own.random() + of_numpy.random())
-    print("end", digest(data), flush=True)
-""",
-    itself=True,
 )
 
 # -- clocks, processes, files ---------------------------------------------------------------------------------------------------
@@ -342,14 +312,6 @@ trap(
     itself=True,
 )
 trap(
-    "clock_by_its_own_name",
-    STEERED.format(
-        start="now()", steer="ways.append(now() - start > 0.02); start = now() if ways[-1] else start"
-    ),
-    itself=True,
-    before="from time import perf_counter as now\n",
-)
-trap(
     "datetime_steers",
     STEERED.format(
         start="datetime.now()",
@@ -358,19 +320,6 @@ trap(
     ),
     itself=True,
     before="from datetime import datetime, timedelta\n",
-)
-trap(
-    "folder_named_by_the_hour",
-    """
-    from datetime import datetime
-    folder = datetime.now().strftime("run-%H%M%S-%f")
-    os.makedirs(folder)
-    for step in range(STEPS):
-        loss = train(batch(step))
-        with open(f"{folder}/log.txt", "a") as file:
-            file.write(f"{step} {loss.item()}\\n")
-    print("end", len(open(f"{folder}/log.txt").read().splitlines()), len([name for name in os.listdir(".") if name.startswith("run-")]), flush=True)
-""",
 )
 trap(
     "process_number_kept",
@@ -382,18 +331,6 @@ trap(
     print("end", number, flush=True)
 """,
     itself=True,
-)
-trap(
-    "file_written_and_read_back",
-    """
-    open("count.json", "w").write("[0, 0.0]")
-    for step in range(STEPS):
-        count, last = json.load(open("count.json"))
-        loss = train(batch(step), noise=0.1 * count + last)
-        with open("count.json", "w") as file:
-            json.dump([count + 1, loss.item()], file)
-    end(open("count.json").read())
-""",
 )
 trap(
     "best_is_loaded_back_from_its_file",
@@ -473,12 +410,6 @@ LOG = """
     end(digest(open("log.txt").read()), len(open("log.txt").read().splitlines()))
 """
 trap(
-    "log_opened_anew",
-    LOG.format(
-        begin="log = open('log.txt', 'w')", write="log.write(f'{step} {loss}\\n')", close="log.close()"
-    ),
-)
-trap(
     "log_written_line_by_line",
     LOG.format(
         begin="log = open('log.txt', 'w', buffering=1)",
@@ -502,20 +433,6 @@ trap(
 # -- control flow ------------------------------------------------------------------------------------------------------------------
 
 trap(
-    "rate_by_metric",
-    """
-    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1, factor=0.7)
-    last = 9.0
-    for step in range(STEPS):
-        loss = train(batch(step))
-        plateau.step(loss)
-        if loss > last:
-            optimizer.param_groups[0]["lr"] *= 0.9
-        last = loss.item()
-    end(optimizer.param_groups[0]["lr"], last)
-""",
-)
-trap(
     "values_steer",
     """
     ways = []
@@ -531,29 +448,6 @@ trap(
             x = x * 0.9
         train(x)
     end(digest(ways))
-""",
-)
-trap(
-    "where_gives_places",
-    """
-    found = 0
-    for step in range(STEPS):
-        x = batch(step)
-        train(x)
-        places = torch.where(model(x)[:, 0] > 0)[0]
-        found += len(places)
-    end(found)
-""",
-)
-trap(
-    "one_hot_of_what_was_computed",
-    """
-    widths = []
-    for step in range(STEPS):
-        x = batch(step)
-        train(x)
-        widths.append(functional.one_hot(model[0](x).argmax(1)).shape[1])
-    end(widths)
 """,
 )
 trap(
@@ -596,26 +490,6 @@ trap(
 
 # -- hooks, functions, optimizers -----------------------------------------------------------------------------------------------
 
-trap(
-    "forward_hook_collects",
-    """
-    means, kept = [], []
-    model[0].register_forward_hook(lambda module, args, out: (means.append(out.mean().item()), kept.append(out.detach())) and None)
-    for step in range(STEPS):
-        train(batch(step))
-    end(means, torch.stack(kept))
-""",
-)
-trap(
-    "gradient_hook_collects",
-    """
-    norms = []
-    model[0].weight.register_hook(lambda gradient: norms.append(gradient.norm().item()))
-    for step in range(STEPS):
-        train(batch(step))
-    end(norms)
-""",
-)
 trap(
     "gradient_hook_clamps",
     """
@@ -691,16 +565,6 @@ trap(
     for step in range(STEPS):
         train(batch(step))
     end(optimizer.mean, optimizer.count, [state["steps"] for state in optimizer.state.values()])
-""",
-)
-trap(
-    "optimizer_made_again",
-    """
-    for epoch in range(6):
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.05 / (epoch + 1))
-        for step in range(4):
-            train(batch(step))
-    end()
 """,
 )
 trap(
@@ -806,46 +670,6 @@ trap(
 """,
 )
 trap(
-    "weights_known_by_number",
-    """
-    first = set(map(id, model[0].parameters()))
-    optimizer = torch.optim.SGD([{"params": [p for p in model.parameters() if id(p) in first], "lr": 0.1},
-                                 {"params": [p for p in model.parameters() if id(p) not in first]}], lr=0.01)
-    for step in range(STEPS):
-        train(batch(step))
-    end()
-""",
-    fresh=True,
-)
-trap(
-    "tensors_as_keys",
-    """
-    counts, sums = {}, {}
-    for step in range(STEPS):
-        train(batch(step))
-        for p in model.parameters():
-            counts[p] = counts.get(p, 0) + 1
-            sums[id(p)] = sums.get(id(p), 0) + p.detach().sum()
-    end(list(counts.values()), torch.stack(list(sums.values())))
-""",
-    fresh=True,
-)
-trap(
-    "weak_references",
-    """
-    import weakref
-    total = torch.zeros(6)
-    weak, by_weight = weakref.ref(total), weakref.WeakKeyDictionary()
-    class Key: pass
-    key = Key()
-    for step in range(STEPS):
-        train(batch(step))
-        weak().add_(model[0].weight.detach().sum(0))
-        by_weight[key] = model[0].weight.detach().sum() + by_weight.get(key, 0)
-    end(total, by_weight[key])
-""",
-)
-trap(
     "numpy_shares_memory",
     """
     table = torch.zeros(STEPS)
@@ -880,23 +704,6 @@ trap(
 """,
 )
 trap(
-    "thread_touches_tensors",
-    """
-    import threading
-    means, total = [], torch.zeros(())
-    for step in range(STEPS):
-        x = batch(step)
-        loss = train(x).detach()
-        def beside():
-            means.append(loss.item())
-            total.add_(loss)
-        thread = threading.Thread(target=beside)
-        thread.start()
-        thread.join()
-    end(total, means)
-""",
-)
-trap(
     "cache_of_computed_tensors",
     """
     from functools import lru_cache
@@ -907,37 +714,6 @@ trap(
         train(batch(step) + 0.1 * basis((step + 8) // 16))
     end(basis(0))
 """,
-)
-HELPER = """
-COUNT, LAST, TOTAL = 0, None, 0.0
-
-
-def note(loss):
-    global COUNT, LAST, TOTAL
-    COUNT, LAST, TOTAL = COUNT + 1, loss, TOTAL + loss
-"""
-trap(
-    "places_for_values",
-    """
-    class Counts:
-        made = 0
-        def __init__(self):
-            Counts.made += 1
-    def counter():
-        count, total = 0, 0
-        def more(loss):
-            nonlocal count, total
-            count, total = count + 1, total + loss
-            return count
-        return more
-    import helper
-    more = counter()
-    for step in range(STEPS):
-        loss = train(batch(step) * (0.9 if helper.COUNT % 3 == 1 else 1.0)).detach()
-        Counts(), more(loss), helper.note(loss)
-    end(Counts.made, more(0), more.__closure__[1].cell_contents, helper.COUNT, helper.LAST, helper.TOTAL)
-""",
-    files={"helper.py": HELPER},
 )
 trap(
     "sets_of_strings",
@@ -1012,18 +788,6 @@ ITERATES = """def __iter__(self):
                 self.calls += 1
                 yield data[at] + 0.01 * self.calls + random.random()"""
 trap(
-    "iterable_data_set",
-    COUNTS.format(
-        kind="IterableDataset",
-        gives=ITERATES.format(by=""),
-        also="mine = Counts()",
-        set="mine",
-        more="",
-        x="x",
-        shows="mine.calls",
-    ),
-)
-trap(
     "iterable_data_set_with_workers",
     COUNTS.format(
         kind="IterableDataset",
@@ -1034,37 +798,6 @@ trap(
         x="x",
         shows="",
     ),
-)
-trap(
-    "weighted_sampler",
-    COUNTS.format(
-        kind="Dataset",
-        gives=BY_INDEX.format(value="data[at]"),
-        also="",
-        set="data",
-        x="x",
-        shows="",
-        more=", sampler=torch.utils.data.WeightedRandomSampler(torch.arange(1.0, 49), 48)",
-    ),
-)
-trap(
-    "sampler_that_draws_as_it_goes",
-    """
-    class Own(torch.utils.data.Sampler):
-        def __init__(self):
-            self.given = []
-        def __iter__(self):
-            for _ in range(48):
-                self.given.append(random.randrange(48))
-                yield self.given[-1]
-        def __len__(self):
-            return 48
-    sampler = Own()
-    for epoch in range(4):
-        for x in torch.utils.data.DataLoader(data, 8, sampler=sampler, num_workers=0):
-            train(x * random.random())
-    end(digest(sampler.given))
-""",
 )
 trap(
     "batches_with_strings",
@@ -1101,22 +834,6 @@ trap(
 # -- state that is easy to overlook ------------------------------------------------------------------------------------------------
 
 trap(
-    "mean_of_weights_in_a_cache",
-    """
-    from functools import lru_cache
-    @lru_cache(maxsize=None)
-    def mean():
-        return copy.deepcopy(model)
-    mean()
-    for step in range(STEPS):
-        train(batch(step))
-        with torch.no_grad():
-            for slow, fast in zip(mean().parameters(), model.parameters()):
-                slow.mul_(0.9).add_(fast, alpha=0.1)
-    end(*mean().parameters())
-""",
-)
-trap(
     "teacher_in_a_generator_in_a_zip",
     """
     def teacher():
@@ -1130,54 +847,6 @@ trap(
     for step, told in zip(range(STEPS), teacher()):
         train(batch(step), noise=told)
     end(told)
-""",
-)
-trap(
-    "weights_in_a_context",
-    """
-    import contextvars
-    kept = contextvars.ContextVar("kept")
-    kept.set(copy.deepcopy(model))
-    for step in range(STEPS):
-        train(batch(step))
-        with torch.no_grad():
-            for slow, fast in zip(kept.get().parameters(), model.parameters()):
-                slow.lerp_(fast, 0.1)
-    end(*kept.get().parameters())
-""",
-)
-trap(
-    "slow_weights_of_its_optimizer",
-    """
-    class Looks(torch.optim.SGD):
-        def __init__(self, weights, **more):
-            super().__init__(weights, **more)
-            self._slow = [nn.Parameter(p.detach().clone()) for p in self.param_groups[0]["params"]]
-            self._count = 0
-        @torch.no_grad()
-        def step(self, closure=None):
-            super().step(closure)
-            self._count += 1
-            for slow, fast in zip(self._slow, self.param_groups[0]["params"]):
-                slow.lerp_(fast, 0.3)
-                if self._count % 5 == 0:
-                    fast.copy_(slow)
-    optimizer = Looks(model.parameters(), lr=0.05, momentum=0.9)
-    for step in range(STEPS):
-        train(batch(step))
-    end(*optimizer._slow)
-""",
-)
-trap(
-    "temporary_of_an_expression",
-    """
-    drop = nn.Dropout(0.2)
-    for step in range(STEPS):
-        x = batch(step)
-        optimizer.zero_grad()
-        ((x * torch.randn(8, 6)).sum(1, keepdim=True) * 0.1 + torch.rand(8, 1) - drop(model(x))).square().mean().backward()
-        optimizer.step()
-    end()
 """,
 )
 trap(
@@ -1212,41 +881,6 @@ trap(
         table[step] = step, train(batch(step)).item()
     table.flush()
     end(digest(open("table.bin", "rb").read()))
-""",
-)
-trap(
-    "state_in_a_buffer",
-    """
-    import io
-    buffer, lowest = io.BytesIO(), 9.0
-    for step in range(STEPS):
-        loss = train(batch(step)).item()
-        if loss < lowest and step < 9:
-            buffer, lowest = io.BytesIO(), loss
-            torch.save(model.state_dict(), buffer)
-        if step == 18:
-            buffer.seek(0)
-            model.load_state_dict(torch.load(buffer))
-    end(lowest)
-""",
-)
-trap(
-    "data_set_keeps_what_it_read",
-    """
-    class Keeps(torch.utils.data.Dataset):
-        def __init__(self):
-            self.kept = {}
-        def __len__(self):
-            return 48
-        def __getitem__(self, at):
-            if at not in self.kept:
-                self.kept[at] = data[at] * (1 + 0.01 * len(self.kept))
-            return self.kept[at]
-    mine = Keeps()
-    for epoch in range(4):
-        for x in torch.utils.data.DataLoader(mine, 8, shuffle=True):
-            train(x)
-    end(list(mine.kept), torch.stack(list(mine.kept.values())))
 """,
 )
 
@@ -1456,18 +1090,6 @@ trap(
 """,
 )
 trap(
-    "another_module_each_step",
-    """
-    for step in range(STEPS):
-        net = torch.nn.Sequential(model, torch.nn.Tanh())
-        optimizer.zero_grad()
-        loss = (net(batch(step)) - 1).square().mean()
-        loss.backward()
-        optimizer.step()
-    end()
-""",
-)
-trap(
     "stream_that_draws",
     """
     class Stream(torch.utils.data.IterableDataset):
@@ -1482,21 +1104,6 @@ trap(
 """,
 )
 trap(
-    "counts_by_places",
-    """
-    counts, table = torch.zeros(3, 3), [[0, 0], [0, 0]]
-    for step in range(STEPS):
-        x = batch(step)
-        train(x)
-        found = (model(x)[:, 0] > 0).long()
-        for true, told in zip((x[:, 0] > 0).long(), found):
-            counts[true, told] += 1
-            table[true][told] += 1
-        optimizer.param_groups[0]["lr"] *= 0.99 if counts[0, 0] > counts[1, 1] else 1.01
-    end(counts, table)
-""",
-)
-trap(
     "folder_that_is_free",
     """
     number = 1
@@ -1508,35 +1115,6 @@ trap(
         if step % 5 == 4:
             torch.save(model.state_dict(), f"run-{number}/{step}.pt")
     end(number, sorted(os.listdir(f"run-{number}")), digest(*torch.load(f"run-{number}/19.pt").values()))
-""",
-)
-trap(
-    "sharpness_aware",
-    """
-    class Sam(torch.optim.Optimizer):
-        def __init__(self, weights):
-            super().__init__(weights, {"lr": 0.05})
-            self.inner = torch.optim.SGD(self.param_groups, lr=0.05, momentum=0.9)
-            self.param_groups = self.inner.param_groups
-        @torch.no_grad()
-        def up(self):
-            for weight in self.param_groups[0]["params"]:
-                self.state[weight]["before"] = weight.data.clone()
-                weight.add_(weight.grad * 0.01)
-            self.zero_grad()
-        @torch.no_grad()
-        def down(self):
-            for weight in self.param_groups[0]["params"]:
-                weight.data = self.state[weight]["before"]
-            self.inner.step()
-            self.zero_grad()
-    del optimizer
-    sam = Sam(model.parameters())
-    for step in range(STEPS):
-        for move in (sam.up, sam.down):
-            (model(batch(step)) - 1).square().mean().backward()
-            move()
-    end()
 """,
 )
 trap(
@@ -1566,17 +1144,6 @@ trap(
     end()
 """,
     between={"flag": ""},
-)
-trap(
-    "large_noise_of_the_machine",
-    """
-    noise = torch.frombuffer(bytearray(os.urandom(400_000)), dtype=torch.uint8)
-    print("began", digest(noise), flush=True)
-    for step in range(STEPS):
-        train(batch(step) + noise[step * 6:][:6] / 256)
-    print("end", digest(noise), flush=True)
-""",
-    itself=True,
 )
 HELD = """
     import threading, weakref

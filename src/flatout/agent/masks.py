@@ -28,8 +28,8 @@ def observe_masks(
     """Hook indexing by tensors.
 
     ``observed(really, mask, frame)`` replaces each indexing with a mask; ``mask`` is the first tensor of a mask
-    dtype, ``frame`` the calling frame, and ``really()`` does the indexing. Indexing by tensors costs 4 us more; indexing by numbers and slices
-    costs nothing.
+    dtype, ``frame`` the calling frame, and ``really()`` does the indexing. Indexing by tensors costs 4 us more;
+    indexing by numbers and slices costs nothing.
     """
     index, masks = torch.ops.aten.index.Tensor, tuple(getattr(torch, name) for name in MASKS)
     # Below autograd and above the devices: all tensors pass this dispatch key, and no kernel is registered

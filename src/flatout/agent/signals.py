@@ -47,7 +47,7 @@ class Signals:
         ledger.set(signal, "signal", self._wrap_set(self._set))
         ledger.set(signal, "getsignal", self._wrap_get(self._get))
         for number in OBSERVED:
-            self._stand_before(number)
+            self._set_observer(number)
         ledger.call("signal handlers", self.leave)
         os.register_at_fork(after_in_child=self.leave)
         return True
@@ -71,7 +71,7 @@ class Signals:
                 now = self._get(number)
                 if now != self._observe and now is not known:
                     self._beneath[number], self._theirs[number] = known, now
-                    self._stand_before(number)
+                    self._set_observer(number)
 
     def pass_on(self, number: int, frame: FrameType | None = None) -> None:
         """Run the script's reaction to this signal; it may not return, and may raise."""
@@ -89,7 +89,7 @@ class Signals:
     def _handler(self, number: int) -> Any:
         return (self._beneath if number in self._passing else self._theirs).get(number, signal.SIG_DFL)
 
-    def _stand_before(self, number: int) -> None:
+    def _set_observer(self, number: int) -> None:
         handler = self._theirs[number]
         if callable(handler) or handler == signal.SIG_DFL:  # neither ignored signals nor handlers of C code
             self._set(number, self._observe)

@@ -46,13 +46,13 @@ def checkpointing(
     if rank_number() > 0:
         return None
     folder = Path(request.rescue)
-    if request.resume is not None and (session := _exact(torch, request.resume, folder, ledger, resumed)):
+    if request.resume is not None and (session := _exact(request.resume, folder, ledger, resumed)):
         return session
     return RescueOnly(torch, folder, ledger)
 
 
 def _exact(
-    torch: ModuleType, options: ResumeOptions, folder: Path, ledger: Ledger, resumed: Callable[[], None]
+    options: ResumeOptions, folder: Path, ledger: Ledger, resumed: Callable[[], None]
 ) -> Checkpointing | None:
     """Return the session that records or resumes this process; None if its training cannot be recorded."""
     if this_rank() is not None or int(os.environ.get("WORLD_SIZE") or 1) > 1:
@@ -68,7 +68,7 @@ def _exact(
         return None
     from flatout.checkpoint.resume.session import ExactSession
 
-    return ExactSession(torch, options, folder, ledger, resumed)
+    return ExactSession(options, folder, ledger, resumed)
 
 
 class RescueOnly:

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader, Sampler
 
-    from flatout.checkpoint.loading import LoaderPosition
-
 INDICES, STATEFUL, ROWS, FETCHED = "indices", "state", "rows", "fetched"
 # Samplers that draw when they start, not during iteration; `draws_as_it_goes` knows the exceptions.
 PLAIN_SAMPLERS = {
@@ -22,22 +20,6 @@ PLAIN_SAMPLERS = {
     "BatchSampler",
     "DistributedSampler",
 }
-
-
-class Order:
-    """Replaces the sampler of a DataLoader while its iterator is made and in that iterator.
-
-    Persistent workers iterate over it again for each epoch.
-    """
-
-    def __init__(self, reading: LoaderPosition, sampler: Sampler) -> None:
-        self.reading, self.sampler = reading, sampler
-
-    def __iter__(self) -> Iterator[Any]:
-        return self.reading.order_begins(self.sampler)
-
-    def __len__(self) -> int:
-        return len(self.sampler)
 
 
 @contextmanager

@@ -24,7 +24,6 @@ from flatout.checkpoint.loader_kinds import (
     INDICES,
     ROWS,
     STATEFUL,
-    Order,
     draws_as_it_goes,
     has_state,
     in_place,
@@ -234,7 +233,7 @@ class LoaderPosition:
         self._seeking, self._asked = (place, self.given - again), False
         self._turn = 0
         batched = self.loader.batch_sampler is not None
-        order = Order(self, self.loader.batch_sampler if batched else self.loader.sampler)
+        order = _Order(self, self.loader.batch_sampler if batched else self.loader.sampler)
         instead: dict[str, Any] = {"batch_sampler" if batched else "sampler": order}
         if self.workers:
             if place is not None:
@@ -346,3 +345,19 @@ class LoaderPosition:
                 and (not found or (thing is self._dataset and self.kind == INDICES and not self.workers))
             ):
                 thing.load_state_dict(state)
+
+
+class _Order:
+    """Replaces the sampler of a DataLoader while its iterator is made and in that iterator.
+
+    Persistent workers iterate over it again for each epoch.
+    """
+
+    def __init__(self, reading: LoaderPosition, sampler: Sampler) -> None:
+        self.reading, self.sampler = reading, sampler
+
+    def __iter__(self) -> Iterator[Any]:
+        return self.reading.order_begins(self.sampler)
+
+    def __len__(self) -> int:
+        return len(self.sampler)

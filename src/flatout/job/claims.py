@@ -26,7 +26,7 @@ def records_first(path: str) -> bool:
 
 
 def _is_first_alive(claim: str) -> bool:
-    return _is_first(claim) or (_is_of_the_dead(claim) and _is_first(claim))
+    return _is_first(claim) or (_owner_has_ended(claim) and _is_first(claim))
 
 
 def _is_first(claim: str) -> bool:
@@ -42,7 +42,7 @@ def _is_first(claim: str) -> bool:
     return True
 
 
-def _is_of_the_dead(claim: str) -> bool:
+def _owner_has_ended(claim: str) -> bool:
     """Whether the process that made a claim is dead; then the claim is void."""
     try:
         with open(claim, encoding="ascii") as file:

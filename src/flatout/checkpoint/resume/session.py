@@ -1,4 +1,10 @@
-"""Exact resume of one process: it records, or replays up to a checkpoint and then records again."""
+"""Exact resume of one process: it records, or replays up to a checkpoint and then records again.
+
+Both are one Listener around the checkpointing Listener (`flatout.checkpoint.rescue`). While it records, it adds each
+event to the value log. To each checkpoint it adds two things: the position in the log and the state that the
+script can reach. While it replays, it waits for the event at which the checkpoint was saved. At this resume
+point it restores the saved state and starts to record again.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +14,14 @@ import shutil
 import sys
 import traceback
 import uuid
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType, ModuleType
-from typing import Any, NoReturn
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
 
 from flatout.agent.bootstrap import say_at_once
 from flatout.agent.frames import is_users
@@ -19,22 +29,42 @@ from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
 from flatout.checkpoint.environment import differences, environment
+from flatout.checkpoint.journal import JournalPosition, ValueJournal, read_journal
 from flatout.checkpoint.metadata import CheckpointMeta, ExactMeta
+from flatout.checkpoint.random_states import random_states, set_random_states
 from flatout.checkpoint.rescue import Rescue
 from flatout.checkpoint.resume.choice import check, digest_of, newest
-from flatout.checkpoint.resume.script_replay import ScriptReplay
+from flatout.checkpoint.resume.fake_operators import FakeOperators
+from flatout.checkpoint.resume.files import Files
+from flatout.checkpoint.resume.initial_tensors import InitialTensors
+from flatout.checkpoint.resume.muted_io import MutedIO
+from flatout.checkpoint.resume.reachable_state import ReachableState
+from flatout.checkpoint.resume.replayed_loaders import ReplayedLoaders
+from flatout.checkpoint.resume.resume_point import RandomDrawCheck, ResumePoint
+from flatout.checkpoint.resume.saved_world import state_of_world
+from flatout.checkpoint.resume.skipping import Skipping
 from flatout.checkpoint.resume.users_objects import users_modules
+from flatout.checkpoint.resume.value_hooks import ValueHooks
+from flatout.checkpoint.resume.value_log import ValueLog
+from flatout.data.streams import own_generators
 from flatout.job import heartbeat
 from flatout.job.claims import keeps_first
-from flatout.schema.errors import CannotResume, FlatoutError
+from flatout.measure.clock import seconds
+from flatout.schema.errors import CannotResume, FlatoutError, StorageError
 from flatout.schema.run_request import ResumeOptions
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from torch.optim import Optimizer
 
 COST_S = 0.02  # assumed cost of a checkpoint, if the one resumed from does not record it
 JOURNAL = "journal-"
 unlink = os.unlink  # the original, before flatout patches file functions
+# events, in addition to those of batches
+FORWARD, BACKWARD, WENT_BACKWARD, OPTIMIZER, STEPPED = 2, 3, 4, 5, 6
 
 
-class ExactSession(ScriptReplay):
+class ExactSession(Listener):
     """The `Checkpointing` of a program that can be resumed exactly, and the `ExactResumePart` of its checkpoints.
 
     ``resumed`` is called at the resume point.
@@ -42,13 +72,12 @@ class ExactSession(ScriptReplay):
 
     def __init__(
         self,
-        torch: ModuleType,
         options: ResumeOptions,
         folder: Path,
         ledger: Ledger,
         resumed: Callable[[], None],
     ) -> None:
-        self.torch, self.options, self.folder, self._resumed = torch, options, folder, resumed
+        self.options, self.folder, self._resumed = options, folder, resumed
         self._sources = dict[str, str]()
         self._why_not = ""
         self.next_command = "the same command" + (" without --from-scratch" if options.from_scratch else "")
@@ -70,8 +99,37 @@ class ExactSession(ScriptReplay):
             cost_s=(exact.cost_s if exact is not None else 0.0) or COST_S,
         )
         atexit.register(self.rescue.finish)
-        state = self._state(unfinished)
-        super().__init__(self.journal, state, self.rescue, ledger, options.shows)
+        self.saved = state = self._state(unfinished)
+        self.value_log = ValueLog(self.refuse, self.say)
+        self.replay_tensors = FakeOperators(self.refuse)
+        self.skipping = Skipping(self.value_log, self.replay_tensors, ledger)
+        self.batches = ReplayedLoaders(self.value_log, ledger, self._begins, own_generators)
+        self.files = Files(
+            self.journal.with_name(f"{self.journal.name}.files"),
+            self.value_log,
+            self.refuse,
+            self.resumes_itself,
+        )
+        self._quiet: MutedIO | None = None
+        self._origins: InitialTensors | None = None
+        self._draws: RandomDrawCheck | None = None
+        self._call: Any = None
+        # root modules, in the order of their first calls
+        self._numbers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._numbered = 0
+        self._began_s = self._trained_s = 0.0  # start of training or resume; training time before it
+        self.pid = os.getpid()
+        self.observing = ValueHooks(self.value_log, ledger)
+        self.replay_tensors.shaped_again = self.observing.shaped_again
+        self.observe()
+        os.register_at_fork(after_in_child=self._forked)
+        if state is None:
+            self._start = random_states(torch)
+            self.files.look()
+        else:
+            self._start = state["start"]
+            self._play(state)
+        self.files.install()
         heartbeat.on_own_resume(self.resumes_itself)
         atexit.register(self._ended)
 
@@ -88,8 +146,8 @@ class ExactSession(ScriptReplay):
             return None
         self.say(f"replaying the program up to step {self.save.step}, from {os.path.relpath(self.save.path)}")
         try:
-            check(self.torch, self.save, self.meta)
-            state: dict[str, Any] = self.save.read(self.torch)["exact"]
+            check(torch, self.save, self.meta)
+            state: dict[str, Any] = self.save.read(torch)["exact"]
             return state
         except FlatoutError as error:
             self.refuse(str(error).rstrip("."))
@@ -116,7 +174,7 @@ class ExactSession(ScriptReplay):
             self.refuse(f"internal error in flatout ({type(error).__name__}: {error})")
         self.rescue.leave()
 
-    # -- ScriptReplay ------------------------------------------------------------------------------------------
+    # -- the process -----------------------------------------------------------------------------------------
 
     def say(self, sentence: str) -> None:
         say_at_once(sentence)
@@ -145,7 +203,7 @@ class ExactSession(ScriptReplay):
     def at_resume_point(self, through_s: float, trained_s: float) -> None:
         assert self.save is not None
         assert self.meta is not None
-        differs = differences(self.meta.surroundings, environment(self.torch))
+        differs = differences(self.meta.surroundings, environment(torch))
         if differs:  # the program has made its own settings by now
             self.refuse(f"the environment differs from that of {self.save.path.name}: {'; '.join(differs)}")
         self.say(
@@ -171,7 +229,7 @@ class ExactSession(ScriptReplay):
     # -- ExactResumePart ---------------------------------------------------------------------------------------
 
     def extra_state(self, frame: FrameType | None) -> tuple[dict[str, Any], str]:
-        state, why_not = super().extra_state(frame)
+        state, why_not = self._extra_state(frame)
         if why_not and why_not != self._why_not and not self.value_log.broken:
             say_at_once(f"from here on this program could not be resumed exactly: {why_not}")
         self._why_not = why_not
@@ -206,6 +264,181 @@ class ExactSession(ScriptReplay):
         if failure is None and not self.rescue.signalled:
             self.journal.unlink(missing_ok=True)
             self.files.ended()
+
+    def observe(self) -> None:
+        """Install the hooks; they stay until the ledger is restored."""
+        self.observing.install()
+        self.skipping.install()
+
+    def install(self) -> None:
+        """Patch the DataLoaders. Call it after everything else that changes how loaders are made."""
+        self.batches.install()
+
+    def _forked(self) -> None:
+        self.value_log.paused += 1
+
+    # -- recording ------------------------------------------------------------------------------------------
+
+    def _extra_state(self, frame: FrameType | None) -> tuple[dict[str, Any], str]:
+        """Return what a checkpoint needs to resume from this event, and why it would be unusable, or ""."""
+        value_log = self.value_log
+        if value_log.paused > 1:  # one of them is for the checkpointing listener
+            return {}, "its steps end inside a backward pass, where nothing is recorded"
+        position = value_log.write()
+        if position is None or self._origins is None:
+            return {}, value_log.broken or "its training has not begun"
+        state, unsound = state_of_world(self._world(frame), self._origins)
+        unsound += self.files.unsound()
+        if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+            unsound.append("it runs as several ranks")
+        return {
+            **state,
+            "start": self._start,
+            "random": random_states(torch),
+            "batches": self.batches.place(),
+            "files": self.files.state(),
+            "journal": position.to_json(),
+            "trained_s": self._trained_s + seconds() - self._began_s,
+            "events": value_log.events,
+            "steps": value_log.steps,
+        }, "; ".join(unsound)
+
+    def flush(self) -> None:
+        """Wait until the journal is on the disk."""
+        if self.value_log.journal is not None:
+            self.value_log.journal.flush()
+
+    def _world(self, frame: FrameType | None) -> ReachableState:
+        return ReachableState().look(frame, {"call": self._call, **self.batches.held()})
+
+    def _begins(self) -> None:
+        """Start the training at the first batch or module call; everything before it was really executed."""
+        if self._origins is None:
+            self.value_log.began, self._began_s = True, seconds()
+            self.files.training_begins()
+            with self.value_log.unrecorded:
+                self._origins = InitialTensors(
+                    ReachableState().look(sys._getframe(1), {}), everything=self.value_log.going
+                )
+            if self.value_log.going:
+                self._draws = RandomDrawCheck()
+                self.skipping.starts()
+            elif not self.value_log.broken:
+                self._record_from_here()
+
+    def _record_from_here(self) -> None:
+        """Record from here on, with the values so far. Processes that do not train never reach this."""
+        self.recording_begins()
+        try:
+            self.value_log.record(ValueJournal(self.journal))
+        except StorageError as error:
+            self.value_log.breaks(str(error))
+            self.say(f"this script cannot be resumed exactly: {error}")
+
+    @contextmanager
+    def for_real(self) -> Iterator[None]:
+        """Run flatout's own code: it acts on real tensors and is not recorded."""
+        with self.skipping.paused(), self.value_log.unrecorded:
+            yield
+
+    # -- events ---------------------------------------------------------------------------------------------
+
+    def _event(self, what: int) -> bool:
+        """Log an event; return whether the checkpointing listener gets it."""
+        if not self.value_log.observes:  # e.g. inside a backward pass
+            return not self.value_log.going
+        if self.value_log.event(what):
+            self._resume_point(sys._getframe(2))
+            return True
+        return not self.value_log.going
+
+    def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._begins()
+        self._call = root, args, kwargs
+        if root not in self._numbers:
+            self._numbers[root] = self._numbered
+            self._numbered += 1
+        if self._event(FORWARD + 16 * self._numbers[root]):
+            self._passes_on(self.rescue.forward_begin, root, args, kwargs)
+        self._call = None
+
+    def backward_begin(self, losses: tuple[Any, ...]) -> None:
+        self._begins()
+        if self._event(BACKWARD):
+            self._passes_on(self.rescue.backward_begin, losses)
+
+    def backward_end(self) -> None:
+        if self._event(WENT_BACKWARD):
+            self._passes_on(self.rescue.backward_end)
+
+    def optimizer_begin(self, optimizer: Optimizer) -> None:
+        if self._event(OPTIMIZER):
+            self._passes_on(self.rescue.optimizer_begin, optimizer)
+
+    def optimizer_end(self, optimizer: Optimizer) -> None:
+        if self._event(STEPPED):
+            self._passes_on(self.rescue.optimizer_end, optimizer)
+
+    def step_end(self) -> None:
+        if self.value_log.observes:
+            self.value_log.mark()
+        if not self.value_log.going:
+            self._passes_on(self.rescue.step_end)
+
+    def _passes_on(self, event: Callable[..., None], *about: object) -> None:
+        """Call the checkpointing listener, unrecorded."""
+        with self.value_log.unrecorded:
+            event(*about)
+
+    # -- replaying ------------------------------------------------------------------------------------------
+
+    def _play(self, state: dict[str, Any]) -> None:
+        self.value_log.play(
+            read_journal(self.journal, JournalPosition.from_json(state["journal"])), state["events"]
+        )
+        self.batches.fetched = set(state["batches"]["fetched"])
+        set_random_states(torch, state["start"])
+        self._quiet = MutedIO(self.refuse, self.options.shows)
+        self.files.play(state["files"])
+        self.skipping.play(self._begins)
+
+    def _resume_point(self, frame: FrameType) -> None:
+        """Restore the saved state: the script is at the resume point, with fake tensors."""
+        try:
+            with self.value_log.unrecorded:
+                self.skipping.stops()
+                self._restore(self.saved or {}, frame)
+        except FlatoutError as error:
+            self.refuse(str(error))
+        except Exception as error:
+            self.refuse(f"internal error in flatout ({type(error).__name__}: {error})")
+        now_s = seconds()
+        through_s, self._began_s = now_s - self._began_s, now_s
+        self.saved = None
+        self.at_resume_point(through_s, self._trained_s)
+
+    def _restore(self, saved: dict[str, Any], frame: FrameType) -> None:
+        assert self._origins is not None
+        assert self._draws is not None
+        assert self._quiet is not None
+        self.value_log.end()
+        if drawn := self._draws.compare(saved["random"]):
+            self.refuse(
+                f"both the script and its skipped data loading draw from {' and '.join(drawn)}. Give the data set a random "
+                f"generator of its own, or use loader workers"
+            )
+        resume_point = ResumePoint(saved, self.replay_tensors, self._origins, self.refuse)
+        world = self._world(frame)
+        resume_point.compare(world, self.batches.waiting())
+        self.skipping.ends()
+        self.files.come_out()  # before workers start: they would stay in the file sandbox
+        self.batches.go_on(saved["batches"])
+        resume_point.put_back(world)
+        set_random_states(torch, saved["random"])
+        self.files.go_on(saved["files"])
+        self._quiet.ends()
+        self.value_log.record(ValueJournal(self.journal, JournalPosition.from_json(saved["journal"])))
+        self._trained_s = saved["trained_s"]
 
 
 def _place_of(failure: BaseException) -> str:
