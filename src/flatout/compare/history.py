@@ -38,7 +38,6 @@ REPORTS = {
     "tune": "report.html",
     "profile": "profile.html",
     "compare": "compare.html",
-    "bisect": "bisect.json",
     "memory": "memory.html",
     "batch": "batch.html",
     "lr": "lr.html",
@@ -46,7 +45,7 @@ REPORTS = {
     "incidents": "incidents.jsonl",
 }
 RECORDS = ("session.json", "profile.json", "compare.json", "unfinished.json")
-WITH_A_COMMAND = ("memory.json", "batch.json", "lr.json", "scale.json", "bisect.json", "unfinished.json")
+WITH_A_COMMAND = ("memory.json", "batch.json", "lr.json", "scale.json", "unfinished.json")
 NOT_OF_ITS_FORM = (TypeError, ValueError, KeyError, AttributeError, IndexError, ArithmeticError)
 WORST = ("failed", "interrupted", "finished")
 FEWEST_LIVE = 5  # figures, for the range of steps/s
