@@ -29,7 +29,7 @@ COMPILES = re.compile(
 )
 IMPORTS = re.compile(r"^<frozen importlib")
 MEETS_RANKS = re.compile(
-    r"/torch/distributed/|/distributed/(?:exchange|bucket_queue|wire|sharding)\.py|/autograd/graph\.py|/torch/cuda/"
+    r"/torch/distributed/|/distributed/(?:exchange|transport|sharding)\.py|/autograd/graph\.py|/torch/cuda/"
 )
 FETCHES = re.compile(r"/torch/utils/data/_utils/fetch\.py|/flatout/data/")
 
