@@ -343,10 +343,13 @@ ROWS = [
         "the script already sets gradient_as_bucket_view",
         not_run=OF_TORCHRUN,
     ),
-    *each(
-        OF_DDP,
-        "the program's DistributedDataParallel has one rank, so nothing is exchanged",
-        not_run=OF_TORCHRUN,
+    *(
+        Row(
+            lever,
+            "the program's DistributedDataParallel has one rank, so nothing is exchanged",
+            not_run=OF_TORCHRUN,
+        )
+        for lever in OF_DDP
     ),
     Row(
         "comm_compression",
