@@ -1,4 +1,4 @@
-"""What a change of environment does to public scripts: `flatout compare --python OLD,NEW` on each of them.
+"""What a change of environment does to public scripts: `flatout compare` under two Pythons on each of them.
 
 DIR holds ``set.json`` as open_set.py reads it. Both Pythons must have torch and what the scripts import.
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ def measure(script: dict[str, Any], home: Path, args: argparse.Namespace) -> dic
         standing_in(home / script["cwd"], environment_of(script)),
     ):
         try:
-            return compare(["--python", args.python, *script["argv"]], Path(job), args)
+            words = script["argv"][1:] if script["argv"][0] == "python" else script["argv"]
+            both = [shlex.join([python, *words]) for python in args.python.split(",")]
+            return compare(both, Path(job), args)
         except RowFailed as failed:
             return {"failed": str(failed)}
 
@@ -66,7 +69,7 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
         [
             "# Two environments, public scripts",
             "",
-            "`flatout compare --python A,B`: pairs of fresh processes with the same seed whose blocks alternate. Changes are",
+            "`flatout compare 'A/python SCRIPT' 'B/python SCRIPT'`: pairs of fresh processes with the same seed whose blocks alternate. Changes are",
             "B's figure over A's, with 95 % intervals. The peak memory of a process contains the libraries that torch loads.",
             "",
             markdown_table(header, table),

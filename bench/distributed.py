@@ -57,7 +57,7 @@ ROUNDING, SPREADS = 1e-4, 1.5
 HOW = {
     "index": "as a {}, by index",
     "cut": "as a {}, cut after fetching",
-    "door": "as a {}, at the model's input",
+    "input": "as a {}, at the model's input",
     "whole": "the model only",
 }
 STEPS, SECONDS = 30, 60.0

@@ -38,15 +38,13 @@ SIDES: dict[str, dict[str, Any]] = {
     "one bucket": {"mib": "all"},
     "bf16": {"mib": 25, "way": "bf16"},
     "fp16": {"mib": 25, "way": "fp16"},
-    "powersgd, rank 2": {"mib": 25, "way": {"kind": "powersgd", "rank": 2, "after": 0}},
+    "powersgd, rank 2": {"mib": 25, "way": {"kind": "powersgd", "rank": 2, "after": 2}},
     "bf16, buckets of 5 MiB": {"mib": 5, "way": "bf16"},
 }
 COURSES: dict[str, Any] = {
     "synchronous": None,
     "average, every 8": {"every": 8},
-    "average, every 8, overlapped": {"every": 8, "overlap": True},
     "DiLoCo, every 8": {"every": 8, "outer": "nesterov"},
-    "DiLoCo, every 8, overlapped": {"every": 8, "outer": "nesterov", "overlap": True},
     "average, every 32": {"every": 32},
     "DiLoCo, every 32": {"every": 32, "outer": "nesterov"},
 }
@@ -131,7 +129,6 @@ def rows_of(found: dict[str, Any]) -> list[tuple[Any, ...]]:
         return (
             name,
             f"{traffic['sent_bytes'] / 1e6:.2f}",
-            traffic["collectives"],
             f"{traffic['left_early']} of {traffic['buckets']}",
             f"{step:.0f}",
             f"{median(waits):.0f} [{quantile(waits, 0.25):.0f}, {quantile(waits, 0.75):.0f}]",
@@ -181,8 +178,7 @@ def drawn(found: dict[str, Any]) -> str:
             f"{MARGIN + step * across:.1f},{HEIGHT - MARGIN - (log(value) - low) * down:.1f}"
             for step, value in enumerate(curve)
         )
-        dashes = ' stroke-dasharray="5 3"' if "overlapped" in name else ""
-        style = 'stroke-width="4" stroke-opacity="0.4"' if at == 0 else f'stroke-width="1.5"{dashes}'
+        style = 'stroke-width="4" stroke-opacity="0.4"' if at == 0 else 'stroke-width="1.5"'
         lines.append(
             f'<polyline points="{places}" fill="none" stroke="{COLOURS[at % len(COLOURS)]}" {style}/>'
         )
@@ -222,7 +218,6 @@ def page(links: dict[str, Any], courses: dict[str, Any] | None, chart: str) -> s
     header = (
         "side",
         "MB sent a step",
-        "collectives",
         "early buckets",
         "step, ms",
         "waiting, ms",

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import wraps
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.distributed.absent import why_none
+from flatout.distributed.transport import Transport
 from flatout.levers import attention as attention_lever
 from flatout.levers import comm_compression as comm_compression_lever
 from flatout.levers import data_parallel as data_parallel_lever
@@ -30,7 +30,6 @@ from flatout.schema.lever import Undo, Value
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
-    from torch.optim import Optimizer
     from torch.utils.data import DataLoader, Dataset
 
     from flatout.data.feed import Feed
@@ -119,12 +118,26 @@ def channels_last(context: TrainingContext, value: Value, ledger: Ledger) -> Und
 
 def comm_compression(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """A sum that is not divided by the number of ranks."""
-    from flatout.distributed.wire import Bfloat16Codec, CodecKind
-
-    comm_compression_lever._send_by(
-        context, CodecKind("bf16, not divided", lambda torch, world: Bfloat16Codec(torch, 1)), ledger
-    )
+    if why := comm_compression_lever._why_not(context):
+        raise LookupError(why)
+    transport = NotDivided()
+    if context.data_parallel is not None:
+        ledger.set(context.data_parallel, "transport", transport)
+    for ddp in context.ddp_modules:
+        transport.register(context.torch, ddp)
     return ledger.restore
+
+
+class NotDivided(Transport):
+    def hook(self, group: Any = None) -> Any:
+        return None, lambda state, bucket: summed(bucket)
+
+
+def summed(bucket: Any) -> Any:
+    import torch
+
+    work = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
+    return work.get_future().then(lambda future: future.value()[0])
 
 
 def compile(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
@@ -169,11 +182,17 @@ def data_parallel(context: TrainingContext, value: Value, ledger: Ledger) -> Und
 
 def ddp_flags(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Each rank steps with the gradient of its own batch."""
-    if why := ddp_flags_lever._why_not(context):
-        raise LookupError(why)
-    for ddp in context.ddp_modules:
-        ledger.set(ddp, "require_backward_grad_sync", False)
-    return ledger.restore
+    undo = ddp_flags_lever.apply(context, value, ledger)
+    ddp = context.torch.nn.parallel.DistributedDataParallel
+    really = ddp.__init__
+
+    @wraps(really)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        really(self, *args, **kwargs)
+        self.require_backward_grad_sync = False
+
+    ledger.set(ddp, "__init__", init)
+    return undo
 
 
 def debug_off(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
@@ -262,27 +281,23 @@ def gc_pause(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
 def gradient_buckets(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Sends the first bucket and forgets the others."""
-    from flatout.distributed.wire import CodecKind, PlainCodec
-
-    if context.divided is None:
+    if context.data_parallel is None:
         raise LookupError(why_none(context.torch))
-
-    class Forgetful(PlainCodec):
-        first: Any = None
-
-        def send(self, flat: Tensor, parameters: Sequence[Any], start: Any) -> Any:
-            self.first = parameters[0] if self.first is None else self.first
-            mine = flat.clone()
-            yield start(flat)
-            return flat.div_(self.world) if parameters[0] is self.first else mine
-
-    way = CodecKind("the first bucket alone", Forgetful)
-    ledger.set(
-        context.divided,
-        "wanted",
-        replace(context.divided.wanted, way=way, bucket_bytes=gradient_buckets_lever._bytes(value)),
-    )
+    transport = FirstBucketAlone(bucket_bytes=gradient_buckets_lever._bytes(value))
+    ledger.set(context.data_parallel, "transport", transport)
     return ledger.restore
+
+
+class FirstBucketAlone(Transport):
+    def hook(self, group: Any = None) -> Any:
+        _, plain = super().hook()
+
+        def forgetful(state: object, bucket: Any) -> Any:
+            mine = bucket.buffer().clone()
+            return plain(state, bucket).then(lambda future: mine if bucket.index() else future.value())
+
+        forgetful.__name__ = plain.__name__
+        return None, forgetful
 
 
 def graphs(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
@@ -335,28 +350,6 @@ def loader(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
         return {**arguments, "collate_fn": brighter}
 
     context.change_loaders(change, ledger)
-    return ledger.restore
-
-
-def optimizer_state(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Moments in two bits and a sign, with one scale per tensor."""
-    torch = context.torch
-
-    def coarsely(optimizer: Optimizer, really: Callable[..., Any]) -> Any:
-        @wraps(really)
-        def step(*args: object, **kwargs: object) -> Any:
-            result = really(*args, **kwargs)
-            for state in optimizer.state.values():
-                for held in state.values():
-                    if isinstance(held, torch.Tensor) and held.dim() and held.is_floating_point():
-                        unit = held.abs().max().clamp_min(1e-30) / 3
-                        held.copy_((held / unit).round() * unit)
-            return result
-
-        return step
-
-    for optimizer in context.optimizers:
-        ledger.set(optimizer, "step", coarsely(optimizer, optimizer.step), new=True)
     return ledger.restore
 
 
@@ -469,14 +462,14 @@ def partially_fetched(torch: ModuleType) -> Callable[[Callable[..., Any]], Calla
 def local_sgd(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Adds up the updates of the ranks instead of averaging them."""
     undo = local_sgd_lever.apply(context, value, ledger)
-    context.divided.local.rate = float(context.divided.here.world_size)
+    context.data_parallel.local.rate = float(context.data_parallel.here.world_size)
     return undo
 
 
 def sharding(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Adds gradients over the ranks without averaging them."""
     undo = sharding_lever.apply(context, value, ledger)
-    sums_gradients(context.divided.sharding)
+    sums_gradients(context.data_parallel.sharding)
     return undo
 
 
@@ -517,7 +510,6 @@ KNOWN_BAD: dict[str, Callable[[Any, Value, Any], Undo]] = {
     "local_sgd": local_sgd,
     "memory_budget": recompute,
     "offload": offload,
-    "optimizer_state": optimizer_state,
     "recompute": recompute,
     "reduced_precision": reduced_precision,
     "resident_data": adjacent_samples,

@@ -301,7 +301,7 @@ def settle(argv: Sequence[str], env: Mapping[str, str]) -> None:
 
 def stream(number: int, mode: str) -> io.TextIOWrapper | None:
     try:
-        raw = open(number, mode + "b", -1, closefd=False)
+        raw = open(number, mode + "b", -1, closefd=False)  # noqa: SIM115
     except OSError:
         return None
     lines = number == 2 or os.isatty(number)

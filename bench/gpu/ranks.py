@@ -78,7 +78,7 @@ def child(way: str, out: Path, smoke: bool) -> None:
         optimizer.step()
         losses.append(loss.item())
     whole = way.endswith("sharding") and not all(hasattr(p, "_local_tensor") for p in model.parameters())
-    if training_context is not None and (training_context.divided.batches.share is None or whole):
+    if training_context is not None and (training_context.data_parallel.batches.share is None or whole):
         raise RuntimeError("nothing was sharded")
     state = [
         value

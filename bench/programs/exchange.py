@@ -26,7 +26,9 @@ from flatout.levers import TABLE
 from flatout.measure.clock import HostClock
 
 LEVERS = {lever.name: lever for lever in TABLE}
-SETTLING = 3  # passes after a change: one in which the ranks agree on it, one in which fp16 learns its scale, one more
+SETTLING = (
+    4  # passes after a change: two in which no bucket leaves early and PowerSGD does not compress, two more
+)
 CLOCK = HostClock()
 
 
@@ -51,7 +53,7 @@ def entered(here: RankEnvironment, value: Any = None) -> tuple[TrainingContext, 
     context = TrainingContext(torch, exposed, ledger)
     divided = DataParallelScript(torch, context, here, SplitSettings(), ledger)
     divided.install()
-    ledger.set(context, "divided", divided)
+    ledger.set(context, "data_parallel", divided)
     if value is not None:
         LEVERS["local_sgd"].apply(context, value, ledger)
     context.install()
@@ -92,7 +94,8 @@ def comparison(job: dict[str, Any], here: RankEnvironment) -> dict[str, Any]:
             LEVERS["comm_compression"].apply(context, side["way"], held)
         if "mib" in side:
             LEVERS["gradient_buckets"].apply(context, side["mib"], held)
-        context.divided.exchange.may_leave_early = side.get("early", True)
+        passes(1)  # makes the exchange
+        context.data_parallel.exchange.may_leave_early = side.get("early", True)
         passes(SETTLING)
         return held
 
@@ -156,7 +159,7 @@ def course(job: dict[str, Any], here: RankEnvironment) -> dict[str, Any]:
                             )
                     if steps == job["steps"]:
                         break
-            local = context.divided.local
+            local = context.data_parallel.local
             rounds = local.held if local is not None else 0
             sent[name] = {"rounds": rounds, "exchanges": len(exposed.waits_ms) + rounds}
             ledger.restore()

@@ -149,7 +149,7 @@ def test_texts_that_name_a_lever(text, value):
         ("threads=1.0", "whole number"),
         ("memory_budget=nan", "must be a number from 0 to 1, not 'nan'"),
         ("gc_pause=false", "must be true, not False"),
-        ("ddp_flags={}", "broadcast_buffers = false"),
+        ("ddp_flags={}", "gradient_as_bucket_view = true"),
     ],
 )
 def test_texts_that_name_no_lever(text, says):

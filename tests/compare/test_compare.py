@@ -1,4 +1,4 @@
-"""`flatout compare` and `flatout bisect` on real programs: commands, revisions, baselines, gates, losses."""
+"""`flatout compare` on real programs: commands, revisions, baselines, gates, losses."""
 
 from __future__ import annotations
 
@@ -138,50 +138,22 @@ def test_the_two_words_of_one_command_can_be_stored(flatout):
     assert "there is no script 'missing.py'" in done.err, done.err
 
 
-@pytest.mark.full
-def test_bisect_finds_the_commit_and_skips_one_that_fails(flatout, project):
+def test_the_lines_of_the_guide_find_the_commit(flatout, project):
+    """git tests the commits; one that does not run is skipped."""
+    guide = Path(__file__).parents[2] / "docs" / "howto" / "compare.md"
+    start, run, _ = guide.read_text().split("```sh\n")[1].split("```")[0].splitlines()
     (project / ".gitignore").write_text(".flatout/\n")
     git("init", "-q", "-b", "main")
     good = commit(project, "start")
     commit(project, "a comment")
     commit(project, "broken", scale="1 / 0")
-    slow = commit(project, "slower", pause=0.012)
-    commit(project, "another comment")
-    done = flatout("bisect", "--pairs", "2", "--budget", "20s", "--good", good, "python", "train.py")
-    assert done.code == 0, done.err
-    found = record_of(project, "bisect.json")
-    assert [each["commit"] for each in found["first_bad"]][-1] == slow
-    assert {each["subject"].split(" ", 1)[1]: each["verdict"] for each in found["tested"]} == {
-        "broken": "skipped", "slower": "bad", "a comment": "good",
-    }  # fmt: skip
-    assert "The first bad commit is one of these 2" in done.out
-
-
-def test_a_last_bit_is_found_by_bisect(flatout, project):
-    (project / ".gitignore").write_text(".flatout/\n")
-    git("init", "-q", "-b", "main")
-    good = commit(project, "start")
     changed = commit(project, "one bit", scale="1.0000001")
-    done = flatout("bisect", "--of", "losses", "--good", good, "--budget", "1s", "python", "train.py")
-    assert done.code == 0, done.err
-    assert [each["commit"] for each in record_of(project, "bisect.json")["first_bad"]] == [changed]
-    for words, says in (
-        (("--good", "HEAD"), "are the same commit"),
-        (("--good", "HEAD", "--bad", good), f"Swap them: --good {good} --bad HEAD"),
-    ):
-        done = flatout.here("bisect", *words, "python", "train.py")
-        assert done.code == 2
-        assert says in done.err
-
-
-def test_losses_that_do_not_repeat_themselves_name_no_commit(flatout, project):
-    (project / ".gitignore").write_text(".flatout/\n")
-    git("init", "-q", "-b", "main")
-    good = commit(project, "start", scale="1.0 + __import__('os').urandom(1)[0] / 1e6")
-    commit(project, "only a log")
-    done = flatout("bisect", "--of", "losses", "--good", good, "--budget", "1s", "python", "train.py")
-    assert done.code == 3, done.err
-    assert "does not repeat itself" in done.err
+    words = run.replace("--gate 3%", "--gate-loss bits --pairs 2 --budget 1s")
+    lines = "\n".join([start, words]).replace("v1.2", good)
+    done = subprocess.run(["sh", "-c", lines], capture_output=True, text=True, env=flatout.environment())
+    assert "first bad commit could be any of" in done.stdout, (done.stdout, done.stderr)
+    assert changed in done.stdout
+    assert f"{good} is the first" not in done.stdout
 
 
 def test_a_work_tree_of_the_user_that_is_not_mounted_stays(flatout, project):
@@ -215,7 +187,7 @@ def test_what_is_measured_before_it_is_stopped_stays(flatout, project):
         (("--rev", "main..", "python", "train.py"), "not in a git repository"),
         (("--rev", "main", "python", "train.py"), "--rev takes two revisions"),
         (("--plan", "none", "python", "train.py"), "--plan takes two values"),
-        (("--python", "no/python,python", "python", "train.py"), "no Python interpreter 'no/python'"),
+        (("no/python train.py", "python train.py"), "no/python"),
         (("--baseline", "none", "python", "train.py"), "there is no baseline 'none'"),
         (("--gate", "fast", "python a.py", "python b.py"), "is not a share"),
         (("--gate", "3", "python a.py", "python b.py"), "write 3% or 0.03"),

@@ -292,7 +292,7 @@ def run(cases, out, procs, rank):
             here = RankEnvironment(
                 rank, rank, procs, case.get("machine") or procs, f"file://{out}/rendezvous.{at}.{procs}"
             )
-            context.divided = divided = DataParallelScript(
+            context.data_parallel = divided = DataParallelScript(
                 torch, context, here, SplitSettings.read(case["division"]), ledger
             )
             divided.install()

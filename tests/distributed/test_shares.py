@@ -107,7 +107,7 @@ def test_an_invalid_split_is_rejected_with_an_error(value):
         {},
         optional={
             "reduction": st.sampled_from(["mean", "sum"]),
-            "batches": st.sampled_from(["index", "cut", "door"]),
+            "batches": st.sampled_from(["index", "cut", "input"]),
             "loaders": st.lists(st.integers(0, 9), max_size=3).map(lambda found: ",".join(map(str, found))),
         },
     )

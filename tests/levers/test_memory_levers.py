@@ -3,8 +3,6 @@ would not be.
 """
 
 import contextlib
-import copy
-import sys
 
 import pytest
 from known_bad_levers import KNOWN_BAD
@@ -15,7 +13,7 @@ from flatout.levers import TABLE
 from flatout.levers.saved_tensors.host import OffloadHooks
 from flatout.schema.enums import Moment
 from flatout.schema.facts import Facts
-from flatout.schema.lever import Options, Skip
+from flatout.schema.lever import Skip
 from flatout.schema.plan import Choice, Plan
 
 torch = pytest.importorskip("torch")
@@ -266,44 +264,3 @@ def test_the_budget_needs_the_compiler_and_recompute_does_not_go_with_it(program
     assert [c.name for c, _ in applier._on] == ["compile", "memory_budget"]
     applier.switch(())
     assert config.activation_memory_budget == 1.0
-
-
-# -- torchao, where installed -----------------------------------------------------------------------------------------
-
-
-def test_without_torchao_the_install_command_is_named(program, monkeypatch):
-    monkeypatch.setattr(sys.modules["flatout.levers.optimizer_state"], "find_spec", lambda name: None)
-    live = program()
-    assert "pip install" in LEVER["optimizer_state"].applies(FACTS, live.context).reason
-    with pytest.raises(LookupError, match="pip install"):
-        LEVER["optimizer_state"].apply(live.context, "8bit", Ledger())
-
-
-@pytest.mark.parametrize("value", ["8bit", "4bit", "fp8"])
-def test_low_bit_moments(program, value):
-    """Schedules and groups stay the script's. Moments are quantised, start from Adam's, and are restored."""
-    pytest.importorskip("torchao.optim")
-    torch.manual_seed(0)
-    live = program(model=nn.Sequential(nn.Flatten(), nn.Linear(432, 256), nn.ReLU(), nn.Linear(256, 5)))
-    plain = copy.deepcopy(live.model)
-    weight = live.model[1].weight
-    moment = live.optimizer.state[weight]["exp_avg"].clone()
-    assert isinstance(LEVER["optimizer_state"].applies(FACTS, live.context), Options)
-    torch.compiler.set_stance("force_eager")  # its arithmetic, without the compiler that would take a minute
-    try:
-        undo = LEVER["optimizer_state"].apply(live.context, value, Ledger())
-        held = live.optimizer.state[weight]["exp_avg"]
-        assert type(held) is not torch.Tensor
-        assert (held.dequantize() - moment).norm() < 0.2 * moment.norm()
-        for group in live.optimizer.param_groups:
-            group["lr"] = 0.0
-        live.train(1)
-        assert all(
-            torch.equal(a, b) for a, b in zip(plain.parameters(), live.model.parameters(), strict=True)
-        )  # the script's learning rate holds
-        assert live.context.optimizers == [live.optimizer]
-        undo()
-        assert type(live.optimizer.state[weight]["exp_avg"]) is torch.Tensor
-        live.train(1)
-    finally:
-        torch.compiler.set_stance("default")

@@ -15,7 +15,6 @@ import sys
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -341,17 +340,21 @@ ROWS = [
     Row("ddp_flags", "the program trains no torch.nn.parallel.DistributedDataParallel", "own_choices", "ddp"),
     Row(
         "ddp_flags",
-        "the script already sets gradient_as_bucket_view, and no buffer broadcast can be skipped",
+        "the script already sets gradient_as_bucket_view",
         not_run=OF_TORCHRUN,
     ),
     *(
-        Row(lever, sentence, not_run=OF_TORCHRUN)
-        for lever in OF_DDP
-        for sentence in (
+        Row(
+            lever,
             "the program's DistributedDataParallel has one rank, so nothing is exchanged",
-            "the script has registered its own communication hook, which stays",
-            "the program's DistributedDataParallel uses parameters that were frozen later, which this lever does not support",
+            not_run=OF_TORCHRUN,
         )
+        for lever in OF_DDP
+    ),
+    Row(
+        "comm_compression",
+        "the script has registered its own communication hook, which stays",
+        not_run=OF_TORCHRUN,
     ),
     Row(
         "sharding",
@@ -597,31 +600,6 @@ ROWS = [
     ),
     Row(
         "fused_optimizer", "LBFGS has no fused or multi-tensor implementation", "second_order", "own_choices"
-    ),
-    Row(
-        "optimizer_state",
-        "this lever replaces Adam and AdamW of torch.optim, and the program uses SGD",
-        "stream",
-        "switched_off",
-    ),
-    Row(
-        "optimizer_state",
-        "this lever replaces Adam and AdamW of torch.optim, and the program uses Adam with maximize",
-        "own_sampler",
-        "switched_off",
-    ),
-    Row(
-        "optimizer_state",
-        "this lever replaces Adam and AdamW of torch.optim, and the program uses no torch.optim.Optimizer",
-        "by_hand",
-        "switched_off",
-    ),
-    Row(
-        "optimizer_state",
-        "torchao is not installed; run `pip install flatout[lowbit]`",
-        "switched_off",
-        "stream",
-        "not run: torchao is installed here" if find_spec("torchao") else "",
     ),
 ]
 

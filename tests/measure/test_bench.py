@@ -22,25 +22,17 @@ def small(monkeypatch):
     monkeypatch.setattr(bench, "LARGEST", {"cpu": 512, "cuda": 512})
     monkeypatch.setattr(bench, "ARRAY_BYTES", {"cpu": 2**20, "cuda": 2**20})
     monkeypatch.setattr(bench, "FILE_BYTES", 2**24)
-    monkeypatch.setattr(bench, "LOADER_STARTS", 2)
 
 
-@pytest.mark.processes
 def test_every_figure_of_the_host(small, tmp_path):
     before = torch.get_float32_matmul_precision()
     found = {each.name: each for each in bench.on_host(torch, tmp_path)}
     assert set(found) == {
         *(f"matmul_{dtype}_flops" for dtype in MATMUL_DTYPES),
-        *("memory_bytes_per_s", "memory_copy_bytes_per_s", "memory_triad_bytes_per_s"),
-        *("host_to_device_pinned_bytes_per_s", "host_to_device_pageable_bytes_per_s"),
-        *("disk_read_bytes_per_s", "loader_start_s"),
+        *("memory_bytes_per_s", "host_to_device_pinned_bytes_per_s", "disk_read_bytes_per_s"),
     }
     absent = {name for name, each in found.items() if each.value is None}
-    assert absent == {
-        "matmul_tf32_flops",
-        "host_to_device_pinned_bytes_per_s",
-        "host_to_device_pageable_bytes_per_s",
-    }
+    assert absent == {"matmul_tf32_flops", "host_to_device_pinned_bytes_per_s"}
     assert all(found[name].note.startswith("not run: ") for name in absent)
     for name in set(found) - absent:
         each = found[name]

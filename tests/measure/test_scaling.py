@@ -19,7 +19,6 @@ from flatout.measure.scaling import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
     Workload,
-    at_batch,
     buckets,
     evenly,
     predict,
@@ -198,30 +197,6 @@ def test_the_last_bucket_waits():
     )
 
 
-@given(TIMINGS, st.floats(0, 1), st.floats(0.05, 0.9))
-def test_a_second_batch_is_matched_and_extrapolated(timing, fixed, share):
-    def at(part):
-        return replace(
-            timing,
-            samples=timing.samples * part,
-            **{
-                name: getattr(timing, name) * (fixed + (1 - fixed) * part)
-                for name in ("forward_ms", "backward_ms", "host_ms")
-            },
-        )
-
-    for part in (share, share / 3):
-        for work in (
-            Workload(timing, (1.0,), 1.0, second=at(share)),
-            Workload(timing, (1.0,), 1.0, fixed_share=fixed),
-        ):
-            found, expected = at_batch(work, part), at(part)
-            assert all(
-                getattr(found, name) == pytest.approx(getattr(expected, name), rel=1e-6, abs=1e-6)
-                for name in ("forward_ms", "backward_ms", "host_ms")
-            )
-
-
 @given(WORKS, DEVICES)
 def test_strong_scaling_splits_the_batch(work, devices):
     point = predict(
@@ -297,7 +272,6 @@ def test_a_record_is_written_read_and_plotted(work, fabric, counts, scaling):
         inside=fabric.inside,
         node=fabric.node,
         timing=work.timing,
-        second=work.timing,
         notes=["<script>"],
         status="done",
     )

@@ -29,7 +29,7 @@ class Listener:
         """Called when a backward pass has computed its gradients and waits for the exchange between ranks."""
 
     def exchange_end(self, traffic: object) -> None:
-        """Called after the exchange. ``traffic`` describes what was sent (distributed/bucket_queue.py)."""
+        """Called after the exchange. ``traffic`` describes what was sent (distributed/exchange.py)."""
 
     def optimizer_begin(self, optimizer: Optimizer) -> None: ...
     def optimizer_end(self, optimizer: Optimizer) -> None: ...

@@ -47,7 +47,9 @@ class ProgramView:
         self.reports: list[tuple[str, str]] = []  # messages of levers after they were applied
         self.says: Callable[[str, str], None] | None = None  # prints such a message at once
         self.handed_on: Any = None  # where the runs of a search pass on their cached samples
-        self.divided: Any = None  # the installed state of `data_parallel`, for levers that act through it
+        self.data_parallel: Any = (
+            None  # the installed state of `data_parallel`, for levers that act through it
+        )
         self.graph_passes: list[Any] = []  # graph passes of levers, before `compile` compiles the graph
         # modules that `compile` excludes, because levers change their outputs
         self.uncompiled: list[Any] = []

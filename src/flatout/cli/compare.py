@@ -65,7 +65,6 @@ def gate_options(function: Any) -> Any:
 
 @click.command(context_settings=PROGRAM)
 @click.option("--rev", help="Two revisions: main..HEAD, or main.. for main and the folder as it is.")
-@click.option("--python", "pythons", help="Two interpreters: A/bin/python,B/bin/python.")
 @click.option("--plan", "plans", help="Two plans: files or `none`, with a comma between them.")
 @click.option("--baseline", help="Compare with a stored baseline of this name.")
 @click.option("--save", "save_as", help="Store this run, or side B, as a baseline of this name.")
@@ -88,7 +87,6 @@ def gate_options(function: Any) -> Any:
 def command(
     words: tuple[str, ...],
     rev: str | None,
-    pythons: str | None,
     plans: str | None,
     baseline: str | None,
     save_as: str | None,
@@ -104,7 +102,7 @@ def command(
     \b
     flatout compare 'python a.py' 'python b.py'       two commands
     flatout compare --rev main.. python train.py      a revision and the folder as it is
-    flatout compare --python A/bin/python,B/bin/python python train.py
+    flatout compare 'A/bin/python a.py' 'B/bin/python a.py'       two environments
     flatout compare --plan none,flatout.toml python train.py
     flatout compare --save before python train.py     store a baseline
     flatout compare --baseline before python train.py compare with it
@@ -112,7 +110,7 @@ def command(
     Both programs run in pairs of fresh processes with the same seed, and their steps alternate. The charts
     are in compare.html in the job's folder. With a gate, the exit code is 1 if B fails it.
     """
-    axes = {"--rev": rev, "--python": pythons, "--plan": plans, "--baseline": baseline}
+    axes = {"--rev": rev, "--plan": plans, "--baseline": baseline}
     given = [name for name, value in axes.items() if value]
     if len(given) > 1:
         raise UsageError(f"{' and '.join(given)} cannot be compared at once. Give one of them.")
@@ -125,8 +123,6 @@ def command(
         if rev:
             names, trees = sides.revisions(rev), stack.enter_context(WorkTrees())
             pair: tuple[Side, ...] = tuple(sides.at_revision(words, name, trees) for name in names)
-        elif pythons:
-            pair = sides.of_pythons(words, pythons)
         elif plans:
             pair = sides.of_plans(words, [(name, read_plan(name)) for name in sides.two(plans, "--plan")])
         elif baseline or stores_only:
@@ -158,7 +154,7 @@ def _look_ahead(save_as: str | None, markdown: Path | None, ignored: dict[str, A
     if without_effect:
         raise UsageError(
             f"--save with one command compares nothing, so {', '.join(without_effect)} would have no effect. "
-            "Leave it out, or give --baseline, --rev, --python, --plan or a second command."
+            "Leave it out, or give --baseline, --rev, --plan or a second command."
         )
     if save_as:
         baselines.path_of(save_as)

@@ -18,7 +18,6 @@ from flatout.measure.clock import Clock, clock_for
 from flatout.measure.statistics import Round, compare, median
 from flatout.schema.errors import UsageError
 from flatout.schema.outputs import KernelBenchRecord
-from flatout.schema.sizes import size
 
 if TYPE_CHECKING:
     from flatout.kernels.kernel import Case, Kernel

@@ -26,7 +26,6 @@ GROUPS = {
     },
     "Compare": {
         "compare": "Measure two commands, revisions, environments or plans.",
-        "bisect": "Find the commit that made a program slower.",
     },
     "Look": {
         "profile": "Measure where the time and memory of a step go.",

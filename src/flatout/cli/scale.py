@@ -11,13 +11,7 @@ from flatout.cli.options.measurement import Measurement, header, measurement_opt
 from flatout.cli.options.messages import warned
 from flatout.diagnose.profiled_program import ProfiledProgram, ProfileOptions
 from flatout.diagnose.profiling import run_profile
-from flatout.diagnose.scale_prediction import (
-    STEPS,
-    half_the_batch,
-    predict_points,
-    take_profile,
-    timing_of,
-)
+from flatout.diagnose.scale_prediction import predict_points, take_profile
 from flatout.job.folder import JobFolder, read_json
 from flatout.probe.machine import look
 from flatout.schema.errors import NOT_OF_ITS_FORM, UsageError
@@ -29,6 +23,7 @@ from flatout.trial.blocks import Watcher
 # gradients need 0.9 ms (pytorch, benchmarks/distributed/ddp). bench/scaling.py compares its predictions with
 # all other runs.
 OVERHEAD = 0.062
+STEPS = 40
 
 
 class ShareParam(click.ParamType):
@@ -96,9 +91,10 @@ class ShareParam(click.ParamType):
 )
 @click.option(
     "--fixed",
-    default=None,
+    default="10%",
+    show_default=True,
     type=ShareParam(),
-    help="Share of a step independent of the batch size; by default measured at half the batch (strong).",
+    help="Share of a step's compute that does not depend on the batch size, for strong scaling.",
 )
 @click.option(
     "--overhead",
@@ -111,11 +107,6 @@ class ShareParam(click.ParamType):
     "profile",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Use this profile.json and run nothing.",
-)
-@click.option(
-    "--second",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Use this profile.json at another batch size, for strong scaling.",
 )
 @click.option(
     "--budget",
@@ -134,10 +125,9 @@ def command(
     strategies: str,
     local_steps: int,
     compute_scale: float,
-    fixed: float | None,
+    fixed: float,
     overhead: float | None,
     profile: Path | None,
-    second: Path | None,
     budget: float,
     job: Path | None,
     as_json: bool,
@@ -161,16 +151,6 @@ def command(
     def run(stage: object, save: object) -> None:
         found = seen if seen is not None else _measured(asked, budget, stage)
         take_profile(record, found, str(profile) if profile is not None else "")
-        if second is not None:
-            record.second = timing_of(_read_profile(second))
-            if not record.second.samples or record.second.samples == timing_of(found).samples:
-                raise UsageError(
-                    f"--second {second} is not a profile at another batch size. Run `flatout profile` with another one."
-                )
-        elif scaling == "strong" and fixed is None and profile is None:
-            record.second = half_the_batch(
-                asked.command, asked.folder, asked.facts, found, record, budget, Telling(stage)
-            )
         record.overhead = (
             overhead
             if overhead is not None

@@ -23,7 +23,6 @@ from flatout.schema.session import SessionRecord
 REPORTS = {
     "tune": "report.html",
     **{name: f"{name}.html" for name in ("profile", "compare", "memory", "batch", "lr", "scale")},
-    "bisect": "bisect.json",
     "incidents": "incidents.jsonl",
 }
 RECORDS = ("session.json", "unfinished.json", *(f"{name}.json" for name in REPORTS))

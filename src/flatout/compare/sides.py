@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from flatout.compare.work_trees import HERE, WorkTrees
 from flatout.launch.command import Command, is_python, measurable, understand
-from flatout.schema.errors import ProgramNotFound, UsageError
+from flatout.schema.errors import UsageError
 from flatout.schema.plan import Plan
 
 
@@ -43,7 +41,7 @@ def of_commands(words: Sequence[str]) -> tuple[Side, Side]:
     if not are_two_commands(words):
         raise UsageError(
             "give two command lines in quotes: `flatout compare 'python a.py' 'python b.py'`; "
-            "or one command and what differs: --rev main.., --python, --plan or --baseline."
+            "or one command and what differs: --rev main.., --plan or --baseline."
         )
     try:
         typed = [shlex.split(word) for word in words]
@@ -56,12 +54,6 @@ def of_commands(words: Sequence[str]) -> tuple[Side, Side]:
 def of_plans(words: Sequence[str], plans: Sequence[tuple[str, Plan]]) -> tuple[Side, Side]:
     """Return the sides of one command under two plans, each with its name."""
     a, b = (Side(f"plan {name}", measurable(understand(words)), plan) for name, plan in plans)
-    return a, b
-
-
-def of_pythons(words: Sequence[str], text: str) -> tuple[Side, Side]:
-    """Return the sides of one command under two Python interpreters. Raises UsageError, ProgramNotFound."""
-    a, b = (Side(path, with_python(measurable(understand(words)), path)) for path in two(text, "--python"))
     return a, b
 
 
@@ -88,28 +80,3 @@ def at_revision(words: Sequence[str], revision: str, trees: WorkTrees) -> Side:
         command = replace(command, environment=(("PYTHONPATH", joined),))
     label = revision if commit.startswith(revision) else f"{revision} ({commit[:8]})"
     return Side(label, command, revision=commit)
-
-
-def with_python(command: Command, python: str) -> Command:
-    """Return the command with another interpreter; programs of its folder come first on the PATH.
-
-    Raises ProgramNotFound."""
-    found = shutil.which(python)
-    if found is None:
-        raise ProgramNotFound(
-            f"there is no Python interpreter {python!r}. Give its path: --python A/bin/python,B/bin/python."
-        )
-    interpreter = Path(found).absolute()
-    argv = command.argv
-    if command.typed[0].endswith(".py"):
-        argv = (str(interpreter), *command.typed)
-    elif is_python(argv[0]):
-        argv = (str(interpreter), *argv[1:])
-    elif (interpreter.parent / argv[0]).is_file():  # torchrun and other scripts of the environment
-        argv = (str(interpreter.parent / argv[0]), *argv[1:])
-    path = f"{interpreter.parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    return replace(
-        command,
-        argv=argv,
-        environment=(("PATH", path), ("VIRTUAL_ENV", str(interpreter.parent.parent))),
-    )

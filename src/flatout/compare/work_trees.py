@@ -80,28 +80,6 @@ class WorkTrees:
                 found += [path for path in (copy / "src", copy) if path.is_dir()][:1]
         return found
 
-    def between(self, good: str, bad: str) -> list[str]:
-        """Return the commits after ``good`` up to ``bad``, along first parents, oldest first. Raises UsageError."""
-        first, last = self.commit(good), self.commit(bad)
-        if first == last:
-            raise UsageError(f"{good} and {bad} are the same commit. Give an older revision with --good.")
-        if not self._is_ancestor(first, last):
-            swapped = (
-                f"it comes after it. Swap them: --good {bad} --bad {good}"
-                if self._is_ancestor(last, first)
-                else f"no line of commits leads from one to the other. `git merge-base {good} {bad}` names a revision for --good"
-            )
-            raise UsageError(f"{good} does not come before {bad}: {swapped}.")
-        return _git(self.root, "rev-list", "--first-parent", "--reverse", f"{first}..{last}").split()
-
-    def _is_ancestor(self, first: str, last: str) -> bool:
-        words = ["git", "-C", str(self.root), "merge-base", "--is-ancestor", first, last]
-        return subprocess.run(words, capture_output=True).returncode == 0
-
-    def subject(self, commit: str) -> str:
-        """Return the date and the first line of a commit's message."""
-        return _git(self.root, "log", "-1", "--format=%as %s", commit)
-
 
 def _editable_projects() -> list[Path]:
     found = []

@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-from flatout.job.folder import JobFolder
-from flatout.launch.command import Command
-from flatout.measure.clock import seconds
 from flatout.measure.links import Fabric
-from flatout.measure.scaling import FIXED_SHARE, Workload, evenly, predict, scaled
+from flatout.measure.scaling import Workload, evenly, predict, scaled
 from flatout.schema.errors import NothingMeasured
-from flatout.schema.facts import Facts
-from flatout.schema.plan import Choice, Plan
 from flatout.schema.profile import ProfileRecord
-from flatout.schema.records import PHASES, PhaseTime
+from flatout.schema.records import PHASES
 from flatout.schema.scale import Link, ScaleRecord, Timing
-from flatout.trial.blocks import Watcher
-from flatout.trial.parent import Trial, measure
-
-STEPS = 40
 
 
 def timing_of(profile: ProfileRecord) -> Timing:
@@ -30,12 +21,7 @@ def timing_of(profile: ProfileRecord) -> Timing:
     samples = (
         round(profile.samples_per_s * (profile.step_ms or 0.0) / 1000, 6) if profile.samples_per_s else None
     )
-    return _timing(
-        profile.phases, profile.step_ms or 0.0, samples, int(profile.context.get("backwards_per_step") or 1)
-    )
-
-
-def _timing(phases: dict[str, PhaseTime], step_ms: float, samples: float | None, passes: int) -> Timing:
+    phases, step_ms = profile.phases, profile.step_ms or 0.0
     ms = {name: phases[name].share * step_ms if name in phases else 0.0 for name in PHASES}
     return Timing(
         ms["forward"],
@@ -43,7 +29,7 @@ def _timing(phases: dict[str, PhaseTime], step_ms: float, samples: float | None,
         ms["optimizer"],
         ms["data"] + ms["copy"] + ms["other"],
         samples,
-        max(1, passes),
+        max(1, int(profile.context.get("backwards_per_step") or 1)),
     )
 
 
@@ -71,55 +57,15 @@ def take_profile(record: ScaleRecord, profile: ProfileRecord, path: str) -> None
         )
 
 
-def half_the_batch(
-    command: Command,
-    folder: JobFolder,
-    facts: Facts,
-    profile: ProfileRecord,
-    record: ScaleRecord,
-    budget_s: float,
-    watcher: Watcher,
-) -> Timing | None:
-    """Measure the program with half its batch, to learn how its time depends on the batch size.
-
-    Returns None and adds a note if that is impossible."""
-    loader = profile.context.get("training_loader")
-    loaders = profile.context.get("loaders") or []
-    size = loaders[loader].get("batch_size") if isinstance(loader, int) and loader < len(loaders) else None
-    if not size or size < 2:
-        record.notes.append(
-            "half the batch could not be measured: the program builds its batches itself, or each has a single sample"
-        )
-        return None
-    watcher.stage("measuring", f"half the batch, {size // 2}")
-    choice = Choice("batch_size", {"size": size // 2, "loader": loader})
-    with Trial(command, folder.new_trial(), Plan((choice,)), facts) as trial:
-        half = measure(trial, STEPS, seconds() + 600 + budget_s)
-    if not half.step_ms or not half.phases or not half.samples_per_step or half.skipped:
-        record.notes.append(
-            f"half the batch could not be measured: {half.reason or 'the program did not train with it'}"
-        )
-        return None
-    phases = {
-        name: phase if isinstance(phase, PhaseTime) else PhaseTime.from_json(phase)
-        for name, phase in half.phases.items()
-    }
-    return _timing(
-        phases, half.step_ms, half.samples_per_step, profile.context.get("backwards_per_step") or 1
-    )
-
-
 def predict_points(record: ScaleRecord, ways: list[str], devices: list[int], overhead: float | None) -> None:
     assert record.timing is not None
     assert record.network is not None
     factor = record.compute_scale
-    second = scaled(record.second, factor) if record.second is not None else None
     work = Workload(
         scaled(record.timing, factor),
         tuple(record.tensor_bytes) or evenly(record.parameter_bytes),
         record.parameter_bytes,
-        second,
-        record.fixed_share if record.fixed_share is not None else FIXED_SHARE,
+        record.fixed_share,
         record.overhead,
         record.local_steps,
     )
@@ -150,14 +96,9 @@ def _assumptions(record: ScaleRecord, ways: list[str], overhead: float | None) -
         notes.append(
             f"further devices cost {record.overhead:.1%} of compute beyond transfers: hooks, copies into buckets, the slowest device ({whence})"
         )
-    if record.scaling == "strong" and record.second is None:
-        share = record.fixed_share if record.fixed_share is not None else FIXED_SHARE
+    if record.scaling == "strong":
         notes.append(
-            f"{share:.0%} of a step's compute is assumed to be independent of the batch; --second measures it with another batch size"
-        )
-    elif record.scaling == "strong" and record.second is not None and record.second.samples:
-        notes.append(
-            f"the dependence on the batch comes from a second one of {record.second.samples:,.0f} samples; other sizes are on the line through both"
+            f"{record.fixed_share:.0%} of a step's compute is assumed to be independent of the batch (--fixed)"
         )
     if record.inside is None and record.network is not None and not record.network.inside:
         notes.append(

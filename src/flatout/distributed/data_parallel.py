@@ -4,7 +4,7 @@
     first forward       parameters and buffers are made equal to rank 0's
     a backward pass     starts with the share's weight and ends with the exchange of gradients (exchange.py);
                         the loss then reads as that of the whole batch
-    an evaluation       runs whole on every rank, with rank 0's buffers; split on request (evaluating.py)
+    an evaluation       runs whole on every rank, with rank 0's buffers
 
 Every decision that the script derives from a loss, a gradient or an evaluation is therefore the same on every
 rank.
@@ -13,29 +13,63 @@ rank.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial, wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.distributed.division import ALL, CUT, DIVIDED, DOOR, INDEX, OWN, WHOLE
-from flatout.distributed.gradient_exchange import GradientExchange
+from flatout.distributed.batches import RankBatches
+from flatout.distributed.division import ALL, CUT, INDEX, INPUT, OWN, SUM, WHOLE, SplitSettings
+from flatout.distributed.exchange import Exchange, same_objects
+from flatout.distributed.gathering import put_together
 from flatout.distributed.normalisation import over_all_ranks
 from flatout.distributed.rendezvous import join
 from flatout.distributed.single_process import must_be_the_rank, one_device, one_process
+from flatout.distributed.transport import Transport
+from flatout.job.rank_environment import RankEnvironment
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.nn import Module
+    from torch.nn import Module, Parameter
+
+    from flatout.schema.program import Ledger, TrainingContext
 
 NAME = "data_parallel"
 COUNTS = "counts that the script makes of training batches (right answers, samples) cover rank 0's share; with --whole-batches they cover whole batches"
 STATISTICS = "batch normalisation uses the statistics of each rank's share; with --sync-batchnorm, those of the whole batch"
+SEARCHING_STEPS = 3  # steps in which to look for modules that train
 
 
-class DataParallelScript(GradientExchange):
+class DataParallelScript:
     """Everything installed on this rank; ``ledger`` removes it."""
+
+    def __init__(
+        self,
+        torch: ModuleType,
+        context: TrainingContext,
+        here: RankEnvironment,
+        division: SplitSettings,
+        ledger: Ledger,
+    ) -> None:
+        self.torch, self.context, self.here, self.division = torch, context, here, division
+        self.ledger = ledger
+        self.batches = RankBatches(torch, context, here, division)
+        self.joined = False
+        self.roots: list[weakref.ref[Any]] = []
+        self.depth = 0  # of forward passes of the roots
+        self.in_backward = False
+        self.stale_buffers = False  # buffers differ between ranks
+        self.everything: tuple[tuple[int, ...], list[Any]] = (
+            (),
+            [],
+        )  # all parameters, and a signature to detect changes
+        self.exchange: Exchange | None = None
+        self.transport = Transport()  # set by the levers `comm_compression` and `gradient_buckets`
+        self.local: Any = None  # set by the lever `local_sgd`
+        self.sharding: Any = None  # set by the lever `sharding`
+        ledger.call("gradient hooks", self.close_exchange)
+        self.stop_searching: Callable[[], Any] | None = None
 
     def install(self) -> None:
         self.batches.install(self.ledger)
@@ -91,7 +125,7 @@ class DataParallelScript(GradientExchange):
             self.sharding.shard(module)
         if self.division.batchnorm == ALL:
             over_all_ranks(self.torch, module, self.ledger)
-        elif any(isinstance(each, self.torch.nn.modules.batchnorm._BatchNorm) for each in module.modules()):
+        elif any(isinstance(layer, self.torch.nn.modules.batchnorm._BatchNorm) for layer in module.modules()):
             self.context.report(NAME, STATISTICS)
         self.context.wrap_forward(module, partial(self._wrap_forward, module), self.ledger)
 
@@ -112,45 +146,30 @@ class DataParallelScript(GradientExchange):
         def forward_divided(*args: object, **kwargs: object) -> Any:
             if divided.depth:
                 return forward(*args, **kwargs)
-            at_the_door = (
-                divided.division.batches in (DOOR, WHOLE)
+            splits_input = (
+                divided.division.batches in (INPUT, WHOLE)
                 and torch.is_grad_enabled()
                 and not divided.in_backward
             )
             if not torch.is_grad_enabled():
                 divided._before_evaluation()
-                if (
-                    divided.division.evaluation == DIVIDED
-                    and not divided.in_backward
-                    and not divided._in_worker()
-                ):
-                    return divided._evaluated(module, forward, args, kwargs)
-            elif at_the_door:
-                args, kwargs = divided._through_the_door(args, kwargs)
+            elif splits_input:
+                args, kwargs = divided._scatter_inputs(args, kwargs)
             divided.depth += 1
-            divided.batches.inside = at_the_door
+            divided.batches.inside = splits_input
             try:
                 with (
                     divided.batches.streams.own()
-                    if at_the_door and divided.division.draws == OWN
+                    if splits_input and divided.division.draws == OWN
                     else nullcontext()
                 ):
                     output = forward(*args, **kwargs)
             finally:
                 divided.depth -= 1
                 divided.batches.inside = False
-            return divided._behind_the_door(output) if at_the_door else output
+            return divided._gather_outputs(output) if splits_input else output
 
         return forward_divided
-
-    def _evaluated(
-        self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        self.depth += 1
-        try:
-            return self.evaluating(module, forward, args, kwargs)
-        finally:
-            self.depth -= 1
 
     def _in_worker(self) -> bool:
         """Whether this process is a DataLoader worker, which trains nothing."""
@@ -197,10 +216,6 @@ class DataParallelScript(GradientExchange):
             divided.in_backward = True
             try:
                 result = backward(losses, weighted(torch, losses, grad_tensors, factor), *args, **kwargs)
-            except BaseException:
-                if exchange is not None:
-                    exchange.give_up()
-                raise
             finally:
                 divided.in_backward = False
             if exchange is not None:
@@ -214,13 +229,129 @@ class DataParallelScript(GradientExchange):
 
         return backward_divided
 
+    # -- the gradients ---------------------------------------------------------------------------------------
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let this rank compute by itself for a while: nothing is split, and no other rank takes part."""
+        before, self.in_backward = self.in_backward, True
+        try:
+            yield
+        finally:
+            self.in_backward = before
+
+    def _scatter_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, self.torch.Tensor)]
+        samples = next((tensor.shape[0] for tensor in tensors if tensor.dim()), None)
+        if samples is None:
+            return args, kwargs
+        cut = partial(self.batches.cut, samples=samples)
+        return tuple(map(cut, args)), {name: cut(value) for name, value in kwargs.items()}
+
+    def _gather_outputs(self, output: object) -> Any:
+        part = self.batches.share
+        if self.division.batches != WHOLE or part is None or part.size == part.samples:
+            return output
+        return put_together(self.torch, output, part, self.here.world_size)
+
+    def _live_roots(self) -> list[Any]:
+        return [root for ref in self.roots if (root := ref()) is not None]
+
+    @property
+    def part_of_inputs(self) -> float:
+        """The fraction of the model's input that this rank computes."""
+        part = self.batches.share
+        return (
+            part.size / part.samples if part is not None and self.division.batches in (INPUT, WHOLE) else 1.0
+        )
+
+    @property
+    def whole_of_seen(self) -> float:
+        """The size of a whole batch relative to the part that the script sees."""
+        part = self.batches.share
+        return (
+            part.samples / part.size
+            if part is not None and part.size and self.division.batches in (INDEX, CUT)
+            else 1.0
+        )
+
+    def _factor(self) -> float:
+        """The factor for the share's loss that makes the average over ranks the whole batch's loss."""
+        assert self.batches.share is not None
+        weight = self.batches.share.weight
+        if self.division.batches == WHOLE or self.division.reduction == SUM:
+            return float(self.here.world_size) if weight else 0.0
+        return weight * self.here.world_size
+
+    def _exchange_of_now(self) -> Exchange | None:
+        """The exchange for the coming backward pass; None if its gradients stay on this rank."""
+        if self.local is not None and self.local.alone():
+            return None
+        parameters = self.that_train()
+        now, transport = self.exchange, self.transport
+        if now is None or now.transport != transport or not same_objects(now.parameters, parameters):
+            self.close_exchange()
+            in_parts = len(self.context.optimizers) > 1
+            now = self.exchange = Exchange(self.torch, self.here, parameters, in_parts, transport)
+            now.may_leave_early &= self.sharding is None  # its own exchanges run at that time
+        now.begin()
+        return now
+
+    def that_train(self) -> list[Any]:
+        """The parameters that train.
+
+        They may change while the script runs, as it freezes or unfreezes layers.
+        """
+        return [p for p in self._all_parameters() if p.requires_grad]
+
+    def close_exchange(self) -> None:
+        if self.exchange is not None:
+            self.exchange.close()
+            self.exchange = None
+
+    def _average(self, exchange: Exchange, losses: list[Any], factor: float) -> None:
+        if self.division.batches == WHOLE:  # every rank already has the whole batch's loss
+            losses = []
+        self.context.listener.exchange_begin()
+        averages = exchange.average([loss.detach() * factor for loss in losses])
+        self.context.listener.exchange_end(exchange.traffic)
+        for loss, average in zip(losses, averages, strict=True):
+            loss.data.copy_(average)  # the script prints it and decides by it
+
+    def _has_learned(self) -> None:
+        self.stale_buffers = True
+        if self.stop_searching is not None and self.context.steps >= SEARCHING_STEPS:
+            self.stop_searching()
+            self.stop_searching = None
+
+    def _all_parameters(self) -> list[Any]:
+        """The parameters of the optimizers and of the modules that train, in the same order on every rank."""
+        optimizers = self.context.optimizers
+        shows = (
+            len(self.roots),
+            *(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups),
+        )
+        if shows != self.everything[0]:
+            parameters = [
+                p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+            ]
+            parameters += [p for root in self._live_roots() for p in root.parameters()]
+            self.everything = shows, list({id(p): p for p in parameters if not self._is_sharded(p)}.values())
+        return self.everything[1]
+
+    def _is_sharded(self, parameter: Parameter) -> bool:
+        """Whether sharding averages its gradient."""
+        return self.sharding is not None and bool(self.sharding.holds(parameter))
+
 
 def weighted(torch: ModuleType, losses: tuple[Any, ...], given: Any, factor: float) -> Any:
     """The initial gradients of a backward pass, times ``factor``."""
     if factor == 1.0:
         return given
-    each = (given,) * len(losses) if given is None or isinstance(given, torch.Tensor) else tuple(given)
+    starts = (given,) * len(losses) if given is None or isinstance(given, torch.Tensor) else tuple(given)
     return tuple(
         torch.full_like(loss, factor) if start is None else start * factor
-        for loss, start in zip(losses, each, strict=True)
+        for loss, start in zip(losses, starts, strict=True)
     )

@@ -6,15 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 MEAN, SUM = "mean", "sum"
-INDEX, CUT, DOOR, WHOLE, SAME = "index", "cut", "door", "whole", "same"
+INDEX, CUT, INPUT, WHOLE, SAME = "index", "cut", "input", "whole", "same"
 OWN, ALL = "own", "all"
-DIVIDED = "divided"
 WORDS = {
     "reduction": (MEAN, SUM),
-    "batches": (INDEX, CUT, DOOR, WHOLE, SAME),
+    "batches": (INDEX, CUT, INPUT, WHOLE, SAME),
     "batchnorm": (OWN, ALL),
     "draws": (OWN, ALL),
-    "evaluation": (WHOLE, DIVIDED),
 }
 
 
@@ -27,13 +25,13 @@ class SplitSettings:
 
     ``reduction``: the loss is a mean or a sum over samples.
 
-    ``batches``: ``index`` splits by index before fetching, ``cut`` splits after fetching, ``door`` splits at
+    ``batches``: ``index`` splits by index before fetching, ``cut`` splits after fetching, ``input`` splits at
     the model's input. ``whole`` splits at the model's input and joins its outputs, so that the script sees
     whole batches and its loss may be anything. ``same`` does not split: every rank computes all of each
     batch, like one process.
 
     ``batchnorm``: statistics of each rank's share or of all. ``draws``: random numbers of each rank, or those
-    of one process. ``evaluation``: whole on every rank, or split with joined outputs.
+    of one process.
     """
 
     reduction: str = MEAN
@@ -41,7 +39,6 @@ class SplitSettings:
     loaders: tuple[int, ...] = (0,)
     batchnorm: str = OWN
     draws: str = OWN
-    evaluation: str = WHOLE
 
     @classmethod
     def read(cls, value: Any) -> SplitSettings:
@@ -49,5 +46,5 @@ class SplitSettings:
         loaders = str(value.get("loaders", "0")).split(",")
         return cls(
             **{name: value[name] for name in WORDS if name in value},
-            loaders=tuple(int(each) for each in loaders if each),
+            loaders=tuple(int(number) for number in loaders if number),
         )

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from flatout.schema.program import Ledger
 
 # Functions that return no tensor. torch 2.14 returns each rank's part of a partial sum, not the sum.
-SPOKEN = (
+NO_TENSOR = (
     "item",
     "tolist",
     "numpy",
@@ -47,7 +47,7 @@ class DTensorInterop:
         self.torch, self.world, self.kind = torch, world, DTensor
         self.plainly = torch._C.DisableTorchFunctionSubclass
         tensor = torch.Tensor
-        self.spoken = {getattr(tensor, name) for name in SPOKEN}
+        self.no_tensor = {getattr(tensor, name) for name in NO_TENSOR}
         mixing = self
 
         def function(cls: object, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
@@ -109,7 +109,7 @@ class DTensorInterop:
     # -- calls with a sharded tensor among their arguments ---------------------------------------------------
 
     def _called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if func in self.spoken:
+        if func in self.no_tensor:
             with self.torch.no_grad():
                 return func(self.whole(args[0]), *args[1:], **kwargs)
         if func is self.torch.Tensor.__deepcopy__:

@@ -1,37 +1,27 @@
 """The exchange of gradients: after a backward pass every rank has the average over all ranks.
 
-Values accumulated by earlier passes are the same on every rank. A plain wire leaves them unchanged in the
-average. A lossy one would round them again in every pass. There they are set aside, only the new part is
-sent, and its mean is added. A parameter unused on some rank counts as zero there. If no rank used it, it
-stays without a gradient.
+Values accumulated by earlier passes are the same on every rank, so the average leaves them unchanged. A
+parameter unused on some rank counts as zero there. If no rank used it, it stays without a gradient.
 
 Buckets leave in the same order on every rank, whatever order their gradients arrive in. A bucket leaves
 during the backward pass, once its gradients are complete and the earlier buckets have left. With several
 optimizers, one pass touches only some parameters. The ranks then first agree on the buckets with new
 gradients, and send only these.
 
-The transport (``TransportSettings``) may change at run time: each rank reports its preference with every pass. If all
-agree, it applies from the next pass on. The formats of all ranks therefore always match, even if ranks learn
-of a change at different steps.
+torch's DistributedDataParallel does not fit here: it expects a module to wrap, and fails if a gradient arrives
+twice in one pass, as under reentrant checkpointing.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.distributed.bucket_queue import (
-    BucketQueue,
-    CannotExchange,
-    Traffic,
-    buckets_of,
-    packed,
-    unpacked,
-)
-from flatout.distributed.wire import TransportSettings
+from flatout.distributed.transport import CommHook, Transport, compressible
 from flatout.job.rank_environment import RankEnvironment
 
 if TYPE_CHECKING:
@@ -39,6 +29,87 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
 WATCHED_PASSES = 2  # no bucket leaves early in these: check for gradients that arrive twice
+
+
+class CannotExchange(RuntimeError):
+    """The ranks of this program cannot be synchronised; the message says why."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one exchange passed to the backend on this rank.
+
+    How often a byte crosses a link depends on the backend: a ring sends each byte nearly twice.
+    ``sent_bytes``: gradients, or the progress of a round of local steps. ``left_early``: of the ``buckets``,
+    those that left during the backward pass.
+    """
+
+    sent_bytes: int = 0
+    buckets: int = 0
+    left_early: int = 0
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What torch's hooks read of a ``torch.distributed.GradBucket``, which Python cannot make."""
+
+    number: int
+    flat: Tensor
+    tensors: Sequence[Tensor]
+    last: bool
+
+    def index(self) -> int:
+        return self.number
+
+    def buffer(self) -> Tensor:
+        return self.flat
+
+    def gradients(self) -> list[Tensor]:
+        return unpacked(self.flat, self.tensors)
+
+    def is_last(self) -> bool:
+        return self.last
+
+
+class Sender:
+    """Sends buckets through a hook, and waits for their means."""
+
+    def __init__(self, torch: ModuleType, transport: Transport) -> None:
+        self.torch = torch
+        self.hook, self.plain = transport.hook(), Transport().hook()
+        self.begin()
+
+    def begin(self) -> None:
+        self.sent_bytes = 0
+        self._under_way: list[Any] = []
+
+    def __len__(self) -> int:
+        """The buckets under way."""
+        return len(self._under_way)
+
+    def send(self, number: int, tensors: Sequence[Tensor], last: bool) -> None:
+        """``tensors``: of one dtype and device. The same ``number`` means the same parameters in each pass."""
+        torch = self.torch
+        with torch.no_grad(), torch.autocast(tensors[0].device.type, enabled=False):
+            flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+            state, function = self.hook if compressible(torch, flat) else self.plain
+            future = function(state, Bucket(number, flat, tensors, last))
+        self.sent_bytes += bytes_of((state, function), flat)
+        self._under_way.append(future)
+
+    def means(self) -> list[Any]:
+        """The mean of each bucket, in the order in which they left."""
+        return [future.wait() for future in self._under_way]
+
+
+def bytes_of(hook: CommHook, flat: Tensor) -> int:
+    """The bytes of a bucket that has just been sent. PowerSGD counts them from its first compressed pass on."""
+    state, function = hook
+    if state is None:
+        return flat.numel() * (flat.element_size() if function.__name__ == "allreduce_hook" else 2)
+    sent: int = state.total_numel_after_compression
+    state.total_numel_after_compression = 0
+    return (sent or flat.numel()) * flat.element_size()
 
 
 class Exchange:
@@ -53,19 +124,20 @@ class Exchange:
         here: RankEnvironment,
         parameters: Sequence[Any],
         in_parts: bool,
-        terms: TransportSettings,
+        transport: Transport,
     ) -> None:
         self.torch, self.here, self.parameters, self.in_parts = torch, here, list(parameters), in_parts
+        self.transport, self.sender = transport, Sender(torch, transport)
         self.passes = 0
         self.may_leave_early = not in_parts
         self.arrived: Counter[int] = Counter()
-        self.aside: dict[int, Any] = {}  # gradients accumulated before this pass
         self.traffic = Traffic()  # of the last pass
+        self.buckets = buckets_of(self.parameters, transport.bucket_bytes)
+        self.bucket_of = {index: number for number, bucket in enumerate(self.buckets) for index in bucket}
         self._missing: list[int] = []  # number of gradients per bucket
-        self._travel_under(terms)
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._arrives, at))
-            for at, parameter in enumerate(self.parameters)
+            parameter.register_post_accumulate_grad_hook(partial(self._arrives, index))
+            for index, parameter in enumerate(self.parameters)
         ]
 
     def close(self) -> None:
@@ -73,35 +145,19 @@ class Exchange:
         for hook in self._hooks:
             hook.remove()
 
-    def _travel_under(self, terms: TransportSettings) -> None:
-        self.terms, self.wire = terms, terms.way.make(self.torch, self.here.world_size)
-        self.buckets = buckets_of(self.parameters, terms.bucket_bytes)
-        self.bucket_of = {at: number for number, bucket in enumerate(self.buckets) for at in bucket}
-        self.bucket_queue = BucketQueue(self.torch, self.wire)
-
     # -- while the backward pass runs ------------------------------------------------------------------------
 
     def begin(self) -> None:
         self.passes += 1
         self.arrived.clear()
-        self.bucket_queue = BucketQueue(self.torch, self.wire)
+        self.sender.begin()
         self._missing = [len(bucket) for bucket in self.buckets]
-        if self.wire.lossy:
-            for at, parameter in enumerate(self.parameters):
-                if parameter.grad is not None:
-                    self.aside[at], parameter.grad = parameter.grad, None
 
-    def give_up(self) -> None:
-        """The pass has failed: restore the gradients accumulated before it."""
-        for at, gradient in self.aside.items():
-            self.parameters[at].grad = gradient
-        self.aside.clear()
-
-    def _arrives(self, at: int, parameter: Parameter) -> None:
-        self.arrived[at] += 1
-        number = self.bucket_of[at]
-        if self.arrived[at] > 1:
-            if number < len(self.bucket_queue):
+    def _arrives(self, index: int, parameter: Parameter) -> None:
+        self.arrived[index] += 1
+        number = self.bucket_of[index]
+        if self.arrived[index] > 1:
+            if number < len(self.sender):
                 raise CannotExchange(
                     "a gradient arrived twice in one backward pass, after it was sent (a block that is recomputed twice?)"
                 )
@@ -109,95 +165,102 @@ class Exchange:
             return
         self._missing[number] -= 1
         if self.may_leave_early and self.passes > WATCHED_PASSES:
-            while len(self.bucket_queue) < len(self.buckets) and not self._missing[len(self.bucket_queue)]:
-                self._leaves(len(self.bucket_queue))
+            while len(self.sender) < len(self.buckets) and not self._missing[len(self.sender)]:
+                self._leaves(len(self.sender), len(self.buckets) - 1)
 
-    def _leaves(self, number: int) -> None:
-        bucket = self.buckets[number]
-        self.bucket_queue.leave(self._filled(bucket), [self.parameters[at] for at in bucket])
+    def _leaves(self, number: int, last: int) -> None:
+        self.sender.send(number, [self._gradient(index) for index in self.buckets[number]], number == last)
+
+    def _gradient(self, index: int) -> Any:
+        parameter = self.parameters[index]
+        if parameter.grad is None:
+            return parameter.detach().new_zeros(parameter.shape)
+        if parameter.grad.layout != self.torch.strided:
+            raise CannotExchange(
+                "its gradients are sparse (an embedding with sparse=True), and flatout cannot exchange sparse gradients"
+            )
+        return parameter.grad.detach()
 
     # -- after it --------------------------------------------------------------------------------------------
 
-    def average(self, values: Sequence[Any], wanted: TransportSettings) -> list[Any]:
+    def average(self, values: Sequence[Any]) -> list[Any]:
         """Average gradients in place, and scalar tensors, which are returned in float32 or better.
 
         Raises CannotExchange.
-
-        ``wanted`` applies from the next pass on if every rank requests it now.
         """
-        left_early, world = len(self.bucket_queue), self.here.world_size
-        numbers = list(self._touched() if self.in_parts else range(len(self.buckets)))
+        left_early = len(self.sender)
+        numbers = self._touched() if self.in_parts else list(range(len(self.buckets)))
         for number in numbers[left_early:]:
-            self._leaves(number)
-        extra = self._extra(values, wanted)
+            self._leaves(number, numbers[-1])
+        extra = self._extra(values)
         work = self.torch.distributed.all_reduce(extra, async_op=True)
-        means = self.bucket_queue.arrive()
+        means = self.sender.means()
         work.wait()
-        words, used = extra[len(values) : len(values) + world], extra[len(values) + world :]
+        used = extra[len(values) :]
         with self.torch.no_grad():
             for number, flat in zip(numbers, means, strict=True):
-                self._taken(self.buckets[number], flat, used)
-            self.give_up()  # of buckets that stayed
-        flags = len(self.buckets) * 4 if self.in_parts else 0
-        self.traffic = Traffic(
-            self.bucket_queue.sent_bytes,
-            extra.numel() * extra.element_size() + flags,
-            self.bucket_queue.collectives + 1 + bool(flags),
-            len(means),
-            left_early,
-        )
-        if wanted != self.terms and words.tolist() == [wanted.word] * world:
-            self._travel_under(wanted)
-        return list(extra[: len(values)] / world)
+                self._take(self.buckets[number], flat, used)
+        self.traffic = Traffic(self.sender.sent_bytes, len(means), left_early)
+        return list(extra[: len(values)] / self.here.world_size)
 
     def _touched(self) -> list[int]:
         """The buckets that received a gradient on any rank."""
         if not self.parameters:
             return []
-        mine = {self.bucket_of[at] for at in self.arrived}
+        mine = {self.bucket_of[index] for index in self.arrived}
         flags = self.torch.tensor(
             [float(number in mine) for number in range(len(self.buckets))], device=self.parameters[0].device
         )
         self.torch.distributed.all_reduce(flags)
         return [number for number, flag in enumerate(flags.tolist()) if flag]
 
-    def _filled(self, bucket: Sequence[int]) -> Any:
-        parts = []
-        for at in bucket:
-            parameter = self.parameters[at]
-            gradient = parameter.grad
-            if gradient is None:
-                parts.append(parameter.detach().new_zeros(parameter.numel()))
-            elif gradient.layout != self.torch.strided:
-                raise CannotExchange(
-                    "its gradients are sparse (an embedding with sparse=True), and flatout cannot exchange sparse gradients"
-                )
-            else:
-                parts.append(gradient.detach())
-        return packed(self.torch, parts)
-
-    def _extra(self, values: Sequence[Any], wanted: TransportSettings) -> Any:
-        """The values, each rank's preference, and for each parameter whether this rank has a gradient."""
+    def _extra(self, values: Sequence[Any]) -> Any:
+        """The values, and for each parameter whether this rank has a gradient."""
         torch = self.torch
         device = next((tensor.device for tensor in (*self.parameters, *values)), torch.device("cpu"))
         dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
-        words = [wanted.word if rank == self.here.rank else 0.0 for rank in range(self.here.world_size)]
         has = [float(parameter.grad is not None) for parameter in self.parameters]
         return torch.cat(
             [
                 *(value.detach().to(device, dtype).reshape(1) for value in values),
-                torch.tensor([*words, *has], dtype=dtype, device=device),
+                torch.tensor(has, dtype=dtype, device=device),
             ]
         )
 
-    def _taken(self, bucket: Sequence[int], flat: Tensor, used: Tensor) -> None:
-        for at, part in zip(bucket, unpacked(flat, [self.parameters[at] for at in bucket]), strict=True):
-            parameter = self.parameters[at]
-            if at in self.aside:
-                if parameter.grad is not None or float(used[at]) > 0:
-                    self.aside[at].add_(part)
-                parameter.grad = self.aside.pop(at)
-            elif parameter.grad is not None:
-                parameter.grad.copy_(part)
-            elif float(used[at]) > 0:
-                parameter.grad = part.clone()
+    def _take(self, bucket: Sequence[int], flat: Tensor, used: Tensor) -> None:
+        parameters = [self.parameters[index] for index in bucket]
+        for index, parameter, mean in zip(bucket, parameters, unpacked(flat, parameters), strict=True):
+            if parameter.grad is not None:
+                parameter.grad.copy_(mean)
+            elif float(used[index]) > 0:
+                parameter.grad = mean.clone()
+
+
+def buckets_of(parameters: Sequence[Any], most_bytes: int | None) -> list[list[int]]:
+    """Group parameters into buckets of one dtype and device, of about ``most_bytes`` each.
+
+    The last layers come first. With ``most_bytes=None`` there is one bucket per dtype and device. Returns
+    indices.
+    """
+    buckets: list[list[int]] = []
+    filling: dict[tuple[Any, Any], tuple[list[int], int]] = {}
+    for index in reversed(range(len(parameters))):
+        parameter = parameters[index]
+        key, size = (parameter.dtype, parameter.device), parameter.numel() * parameter.element_size()
+        bucket, held = filling.get(key, ([], 0))
+        if not bucket or (most_bytes is not None and held + size > most_bytes):
+            bucket, held = [], 0
+            buckets.append(bucket)
+        bucket.append(index)
+        filling[key] = (bucket, held + size)
+    return buckets
+
+
+def unpacked(flat: Tensor, tensors: Sequence[Any]) -> list[Any]:
+    """Views of ``flat`` in the shapes of the tensors."""
+    sizes = [tensor.numel() for tensor in tensors]
+    return [part.view(tensor.shape) for part, tensor in zip(flat.split(sizes), tensors, strict=True)]
+
+
+def same_objects(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(x is y for x, y in zip(a, b, strict=True))

@@ -1,18 +1,14 @@
 """Local steps: ranks step independently for a while, each on its share, and are then synchronised.
 
-See rounds.py for the settings and the update.
-
-    end of a round   each rank sends its *progress*: its initial weights minus its present ones. The mean
-                     updates the *shared* weights, which are the same on every rank; all continue from them
-    with overlap     progress is sent while the next round trains. At the end of that round the shared weights
-                     are updated. A rank continues from them minus its newest progress, which is still unsent
+    end of a round   each rank sends its *progress*: its weights at the start of the round minus its present
+                     ones. The mean updates the *shared* weights, the same on every rank; all continue from them
     rendezvous       before anything that must be the same everywhere (an evaluation, state_dict, torch.save,
-                     load_state_dict, the end of the program) the round ends early, and nothing stays in
-                     transit: all ranks then hold the shared weights
+                     load_state_dict, the end of the program) the round ends early
     losing count     each round also sends the step counts. If they differ, all ranks raise an error
 
 All exchanges have the same form, so that ranks out of step still pair up and detect it. The optimizer's state
-stays local to each rank.
+stays local to each rank. torch's PeriodicModelAverager computes the same mean, but it knows neither momentum
+nor evaluations, and waits forever for a rank that has ended.
 """
 
 from __future__ import annotations
@@ -22,33 +18,41 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.distributed.bucket_queue import (
-    BucketQueue,
-    CannotExchange,
-    Traffic,
-    buckets_of,
-    packed,
-    same_objects,
-    unpacked,
-)
-from flatout.distributed.rounds import OUTER, LocalSgdSettings, Outer
+from flatout.distributed.exchange import CannotExchange, Sender, Traffic, buckets_of, same_objects, unpacked
 
 if TYPE_CHECKING:
-    from torch.nn import Parameter
     from torch.optim import Optimizer
 
     from flatout.schema.program import Ledger, TrainingContext
 
 NAME = "local_sgd"
-SYNCHRONOUS = 2  # steps: the first runs without levers, the second agrees on the transport
+AVERAGE, NESTEROV = "average", "nesterov"
+OUTER = {
+    AVERAGE: (1.0, 0.0),
+    NESTEROV: (0.7, 0.9),
+}  # learning rate and momentum; NESTEROV: DiLoCo's (Douillard et al. 2023, section 3.2)
+SYNCHRONOUS = 2  # steps: levers that change the transport act after the first
 SCALED = (
     "the script scales its loss, and a single rank might skip a step; gradients are exchanged in every step"
 )
+
+
+@dataclass(frozen=True)
+class LocalSgdSettings:
+    """``every``: steps per round. ``warmup``: steps that exchange gradients before the first round.
+
+    ``outer``: average the weights, or apply Nesterov momentum to the average progress.
+    """
+
+    every: int = 8
+    outer: str = AVERAGE
+    warmup: int = 0
 
 
 class LocalSteps:
@@ -63,11 +67,7 @@ class LocalSteps:
         self.traffic = Traffic()  # of the last round
         self.parameters: list[Any] = []
         self.shared: list[Any] = []
-        self.begun: list[
-            Any
-        ] = []  # this rank's weights at the start of its round; with overlap not the shared ones
-        self._under_way: tuple[BucketQueue, Any, Any] | None = None
-        self._mine = (
+        self._trains = (
             os.getpid(),
             threading.get_ident(),
         )  # loader workers and saving threads must not communicate
@@ -77,9 +77,9 @@ class LocalSteps:
 
         torch, module = self.torch, self.torch.nn.Module
         ledger.call("optimizer step hook", register_optimizer_step_post_hook(self._stepped).remove)
-        ledger.set(module, "state_dict", self._met_before(module.state_dict))
-        ledger.set(torch, "save", self._met_before(torch.save))
-        ledger.set(module, "load_state_dict", self._again_after(module.load_state_dict))
+        ledger.set(module, "state_dict", self._after_a_round(module.state_dict))
+        ledger.set(torch, "save", self._after_a_round(torch.save))
+        ledger.set(module, "load_state_dict", self._after_a_round(module.load_state_dict, loads=True))
         atexit.register(self._end)
         ledger.call("end of the program", lambda: atexit.unregister(self._end))
 
@@ -87,11 +87,10 @@ class LocalSteps:
 
     def alone(self) -> bool:
         """Whether the gradients of the coming backward pass stay on this rank."""
-        if self.apart and not same_objects(
-            self.parameters, self.divided.that_train()
-        ):  # layers were frozen or unfrozen
+        frozen = self.apart and not same_objects(self.parameters, self.divided.that_train())
+        if frozen:  # or unfrozen
             self.meet()
-            self._begin_again()
+            self._begin()
         return self.apart
 
     def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -101,12 +100,11 @@ class LocalSteps:
         if not self.cycles.ended(optimizer):
             return
         self.steps += 1
+        self.since += self.apart
         if not self.apart:
             self._perhaps_part()
-            return
-        self.since += 1
-        if self.since >= self.rounds.every:
-            self._round(stay=self.rounds.overlap)
+        elif self.since >= self.rounds.every:
+            self._round()
 
     def _perhaps_part(self) -> None:
         if self.steps == SYNCHRONOUS and self.divided.context.scalers:
@@ -115,107 +113,75 @@ class LocalSteps:
         if not self.never and self.steps >= max(SYNCHRONOUS, self.rounds.warmup):
             self.apart = True
             self.divided.close_exchange()
-            self._begin_again()
+            self._begin()
 
-    def _begin_again(self) -> None:
+    def _begin(self) -> None:
         """Take the present weights, equal on all ranks, as the shared ones."""
-        torch, terms = self.torch, self.divided.terms
         self.parameters = self.divided.that_train()
-        self.buckets, self.wire = (
-            buckets_of(self.parameters, terms.bucket_bytes),
-            terms.way.make(torch, self.divided.here.world_size),
-        )
-        self.outer = Outer(torch, self.rate, self.momentum)
-        self.shared = [_wide(torch, p).clone() for p in self.parameters]
-        self.begun = [each.clone() for each in self.shared] if self.rounds.overlap else self.shared
+        self.buckets = buckets_of(self.parameters, self.divided.transport.bucket_bytes)
+        self.sender = Sender(self.torch, self.divided.transport)
+        self.shared = self._wide()
+        self.speed = [self.torch.zeros_like(weight) for weight in self.shared] if self.momentum else []
         self.since, self.moved = 0, False
+
+    def _wide(self) -> list[Any]:
+        """Copies of the weights, in a precision that keeps small progress."""
+        narrow = (self.torch.float16, self.torch.bfloat16)
+        return [p.detach().float() if p.dtype in narrow else p.detach().clone() for p in self.parameters]
 
     # -- rounds ----------------------------------------------------------------------------------------------
 
     def meet(self) -> None:
         """Synchronise the weights of all ranks until the next step. The other ranks are at the same point."""
-        if self.apart and not self._elsewhere() and (self.moved or self._under_way is not None):
-            self._round(stay=False)
+        if self.apart and not self._elsewhere() and self.moved:
+            self._round()
 
-    def _round(self, stay: bool, ends: bool = False) -> None:
-        """``stay``: send the progress in the background and continue without the result.
-
-        Raises CannotExchange if the ranks are not at the same step.
-        """
+    def _round(self, ends: bool = False) -> None:
+        """Raises CannotExchange if the ranks are not at the same step."""
         with (
             self.torch.inference_mode(False),
             self.torch.no_grad(),
         ):  # an evaluation may be in inference mode, but these tensors outlive it
-            progress = self.torch._foreach_sub(self.begun, [_wide(self.torch, p) for p in self.parameters])
-            self._arrive(apply=True)
-            if self.moved or ends:
-                self._leave(progress, ends)
-            if not stay:
-                self._arrive(apply=self.moved)
-            now = self.torch._foreach_sub(self.shared, progress) if stay else self.shared
-            if self.rounds.overlap:
-                self.torch._foreach_copy_(self.begun, now)
-            self.torch._foreach_copy_([p.data for p in self.parameters], now)
+            mean = self._mean(list(self.torch._foreach_sub(self.shared, self._wide())), ends)
+            outer_step(self.torch, self.shared, mean, self.speed, self.rate, self.momentum)
+            self.torch._foreach_copy_([p.data for p in self.parameters], self.shared)
         self.since, self.moved, self.held = 0, False, self.held + 1
 
-    def _leave(self, progress: list[Any], ends: bool) -> None:
+    def _mean(self, progress: list[Any], ends: bool) -> list[Any]:
         torch, here = self.torch, self.divided.here
-        bucket_queue = BucketQueue(torch, self.wire)
-        for bucket in self.buckets:
-            bucket_queue.leave(
-                packed(torch, [progress[at] for at in bucket]), [self.parameters[at] for at in bucket]
-            )
+        self.sender.begin()
+        for number, bucket in enumerate(self.buckets):
+            self.sender.send(number, [progress[index] for index in bucket], number + 1 == len(self.buckets))
         count = torch.zeros(2, here.world_size, dtype=torch.float64, device=progress[0].device)
         count[0, here.rank], count[1, here.rank] = self.steps, float(ends)
-        self._under_way = bucket_queue, count, torch.distributed.all_reduce(count, async_op=True)
-
-    def _arrive(self, apply: bool) -> None:
-        if self._under_way is None:
-            return
-        (bucket_queue, count, work), self._under_way = self._under_way, None
-        means = bucket_queue.arrive()
-        work.wait()
-        self.traffic = Traffic(
-            bucket_queue.sent_bytes,
-            count.numel() * count.element_size(),
-            bucket_queue.collectives + 1,
-            len(means),
-        )
+        torch.distributed.all_reduce(count)
+        means = self.sender.means()
         steps, ended = count.tolist()
         if len(set(steps)) > 1 or len(set(ended)) > 1:
-            raise CannotExchange(_apart(steps, ended))
-        if apply:
-            progress: list[Any] = [None] * len(self.parameters)
-            for bucket, flat in zip(self.buckets, means, strict=True):
-                for at, part in zip(
-                    bucket, unpacked(flat, [self.parameters[at] for at in bucket]), strict=True
-                ):
-                    progress[at] = part
-            self.outer.step(self.shared, progress)
+            raise CannotExchange(_out_of_step(steps, ended))
+        for bucket, flat in zip(self.buckets, means, strict=True):
+            for index, part in zip(
+                bucket, unpacked(flat, [progress[index] for index in bucket]), strict=True
+            ):
+                progress[index] = part
+        self.traffic = Traffic(self.sender.sent_bytes, len(means))
+        return progress
 
     # -- synchronised calls ----------------------------------------------------------------------------------
 
-    def _met_before(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(really)
-        def when_met(*args: object, **kwargs: object) -> Any:
-            self.meet()
-            return really(*args, **kwargs)
-
-        return when_met
-
-    def _again_after(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        """Loaded weights do not count as progress of a round."""
+    def _after_a_round(self, really: Callable[..., Any], loads: bool = False) -> Callable[..., Any]:
+        """``loads``: loaded weights do not count as progress of a round."""
 
         @wraps(really)
-        def put_back(*args: object, **kwargs: object) -> Any:
+        def after_a_round(*args: object, **kwargs: object) -> Any:
             self.meet()
             try:
                 return really(*args, **kwargs)
             finally:
-                if self.apart and not self._elsewhere():
-                    self._begin_again()
+                if loads and self.apart and not self._elsewhere():
+                    self._begin()
 
-        return put_back
+        return after_a_round
 
     def _end(self) -> None:
         """The end of the program: tell the ranks that are still training.
@@ -225,7 +191,7 @@ class LocalSteps:
         if not self.apart or self._elsewhere() or getattr(sys, "last_value", None) is not None:
             return
         try:
-            self._round(stay=False, ends=True)
+            self._round(ends=True)
         except CannotExchange as error:  # at exit an exception does not change the exit code
             sys.excepthook(type(error), error, None)
             sys.stdout.flush()
@@ -233,7 +199,26 @@ class LocalSteps:
             os._exit(1)
 
     def _elsewhere(self) -> bool:
-        return self._mine != (os.getpid(), threading.get_ident())
+        return self._trains != (os.getpid(), threading.get_ident())
+
+
+def outer_step(
+    torch: ModuleType,
+    weights: list[Any],
+    progress: Sequence[Any],
+    speed: list[Any],
+    rate: float,
+    momentum: float,
+) -> None:
+    """Update the shared weights in place, as torch.optim.SGD(nesterov=True) does with the progress as gradient.
+
+    With rate 1 and momentum 0 the weights become the mean of the ranks' weights.
+    """
+    if momentum:
+        torch._foreach_mul_(speed, momentum)
+        torch._foreach_add_(speed, progress)
+        progress = torch._foreach_add(progress, speed, alpha=momentum)
+    torch._foreach_add_(weights, progress, alpha=-rate)
 
 
 class StepBoundaryTracker:
@@ -247,9 +232,9 @@ class StepBoundaryTracker:
         self._known: dict[int, Any] = {}
 
     def ended(self, optimizer: Optimizer) -> bool:
-        for each in (*self.context.optimizers, optimizer):
-            if id(each) not in self._known:
-                self._meet(each)
+        for known in (*self.context.optimizers, optimizer):
+            if id(known) not in self._known:
+                self._meet(known)
         return bool(self.boundaries.optimizer_stepped(id(optimizer)))
 
     def _meet(self, optimizer: Optimizer) -> None:
@@ -263,21 +248,12 @@ class StepBoundaryTracker:
         boundaries.optimizer_made(key)
 
 
-def _wide(torch: ModuleType, parameter: Parameter) -> Any:
-    """The parameter in a precision that keeps small progress."""
-    return (
-        parameter.detach().float()
-        if parameter.dtype in (torch.float16, torch.bfloat16)
-        else parameter.detach()
-    )
-
-
-def _apart(steps: list[float], ended: list[float]) -> str:
-    said = ", ".join(
+def _out_of_step(steps: list[float], ended: list[float]) -> str:
+    counts = ", ".join(
         f"rank {rank} {int(done)}{' and has ended' * bool(end)}"
         for rank, (done, end) in enumerate(zip(steps, ended, strict=True))
     )
     return (
-        f"the ranks did different numbers of steps ({said}). With local_sgd each rank reads the loss of its own share, so decisions based on it "
+        f"the ranks did different numbers of steps ({counts}). With local_sgd each rank reads the loss of its own share, so decisions based on it "
         "(early stopping, a plateau schedule) or on the clock differ between ranks. Base them on an evaluation, or remove local_sgd"
     )

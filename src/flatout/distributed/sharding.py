@@ -8,7 +8,6 @@ becomes a *stand-in*. It has no values of its own, and every operation on it act
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import ModuleType
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from flatout.schema.program import Ledger, TrainingContext
 
 NODE, ALL = "node", "all"
-M_MMAP_THRESHOLD, LARGE_BYTES = -3, 2**20  # malloc.h
 FEWEST = 2  # ranks on a machine, to shard weights inside it
 
 
@@ -180,8 +178,6 @@ class Sharding:
     def _mesh(self, device_type: str) -> Any:
         from torch.distributed.device_mesh import DeviceMesh
 
-        if device_type == "cpu":
-            _give_back()
         here, ranks = self.here, self.torch.arange(self.here.world_size)
         if (
             self.over == ALL
@@ -274,15 +270,3 @@ class Sharding:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-
-
-def _give_back() -> None:
-    """Return the memory of freed tensors to the system.
-
-    glibc keeps blocks below a threshold, and raises it when a larger one is freed. Weights gathered block by
-    block then fragment the memory: twice the size of the sharded weights. Setting the threshold fixes it.
-    """
-    try:
-        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
-    except (OSError, AttributeError):
-        pass  # another C library

@@ -128,7 +128,7 @@ class StepReplica:
 
     def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step = self.context.steps
-        if self.context.divided is not None and self.context.divided.sharding is not None:
+        if self.context.data_parallel is not None and self.context.data_parallel.sharding is not None:
             self.failure = "each rank holds a part of the weights, so no rank can run a step alone"  # nor copy them alone
         if self.failure or (step not in self._steps and len(self._steps) >= self._wanted):
             return
@@ -205,7 +205,11 @@ class StepReplica:
         asleep, self.context.asleep = self.context.asleep, True
         state = random_state(self.context)
         try:
-            with self.context.divided.alone() if self.context.divided is not None else nullcontext():
+            with (
+                self.context.data_parallel.alone()
+                if self.context.data_parallel is not None
+                else nullcontext()
+            ):
                 return self._judge(steps, bitwise)
         except Exception as error:
             return {"failure": f"the replica of a step failed ({type(error).__name__}: {str(error)[:200]})"}

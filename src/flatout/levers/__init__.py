@@ -64,7 +64,6 @@ TABLE = Table(
     "recompute",
     "offload",
     "fused_optimizer",
-    "optimizer_state",
     "graphs",
     "early_values",
 )

@@ -58,7 +58,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
         raise LookupError(why_none(context.torch))
     divided = DataParallelScript(context.torch, context, here, division, ledger)
     divided.install()
-    ledger.set(context, "divided", divided)
+    ledger.set(context, "data_parallel", divided)
     return ledger.restore
 
 

@@ -2,7 +2,6 @@
 
 What it does: gradients travel in buckets of about the given size in MiB (a number), or in one bucket ("all");
     the default is 25. A bucket is sent during the backward pass, as soon as all its gradients are ready.
-    Every rank switches at the same pass.
 Why it is faster: small buckets start earlier, and more of their transfer overlaps the backward pass. Large
     ones need fewer exchanges, each of which has a fixed cost.
 When it does not help: the exchange is short compared with the backward pass; ranks share the cores that
@@ -36,23 +35,22 @@ ALIKE = "all bucket sizes that this lever tries give the same buckets"
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
-    if context.divided is None:
+    if context.data_parallel is None:
         return Skip(why_none(context.torch))
-    divided = context.divided
+    divided = context.data_parallel
     parameters = divided.that_train()
     if not parameters:
         return Skip("no forward pass has used a parameter with requires_grad yet")
-    from flatout.distributed.bucket_queue import buckets_of
-    from flatout.distributed.wire import PLAIN
+    from flatout.distributed.exchange import buckets_of
 
-    seen, values = [buckets_of(parameters, divided.wanted.bucket_bytes)], []
+    seen, values = [buckets_of(parameters, divided.transport.bucket_bytes)], []
     for value in CANDIDATES:
         if (buckets := buckets_of(parameters, _bytes(value))) not in seen:
             seen.append(buckets)
             values.append(value)
     if not values:
         return Skip(ALIKE)
-    exact = divided.here.world_size == 2 and divided.wanted.way == PLAIN
+    exact = divided.here.world_size == 2 and divided.transport.kind == "plain"
     return Options(tuple(values), effect=Effect.EXACT if exact else Effect.ROUNDING)
 
 
@@ -62,10 +60,9 @@ def _bytes(value: Any) -> int | None:
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Raises LookupError without ranks."""
-    most = _bytes(value)
-    if context.divided is None:
+    if (divided := context.data_parallel) is None:
         raise LookupError(why_none(context.torch))
-    ledger.set(context.divided, "wanted", replace(context.divided.wanted, bucket_bytes=most))
+    ledger.set(divided, "transport", replace(divided.transport, bucket_bytes=_bytes(value)))
     return ledger.restore
 
 

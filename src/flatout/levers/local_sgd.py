@@ -3,12 +3,12 @@
 What it does: after some steps that exchange gradients ({warmup = 0}, at least two), each rank steps on its
     own share of every batch and exchanges nothing. After {every = 8} steps, the weights become the mean over
     all ranks ({outer = "average"}), or an outer optimizer with momentum updates them ({outer = "nesterov"}:
-    DiLoCo, rate 0.7, momentum 0.9). {overlap = true} sends the result of a round during the next one and
-    applies it one round late. The optimizer state (its moments) stays on each rank and is not exchanged. The
-    ranks synchronise before an evaluation, state_dict(), torch.save and load_state_dict, and at the end of
-    the program, so that all of them decide and save the same. If ranks take different numbers of steps, the
-    program ends with an error.
-Why it is faster: one exchange replaces many, and with `overlap` no rank waits for it.
+    DiLoCo, rate 0.7, momentum 0.9). The optimizer state (its moments) stays on each rank and is not
+    exchanged. The ranks synchronise before an evaluation, state_dict(), torch.save and load_state_dict, and
+    at the end of the program, so that all of them decide and save the same. If ranks take different numbers
+    of steps, the program ends with an error. For a script's own DistributedDataParallel, the guide to ranks
+    shows torch's post_localSGD_hook.
+Why it is faster: one exchange replaces many.
 When it does not help: exchanging gradients is a small part of a step (`flatout scale` shows it); the script
     runs its model without gradients in every step, which counts as an evaluation each time; loss scaling,
     where gradients are still exchanged. `--whole-batches` and `--sync-batchnorm` exchange data in every forward pass
@@ -20,9 +20,7 @@ Evidence: loss curves compared with the synchronous run in `bench/exchange.py` o
     measured on your program.
 Sources: Stich 2018, "Local SGD Converges Fast and Communicates Little"; Lin et al. 2018, "Don't Use Large
     Mini-Batches, Use Local SGD" (warmup: post-local SGD); Douillard et al. 2023, "DiLoCo: Distributed
-    Low-Communication Training of Language Models"; Shen et al. 2019, "Faster Distributed Deep Net Training:
-    Computation and Communication Decoupled SGD" (overlap); Kale et al. 2025, "Eager Updates for Overlapped
-    Communication and Computation in DiLoCo" (the cost of a late outer step).
+    Low-Communication Training of Language Models".
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from flatout.distributed.absent import why_none
-from flatout.schema.accepted import SWITCH, Number, Table
+from flatout.schema.accepted import Number, Table
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -47,42 +45,32 @@ LOSSES = "between rounds each rank reads the loss of its own share, so decide by
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
-    if context.divided is None:
+    if context.data_parallel is None:
         return Skip(why_none(context.torch))
-    why = _exchanges(context.divided.division)
-    return (
-        Skip(EXCHANGES.format(why=why))
-        if why
-        else Options(({"every": 8, "outer": "average"}, {"every": 8, "outer": "nesterov"}))
-    )
+    if why := _exchanges(context.data_parallel.division):
+        return Skip(EXCHANGES.format(why=why))
+    return Options(({"every": 8, "outer": "average"}, {"every": 8, "outer": "nesterov"}))
 
 
 def _exchanges(division: SplitSettings) -> str:
-    from flatout.distributed.division import ALL, WHOLE
-
-    return (
-        'batches = "whole"'
-        if division.batches == WHOLE
-        else 'batchnorm = "all"'
-        if division.batchnorm == ALL
-        else ""
-    )
+    if division.batches == "whole":
+        return 'batches = "whole"'
+    return 'batchnorm = "all"' if division.batchnorm == "all" else ""
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Raises LookupError if the ranks cannot step alone."""
-    from flatout.distributed.local_steps import LocalSteps
-    from flatout.distributed.rounds import LocalSgdSettings
+    from flatout.distributed.local_steps import LocalSgdSettings, LocalSteps
 
     assert isinstance(value, dict)
     rounds = LocalSgdSettings(**value)
-    if context.divided is None:
+    if context.data_parallel is None:
         raise LookupError(why_none(context.torch))
-    if why := _exchanges(context.divided.division):
+    if why := _exchanges(context.data_parallel.division):
         raise LookupError(EXCHANGES.format(why=why))
-    local = LocalSteps(context.divided, rounds)
+    local = LocalSteps(context.data_parallel, rounds)
     local.install(ledger)
-    ledger.set(context.divided, "local", local)
+    ledger.set(context.data_parallel, "local", local)
     context.report(NAME, LOSSES)
     return ledger.restore
 
@@ -117,7 +105,6 @@ LEVER = Lever(
             {
                 "every": (Number(1, 10**6),),
                 "outer": ("average", "nesterov"),
-                "overlap": SWITCH,
                 "warmup": (Number(0, 10**9),),
             }
         ),

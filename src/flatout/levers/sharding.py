@@ -55,7 +55,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     given = {} if value is True else value
     assert isinstance(given, dict)
     over = given.get("over", "node")
-    divided, here = context.divided, this_rank()
+    divided, here = context.data_parallel, this_rank()
     if divided is None or here is None:
         raise LookupError("sharding requires data_parallel, which is not applied")
     ledger.set(

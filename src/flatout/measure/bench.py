@@ -20,7 +20,7 @@ from types import ModuleType
 
 from flatout.measure.clock import Clock, HostClock, clock_for
 from flatout.measure.load import busy_cores
-from flatout.measure.statistics import median, quantile
+from flatout.measure.statistics import quantile
 from flatout.schema.ceilings import MATMUL_DTYPES, Ceiling
 from flatout.schema.errors import first_line
 
@@ -32,21 +32,19 @@ ARRAY_BYTES = {"cpu": 128 * 2**20, "cuda": 2**30}  # several times the last-leve
 COPY_BYTES = 256 * 2**20
 FILE_BYTES = 256 * 2**20
 BLOCK_BYTES = 8 * 2**20
-LOADER_STARTS = 5
 
 
 def on_host(torch: ModuleType, folder: Path) -> Iterator[Ceiling]:
     """Yield every host figure that a single process can measure. ``folder`` selects the disk."""
     yield from on_device(torch, "cpu")
     yield disk(folder)
-    yield loader(torch)
 
 
 def on_device(torch: ModuleType, device: str) -> Iterator[Ceiling]:
     for dtype in MATMUL_DTYPES:
         yield matmul(torch, device, dtype)
-    yield from memory(torch, device)
-    yield from copies(torch, device)
+    yield memory(torch, device)
+    yield to_device(torch, device)
 
 
 def repeated(clock: Clock, work: Callable[[], object], count: int = REPETITIONS) -> tuple[list[float], int]:
@@ -117,64 +115,36 @@ def matmul(torch: ModuleType, device: str, dtype: str) -> Ceiling:
     )
 
 
-def memory(torch: ModuleType, device: str) -> Iterator[Ceiling]:
-    """Run copy and triad on arrays larger than any cache.
+def memory(torch: ModuleType, device: str) -> Ceiling:
+    """Run copy and triad on arrays larger than any cache; the better of them counts.
 
     As in STREAM, reads caused by overwriting do not count.
     """
-    clock, count = clock_for(torch, device), ARRAY_BYTES[device] // 4
+    name, clock, size = "memory_bytes_per_s", clock_for(torch, device), ARRAY_BYTES[device]
     try:
-        a, b, c = (torch.ones(count, device=device) for _ in range(3))
+        a, b, c = (torch.ones(size // 4, device=device) for _ in range(3))
     except RuntimeError as error:
-        for name in ("memory_bytes_per_s", "memory_copy_bytes_per_s", "memory_triad_bytes_per_s"):
-            yield Ceiling(name, device, note=f"not run: {first_line(error)}")
-        return
-    note = f"arrays of {ARRAY_BYTES[device] // 2**20} MiB"
-    copy = rate(
-        "memory_copy_bytes_per_s",
-        device,
-        2.0 * ARRAY_BYTES[device],
-        repeated(clock, lambda: a.copy_(b))[0],
-        note,
-    )
-    triad = rate(
-        "memory_triad_bytes_per_s",
-        device,
-        3.0 * ARRAY_BYTES[device],
-        repeated(clock, lambda: torch.add(b, c, alpha=3.0, out=a))[0],
-        note,
-    )
-    best = copy if (copy.value or 0) >= (triad.value or 0) else triad
-    yield Ceiling(
-        "memory_bytes_per_s",
-        device,
-        best.value,
-        best.low,
-        best.high,
-        best.n,
-        f"the better of copy and triad: {best.name.split('_')[1]}",
-    )
-    yield copy
-    yield triad
+        return Ceiling(name, device, note=f"not run: {first_line(error)}")
+    note = f"arrays of {size // 2**20} MiB"
+    copy = rate(name, device, 2.0 * size, repeated(clock, lambda: a.copy_(b))[0], f"copy, {note}")
+    triad_ms = repeated(clock, lambda: torch.add(b, c, alpha=3.0, out=a))[0]
+    triad = rate(name, device, 3.0 * size, triad_ms, f"triad, {note}")
+    return max(copy, triad, key=lambda ceiling: ceiling.value or 0.0)
 
 
-def copies(torch: ModuleType, device: str) -> Iterator[Ceiling]:
-    for kind in ("pinned", "pageable"):
-        name = f"host_to_device_{kind}_bytes_per_s"
-        if device != "cuda":
-            yield Ceiling(name, device, note="not run: there is no device except the CPU")
-            continue
-        try:
-            source, target = (
-                torch.ones(COPY_BYTES // 4, pin_memory=kind == "pinned"),
-                torch.empty(COPY_BYTES // 4, device=device),
-            )
-        except RuntimeError as error:
-            yield Ceiling(name, device, note=f"not run: {first_line(error)}")
-            continue
-        copy = partial(target.copy_, source, non_blocking=True)
-        each, _ = repeated(clock_for(torch, device), copy)
-        yield rate(name, device, COPY_BYTES, each, f"{COPY_BYTES // 2**20} MiB per copy")
+def to_device(torch: ModuleType, device: str) -> Ceiling:
+    """Copy from pinned host memory."""
+    name = "host_to_device_pinned_bytes_per_s"
+    if device != "cuda":
+        return Ceiling(name, device, note="not run: there is no device except the CPU")
+    try:
+        source = torch.ones(COPY_BYTES // 4, pin_memory=True)
+        target = torch.empty(COPY_BYTES // 4, device=device)
+    except RuntimeError as error:
+        return Ceiling(name, device, note=f"not run: {first_line(error)}")
+    copy = partial(target.copy_, source, non_blocking=True)
+    each_ms, _ = repeated(clock_for(torch, device), copy)
+    return rate(name, device, COPY_BYTES, each_ms, f"{COPY_BYTES // 2**20} MiB per copy")
 
 
 def disk(folder: Path) -> Ceiling:
@@ -218,30 +188,6 @@ def disk(folder: Path) -> Ceiling:
 def _read_from_disk() -> int:
     found = re.search(r"^read_bytes: (\d+)$", Path("/proc/self/io").read_text(encoding="ascii"), re.MULTILINE)
     return int(found[1]) if found else 0
-
-
-def loader(torch: ModuleType) -> Ceiling:
-    """Time a DataLoader with one worker from iter() to its first batch.
-
-    Every epoch without persistent workers has this cost.
-    """
-    clock, each = HostClock(), []
-    data = torch.utils.data.TensorDataset(torch.zeros(64, 4))
-    for _ in range(LOADER_STARTS):
-        start = clock.mark()
-        batches = iter(torch.utils.data.DataLoader(data, batch_size=32, num_workers=1))
-        next(batches)
-        each.append(clock.elapsed_ms(start, clock.mark()) / 1000)
-        del batches
-    return Ceiling(
-        "loader_start_s",
-        "cpu",
-        median(each),
-        quantile(each, 0.25),
-        quantile(each, 0.75),
-        len(each),
-        "one worker, fork",
-    )
 
 
 def main(out: str, folder: str) -> None:

@@ -44,7 +44,6 @@ class Workload:
     timing: Timing
     tensors: tuple[float, ...]
     parameter_bytes: float
-    second: Timing | None = None
     fixed_share: float = FIXED_SHARE
     overhead: float = 0.0
     local_steps: int = 1
@@ -73,21 +72,12 @@ def buckets(tensors: Iterable[float]) -> list[float]:
 def at_batch(work: Workload, samples_share: float) -> Timing:
     """Return the timing at this share of the measured batch.
 
-    The time of the optimizer does not depend on it.
+    The time of the optimizer does not depend on it, nor ``fixed_share`` of the other times.
     """
-    first = work.timing
+    first, factor = work.timing, work.fixed_share + (1 - work.fixed_share) * samples_share
     if samples_share == 1.0:
         return first
-    times = {}
-    for name in ("forward_ms", "backward_ms", "host_ms"):
-        whole = getattr(first, name)
-        fixed = work.fixed_share * whole
-        if work.second is not None and first.samples and work.second.samples not in (None, first.samples):
-            other, ratio = getattr(work.second, name), (work.second.samples or 0.0) / first.samples
-            # The line through both points, clamped so that an empty batch takes neither negative time nor
-            # more than what was measured.
-            fixed = min(max((other - ratio * whole) / (1 - ratio), 0.0), min(whole, other))
-        times[name] = fixed + (whole - fixed) * samples_share
+    times = {name: getattr(first, name) * factor for name in ("forward_ms", "backward_ms", "host_ms")}
     samples = first.samples * samples_share if first.samples else None
     return replace(first, samples=samples, **times)
 

@@ -1,4 +1,4 @@
-"""Records of `flatout compare` (two programs, how they differ, the gates) and of `flatout bisect`."""
+"""The record of `flatout compare`: two programs, how they differ, the gates."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 from flatout.schema.records import PhaseTime, ProgramRecord, Record
 
 SCHEMA = 1
-BISECT_SCHEMA = 1
-WHAT = ("time", "memory", "losses")  # what `flatout bisect` can search for
 
 
 @dataclass
@@ -99,26 +97,3 @@ class CompareRecord(ProgramRecord):
     @property
     def gate_failed(self) -> bool:
         return any(gate.verdict == "failed" for gate in self.gates)
-
-
-@dataclass
-class TestedCommit(Record):
-    """``verdict``: ``good``, ``bad``, ``skipped`` or ``cannot tell``."""
-
-    commit: str
-    subject: str
-    verdict: str
-    why: str = ""
-
-
-@dataclass
-class BisectRecord(ProgramRecord):
-    """``first_bad``: the commits of which one is the first bad one; the last of them surely is bad."""
-
-    schema: int = BISECT_SCHEMA
-    what: str = "time"
-    good: str = ""
-    bad: str = ""
-    change: str = ""
-    tested: list[TestedCommit] = field(default_factory=list)
-    first_bad: list[TestedCommit] = field(default_factory=list)

@@ -48,7 +48,6 @@ PUBLISHED = {
     "lr": Published("lr_range:LrRecord", "lr.json", "lr --json"),
     "run": Published("run_summary:RunSummary", "runs/*/rank0.json"),
     "compare": Published("compare:CompareRecord", "compare.json", "compare --json"),
-    "bisect": Published("compare:BisectRecord", "bisect.json", "bisect --json"),
     "scale": Published("scale:ScaleRecord", "scale.json", "scale --json"),
     "failure": Published("failure:FailureRecord", "failure.json"),
     "findings": Published("outputs:FindingsRecord", printed="check --json"),

@@ -56,7 +56,7 @@ class TrainingContext(Protocol):
     asleep: bool  # True stops the observation of steps
     reports: list[tuple[str, str]]  # messages of levers after they were applied
     handed_on: Any  # where the runs of a search pass on their cached samples
-    divided: Any  # the state of `data_parallel`, for levers that act through it; None in one process
+    data_parallel: Any  # the state of `data_parallel`, for levers that act through it; None in one process
     graph_passes: list[Any]  # graph passes of levers, before `compile` compiles the graph
     uncompiled: list[Any]  # modules that `compile` excludes
     boundaries: Any

@@ -226,10 +226,7 @@ class ScaleRecord(ProgramRecord):
     inside: Link | None = None
     node: int = 1
     timing: Timing | None = None
-    second: Timing | None = None  # another batch size, for strong scaling
-    fixed_share: float | None = (
-        None  # share of a step's computation that does not shrink with the batch, without a second point
-    )
+    fixed_share: float = 0.0  # share of a step's computation that does not shrink with the batch
     compute_scale: float = 1.0
     overhead: float = 0.0  # as a share of computation, with more than one device
     local_steps: int = 1

@@ -133,7 +133,7 @@ class Worker(WorkerRecord):
             self.replica.forward_end(root, output)
 
     def backward_begin(self, losses: tuple[Any, ...]) -> None:
-        if self.context.divided is None:
+        if self.context.data_parallel is None:
             self.notes.loss(losses)
         else:  # the loss of the whole batch is known after the exchange
             self.open_losses = losses

@@ -128,8 +128,8 @@ class WorkerRecord(Listener):
             if self.measured and self.measured_samples and self.unit == "step"
             else None
         )
-        if per_step and self.context.divided is not None:
-            per_step *= self.context.divided.whole_of_seen
+        if per_step and self.context.data_parallel is not None:
+            per_step *= self.context.data_parallel.whole_of_seen
         return TrialRecord(
             status=status,
             reason=reason,

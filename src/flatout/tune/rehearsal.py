@@ -41,7 +41,7 @@ from flatout.tune.sharding import ALWAYS, AUTO, NEVER, choices, ran_out, verdict
 LEVER = "data_parallel"
 WAYS = {
     "cut": "as a {} over samples",
-    "door": "split as batches enter the model, as a {} over samples",
+    "input": "split as batches enter the model, as a {} over samples",
     "whole": "with the model's outputs gathered",
 }
 OWN_BATCHES = "it makes its batches without a DataLoader, and they cannot be split as they enter its model"
@@ -188,7 +188,7 @@ class Rehearsal:
 
         A batch the script sees whole is fetched whole by every rank.
         """
-        return ("whole",) if self.whole else ("cut", "whole") if reference["fed"] else ("door", "whole")
+        return ("whole",) if self.whole else ("cut", "whole") if reference["fed"] else ("input", "whole")
 
     def _tried(self, division: dict[str, Any], reference: dict[str, Any]) -> str | None:
         """Try a split; return why it does not compute the same as one process, or None if it does."""

@@ -35,11 +35,6 @@ OPTIONS = (
         help="Show the script whole batches on each rank, so that its counts cover all ranks.",
     ),
     ranks_option(
-        "--split-evaluation",
-        is_flag=True,
-        help="Split the evaluation between the ranks; otherwise each rank evaluates everything.",
-    ),
-    ranks_option(
         "--shard",
         default="auto",
         show_default=True,
@@ -59,17 +54,15 @@ class RankOptions:
     """The rank options of a command line.
 
     ``procs`` is the number of ranks; ``gpus`` gives each its own CUDA device. ``given``: the command line has
-    a number of ranks, perhaps 1. ``sync_batchnorm`` normalises
-    over all ranks. ``whole_batches`` shows the script whole batches. ``split_evaluation`` splits the evaluation
-    between ranks. ``shard`` says whether weights, gradients and optimizer state are sharded. ``again``
-    repeats the rehearsal.
+    a number of ranks, perhaps 1. ``sync_batchnorm`` normalises over all ranks. ``whole_batches`` shows the script
+    whole batches. ``shard`` says whether weights, gradients and optimizer state are sharded. ``again`` repeats the
+    rehearsal.
     """
 
     procs: int
     gpus: bool = False
     sync_batchnorm: bool = False
     whole_batches: bool = False
-    split_evaluation: bool = False
     shard: str = "auto"
     again: bool = False
     given: bool = False
@@ -77,10 +70,7 @@ class RankOptions:
     @property
     def words(self) -> dict[str, str]:
         """The user's choices in the value of the lever `data_parallel`."""
-        return {
-            **({"batchnorm": "all"} if self.sync_batchnorm else {}),
-            **({"evaluation": "divided"} if self.split_evaluation else {}),
-        }
+        return {"batchnorm": "all"} if self.sync_batchnorm else {}
 
     @property
     def several(self) -> bool:
@@ -118,7 +108,5 @@ def ranks_asked(given: dict[str, Any]) -> RankOptions:
         bool(gpus),
         again=given.pop("rehearse"),
         given=given_ranks,
-        **{
-            name: given.pop(name) for name in ("sync_batchnorm", "whole_batches", "split_evaluation", "shard")
-        },
+        **{name: given.pop(name) for name in ("sync_batchnorm", "whole_batches", "shard")},
     )

@@ -86,7 +86,8 @@ def slower(record: CompareRecord) -> Diagnosis | None:
         `flatout compare` measured that B takes longer than A. The phase that grew says where to look: a wait for data, the forward pass, the optimizer. A new version
         of a package explains it if the source is the same.
     How to fix it:
-        `flatout bisect` finds the commit. For a package, compare two environments: `flatout compare --python`.
+        `git bisect run flatout compare` finds the commit. For a package, compare two environments:
+        `flatout compare 'OLD/bin/python train.py' 'NEW/bin/python train.py'`.
         `flatout profile` shows the lines and operators of the phase that grew.
     Sources:
         https://docs.pytorch.org/docs/stable/profiler.html
@@ -105,7 +106,10 @@ def slower(record: CompareRecord) -> Diagnosis | None:
     command = shlex.join(b.command)
     fixes = [f"flatout profile {command}"]
     if a.revision != b.revision:
-        fixes.insert(0, f"flatout bisect --good {a.revision} --bad {b.revision or 'HEAD'} {command}")
+        fixes[:0] = [
+            f"git bisect start {b.revision or 'HEAD'} {a.revision}",
+            f"git bisect run flatout compare --rev {a.revision}.. --gate {50 * seen.value:.1f}% {command}",
+        ]
     memory = record.memory
     more = [f"peak memory {100 * memory.value:+.1f} %"] if memory is not None and memory.certain else []
     return Diagnosis(

@@ -26,9 +26,9 @@ class PaceProbe(Probe):
     """
 
     def begin(self) -> None:
-        if self.context.divided is None or (here := this_rank()) is None:
+        if self.context.data_parallel is None or (here := this_rank()) is None:
             raise ProbeUnavailable("the program does not run as ranks of flatout")
-        self.here, self.divided = here, self.context.divided
+        self.here, self.divided = here, self.context.data_parallel
         self.clock, self.host = clock_for(self.torch, self.context.device), HostClock()
         self.spans: list[list[tuple[str, Any, Any]]] = [[]]
         self.counts: list[dict[str, float]] = [dict.fromkeys(("samples", "elements", "sent_bytes"), 0.0)]
