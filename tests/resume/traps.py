@@ -947,7 +947,7 @@ trap(
     "large_list_that_was_computed",
     """
     import itertools
-    wide, scale = torch.linspace(0, 1, 300_000), itertools.cycle([1.0])
+    wide, scale = torch.linspace(0, 1, 1_500_000), itertools.cycle([1.0])
     for step in range(STEPS):
         loss = train(batch(step) * next(scale))
         if step == 4:
