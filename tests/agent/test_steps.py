@@ -33,7 +33,7 @@ def knowing(*keys):
 
 @given(counts, st.integers(0, 8), st.booleans(), st.lists(st.integers(1, 20), min_size=1, max_size=100))
 def test_any_cycle_of_any_optimizers(cycles, backwards, each, repetitions):
-    """One step per cycle, however many optimizers there are (a GAN, one a layer) and however often each steps in it
+    """One step per cycle, however many optimizers there are (a GAN) and however often each steps in it
     (a critic); the last one ends it. There are any number of backward passes at first, or one before each step.
     """
     steps = [key for key, times in enumerate(repetitions) for _ in range(times)]
@@ -43,6 +43,12 @@ def test_any_cycle_of_any_optimizers(cycles, backwards, each, repetitions):
         assert steps == list(range(cycles))
     else:
         assert set(steps) == set(range(cycles))
+
+
+@given(counts, st.integers(2, 300))
+def test_one_optimizer_a_layer(cycles, layers):
+    """Each layer's optimizer steps in a hook, as its gradient is ready: last layer first."""
+    assert cycle_ends(knowing(*range(layers)), cycles, ["b", *reversed(range(layers))]) == list(range(cycles))
 
 
 @given(counts)

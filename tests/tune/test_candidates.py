@@ -85,6 +85,8 @@ def test_a_plan_is_in_the_order_in_which_levers_act():
         candidate("malloc", ("glibc",), Effect.EXACT),
         candidate("channels_last", (True,)),
     ]
+    with pytest.raises(ValueError, match="no value of fused_optimizer"):
+        plan_of(chosen)
     for one in chosen:
         one.value = one.values[0]
     assert [choice.name for choice in plan_of(chosen)] == ["malloc", "channels_last", "fused_optimizer"]
