@@ -70,12 +70,16 @@ def errors(mutants: list[Mutant]) -> list[str]:
             )
         except (OSError, ValueError, SyntaxError) as error:
             found.append(str(error))
-        found += [
-            f"{mutant.file}: there is no {test}"
-            for test in mutant.tests
-            if not (ROOT / test.partition("::")[0]).exists()
-        ]
+        found += [f"{mutant.file}: there is no {test}" for test in mutant.tests if not _exists(test)]
     return found
+
+
+def _exists(test: str) -> bool:
+    name, _, function = test.partition("::")
+    path = ROOT / name
+    return path.exists() and (
+        not function or f"def {function.partition('[')[0]}(" in path.read_text(encoding="utf-8")
+    )
 
 
 def copy_of_repository(place: Path) -> Path:

@@ -360,6 +360,15 @@ def test_the_source_keeps_its_budget():
     assert over_budget(page, {**files, "another.py": 10_000_000}) > 6_000_000
 
 
+@pytest.mark.processes
+def test_each_break_of_the_list_is_one_of_this_source():
+    """`bench/mutants.py` breaks the source and looks whether a test turns red."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "bench" / "mutants.py", "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def first_lines(room: str) -> dict[str, str]:
     """The paragraphs of a package's docstring that begin with a word and a colon."""
     text = ast.get_docstring(ast.parse((HOME / room / "__init__.py").read_text(encoding="utf-8"))) or ""
