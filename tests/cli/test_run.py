@@ -118,9 +118,9 @@ def test_an_unknown_failure_has_nothing_under_it(flatout, script):
 def test_signals_reach_the_program(flatout, script):
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
     script(
-        f"import signal, sys\nfor number in {[int(number) for number in numbers]}:\n"
-        "    signal.signal(number, lambda number, frame: print(number, flush=True))\n"
-        "print('ready', flush=True)\nfor _ in range(4): signal.pause()\nsys.exit(40)"
+        f"import signal, sys, time\nseen = []\nfor number in {[int(number) for number in numbers]}:\n"
+        "    signal.signal(number, lambda number, frame: print(seen.append(number) or number, flush=True))\n"
+        "print('ready', flush=True)\nwhile len(seen) < 4: time.sleep(0.05)\nsys.exit(40)"
     )
     process = flatout.start("run", "python", "train.py")
     assert process.stdout.readline() == "ready\n"

@@ -93,7 +93,8 @@ def test_another_device_strong_scaling_and_given_figures(profile):
     assert any("hybrid is left out" in note for note in one_each.notes)
 
     two = ["--gpus", "2", "--network", "bandwidth=1000GB/s", "--strategies", "ddp", "--scaling", "strong"]
-    strong = ask(profile, *two, "--overhead", "0")
+    two += ["--overhead", "0"]
+    strong = ask(profile, *two)
     assert strong.points[0].compute_ms == pytest.approx(
         0.55 * 9.5 + 0.5
     )  # the optimizer as with the whole batch

@@ -105,7 +105,7 @@ RECORDED = (
     ),
     Recorded(
         "FE040",
-        ("22.78 GiB", "31.47 GiB", "12.73 GiB"),
+        ("22.8 GiB", "31.5 GiB", "12.7 GiB"),
         "https://github.com/murong-xu/CADS/issues/4",
         FRAMES + "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 22.78 "
         "GiB. GPU 0 has a total capacity of 31.47 GiB of which 12.73 GiB is free. Including non-PyTorch memory, this process has 18.73 GiB "
@@ -132,7 +132,7 @@ RECORDED = (
     ),
     Recorded(
         "FE040",
-        ("12 MiB", "9.28 GiB"),
+        ("12.5 MiB", "9.28 GiB"),
         PYTORCH + "16417",
         "RuntimeError: CUDA out of memory. Tried to allocate 12.50 MiB (GPU 0; 10.92 GiB total capacity; 8.57 MiB already "
         "allocated; 9.28 GiB free; 4.68 MiB cached)",

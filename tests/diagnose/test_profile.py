@@ -228,7 +228,7 @@ def test_settings_and_call_counters(ill):
 
 def test_the_printed_report(ill):
     _, done, _ = ill
-    assert "data-bound" in done.out
+    assert "it waits for data" in done.out
     assert "train.py:" in done.out
     assert "without the loader" in done.out
     assert "memory grows" in done.out.lower() or "tensors grow" in done.out

@@ -45,7 +45,7 @@ arguments = st.lists(st.sampled_from(["-I", "-c", "x.py", "--", "", "-m", "é"])
 @pytest.fixture(scope="module")
 def probes(tmp_path_factory):
     folder = tmp_path_factory.mktemp("probes")
-    (folder / "probe.py").write_text(REPORT)
+    (folder / "probe.py").write_text(f"# -x skips this line\n{REPORT}")
     return folder
 
 

@@ -127,7 +127,7 @@ def command(
 
     The program replaces this process, so its input, output, signals and exit code are its own. With --procs
     or --gpus it runs as several ranks, each on its share of every batch, after a rehearsal has shown that
-    they learn the same. `--gpus 8 torchrun --nnodes 2 ... train.py` and --ray start them on several machines.
+    they learn the same. torchrun behind these options, or --ray, starts them on several machines.
     """
     cmd = understand(words_or_usage(words, "run"))
     asked = ranks.ranks_asked(elsewhere)
@@ -135,8 +135,8 @@ def command(
     place = torchrun_of(cmd, asked.procs) if asked.given and ray is None else ray
     if watched.asked and place is not None:
         raise UsageError(
-            f"--supervise restarts the processes of this machine, but {'Ray' if ray else 'torchrun'} starts the ranks. Remove --supervise"
-            f"{'' if ray else '; torchrun restarts them itself: --max-restarts 3'}."
+            f"--supervise restarts the processes of this machine, but {'Ray' if ray else 'torchrun'} starts the ranks. Remove the option"
+            f"{'.' if ray else ': `torchrun --max-restarts 3` restarts them itself.'}"
         )
     cmd = place.program if isinstance(place, Torchrun) else cmd
     choose(device, cmd, "run", asked.procs, asked.gpus, "--ray" if ray is not None else "")
