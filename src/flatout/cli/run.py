@@ -135,8 +135,8 @@ def command(
     place = torchrun_of(cmd, asked.procs) if asked.given and ray is None else ray
     if watched.asked and place is not None:
         raise UsageError(
-            f"--supervise restarts the processes of this machine, but {'Ray' if ray else 'torchrun'} starts the ranks. Remove the option"
-            f"{'.' if ray else ': `torchrun --max-restarts 3` restarts them itself.'}"
+            f"--supervise restarts the processes of this machine, but {'Ray' if ray else 'torchrun'} starts the ranks. Remove --supervise."
+            f"{'' if ray else ' torchrun restarts them itself, if its max-restarts is above 0.'}"
         )
     cmd = place.program if isinstance(place, Torchrun) else cmd
     choose(device, cmd, "run", asked.procs, asked.gpus, "--ray" if ray is not None else "")
