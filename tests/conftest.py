@@ -29,7 +29,7 @@ from limits import hang_s, slowness
 from processes import working_in
 from pytest_timeout import Settings as Timeout
 from pytest_timeout import pytest_timeout_set_timer as set_timer
-from warm import Warm, can_become
+from warm import Warm, starts_warm
 
 import flatout as flatout_package
 
@@ -176,7 +176,7 @@ class Flatout:
         """``really``: a start of Python, where one is under test. Otherwise a fork of a warm process where that can be."""
         command = [*prefix, *(python if python is not None else [sys.executable, "-m", "flatout"]), *words]
         environment = self.environment(env)
-        kind = subprocess.Popen if really or not can_become(command, environment) else Warm
+        kind = Warm if not really and starts_warm(command, environment) else subprocess.Popen
         return kind(
             command,
             cwd=cwd or self.folder,

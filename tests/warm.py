@@ -14,6 +14,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import gc
 import importlib
 import importlib.util
@@ -70,6 +71,8 @@ OF_FLATOUT = (
     "levers",
 )
 PR_SET_MM, PR_SET_MM_MAP = 35, 14  # source: prctl(2)
+MADE_FOR = (3, 11)  # `fork_exec` is private to subprocess, and other in each version
+READY = b"ready"
 
 
 # -- the side of the tests ------------------------------------------------------------------------------------------
@@ -87,21 +90,23 @@ class Server:
             cwd="/",
         )
         theirs.close()
+        self.ready = self.socket.recv(64) == READY
 
     def close(self) -> None:
         self.socket.close()
         self.process.wait(30)
 
 
+@functools.cache
 def server() -> Server:
-    global _server
-    if _server is None or _server.process.poll() is not None:
-        _server = Server()
-        atexit.register(_server.close)
-    return _server
+    made = Server()
+    atexit.register(made.close)
+    return made
 
 
-_server: Server | None = None
+def starts_warm(argv: Sequence[str], env: Mapping[str, str]) -> bool:
+    """Whether `Warm` can start this command. The names in /proc need a call of Linux that a kernel may lack."""
+    return sys.version_info[:2] == MADE_FOR and can_become(argv, env) and server().ready
 
 
 class Warm(subprocess.Popen):
@@ -215,7 +220,13 @@ class Restored:
 
 def serve(control: socket.socket) -> None:
     """Fork a program for each request. Returns in the forks alone."""
+    try:
+        show_in_proc(sys.orig_argv, os.environ)
+    except OSError as error:
+        control.send(str(error).encode())
+        os._exit(0)
     preload()
+    control.send(READY)
     gc.collect()
     gc.freeze()
     running: dict[int, tuple[int, socket.socket]] = {}  # pidfd -> pid and where its exit is reported

@@ -51,6 +51,7 @@ def probes(tmp_path_factory):
 
 @example(["-c", "pass  # -S -I", "-E"])
 @example(["-u", "-mprobe", "-S"])
+@example(["-u-check-hash-based-pycs", "-B", "-m", "probe"])
 @given(st.builds(lambda *parts: [word for part in parts for word in part], options, ends, arguments))
 def test_it_is_parsed_as_by_the_interpreter(probes, words):
     line = parse_python([sys.executable, *words])

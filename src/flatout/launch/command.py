@@ -110,6 +110,8 @@ def parse_python(argv: Sequence[str]) -> PythonLine:
                 if not (letters or words):
                     return PythonLine()
                 argument, letters = letters or words.pop(0), ""
+                if letter == "-" and argument not in ("default", "always", "never"):
+                    return PythonLine()
                 if letter in "cm":
                     return PythonLine("code" if letter == "c" else "module", (argument, *words), disables)
             elif letter not in SHORT:
