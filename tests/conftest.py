@@ -150,7 +150,7 @@ class Flatout:
         kept = {
             k: v
             for k, v in os.environ.items()
-            if not k.startswith(("FLATOUT_", "PYTEST_", "MALLOC_")) and k not in dropped
+            if not k.startswith(("FLATOUT_", "PYTEST_", "MALLOC_", "KMP_")) and k not in dropped
         }
         mark = uuid.uuid4().hex
         self._begun.append(mark)

@@ -56,7 +56,7 @@ EARLY = (
     "NCCL_",
     "TRITON_",
 )
-LATE = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"}
+LATE = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "TORCHINDUCTOR_CACHE_DIR", "PYTHON"}
 STAYS = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
 GROUPS = ("numpy", "torch", "torch.utils.data")
 OF_FLATOUT = (
@@ -466,7 +466,8 @@ def run() -> int:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in (str(HERE), "<frozen runpy>"):
             trace = trace.tb_next
-        sys.excepthook(type(error), error.with_traceback(trace), trace)
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error.with_traceback(trace), trace
+        sys.excepthook(type(error), error, trace)
         return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
