@@ -206,9 +206,8 @@ class Feed(FeedStore):
             try:
                 if following is not None:
                     following.at_once = at_once
-                why = different(
-                    batch, self._made(indices, inspection_copy(self.dataset)), self.apart
-                )  # fetching has already changed the data set
+                # fetching has already changed the data set
+                why = different(batch, self._made(indices, inspection_copy(self.dataset)))
                 why = why or (
                     ""
                     if same_states(end, states(self._own))

@@ -14,15 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.data import color, readers, resample
 from flatout.data.draws import understood
 from flatout.data.images import form_of, shape_of
-from flatout.data.operation import BatchOperation, ImageForm, ImageShape, NotBatchable
+from flatout.data.operation import LARGE, BatchOperation, ImageForm, NotBatchable
 from flatout.data.operations import joined
+from flatout.data.readers import READERS
 from flatout.data.streams import same_states, states
 
 CONTAINERS = ("v1.Compose", "v2.Compose")
-LARGE = ImageShape(3, 2**14, 2**14)  # large enough that every transform that can draw does draw
+# They run on single images, and draw nothing: kept samples have gone through them.
+DETERMINISTIC = ("v1.Resize", "v2.Resize", "v1.Grayscale", "v2.Grayscale")
 
 
 @dataclass(frozen=True)
@@ -44,25 +45,14 @@ class Lowered:
     def tail(self) -> tuple[Any, ...]:
         return self.steps[self.end :]
 
-    @property
-    def apart(self) -> float:
-        """Return the largest allowed difference from the plain pipeline; 0 means the same bits."""
-        found = 0.0
-        for operation in self.operations:
-            found = found * operation.gain + operation.apart
-        return found
-
-    def run(self, images: Tensor, numbers: Sequence[Sequence[Any]]) -> Tensor:
+    def run(self, images: Tensor, numbers: Sequence[Sequence[Tensor]]) -> Tensor:
         """Run the operations on images [B, C, H, W]. The result is contiguous."""
         images = (
             images.contiguous()
         )  # channels first, so that windows, flips and floats are long runs of memory
         for operation, mine in zip(self.operations, numbers, strict=True):
             if images.device.type != "cpu":
-                mine = [
-                    each.to(images.device, non_blocking=True) if isinstance(each, Tensor) else each
-                    for each in mine
-                ]
+                mine = [column.to(images.device, non_blocking=True) for column in mine]
             images = operation(images, mine)
         return images.contiguous()
 
@@ -90,7 +80,7 @@ def read(transform: object, form: ImageForm) -> Sequence[BatchOperation]:
     name = name_of(transform)
     if name not in READERS:
         raise NotBatchable(f"{type(transform).__name__} is not a transform that can run on batches")
-    if getattr(transform, "_forward_hooks", None) or getattr(transform, "_forward_pre_hooks", None):
+    if _has_hooks(transform):
         raise NotBatchable(f"{type(transform).__name__} has hooks")
     try:
         found = READERS[name](transform, form)
@@ -105,11 +95,12 @@ def read(transform: object, form: ImageForm) -> Sequence[BatchOperation]:
     return [found] if isinstance(found, BatchOperation) else list(found)
 
 
-READERS = {**readers.READERS, **color.READERS, **resample.READERS}
+def _has_hooks(transform: object) -> bool:
+    return bool(getattr(transform, "_forward_hooks", None) or getattr(transform, "_forward_pre_hooks", None))
 
 
-def lower(transform: object, images: Sequence[Any], light: bool = False, unfinished: bool = False) -> Lowered:
-    """Read a pipeline with a few input images. With ``light``, heavy transforms run on single images.
+def lower(transform: object, images: Sequence[Any], unfinished: bool = False) -> Lowered:
+    """Read a pipeline with a few input images.
 
     With ``unfinished``, another transform call follows, so the last step may also return PIL images.
     Moves random generators. Raises NotBatchable with the reason if nothing can run on a batch.
@@ -132,7 +123,7 @@ def lower(transform: object, images: Sequence[Any], light: bool = False, unfinis
         if form.kind == "tensor" and any(getattr(step, "inplace", False) for step in steps[start:]):
             reasons["its transforms may change the images of the data set in place"] = None
             continue
-        found = _run_from(steps, start, form, light, reasons, unfinished)
+        found = _run_from(steps, start, form, reasons, unfinished)
         if found is not None and any(
             drawing[found.end :]
         ):  # it would draw only after all images have drawn for the operations
@@ -153,7 +144,7 @@ def lower(transform: object, images: Sequence[Any], light: bool = False, unfinis
     return best
 
 
-def extended(before: Lowered, transform: object, light: bool = False) -> Lowered:
+def extended(before: Lowered, transform: object) -> Lowered:
     """Append the transform of another call. Steps that cannot run on a batch follow the operations.
 
     Raises NotBatchable if these steps could not receive a single image.
@@ -177,9 +168,6 @@ def extended(before: Lowered, transform: object, light: bool = False) -> Lowered
         except NotBatchable as why:
             reasons[str(why)] = None
             break
-        if light and any(operation.heavy for operation in more):
-            reasons[_left(step)] = None
-            break
         operations += more
         for operation in more:
             form = operation.form(form)
@@ -194,15 +182,10 @@ def extended(before: Lowered, transform: object, light: bool = False) -> Lowered
     )
 
 
-def _left(step: object) -> str:
-    return f'{type(step).__name__} runs on single images, because the value is "light"'
-
-
 def _run_from(
     steps: Sequence[Any],
     start: int,
     entry: ImageForm,
-    light: bool,
     reasons: dict[str, None],
     unfinished: bool = False,
 ) -> Lowered | None:
@@ -213,9 +196,6 @@ def _run_from(
             more = read(steps[at], form)
         except NotBatchable as why:
             reasons[str(why)] = None
-            break
-        if light and any(operation.heavy for operation in more):
-            reasons[_left(steps[at])] = None
             break
         for operation in more:
             operations.append(operation)
@@ -233,14 +213,19 @@ def deterministic(steps: Sequence[Any], images: Iterable[Any]) -> int:
     images = list(images)
     for at, step in enumerate(steps):
         form, _ = _describe(images)
-        try:
-            operations = read(step, form) if form else None
-        except NotBatchable:
-            return at
-        if operations is None or any(operation.draws(LARGE) != () for operation in operations):
+        if form is None or not _is_deterministic(step, form):
             return at
         images = [step(image) for image in images]
     return len(steps)
+
+
+def _is_deterministic(step: object, form: ImageForm) -> bool:
+    if name_of(step) in DETERMINISTIC:
+        return not _has_hooks(step)
+    try:
+        return all(operation.draws(LARGE) == () for operation in read(step, form))
+    except NotBatchable:
+        return False
 
 
 def _describe(images: Sequence[Any]) -> tuple[ImageForm | None, bool]:

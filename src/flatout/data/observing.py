@@ -100,7 +100,6 @@ class PipelineReader:
     """How pipelines are read: for batches, or only for the steps before samples are kept."""
 
     batched: bool
-    light: bool
     keeping: bool
     own: Sequence[Any] = ()
 
@@ -179,10 +178,10 @@ class PipelineReader:
         if package_of(transform) in ONE_BY_ONE:
             raise NotBatchable(ONE_BY_ONE[package_of(transform)])
         if parent is None:
-            return lower(transform, [copied(call.image) for call in group], self.light, unfinished=feeds)
+            return lower(transform, [copied(call.image) for call in group], unfinished=feeds)
         if parent.lowered is None:
             raise NotBatchable(f"{parent.name} runs on single images")
-        found = extended(parent.lowered, transform, self.light)
+        found = extended(parent.lowered, transform)
         if found.exit.kind == "pil" and not feeds:
             raise NotBatchable("none of its transforms makes a tensor")
         return found
@@ -249,7 +248,7 @@ def _misread(pipeline: TransformPipeline, calls: Sequence[TransformCall], own: S
                 if not same_states(states(own), each.after):
                     return f"{link.name} draws its random numbers in an unknown order"
             recorder.close()
-            why = different(call.result, image, pipeline.apart, layout=False)
+            why = different(call.result, image, layout=False)
         if why:
             return f"the images of {pipeline.name} would differ in a batch: {why}"
     return ""

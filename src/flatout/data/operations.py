@@ -233,7 +233,6 @@ class ScaleBytes(BatchOperation):
 
     dtype: torch.dtype
     divide: bool = True
-    gain: float = 1.0 / 255
 
     def form(self, form: ImageForm) -> ImageForm:
         return replace(form, dtype=self.dtype)
@@ -247,10 +246,6 @@ class ScaleBytes(BatchOperation):
 class Normalize(BatchOperation):
     mean: tuple[float, ...]
     deviation: tuple[float, ...]
-
-    @property
-    def gain(self) -> float:  # type: ignore[override]
-        return 1.0 / min(map(abs, self.deviation))
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
         mean, deviation = (
