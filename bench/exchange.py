@@ -1,4 +1,4 @@
-"""Measures the traffic between ranks: bytes, waiting time, and the effect of fewer exchanges on the loss.
+"""Measures the traffic between ranks: bytes and waiting time.
 
 flatout's local launcher starts the ranks on this machine, with gloo and one thread each. The model is an MLP
 whose exchange is a large part of a step. In each comparison, the same ranks run both sides, interleaved in
@@ -6,8 +6,7 @@ the order A B B A, as the levers would apply them. A is always float32 in bucket
 the backward pass. *waiting* is the time that a backward pass waits after it has computed its gradients
 (median of all passes of rank 0, and the quartiles). *step* is A's time over B's, with a bootstrap interval
 over rounds. The limited link is the loopback of a separate network namespace behind a token bucket (`tc ...
-tbf`). All ranks share it in both directions, and it adds no network latency. Held-out loss: an MLP on
-scikit-learn's digits with AdamW.
+tbf`). All ranks share it in both directions, and it adds no network latency.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from typing import Any
 
 from provenance import HERE, RESULTS, SRC, markdown_table, read_result, stamp, write_result
 
-from flatout.job.folder import write_whole
 from flatout.measure.statistics import Round, block_ms, compare, median, quantile
 
 PROGRAM = HERE / "programs" / "exchange.py"
@@ -41,15 +39,6 @@ SIDES: dict[str, dict[str, Any]] = {
     "powersgd, rank 2": {"mib": 25, "way": {"kind": "powersgd", "rank": 2, "after": 2}},
     "bf16, buckets of 5 MiB": {"mib": 5, "way": "bf16"},
 }
-COURSES: dict[str, Any] = {
-    "synchronous": None,
-    "average, every 8": {"every": 8},
-    "DiLoCo, every 8": {"every": 8, "outer": "nesterov"},
-    "average, every 32": {"every": 32},
-    "DiLoCo, every 32": {"every": 32, "outer": "nesterov"},
-}
-WIDTH, HEIGHT, MARGIN = 760, 360, 44
-COLOURS = ("#222222", "#2a6fdb", "#8fb4ee", "#d1495b", "#eaa5ae", "#3a9a5c", "#c98a1b")
 
 
 def ranks(job: dict[str, Any], procs: int, rate: str | None) -> dict[str, Any]:
@@ -96,7 +85,6 @@ def ranks(job: dict[str, Any], procs: int, rate: str | None) -> dict[str, Any]:
 
 def comparisons(procs: int, rate: str | None, args: argparse.Namespace) -> dict[str, Any]:
     job = {
-        "kind": "comparison",
         "width": args.width,
         "layers": args.layers,
         "batch": args.batch * procs,
@@ -156,64 +144,7 @@ def rows_of(found: dict[str, Any]) -> list[tuple[Any, ...]]:
     return rows
 
 
-def drawn(found: dict[str, Any]) -> str:
-    """Returns the chart of held-out loss by step, as the mean of the seeds; the loss axis is logarithmic."""
-    from math import log
-
-    curves = {
-        name: [sum(values) / len(values) for values in zip(*seeds, strict=True)]
-        for name, seeds in found["curves"].items()
-    }
-    every = [log(value) for curve in curves.values() for value in curve]
-    low, high, count = min(every), max(every), len(next(iter(curves.values())))
-    across, down = (WIDTH - 2 * MARGIN) / max(1, count - 1), (HEIGHT - 2 * MARGIN) / (high - low or 1.0)
-    lines, words = (
-        [],
-        [
-            f'<text x="{MARGIN}" y="20">Held-out loss on digits, {found["procs"]} ranks, mean of {len(found["seeds"])} seeds</text>'
-        ],
-    )
-    for at, (name, curve) in enumerate(curves.items()):
-        places = " ".join(
-            f"{MARGIN + step * across:.1f},{HEIGHT - MARGIN - (log(value) - low) * down:.1f}"
-            for step, value in enumerate(curve)
-        )
-        style = 'stroke-width="4" stroke-opacity="0.4"' if at == 0 else 'stroke-width="1.5"'
-        lines.append(
-            f'<polyline points="{places}" fill="none" stroke="{COLOURS[at % len(COLOURS)]}" {style}/>'
-        )
-        words.append(
-            f'<text x="{WIDTH - 250}" y="{44 + 17 * at}" fill="{COLOURS[at % len(COLOURS)]}">{name}</text>'
-        )
-    words += [
-        f'<text x="4" y="{MARGIN + 4}">{2.718281828**high:.3f}</text>',
-        f'<text x="4" y="{HEIGHT - MARGIN + 4}">{2.718281828**low:.3f}</text>',
-        f'<text x="{MARGIN}" y="{HEIGHT - 14}">step {found["evaluate"]}</text>',
-        f'<text x="{WIDTH - MARGIN - 60}" y="{HEIGHT - 14}">step {found["evaluate"] * count}</text>',
-    ]
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}" font-family="sans-serif" font-size="13" fill="#333">'
-        f'<rect width="100%" height="100%" fill="#fff"/>{"".join(lines)}{"".join(words)}</svg>\n'
-    )
-
-
-def course_rows(found: dict[str, Any]) -> list[tuple[Any, ...]]:
-    rows = []
-    for name, seeds in found["curves"].items():
-        last, middle = [curve[-1] for curve in seeds], [curve[len(curve) // 4] for curve in seeds]
-        rows.append(
-            (
-                name,
-                found["exchanges"][name]["exchanges"],
-                f"{sum(middle) / len(middle):.4f}",
-                f"{sum(last) / len(last):.4f}",
-                f"{min(last):.4f} to {max(last):.4f}",
-            )
-        )
-    return rows
-
-
-def page(links: dict[str, Any], courses: dict[str, Any] | None, chart: str) -> str:
+def page(links: dict[str, Any]) -> str:
     parts = [f"# Traffic between ranks\n\n{(__doc__ or '').split(chr(10), 2)[2].strip()}\n"]
     header = (
         "side",
@@ -234,17 +165,6 @@ def page(links: dict[str, Any], courses: dict[str, Any] | None, chart: str) -> s
             f"{len(rounds)} rounds of A B B A, {len(rounds[0]['a'][0][0])} passes a block.\n"
         )
         parts.append(markdown_table(header, rows_of(found)) + "\n")
-    parts.append("## Fewer exchanges\n")
-    if courses is None:
-        parts.append("*not run*\n")
-    else:
-        parts.append(
-            f"{courses['procs']} ranks, batches of {courses['batch']}, {courses['steps']} steps, seeds {courses['seeds']}; evaluated every "
-            f"{courses['evaluate']} steps, which ends a round early if the round is not complete. DiLoCo uses the rate and momentum of its paper, "
-            "which were tuned for hundreds of steps a round; in such a short training they overshoot.\n"
-        )
-        header = ("side", "exchanges", "held-out loss after a quarter", "at the end", "range over the seeds")
-        parts.append(markdown_table(header, course_rows(courses)) + f"\n\n![Held-out loss]({chart})\n")
     return "\n".join(parts)
 
 
@@ -252,17 +172,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--only", default="", help="some of loopback, limited, four, courses, separated by commas"
-    )
+    parser.add_argument("--only", default="", help="some of loopback, limited, four, separated by commas")
     parser.add_argument("--rate", default="2gbit", help="rate of the limited link, in the notation of tc")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--batch", type=int, default=32, help="samples for each rank")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--block", type=int, default=5, help="passes for each block")
-    parser.add_argument("--steps", type=int, default=1280, help="steps of each training curve")
-    parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument(
         "--busy", action="store_true", help="measure even if the machine is busy (to test the benchmark)"
     )
@@ -276,48 +192,23 @@ def main() -> None:
         "four": "Four ranks on two cores, loopback",
     }
     links: dict[str, Any] = {name: known.get("links", {}).get(name) for name in names.values()}
-    courses: dict[str, Any] | None = known.get("courses")
-    wanted = args.only.split(",") if args.only else [*names, "courses"]
-    if not set(wanted) <= {*names, "courses"}:
-        raise SystemExit(f"--only accepts some of {', '.join([*names, 'courses'])}, not {args.only!r}")
+    wanted = args.only.split(",") if args.only else list(names)
+    if not set(wanted) <= names.keys():
+        raise SystemExit(f"--only accepts some of {', '.join(names)}, not {args.only!r}")
     calm = args.busy or (made["load_at_start"] or 0.0) < CALM
     if not calm and set(wanted) & set(names):
         print(
             f"nothing is measured because the load average is {made['load_at_start']}; wait until the machine is idle, or add --busy",
             file=sys.stderr,
         )
-    chart = f"exchange_{made['slug']}_{made['date'][:7].replace('-', '')}.svg"
     for name in wanted:
         print(name, file=sys.stderr, flush=True)
-        if name == "courses":
-            job = {
-                "kind": "course",
-                "sides": COURSES,
-                "seeds": list(range(args.seeds)),
-                "steps": args.steps,
-                "evaluate": 64,
-                "batch": 64,
-                "rate": 1e-3,
-            }
-            courses = {
-                **ranks(job, 4, None),
-                **{key: job[key] for key in ("seeds", "steps", "evaluate", "batch")},
-                "procs": 4,
-            }
-        elif calm:
+        if calm:
             links[names[name]] = comparisons(
                 4 if name == "four" else 2, args.rate if name == "limited" else None, args
             )
-        text, _ = write_result(
-            "exchange",
-            made,
-            page(links, courses, chart),
-            {"links": links, "courses": courses},
-            folder=args.out,
-        )
-        if courses is not None:
-            write_whole(text.with_suffix(".svg"), drawn(courses))
-    print(page(links, courses, chart))
+        write_result("exchange", made, page(links), {"links": links}, folder=args.out)
+    print(page(links))
 
 
 if __name__ == "__main__":

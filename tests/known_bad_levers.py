@@ -22,7 +22,6 @@ from flatout.levers import ddp_flags as ddp_flags_lever
 from flatout.levers import fused_ops as fused_ops_lever
 from flatout.levers import gradient_buckets as gradient_buckets_lever
 from flatout.levers import inplace as inplace_lever
-from flatout.levers import local_sgd as local_sgd_lever
 from flatout.levers import sharding as sharding_lever
 from flatout.levers.early.reads import READS
 from flatout.schema.lever import Undo, Value
@@ -459,13 +458,6 @@ def partially_fetched(torch: ModuleType) -> Callable[[Callable[..., Any]], Calla
     return wrapper
 
 
-def local_sgd(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Adds up the updates of the ranks instead of averaging them."""
-    undo = local_sgd_lever.apply(context, value, ledger)
-    context.data_parallel.local.rate = float(context.data_parallel.here.world_size)
-    return undo
-
-
 def sharding(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Adds gradients over the ranks without averaging them."""
     undo = sharding_lever.apply(context, value, ledger)
@@ -507,7 +499,6 @@ KNOWN_BAD: dict[str, Callable[[Any, Value, Any], Undo]] = {
     "graphs": graphs,
     "inplace": inplace,
     "loader": loader,
-    "local_sgd": local_sgd,
     "memory_budget": recompute,
     "offload": offload,
     "recompute": recompute,

@@ -1,4 +1,4 @@
-"""One rank of bench/exchange.py: `comparison` times gradient exchanges, `course` trains a small real problem.
+"""One rank of bench/exchange.py: times gradient exchanges.
 
 Arguments: a JSON file with the settings, and a folder; rank 0 writes result.json there. flatout's own local
 launcher starts it.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +46,13 @@ class Exposed(Listener):
         self.traffic = traffic
 
 
-def entered(here: RankEnvironment, value: Any = None) -> tuple[TrainingContext, Exposed, Ledger]:
-    """The state of a run with several ranks. ``value`` is one for local_sgd."""
+def entered(here: RankEnvironment) -> tuple[TrainingContext, Exposed, Ledger]:
+    """The state of a run with several ranks."""
     ledger, exposed = Ledger(), Exposed()
     context = TrainingContext(torch, exposed, ledger)
     divided = DataParallelScript(torch, context, here, SplitSettings(), ledger)
     divided.install()
     ledger.set(context, "data_parallel", divided)
-    if value is not None:
-        LEVERS["local_sgd"].apply(context, value, ledger)
     context.install()
     return context, exposed, ledger
 
@@ -119,61 +116,13 @@ def comparison(job: dict[str, Any], here: RankEnvironment) -> dict[str, Any]:
     return {"parameters": sum(p.numel() for p in model.parameters()), "pairs": found}
 
 
-def course(job: dict[str, Any], here: RankEnvironment) -> dict[str, Any]:
-    """Returns the held-out loss of an MLP on scikit-learn's digits at regular steps, for each side and seed.
-
-    Each evaluation synchronises the ranks.
-    """
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    x, y = x[order], y[order]
-    held_out = 360
-    found: dict[str, list[list[float]]] = {}
-    sent = {}
-    for name, value in job["sides"].items():
-        for seed in job["seeds"]:
-            place = replace(here, rendezvous=f"{here.rendezvous}-{name}-{seed}".replace(" ", "-"))
-            context, exposed, ledger = entered(place, value)
-            torch.manual_seed(seed)
-            model = nn.Sequential(
-                nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10)
-            )
-            optimizer = torch.optim.AdamW(model.parameters(), lr=job["rate"])
-            data = torch.utils.data.TensorDataset(x[held_out:], y[held_out:])
-            loader = torch.utils.data.DataLoader(data, batch_size=job["batch"], shuffle=True, drop_last=True)
-            curve: list[float] = []
-            steps = 0
-            while steps < job["steps"]:
-                for some_x, some_y in loader:
-                    optimizer.zero_grad()
-                    nn.functional.cross_entropy(model(some_x), some_y).backward()
-                    optimizer.step()
-                    steps += 1
-                    if steps % job["evaluate"] == 0:
-                        with torch.no_grad():
-                            curve.append(
-                                nn.functional.cross_entropy(model(x[:held_out]), y[:held_out]).item()
-                            )
-                    if steps == job["steps"]:
-                        break
-            local = context.data_parallel.local
-            rounds = local.held if local is not None else 0
-            sent[name] = {"rounds": rounds, "exchanges": len(exposed.waits_ms) + rounds}
-            ledger.restore()
-            found.setdefault(name, []).append(curve)
-    return {"curves": found, "exchanges": sent}
-
-
 def main() -> None:
     here = this_rank()
     if here is None:
         raise SystemExit("this is a rank; bench/exchange.py starts it")
     job = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(1)
-    result = {"comparison": comparison, "course": course}[job["kind"]](job, here)
+    result = comparison(job, here)
     if here.rank == 0:
         (Path(sys.argv[2]) / "result.json").write_text(json.dumps(result))
     sys.stdout.flush()

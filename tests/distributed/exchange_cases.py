@@ -1,4 +1,4 @@
-"""Two ranks of flatout: what they send, and where they end when they step by themselves.
+"""Two ranks of flatout: what they send.
 
     python exchange_cases.py OUT
 
@@ -22,16 +22,14 @@ from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
 from flatout.distributed.data_parallel import DataParallelScript
 from flatout.distributed.division import SplitSettings
-from flatout.distributed.shares import share
 from flatout.job.rank_environment import this_rank
 from flatout.levers.comm_compression import LEVER as compression
 from flatout.levers.gradient_buckets import LEVER as buckets
-from flatout.levers.local_sgd import LEVER as local_sgd
 from flatout.schema.facts import Facts
 
 RANK = this_rank()
 RENDEZVOUS = iter(range(100))
-BATCH, SYNCHRONOUS = 12, 2
+BATCH = 12
 
 
 class ExchangeRecorder(Listener):
@@ -68,17 +66,15 @@ def vector(tensors):
 
 
 class Program:
-    """``local`` is a value of local_sgd. ``weights`` holds those after each step."""
+    """``weights`` holds those after each step."""
 
-    def __init__(self, local=None, length=36, dtype=torch.float64, **options):
+    def __init__(self, length=36, dtype=torch.float64, **options):
         self.ledger, self.observed = Ledger(), ExchangeRecorder()
         self.context = TrainingContext(torch, self.observed, self.ledger)
         here = replace(RANK, rendezvous=f"{RANK.rendezvous}{next(RENDEZVOUS)}")
         self.divided = DataParallelScript(torch, self.context, here, SplitSettings(), self.ledger)
         self.divided.install()
         self.ledger.set(self.context, "data_parallel", self.divided)
-        if local is not None:
-            local_sgd.apply(self.context, local, self.ledger)
         self.context.install()
         self.model, self.optimizers = network(dtype, **options)
         dataset = torch.utils.data.TensorDataset(*data(length, dtype))
@@ -171,147 +167,7 @@ def accumulates():
     return [summed, vector(p.grad for p in model.parameters()).tolist()]
 
 
-# -- local steps ----------------------------------------------------------------------------------------------------------
-
-
-def every_step():
-    """Rounds of one step with a plain mean and plain SGD beside the exchange of gradients."""
-    return {
-        str(two): [
-            Program(two=two, length=37).train(4).leave(),
-            Program({"every": 1}, two=two, length=37).train(4).leave(),
-        ]
-        for two in (False, True)
-    }
-
-
-def written_out(every, rate, momentum, steps, length):
-    """Both ranks computed in one process by torch's SGD as the outer step: the weights of each after every step,
-    and the shared ones at the end.
-    """
-    x, y = data(length)
-    ranks = [network(momentum=0.9) for _ in (0, 1)]
-    shared = [nn.Parameter(p.detach().clone()) for p in ranks[0][0].parameters()]
-    outer = torch.optim.SGD(shared, lr=rate, momentum=momentum, nesterov=bool(momentum))
-    courses = ([], [])
-
-    def synchronise():
-        for at, weight in enumerate(shared):
-            present = [list(model.parameters())[at].detach() for model, _ in ranks]
-            weight.grad = weight.detach() - sum(present) / 2
-        outer.step()
-        for model, _ in ranks:
-            for p, weight in zip(model.parameters(), shared, strict=True):
-                p.data.copy_(weight)
-
-    for step in range(steps):
-        begin = step * BATCH % length
-        for rank, (model, (optimizer,)) in enumerate(ranks):
-            part = share(min(BATCH, length - begin), rank, 2)
-            rows = slice(begin + part.start, begin + part.stop)
-            optimizer.zero_grad()
-            (nn.functional.cross_entropy(model(x[rows]), y[rows]) * part.weight * 2).backward()
-        if step < SYNCHRONOUS:
-            for a, b in zip(*(model.parameters() for model, _ in ranks), strict=True):
-                a.grad = b.grad = (a.grad + b.grad) / 2
-        for _, (optimizer,) in ranks:
-            optimizer.step()
-        if step < SYNCHRONOUS:
-            for p, weight in zip(ranks[0][0].parameters(), shared, strict=True):
-                weight.data.copy_(p)
-        elif (step + 1 - SYNCHRONOUS) % every == 0:
-            synchronise()
-        for rank in (0, 1):
-            courses[rank].append(vector(ranks[rank][0].parameters()).tolist())
-    synchronise()
-    return [*courses, vector(shared).tolist()]
-
-
-def outer_steps():
-    answer = {}
-    for outer, rate, momentum in (("average", 1.0, 0.0), ("nesterov", 0.7, 0.9)):
-        program = Program({"every": 3, "outer": outer}, momentum=0.9).train(5)
-        with torch.no_grad():
-            program.model(torch.zeros(1, 6, dtype=torch.float64))
-        met = program.now()
-        answer[outer] = [program.leave(), met, written_out(3, rate, momentum, 15, 36)]
-    return answer
-
-
-def alike(weights):
-    """Whether every rank has these, bit for bit."""
-    mine = torch.tensor(weights)
-    parts = [torch.empty_like(mine) for _ in range(RANK.world_size)]
-    torch.distributed.all_gather(parts, mine)
-    return all(torch.equal(part, parts[0]) for part in parts)
-
-
-def rendezvous():
-    """Before each kind of rendezvous, in the middle of a round, the ranks differ; after it they agree."""
-    answer, warm = {}, []
-    program = Program({"every": 4, "outer": "nesterov", "warmup": 3}, length=48)
-    program.train(1, until=lambda: warm.append([program.divided.local.apart, alike(program.now())]))
-    weights = {name: tensor.detach() for name, tensor in network()[0].named_parameters()}
-
-    def evaluate():
-        with torch.inference_mode():
-            program.model(torch.zeros(1, 6, dtype=torch.float64))
-
-    def save():
-        torch.save([p.detach() for p in program.model.parameters()], Path(sys.argv[1]) / f"{RANK.rank}.pt")
-
-    for name, meet in (
-        ("evaluation", evaluate),
-        ("state_dict", program.model.state_dict),
-        ("save", save),
-        ("load_state_dict", lambda: program.model.load_state_dict(weights)),
-    ):
-        program.train(3, until=lambda: program.divided.local.since == 2)
-        apart = not alike(program.now())
-        meet()
-        answer[name] = [apart, alike(program.now())]
-    program.optimizers[0].param_groups[0]["lr"] = 0.0  # restored weights are no progress of a round
-    program.train(1)
-    evaluate()
-    answer |= {"warm": warm, "put back": program.now() == vector(weights.values()).tolist()}
-    program.leave()
-    return answer
-
-
-def compressed():
-    """Progress is sent compressed, as gradients are. Two steps, and a round of three."""
-    answer = {}
-    for kind in ("plain", "bf16"):
-        program = Program({"every": 3})
-        program.divided.transport = replace(program.divided.transport, kind=kind)
-        program.train(2)
-        answer[kind] = [program.divided.local.traffic.sent_bytes, program.weights[4]]
-        program.leave()
-    return answer
-
-
-def errors():
-    """Rank 1 does three steps more than rank 0, then both save; and programs that cannot step alone."""
-    program = Program({"every": 100}).train(1 + RANK.rank)
-    answer = {}
-    try:
-        program.model.state_dict()
-    except RuntimeError as error:
-        answer["lost"] = f"{type(error).__name__}: {error}"
-    program.leave()
-    program = Program()
-    for division in (SplitSettings(batches="whole"), SplitSettings(batchnorm="all")):
-        program.divided.division = division
-        reason = local_sgd.applies(None, program.context).reason
-        try:
-            local_sgd.apply(program.context, {"every": 2}, Ledger())
-        except LookupError as error:
-            answer[division.batches] = [reason, str(error)]
-    program.leave()
-    return answer
-
-
-CASES = (sizes, transports, accumulates, every_step, outer_steps, rendezvous, compressed, errors)
+CASES = (sizes, transports, accumulates)
 
 
 def main():

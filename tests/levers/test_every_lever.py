@@ -85,7 +85,6 @@ VALUES = {
     "offload": ["activations", "optimizer"],
     "data_parallel": [{"reduction": "mean"}],
     "sharding": [{"over": "node"}, {"over": "all"}],
-    "local_sgd": [{"every": 8}, {"every": 4, "outer": "nesterov", "warmup": 100}],
     "comm_compression": ["bf16", "fp16", "powersgd", {"kind": "powersgd", "rank": 1, "after": 2}],
     "gradient_buckets": [1, "all"],
     "ddp_flags": [{"gradient_as_bucket_view": True}, {"static_graph": True}],
@@ -96,7 +95,6 @@ UNAVAILABLE = {
 }  # here; the message of their apply
 ONE_PROCESS = "flatout started the program as one process"
 AMONG_RANKS = {
-    "local_sgd": ONE_PROCESS,
     "comm_compression": ONE_PROCESS,
     "gradient_buckets": ONE_PROCESS,  # these act where ranks communicate (tests/distributed)
     "ddp_flags": "trains no torch.nn.parallel.DistributedDataParallel",
@@ -108,10 +106,7 @@ def values_of(lever: Lever) -> list[Value]:
     return VALUES.get(lever.name, [True])
 
 
-BY_NAME_ONLY = {
-    "batch_size",
-    "local_sgd",
-}  # these change the maths, so the tuner never uses them
+BY_NAME_ONLY = {"batch_size"}  # it changes the maths, so the tuner never uses it
 IN_PROCESS = [lever for lever in TABLE if lever.moment is not Moment.PROCESS]
 CASES = [
     pytest.param(lever, value, id=f"{lever.name}-{value}")

@@ -144,7 +144,7 @@ def each(levers, *rest):
     return [Row(lever, *rest) for lever in levers]
 
 
-AMONG_RANKS = ("data_parallel", "sharding", "local_sgd", "gradient_buckets")
+AMONG_RANKS = ("data_parallel", "sharding", "gradient_buckets")
 OF_DDP = ("ddp_flags", "comm_compression")
 NO_CUDA = "no parameter of the program is on a CUDA device"
 NO_LOADER = "this process created no torch DataLoader, so its batches come from another source"
@@ -360,12 +360,6 @@ ROWS = [
         "sharding",
         "this torch was built without torch.distributed",
         not_run="not run: it needs a torch without torch.distributed",
-    ),
-    Row(
-        "local_sgd",
-        'it does not work with batchnorm = "all" of data_parallel, which exchanges data between the ranks in forward passes',
-        "half_precision",
-        "ddp",
     ),
     Row(
         "comm_compression",

@@ -61,7 +61,7 @@ RESCUE = "rescue"  # subfolder of a job's folder
     multiple=True,
     type=LeverByName(),
     metavar="NAME[=VALUE]",
-    help="Add or override a lever: --with autocast, --with 'local_sgd={every = 8}'. Repeatable.",
+    help="Add or override a lever: --with autocast, --with 'batch_size={size = 64}'. Repeatable.",
 )
 @click.option(
     "--budget",

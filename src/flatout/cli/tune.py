@@ -92,7 +92,7 @@ EFFECTS = ("exact", "rounding", "precision", "resampled")  # without those that 
     multiple=True,
     type=LeverByName(),
     metavar="NAME[=VALUE]",
-    help="Also measure a lever that changes results, with loss curve, outside the plan: 'local_sgd={every = 8}'.",
+    help="Also measure a lever that changes results, with loss curve, outside the plan: 'batch_size={size = 64}'.",
 )
 @click.option(
     "--horizon",

@@ -66,7 +66,6 @@ class DataParallelScript:
         )  # all parameters, and a signature to detect changes
         self.exchange: Exchange | None = None
         self.transport = Transport()  # set by the levers `comm_compression` and `gradient_buckets`
-        self.local: Any = None  # set by the lever `local_sgd`
         self.sharding: Any = None  # set by the lever `sharding`
         ledger.call("gradient hooks", self.close_exchange)
         self.stop_searching: Callable[[], Any] | None = None
@@ -193,8 +192,6 @@ class DataParallelScript:
     def _before_evaluation(self) -> None:
         if self._in_worker():
             return
-        if self.local is not None:
-            self.local.meet()
         if self.stale_buffers:
             self.stale_buffers = False
             self._make_equal(buffer for root in self._live_roots() for buffer in root.buffers())
@@ -218,12 +215,9 @@ class DataParallelScript:
                 result = backward(losses, weighted(torch, losses, grad_tensors, factor), *args, **kwargs)
             finally:
                 divided.in_backward = False
-            if exchange is not None:
-                divided._average(
-                    exchange,
-                    [divided.context.without_scale(loss) for loss in losses if not loss.dim()],
-                    factor,
-                )
+            divided._average(
+                exchange, [divided.context.without_scale(loss) for loss in losses if not loss.dim()], factor
+            )
             divided._has_learned()
             return result
 
@@ -285,10 +279,8 @@ class DataParallelScript:
             return float(self.here.world_size) if weight else 0.0
         return weight * self.here.world_size
 
-    def _exchange_of_now(self) -> Exchange | None:
-        """The exchange for the coming backward pass; None if its gradients stay on this rank."""
-        if self.local is not None and self.local.alone():
-            return None
+    def _exchange_of_now(self) -> Exchange:
+        """The exchange for the coming backward pass."""
         parameters = self.that_train()
         now, transport = self.exchange, self.transport
         if now is None or now.transport != transport or not same_objects(now.parameters, parameters):

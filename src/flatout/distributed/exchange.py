@@ -40,8 +40,7 @@ class Traffic:
     """What one exchange passed to the backend on this rank.
 
     How often a byte crosses a link depends on the backend: a ring sends each byte nearly twice.
-    ``sent_bytes``: gradients, or the progress of a round of local steps. ``left_early``: of the ``buckets``,
-    those that left during the backward pass.
+    ``left_early``: of the ``buckets``, those that left during the backward pass.
     """
 
     sent_bytes: int = 0

@@ -47,7 +47,6 @@ TABLE = Table(
     "device_prefetch",
     "data_parallel",
     "sharding",
-    "local_sgd",
     "ddp_flags",
     "comm_compression",
     "gradient_buckets",
