@@ -72,7 +72,6 @@ def test_an_infinite_gradient_of_one_rank_is_skipped_by_all(ranks):
     [
         ("counted, unused", "the last micro-batch of a step counts nothing"),
         ("auto", 'micro_batch="auto" tries sizes that may not fit'),
-        ("plan", 'plan="auto" cannot check levers under the ranks of one training'),
     ],
 )
 def test_what_several_ranks_cannot_do_is_rejected(ranks, name, words):

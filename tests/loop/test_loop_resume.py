@@ -151,23 +151,6 @@ def losses_of(folder, until=None, **more):
     return loop, losses
 
 
-@pytest.mark.slow
-def test_tuned_settings_are_not_searched_for_again(tmp_path):
-    """The third process does not search either; it resumes from a checkpoint of the second."""
-    _, plain = losses_of(None)
-    found, losses = None, {}
-    for until in (99, 199, None):
-        loop, more = losses_of(tmp_path, until, plan="auto", effects="exact", save_every=1)
-        assert not loop.tuning
-        found = found or loop.plan
-        assert loop.plan == found
-        assert (loop.tuned is not None) == (until == 99)
-        assert loop.resumed is None or loop.resumed.exact, loop.resumed.sentences()
-        loop.close()  # levers of the process are taken off
-        losses |= more
-    assert losses == plain
-
-
 def test_found_sizes_are_not_tried_again(tmp_path):
     loop, _ = losses_of(tmp_path / "found", 60, micro_batch="auto", save_every=1)
     assert loop.sized is not None

@@ -1,4 +1,4 @@
-"""What a notebook shows of a Loop."""
+"""A Loop in a notebook: its cells, and what it shows."""
 
 from __future__ import annotations
 
@@ -49,3 +49,65 @@ def test_text_of_a_script_is_no_markup():
     assert "<script>" not in html
     assert "1 &lt; 2" in html
     assert "<progress" not in html
+
+
+CELLS = [
+    """
+import torch
+from torch import nn
+import flatout
+model = nn.Linear(6, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loop = flatout.Loop(model, optimizer, loss_fn, batches, epochs=2)
+""",
+    """
+for step in loop:
+    if step.index == 5:
+        raise KeyboardInterrupt  # the stop button
+""",
+    "shown = repr(loop)",
+    """
+for step in loop:
+    pass
+""",
+    """
+loop = flatout.Loop(model, optimizer, interrupted, batches, epochs=1)
+for step in loop:
+    pass
+""",
+    """
+rest = [step.index for step in loop]
+loop.close()
+loop.close()
+""",
+]
+
+
+def test_the_cells_of_a_notebook():
+    """Interrupted between two steps and inside one, inspected, resumed, created again, closed twice."""
+
+    def loss_fn(model, batch):
+        return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+    once = iter([False] * 3 + [True])
+
+    def interrupted(model, batch):
+        if next(once, False):
+            raise KeyboardInterrupt
+        return loss_fn(model, batch)
+
+    space = {
+        "loss_fn": loss_fn,
+        "interrupted": interrupted,
+        "batches": [(torch.randn(8, 6), torch.arange(8) % 3) for _ in range(10)],
+    }
+    stopped = []
+    for at, cell in enumerate(CELLS):
+        try:
+            exec(compile(cell, f"cell {at}", "exec"), space)
+        except KeyboardInterrupt:
+            stopped.append(at)
+    assert stopped == [1, 4]
+    assert space["shown"] == "Loop(Linear, SGD, 6 steps done, epoch 0, plain)"
+    assert space["rest"] == list(range(3, 13))
+    assert all(p.isfinite().all() for p in space["model"].parameters())

@@ -88,7 +88,6 @@ results = {
     "counted": train(loss=by_count, micro_batch=2),
     "counted, unused": train(loss=by_count, micro_batch=2, unused=True),
     "auto": train(micro_batch="auto"),
-    "plan": train(plan="auto"),
     "fp16": train(
         loss=on_rank_1(4, lambda loss: loss * 1e30),
         precision="fp16",

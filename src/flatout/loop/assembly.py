@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flatout.guard.captured_steps import needs_closure
-from flatout.loop.autoplan import Autoplan, effects_of
 from flatout.loop.finite import LossMonitor
 from flatout.loop.gradient import Gradient
 from flatout.loop.levers import Levers, plan_of
@@ -22,7 +21,6 @@ from flatout.loop.sizing import Sizer
 from flatout.loop.step import Rate
 from flatout.loop.training import Training
 from flatout.loop.update import Update
-from flatout.schema.enums import Effect
 from flatout.schema.errors import LoopError
 from flatout.schema.plan import Plan
 
@@ -51,11 +49,9 @@ class LoopAssembly:
         self.scheduler, self.clip, self.metrics = settings.scheduler, settings.clip, settings.metrics
         self.parameters = _parameters(optimizer)
         self.device = self.parameters[0].device
-        plan = settings.plan if settings.plan == AUTO else plan_of(settings.plan)
+        plan = plan_of(settings.plan)
         self._make_training()
         self._saving = self._open_checkpoints()
-        if plan == AUTO and self._saving is not None and self._saving.plan is not None:
-            plan = Plan.from_toml(self._saving.plan)  # the earlier run has tuned already
         self._plan_levers(plan)
         self.index = 0
         self.epoch = 0
@@ -108,15 +104,14 @@ class LoopAssembly:
         folder = opened(Path(settings.checkpoint_dir), settings.from_scratch, group)
         return LoopCheckpointing(self.torch, folder, settings.save_every, settings.on_drift, group)
 
-    def _plan_levers(self, plan: Plan | str | None) -> None:
-        self._plan = plan if isinstance(plan, Plan) else Plan()
+    def _plan_levers(self, plan: Plan) -> None:
+        self.plan = plan
         self._levers = (
-            Levers(self.torch, self._plan, self.model, self.optimizer, self.loss_fn, self.loader)
-            if plan == AUTO or self._plan.choices
+            Levers(self.torch, plan, self.model, self.optimizer, self.loss_fn, self.loader)
+            if plan.choices
             else None
         )
-        self._autoplan = self._tuned_by(self._settings.effects) if plan == AUTO else None
-        self._late = self._levers if self._plan.choices else None  # until the first step is done
+        self._late = self._levers  # until the first step is done
         if self._late is not None:
             self.loader = self._late.early(self.loader)
 
@@ -124,30 +119,12 @@ class LoopAssembly:
         kept = LoopState(self, self._gradient, self._update, self._sizer, self._settings.extra_state)
         return saving.attach(self, kept, self._settings.for_drift(self.model, self.optimizer))
 
-    def _tuned_by(self, effects: str | None) -> Autoplan:
-        if ranks_of(self.torch, self.model):
-            raise LoopError(
-                'plan="auto" cannot check levers under the ranks of one training. Run `flatout tune COMMAND...` and pass the plan '
-                "that it writes."
-            )
-        assert self._levers is not None
-        return Autoplan(
-            self._levers.context,
-            self._levers.applier,
-            self.model,
-            self.optimizer,
-            self.device,
-            effects_of(effects or Effect.PRECISION),
-        )
-
     def close(self) -> None:
         """Restore the model, the optimizer, the loader and torch's flags where possible.
 
         The Loop stays usable, without the levers and the precision setting. It closes its checkpoint folder
         as well.
         """
-        if self._autoplan is not None:
-            self._autoplan.take_off()
         if self._levers is not None:
             self._levers.take_off()
         self.precision.close()
@@ -155,17 +132,12 @@ class LoopAssembly:
             self._saving.leave()
 
     @property
-    def tuning(self) -> bool:
-        """Whether the Loop is still tuning levers."""
-        return self._autoplan is not None and self._autoplan.found is None
-
-    @property
     def sizing(self) -> bool:
         """Whether the Loop is still trying sizes of micro-batches."""
         return self._sizer is not None and self._sizer.found is None
 
     def _around_a_step(self) -> bool:
-        return self._late is not None or self.sizing or self.tuning
+        return self._late is not None or self.sizing
 
 
 def _parameters(optimizer: Optimizer) -> list[Any]:

@@ -37,7 +37,7 @@ def plan_of(given: object) -> Plan:
     if isinstance(given, (str, Path)):
         return checked(read_plan(Path(given)), given)
     raise LoopError(
-        f'plan is a {type(given).__name__}. Pass a flatout.Plan, the path of a flatout.toml, "auto", or None.'
+        f"plan is a {type(given).__name__}. Pass a flatout.Plan, the path of a flatout.toml, or None."
     )
 
 

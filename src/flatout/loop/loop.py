@@ -26,7 +26,6 @@ from flatout.loop.batches import windows
 from flatout.loop.settings import LoopSettings
 from flatout.loop.sizing import Sized
 from flatout.loop.step import Step
-from flatout.loop.tuning import Tuned
 from flatout.measure.clock import seconds
 from flatout.schema.errors import LoopError
 from flatout.schema.plan import Plan, spell
@@ -56,12 +55,8 @@ class Loop(LoopAssembly):
             is a nested tuple, list, mapping or dataclass of tensors of shape ``(samples, ...)``. The Loop
             moves it to the model's device.
         plan: A `flatout.Plan` or the path of a ``flatout.toml``. The Loop applies its levers to these
-            objects; ``loop.outcomes`` lists which are active, and why others are not. ``"auto"`` tries levers
-            in the first steps; all of these steps count as training. Read the result in ``loop.tuned`` and
-            ``loop.plan``.
-        effects: What ``plan="auto"`` may change: ``"exact"`` (no bit), ``"rounding"`` (the same maths,
-            rounded differently) or ``"precision"`` (also products in half precision). Default:
-            ``"precision"``.
+            objects; ``loop.outcomes`` lists which are active, and why others are not. `flatout tune` finds
+            a plan.
         epochs: How many times to iterate over the loader.
         steps: Stop after this many optimizer steps, even within an epoch.
         effective_batch: Samples per optimizer step, a multiple of the loader's batch. Default: the loader's
@@ -108,7 +103,6 @@ class Loop(LoopAssembly):
         loader: Iterable[Any],
         *,
         plan: Plan | str | Path | None = None,
-        effects: str | None = None,
         epochs: int = 1,
         steps: int | None = None,
         effective_batch: int | None = None,
@@ -128,7 +122,6 @@ class Loop(LoopAssembly):
     ) -> None:
         settings = LoopSettings(
             plan=plan,
-            effects=effects,
             epochs=epochs,
             steps=steps,
             effective_batch=effective_batch,
@@ -184,7 +177,7 @@ class Loop(LoopAssembly):
 
     def __repr__(self) -> str:
         of = f" of {self.steps}" if self.steps is not None else ""
-        doing = ", sizing micro-batches" if self.sizing else ", tuning levers" if self.tuning else ""
+        doing = ", sizing micro-batches" if self.sizing else ""
         made_of = f"{type(self.model).__name__}, {type(self.optimizer).__name__}"
         return (
             f"Loop({made_of}, {self.index} steps done{of}, epoch {self.epoch}, {self.plan.describe()}{doing})"
@@ -200,62 +193,31 @@ class Loop(LoopAssembly):
         facts = [("epochs done", f"{self.epoch} of {self.epochs}"), ("plan", self.plan.describe())]
         if (samples_per_s := self._rate.samples_per_s()) is not None:
             facts.insert(0, ("throughput", per_second(samples_per_s)))
-        if self.sizing or self.tuning:
-            facts.append(("now", "sizing micro-batches" if self.sizing else "tuning levers"))
+        if self.sizing:
+            facts.append(("now", "sizing micro-batches"))
         if self.sized is not None:
             facts.append(("micro-batches", self.sized.sentence()))
         title = f"{type(self.model).__name__}, {type(self.optimizer).__name__}"
         return loop_html(title, self.index, min(known, default=None), facts, self._lever_results())
 
     def _lever_results(self) -> list[tuple[str, str, str]]:
-        """Return the name of each lever, whether it is in use, and its evidence or the reason."""
-        if self.tuned is None:
-            return [
-                (
-                    spell(outcome.choice.name, outcome.choice.value),
-                    "active" if outcome.applied else "not active",
-                    outcome.reason,
-                )
-                for outcome in self.outcomes
-            ]
+        """Return the name of each lever, whether it is in use, and the reason why not."""
         return [
             (
-                spell(tried.choice.name, tried.choice.value),
-                "kept" if tried.kept else "not used",
-                ", ".join(filter(None, (tried.evidence, tried.reason))),
+                spell(outcome.choice.name, outcome.choice.value),
+                "active" if outcome.applied else "not active",
+                outcome.reason,
             )
-            for tried in self.tuned.tried
+            for outcome in self.outcomes
         ]
 
     @property
     def outcomes(self) -> list[Outcome]:
         """For each choice of the plan: whether it is applied, or the reason why not.
 
-        Complete after the first step; with ``plan="auto"``, after tuning.
+        Complete after the first step.
         """
-        if self._autoplan is not None:
-            return self._autoplan.outcomes
         return self._levers.outcomes if self._levers is not None else []
-
-    @property
-    def plan(self) -> Plan:
-        """The active plan: the one you gave, or the one that ``plan="auto"`` found.
-
-        Write it with `Plan.to_toml`, or pass it as ``plan=`` to the next run.
-        """
-        return (
-            self._autoplan.found.plan
-            if self._autoplan is not None and self._autoplan.found is not None
-            else self._plan
-        )
-
-    @property
-    def tuned(self) -> Tuned | None:
-        """With ``plan="auto"``: the result of each lever, with its ratio and interval.
-
-        None until tuning ends.
-        """
-        return self._autoplan.found if self._autoplan is not None else None
 
     @property
     def sized(self) -> Sized | None:
@@ -264,14 +226,6 @@ class Loop(LoopAssembly):
         None until sizing ends.
         """
         return self._sizer.found if self._sizer is not None else None
-
-    def _coming(self, batches: int) -> int | None:
-        """The maximum number of coming steps, each made of ``batches`` batches; None if unknown."""
-        length = _length(self.loader)
-        known = [self.steps] if self.steps is not None else []
-        if length is not None:
-            known.append(self.epochs * length // batches)
-        return min(known) if known else None
 
     # -- one step --------------------------------------------------------------------------------------------
 
@@ -306,22 +260,16 @@ class Loop(LoopAssembly):
     def _begun(self, window: list[tuple[Any, int]]) -> Callable[[int], None]:
         """Do the optional work before a step and return a function that ends it.
 
-        This covers sizing and tuning.
+        This covers sizing, and the levers that act after the first step.
         """
         sizer = self._sizer if self.sizing else None
-        tuner = self._autoplan if sizer is None and self.tuning else None
-        failures = len(self.micro_batches.failed)
         if sizer is not None:
             self._gradient.recognise(window)
             sizer.step_begins(max(size for _, size in window))
-        if tuner is not None:
-            tuner.step_begins()
 
         def ends(parts: int) -> None:
             if sizer is not None:
                 sizer.step_ends()
-            if tuner is not None:
-                tuner.step_ends(parts, len(self.micro_batches.failed) > failures, self._coming(len(window)))
             if self._late is not None:
                 self._late.late(parts)
                 self._late = None

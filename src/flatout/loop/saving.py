@@ -64,11 +64,6 @@ class LoopCheckpointing:
         self._began_s, self._ran_s, self._interruptions = seconds(), 0.0, 0  # this process; the earlier ones
         self._resumed_state: dict[str, Any] | None = None
 
-    @property
-    def plan(self) -> str | None:
-        """The plan of the checkpoint, as TOML, if ``plan="auto"`` found it."""
-        return self.opened.metadata.get("tuned")
-
     # -- resuming --------------------------------------------------------------------------------------------
 
     def attach(self, loop: Any, kept: LoopState, settings: Mapping[str, Any]) -> Resumed | None:
@@ -257,7 +252,6 @@ class LoopCheckpointing:
             "surroundings": self._surroundings(),
             "inexact": self._why_not_exact(),
             "ranks": self.ranks,
-            "tuned": loop.plan.to_toml() if loop.tuned is not None else self.plan,
             "ran_s": self._ran_s + began_s - self._began_s,
             "interruptions": self._interruptions,
             "ended": ended,
@@ -275,8 +269,6 @@ class LoopCheckpointing:
             )
         if loop.sizing:
             found.append("it was saved while sizing micro-batches")
-        if loop.tuning:
-            found.append("it was saved while tuning levers")
         levers = [lever for choice in loop.plan if (lever := LEVERS.get(choice.name)) is not None]
         found += [
             f"the lever {lever.name} acts from the second step on and rounds differently"

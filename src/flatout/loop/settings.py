@@ -24,7 +24,6 @@ class LoopSettings:
     """The keywords of `flatout.Loop`, which explains them. Raises LoopError for an invalid one."""
 
     plan: Plan | str | Path | None
-    effects: str | None
     epochs: int
     steps: int | None
     effective_batch: int | None
@@ -60,10 +59,6 @@ class LoopSettings:
         if strange := {name: how for name, how in self.metrics.items() if how not in HOW}:
             raise LoopError(
                 f"metrics={strange!r} is not supported. Combine the values of micro-batches with one of {', '.join(HOW)}."
-            )
-        if self.effects is not None and self.plan != AUTO:
-            raise LoopError(
-                f'effects={self.effects!r} applies only to plan="auto". Remove effects, or use plan="auto".'
             )
         self._check_checkpoints()
 
