@@ -1,7 +1,7 @@
 """Runs of trainings whose model is parallelised over ranks, forked from one process that has torch.
 
-Some are whole; others are interrupted and resumed on the same or another number of ranks. Runs the kinds of its
-arguments (KINDS) and prints the results as JSON.
+Some are whole; others are interrupted and resumed. Runs the kinds of its arguments (KINDS) and prints the results
+as JSON.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ def loss_fn(model, batch):
 
 
 def loop_of(kind, folder, rank, ranks, dropout=0.2, beside=False, **more):
-    """``fsdp``: sharded weights and samples; ``ddp``: shared samples; ``single``: one process with all shares.
+    """``fsdp``: sharded weights and samples; ``single``: one process with all shares.
 
     ``beside``: a second optimizer.
     """
@@ -56,8 +56,6 @@ def loop_of(kind, folder, rank, ranks, dropout=0.2, beside=False, **more):
         for layer in (model.body, model.up, model.down, model.head, model):
             fully_shard(layer)
     sampler = DistributedSampler(data, ranks, rank, shuffle=True, seed=3)
-    if kind == "ddp":
-        model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loader = DataLoader(data, BATCH // ranks, sampler=sampler)
     return flatout.Loop(
@@ -99,22 +97,15 @@ def lived(kind, folder, rank, ranks, until, change, more):
         loop = loop_of(kind, folder, rank, ranks, **more)
     except FlatoutError as error:
         return {"refused": str(error)}
-    losses = {}
     for step in loop:
-        losses[step.index] = float(step.loss)
         for optimizer in loop._saving.kept.also.values():
             optimizer.step()
         if change is not None:
             change(loop, step, rank)
         if step.index == until:
             break
-    weights = [
-        (p.full_tensor() if hasattr(p, "full_tensor") else p).flatten().tolist() for p in loop.parameters
-    ]
     resumed = loop.resumed
     return {
-        "losses": losses,
-        "weights": weights,
         "digest": digest(loop),
         "index": loop.index,
         "exact": resumed.exact if resumed else None,
@@ -163,12 +154,6 @@ def spoil(loop, step, rank):
             loop.parameters[2].to_local().view(-1)[0] = float("nan")
 
 
-TURNS = {
-    "fsdp": [("fsdp", 2), ("fsdp", 3), ("single", 1), ("fsdp", 2)],
-    "ddp": [("ddp", 2), ("single", 1), ("ddp", 2)],
-}
-
-
 def interrupted_twice(at, kind):
     for until in (2, 6):
         live(kind, at / kind, 2, until, beside=True)
@@ -178,14 +163,10 @@ def interrupted_twice(at, kind):
     }
 
 
-def in_turns(at, name):
-    kind = name.removesuffix(" turns")
-    turns, same = TURNS[kind], {"dropout": 0.0, "beside": kind == "fsdp"}
-    lives = [
-        live(of, at / f"{kind} turns", ranks, 2 + 2 * number if number + 1 < len(turns) else None, **same)
-        for number, (of, ranks) in enumerate(turns)
-    ]
-    return {"lives": lives, "whole": live(kind, at / f"{kind} undivided", 2, **same)}
+def other_ranks(at, kind):
+    """What one process says of the checkpoints of two ranks."""
+    live("fsdp", at / kind, 2, until=2)
+    return live("single", at / kind, 1)
 
 
 def spoiled(at, kind):
@@ -195,7 +176,7 @@ def spoiled(at, kind):
 
 KINDS = {
     "fsdp": interrupted_twice,
-    **dict.fromkeys(("fsdp turns", "ddp turns"), in_turns),
+    "other ranks": other_ranks,
     "spoiled": spoiled,
 }
 

@@ -119,15 +119,12 @@ class LoaderPosition:
             "order": [type(sampler).__name__ for sampler in samplers_of(self.loader)],
         }
 
-    def go_on(self, place: dict[str, Any], given: int | None = None) -> list[str]:
-        """Resume the next epoch at a position. Returns what differs since, as sentences.
-
-        ``given``: the number of consumed batches, if the number of ranks changed.
-        """
+    def go_on(self, place: dict[str, Any]) -> list[str]:
+        """Resume the next epoch at a position. Returns what differs since, as sentences."""
         mine, theirs = self.shape(), place["shape"]
-        self._sought = place if given is None else {**place, "given": given}
-        if place["kind"] != self.kind or theirs["workers"] != self.workers or given is not None:
-            self._sought = {**self._sought, "workers": [None] * self.workers, "made": None}
+        self._sought = place
+        if place["kind"] != self.kind or theirs["workers"] != self.workers:
+            self._sought = {**place, "workers": [None] * self.workers, "made": None}
         self._later = bool(place["later"])
         return [
             f"{words}: {theirs.get(name)} when it was saved, {mine[name]} now"

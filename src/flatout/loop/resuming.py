@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -16,7 +15,6 @@ from typing import Any
 from flatout.checkpoint.checkpoint import Checkpoint, verified
 from flatout.checkpoint.checkpoints import CheckpointFolder
 from flatout.checkpoint.joint_checkpoint import part_of
-from flatout.checkpoint.random_states import random_states
 from flatout.job import heartbeat
 from flatout.job.folder import read_json
 from flatout.loop.rank_group import RankGroup
@@ -25,7 +23,6 @@ from flatout.schema.errors import FlatoutError, LoopError, SaveError
 LOGGER = logging.getLogger("flatout")
 KIND = "loop"
 MEASURED = "flatout.trial."
-FROM_SCRATCH = "use from_scratch=True to start from scratch."
 
 
 def measured() -> bool:
@@ -118,71 +115,18 @@ def _by_the_first(folder: Path, from_scratch: bool) -> OpenedCheckpoints:
     return OpenedCheckpoints(saves, save, damaged, os.getpid())
 
 
-@dataclass
-class Parts:
-    """``state``: of the whole training. ``own``: of this rank. ``place``: where to resume in the data.
-
-    ``inexact``: why the result is not exact.
-    """
-
-    state: dict[str, Any]
-    own: dict[str, Any]
-    place: dict[str, Any]
-    inexact: list[str]
-
-
-def parts_of(torch: ModuleType, save: Checkpoint, rank: int, ranks: int, shape: Mapping[str, Any]) -> Parts:
-    """Read what this rank of ``ranks`` needs. Raises SaveError."""
-    before, name = save.manifest.metadata["ranks"], part_of(rank)
-    state = save.read(torch)
-    if rank and f"{name}.json" in save.manifest.files:
-        own = save.read(torch, name)
-    else:
-        own = {"random": random_states(torch)} if rank else state
-    if before == ranks:
-        return Parts(state, own, own["place"], [])
-    place, inexact = place_for(state["place"], before, ranks, shape)
-    place["now"] = {**place["now"], "random": (own["place"]["now"] if "place" in own else own)["random"]}
-    return Parts(state, own, place, inexact)
-
-
-def slices_of_others(torch: ModuleType, save: Checkpoint, rank: int) -> Iterator[Mapping[Any, Any]]:
-    """The slices of the other saved ranks, one rank at a time."""
-    for other in range(1, save.manifest.metadata["ranks"]):
-        if other != rank:
-            yield save.read(torch, part_of(other))["slices"]
-
-
-def place_for(
-    place: Mapping[str, Any], before: int, ranks: int, shape: Mapping[str, Any]
-) -> tuple[dict[str, Any], list[str]]:
-    """The place in the data for ``ranks`` ranks, after the samples that ``before`` ranks have processed."""
-    then, now = place["shape"].get("batch"), shape.get("batch")
-    if not place["begun"]:
-        return dict(place), [f"{_there_were(before)}, which added their gradients in another order"]
-    if not then or not now:
+def parts_of(
+    torch: ModuleType, save: Checkpoint, rank: int, ranks: int
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The state of the whole training, and that of this rank. Raises SaveError."""
+    before = save.manifest.metadata["ranks"]
+    if before != ranks:
         raise SaveError(
-            f"{before} ranks were saved within an epoch, and the number of samples they had processed is unknown: the loader has no "
-            f"batch size. Start as many ranks again, or {FROM_SCRATCH}"
+            f"{save.path} is of {before} rank{'s' * (before > 1)}, and {ranks} would resume from it: each rank has its own place in "
+            f"the data. Start {before} again, or use from_scratch=True to start from scratch."
         )
-    seen = place["given"] * then * before
-    given, rest = divmod(seen, now * ranks)
-    words = [
-        f"{_there_were(before)}: samples come in the same order, and their gradients are added in another"
-    ]
-    if rest:
-        words.append(
-            f"{rest} samples of this epoch are repeated, because {seen} is not a multiple of the {now * ranks} samples of a step"
-        )
-    if "DistributedSampler" not in {*place["shape"]["order"], *shape["order"]} and ranks > 1:
-        words[0] = (
-            f"{_there_were(before)}, and no DistributedSampler distributes the samples: they come in another order"
-        )
-    return {**place, "given": given, "workers": [None] * int(shape["workers"]), "made": None}, words
-
-
-def _there_were(ranks: int) -> str:
-    return f"there were {ranks} ranks" if ranks > 1 else "there was one rank"
+    state = save.read(torch)
+    return state, save.read(torch, part_of(rank)) if rank else state
 
 
 @dataclass(frozen=True)

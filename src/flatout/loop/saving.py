@@ -11,7 +11,6 @@ import logging
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,13 +21,13 @@ from flatout.checkpoint.joint_checkpoint import JointCheckpointWriter
 from flatout.checkpoint.loading import LoaderPosition
 from flatout.checkpoint.random_states import random_states, set_random_states
 from flatout.checkpoint.saver import CheckpointWriter, WriterClocks
-from flatout.checkpoint.slices import filled
+from flatout.checkpoint.slices import sharded_again
 from flatout.checkpoint.values import Packed, pack
 from flatout.data.streams import own_generators
 from flatout.levers import TABLE
 from flatout.loop.loop_state import LoopState
 from flatout.loop.rank_group import RankGroup
-from flatout.loop.resuming import KIND, OpenedCheckpoints, Resumed, parts_of, slices_of_others
+from flatout.loop.resuming import KIND, OpenedCheckpoints, Resumed, parts_of
 from flatout.loop.signals import StopSignals
 from flatout.measure.clock import seconds, sleep, thread_seconds
 from flatout.schema.enums import Effect, Moment
@@ -71,7 +70,7 @@ class LoopCheckpointing:
 
         Random numbers and the place in the data wait until the Loop is iterated over.
         """
-        self.loop, self.kept, self.settings = loop, kept, {**settings, "ranks": self.ranks}
+        self.loop, self.kept, self.settings = loop, kept, settings
         self.reading = LoaderPosition(self.torch, loop.loader, own_generators)
         parameters = self.kept.parameters()
         clocks = WriterClocks(seconds, thread_seconds)
@@ -108,22 +107,17 @@ class LoopCheckpointing:
     def _go_on(self, save: Checkpoint) -> Resumed:
         metadata = save.manifest.metadata
         differs = differences(metadata.get("surroundings", {}), self._surroundings())
-        parts = parts_of(self.torch, save, self.rank, self.ranks, self.reading.shape())
+        state, own = parts_of(self.torch, save, self.rank, self.ranks)
         inexact = [
             *metadata.get("inexact", ()),
             *(f"{where} ({what}) was not stored" for where, what in save.manifest.left_out.items()),
-            *parts.inexact,
         ]
-        if self.stops_on_drift and (differs or parts.inexact):
-            self._refuse(save, [*differs, *parts.inexact])
-        state, own = parts.state, parts.own
-        slices = chain([own.get("slices", {})], slices_of_others(self.torch, save, self.rank))
-        inexact += [
-            f"{where} differs from the checkpoint"
-            for where in self.kept.put_back(filled(self.torch, state, self.kept.like(), slices))
-        ]
+        if self.stops_on_drift and differs:
+            self._refuse(save, differs)
+        whole = sharded_again(state, own.get("slices"), self.kept.like())
+        inexact += [f"{where} differs from the checkpoint" for where in self.kept.put_back(whole)]
         self.kept.put_back_buffers(own.get("all buffers", {}))
-        moved = self.reading.go_on(parts.place)
+        moved = self.reading.go_on(own["place"])
         if self.stops_on_drift and moved:
             self._refuse(save, moved)
         differs += moved
