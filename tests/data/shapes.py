@@ -6,7 +6,6 @@ import copy
 import io
 import random
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -432,29 +431,8 @@ COLLATED: dict[str, Any] = {
 
 
 class Stream(IterableDataset):
-    """Each worker has its part. ``buffer``: images are shuffled in a buffer after their transforms."""
-
-    def __init__(self, transform: Any, count: int = 37, buffer: int = 0) -> None:
-        self.transform, self.count, self.buffer = transform, count, buffer
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
 
     def __iter__(self) -> Any:
-        worker = torch.utils.data.get_worker_info()
-        start, step = (worker.id, worker.num_workers) if worker is not None else (0, 1)
-        images, waiting = pil_images(self.count), []
-        for at in range(start, self.count, step):
-            waiting.append((self.transform(images[at]), at))
-            if len(waiting) > self.buffer:
-                yield waiting.pop(random.randrange(len(waiting)))
-        yield from waiting
-
-
-STREAMS: dict[str, Any] = {
-    "one view": lambda: Stream(augmented()),
-    "two views": lambda: Stream(Views(augmented())),
-    "buffer": lambda: Stream(augmented(), buffer=9),
-    "list of transforms": lambda: Stream(Loop([*base(), *last().transforms])),
-    "looked at": lambda: Stream(used(augmented(), lambda x: x * 2)),
-    "torch.tensor": lambda: Stream(used(augmented(), lambda x: torch.tensor(x))),
-    "functional": lambda: Stream(v1.functional.to_tensor),
-    "mask by seed": lambda: Stream(partial(with_mask(seeded), index=0)),
-}
+        return ((self.transform(image), at) for at, image in enumerate(pil_images()))

@@ -13,7 +13,6 @@ import torch
 pytest.importorskip("torchvision")
 
 from feeding import (
-    AT_ONCE,
     BATCHED,
     FEED_NAMES,
     FEEDS,
@@ -31,7 +30,6 @@ from shapes import (
     COLLATED,
     FOLLOWED,
     LEFT,
-    STREAMS,
     Fetching,
     Sample,
     Stream,
@@ -368,56 +366,10 @@ def test_a_pipeline_that_comes_late_is_followed_too(monkeypatch):
 # -- streams -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(8)
-@pytest.mark.processes
-@pytest.mark.parametrize(
-    "arguments", [{}, {"num_workers": 2}, {"drop_last": True}, {"batch_size": 1}], ids=str
-)
-@pytest.mark.parametrize("name", STREAMS)
-def test_every_stream(name, arguments):
-    same_as_plain(lambda: epochs(STREAMS[name](), 3, shuffle=False, **arguments), BATCHED)
-
-
-@pytest.mark.parametrize("name", ["one view", "two views", "buffer", "list of transforms", "mask by seed"])
-def test_streams_are_really_followed(name, monkeypatch):
-    together, alone, said = computed(monkeypatch, lambda: epochs(STREAMS[name](), 3, shuffle=False), BATCHED)
-    assert (together > 40, alone, said) == (True, 0, [])
-
-
-@pytest.mark.parametrize("name", COLLATED)
-def test_every_collation_of_a_stream(name):
-    assert (
-        same_as_plain(lambda: epochs(Stream(augmented()), shuffle=False, collate_fn=COLLATED[name]), BATCHED)
-        == []
-    )
-
-
-def test_a_stream_that_fails():
-    class Failing(Stream):
-        def __iter__(self):
-            for at, sample in enumerate(super().__iter__()):
-                if at == 13:
-                    raise KeyError("sample 13 is broken")
-                yield sample
-
-    def program():
-        taking, found = iter(DataLoader(Failing(augmented()), 4)), []
-        for _ in range(5):
-            try:
-                found.append(next(taking))
-            except (KeyError, StopIteration) as error:
-                found.append(repr(error))
-        return found
-
-    same_as_plain(program, BATCHED)
-
-
-@pytest.mark.parametrize("levers", [(LAZILY,), (BATCHED, AT_ONCE)], ids=["kept", "both"])
-def test_samples_of_a_stream_are_not_kept(levers):
-    assert any(
-        "IterableDataset" in sentence
-        for sentence in same_as_plain(lambda: epochs(Stream(augmented()), shuffle=False), *levers)
-    )
+@pytest.mark.parametrize("levers", [(LAZILY,), (BATCHED,)], ids=["kept", "batched"])
+def test_a_stream_is_left_alone(levers):
+    (said,) = same_as_plain(lambda: epochs(Stream(augmented()), shuffle=False), *levers)
+    assert said.startswith("the data set is an IterableDataset")
 
 
 # -- undone --------------------------------------------------------------------------------------------------------------

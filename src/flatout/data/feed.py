@@ -29,8 +29,7 @@ from flatout.data.intercept import INTERCEPTION
 from flatout.data.kept import replayed
 from flatout.data.operation import NotBatchable
 from flatout.data.pipeline_tracker import PROBED
-from flatout.data.source import FeedSource, StreamSource, fetched, is_stream, spread
-from flatout.data.streaming import StreamFeed
+from flatout.data.source import FeedSource, fetched, spread
 from flatout.data.streams import (
     WorkerStreams,
     own_generators,
@@ -56,7 +55,6 @@ class Feed(FeedStore):
             "listeners": {},
             "following": None,
             "_own": [],
-            "_stream": None,
             "copies": None,
         }
         following = self.following
@@ -80,11 +78,6 @@ class Feed(FeedStore):
             self._say_refusal()
             return None
         self.prepare()
-        if is_stream(self.dataset):
-            if self.following is None:
-                return None
-            self._stream = StreamFeed(self.following, self._plain_collate)
-            return StreamSource(self.dataset, self.boxes, None)
         return FeedSource(
             self.dataset,
             self.__getitems__,
@@ -113,19 +106,12 @@ class Feed(FeedStore):
     # -- batches --------------------------------------------------------------------------------------------
 
     def collate(self, batch: Any) -> Any:
-        """Collate for the loader: nothing is left to do, except for the samples of a stream."""
-        return batch if self._stream is None else self._stream.collated(batch)
-
-    def boxes(self, dataset: Dataset) -> Any:
-        """Yield the samples of a stream."""
-        self._begin_in_worker()
-        if self._stream is None and self.following is not None:
-            self._stream = StreamFeed(self.following, self._plain_collate)
-        return self._stream.boxes(dataset) if self._stream is not None else iter(dataset)
+        """Collate for the loader: nothing is left to do."""
+        return batch
 
     def try_out(self) -> str:
         """Make a small batch both ways. Return why they differ, or "". Random generators do not change."""
-        if not is_stream(self.dataset) and hasattr(self.dataset, "__len__"):
+        if hasattr(self.dataset, "__len__"):
             with preserve_states(self._own):
                 if not self.refusal and self._is_fed:
                     self._first(spread(len(self.dataset), PROBED))

@@ -19,7 +19,6 @@ from flatout.data.pipelines import Pipelines
 from flatout.data.samples import CHANGED, KeptSamples, opened
 from flatout.data.source import cannot_feed, cannot_keep
 from flatout.data.store import Store
-from flatout.data.streaming import StreamFeed
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -51,7 +50,6 @@ class FeedStore:
         self._said: set[str] = set()
         self._checked_by: int | None = None
         self._own: list[Any] = []  # random generators of the data set
-        self._stream: StreamFeed | None = None
         # in a spawned worker until its first batch: the pipelines that it should find, and the type of its ledger
         self._spawned: tuple[Any, Any] | None = None
 

@@ -14,7 +14,7 @@ from flatout.data.intercept import INTERCEPTION, recording
 from flatout.data.observing import CallObserver, InPlaceTransform, PipelineReader
 from flatout.data.operation import NotBatchable
 from flatout.data.pipelines import Pipelines, TransformPipeline
-from flatout.data.source import fetched, is_stream, spread
+from flatout.data.source import fetched, spread
 from flatout.data.streams import preserve_states, restore_states, states
 
 if TYPE_CHECKING:
@@ -98,12 +98,6 @@ class PipelineTracker:
         for pipeline in self.pipelines:
             pipeline.alone = pipeline.together = 0
 
-    def learn_first(self, observer: CallObserver) -> None:
-        """Learn from the first batch, and report a batch without transform calls."""
-        self.learn(observer)
-        if not observer.calls:
-            self._say(_why_none())
-
     def learn(self, observer: CallObserver) -> None:
         """Read the transforms of the observed plain calls."""
         if not observer.calls:
@@ -167,7 +161,7 @@ def learned(
     """Learn the pipelines of a data set, from a few samples if possible. Moves random generators."""
     INTERCEPTION.renew()
     following = PipelineTracker(reading, say, late=reading.batched and not reading.keeping)
-    if not is_stream(dataset) and hasattr(dataset, "__len__"):
+    if hasattr(dataset, "__len__"):
         copy, indices = inspection_copy(dataset), spread(len(dataset), PROBED)
         if isinstance(dataset, ConcatDataset):
             indices = sorted({*indices, *dataset.cumulative_sizes[:MOST_PARTS], 0} - {len(dataset)})

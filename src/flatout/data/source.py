@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -50,46 +50,20 @@ class FeedSource:
         type(dataset).__setattr__(dataset, name, value)  # type: ignore[call-arg]
 
 
-class StreamSample:
-    """Wraps a sample of a stream until collation, so that no list of torch's keeps it afterwards."""
-
-    __slots__ = ("_sample",)
-
-    def __init__(self, sample: object) -> None:
-        self._sample = sample
-
-    def take(self) -> Any:
-        sample, self._sample = self._sample, None
-        return sample
-
-
-class StreamSource(FeedSource):
-    """Replaces an IterableDataset with a feed. ``batch_of`` returns an iterator over boxes."""
-
-    def __iter__(self) -> Iterator[StreamSample]:
-        boxes: Iterator[StreamSample] = vars(self)["_batch_of"](self._dataset)
-        return boxes
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StreamSource, (self._dataset, self._batch_of, self._streams)
-
-
 def cannot_feed(loader: DataLoader) -> str:
     dataset = loader.dataset
     if is_pipe(dataset):
         return "the data set is a DataPipe, which torch iterates over differently"
     if loader.batch_sampler is None:
         return "the DataLoader has batch_size=None, so the data set makes its batches itself"
+    if is_stream(dataset):
+        return "the data set is an IterableDataset, which yields its samples in its own order"
     return ""
 
 
 def cannot_keep(loader: DataLoader) -> str:
     """Return why samples of this loader cannot be kept by index, or an empty string."""
-    if is_stream(loader.dataset):
-        return "the data set is an IterableDataset, which yields its samples in its own order"
-    if not hasattr(loader.dataset, "__len__"):
-        return "the data set has no length"
-    return ""
+    return "" if hasattr(loader.dataset, "__len__") else "the data set has no length"
 
 
 def is_stream(dataset: Dataset) -> bool:
