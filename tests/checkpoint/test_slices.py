@@ -11,15 +11,33 @@ from flatout.checkpoint.unpacking import unpack  # noqa: E402
 from flatout.schema.errors import SaveError  # noqa: E402
 
 
-def test_a_slice_of_another_tensor_is_rejected():
-    """tests/loop/test_loop_sharded.py restores slices on ranks."""
-    state = {"a": [{"weight": Slice(torch.ones(4), (8,), (0,))}]}
-    for now, words in (
-        (None, r"a\.0\.weight was sharded and has shape \[8\]; its tensor is missing now"),
-        (torch.ones(5), r"its tensor has shape \[5\] now, and is not sharded"),
+@pytest.fixture
+def sharded():
+    """A sharded tensor of shape [8], in a group of one rank."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    yield distribute_tensor(torch.zeros(8), mesh, [Shard(0)])
+    torch.distributed.destroy_process_group()
+
+
+def test_a_slice_that_does_not_fit_is_rejected(sharded):
+    """tests/loop/test_loop_sharded.py restores slices on several ranks."""
+
+    def restored(piece, now):
+        return sharded_again({"a": [{"weight": piece}]}, None, lambda where: now)["a"][0]["weight"]
+
+    whole = Slice(torch.ones(8), (8,), (0,))
+    assert restored(whole, sharded).full_tensor().tolist() == [1.0] * 8
+    for piece, now, words in (
+        (whole, None, r"a\.0\.weight was sharded and has shape \[8\]; its tensor is missing now"),
+        (whole, torch.ones(5), r"its tensor has shape \[5\] now, and is not sharded"),
+        (Slice(torch.ones(8), (9,), (0,)), sharded, r"has shape \[9\]; its tensor has shape \[8\] now"),
+        (Slice(torch.ones(4), (8,), (4,)), sharded, r"a\.0\.weight is sharded in another way"),
     ):
         with pytest.raises(SaveError, match=words):
-            sharded_again(state, None, lambda where, now=now: now)
+            restored(piece, now)
 
 
 @pytest.mark.parametrize(
