@@ -48,24 +48,24 @@ def kind_of(torch: ModuleType, loader: DataLoader) -> str:
 
 
 def samplers_of(loader: DataLoader) -> list[Any]:
-    found: list[Any] = []
-    ways = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
-    while ways:
-        sampler = ways.pop(0)
-        if sampler is not None and not any(sampler is each for each in found):
-            found.append(sampler)
-            ways.append(getattr(sampler, "sampler", None))
-    return found
+    samplers: list[Any] = []
+    waiting = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
+    while waiting:
+        sampler = waiting.pop(0)
+        if sampler is not None and not any(sampler is known for known in samplers):
+            samplers.append(sampler)
+            waiting.append(getattr(sampler, "sampler", None))
+    return samplers
 
 
 def things_of(loader: DataLoader, kind: str) -> list[Any]:
     """Objects that may hold a position: samplers, the data set, a custom loader."""
     if kind == ROWS:
         return []
-    found = (
+    things = (
         [*samplers_of(loader), getattr(loader, "dataset", None)] if hasattr(loader, "dataset") else [loader]
     )
-    return [thing for thing in found if hasattr(thing, "__dict__")]
+    return [thing for thing in things if hasattr(thing, "__dict__")]
 
 
 def has_state(thing: object) -> bool:

@@ -140,21 +140,21 @@ class LoaderPosition:
     @property
     def inexact(self) -> list[str]:
         """Why a process that resumes from a position would get different batches; empty if it would not."""
-        found = list(self._said)
+        reasons = list(self._said)
         if self._watch.kinds:
             whose = "the sampler draws" if self.kind == INDICES else "the loader draws"
-            found.append(
+            reasons.append(
                 f"{whose} random numbers during iteration ({', '.join(sorted(self._watch.kinds))}), interleaved with the training"
             )
         if self.workers and getattr(self.loader, "in_order", True) is False:
-            found.append("loader workers return batches in completion order (in_order=False)")
+            reasons.append("loader workers return batches in completion order (in_order=False)")
         if self.workers and self.kind == INDICES and hasattr(self._dataset, "state_dict"):
-            found.append("the data set has a state_dict, and each loader worker has a copy of that state")
+            reasons.append("the data set has a state_dict, and each loader worker has a copy of that state")
         if self._later and self.kind == FETCHED:
-            found.append(
+            reasons.append(
                 "persistent workers read data without indices: their state at the start of this epoch is unknown"
             )
-        return found
+        return reasons
 
     # -- an epoch --------------------------------------------------------------------------------------------
 
@@ -166,7 +166,7 @@ class LoaderPosition:
         iterator = self._iterator(place, within)
         self.begun = True
         if place is not None and within:
-            self._put(place["now"], found=True)
+            self._put(place["now"], advanced=True)
         while (batch := self._next(iterator)) is not NONE_LEFT:
             self.given += 1
             yield batch
@@ -324,14 +324,14 @@ class LoaderPosition:
             ],
         }
 
-    def _put(self, stood: dict[str, Any], found: bool = False) -> None:
-        """Restore a state. ``found``: an iterator has been advanced to the position, and its objects with it.
+    def _put(self, stood: dict[str, Any], advanced: bool = False) -> None:
+        """Restore a state. ``advanced``: an iterator has been advanced to the position, and its objects with it.
 
         Then changes by the program (`set_epoch`) stay.
         """
         for sentence in set_random_states(self.torch, stood["random"], self._generators()):
             self._said[sentence] = None
-        if found and self.kind == STATEFUL:
+        if advanced and self.kind == STATEFUL:
             return
         for thing, remembered, state in zip(self._things, stood["counters"], stood["states"], strict=False):
             if remembered:
@@ -339,7 +339,7 @@ class LoaderPosition:
             if (
                 state is not None
                 and has_state(thing)
-                and (not found or (thing is self._dataset and self.kind == INDICES and not self.workers))
+                and (not advanced or (thing is self._dataset and self.kind == INDICES and not self.workers))
             ):
                 thing.load_state_dict(state)
 

@@ -5,7 +5,6 @@ A state consists of values that a checkpoint can hold, small and comparable: lon
 
 from __future__ import annotations
 
-import ctypes
 import random
 import sys
 from array import array
@@ -13,6 +12,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from flatout.checkpoint.tensors import memory_of
 from flatout.schema.errors import SaveError
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ def set_state_of(torch: ModuleType, generator: Generator, state: dict[str, Any])
 
 
 def _bytes_of(state: Tensor) -> bytes:
-    return ctypes.string_at(state.data_ptr(), state.numel())
+    return bytes(memory_of(state))
 
 
 def _tensor_of(torch: ModuleType, state: bytes) -> Any:

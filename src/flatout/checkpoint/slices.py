@@ -48,13 +48,13 @@ def slice_of(divided: DTensor) -> Slice | None:
 
 def slices_in(state: object) -> dict[Any, Any]:
     """A state reduced to its sharded tensors, under their keys and indices."""
-    found = {}
+    slices = {}
     for key, value in _inside(state):
         if is_divided(value):
-            found[key] = value
+            slices[key] = value
         elif inner := slices_in(value):
-            found[key] = inner
-    return found
+            slices[key] = inner
+    return slices
 
 
 def sharded_again(state: Any, own: object, like: Callable[[Where], Any], where: Where = ()) -> Any:

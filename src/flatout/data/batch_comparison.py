@@ -18,7 +18,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     if not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b)
     # A single element may have any stride, which a view as bytes does not allow without unsqueeze.
-    first, second = (each.contiguous().flatten().unsqueeze(-1).view(torch.uint8) for each in (a, b))
+    first, second = (tensor.contiguous().flatten().unsqueeze(-1).view(torch.uint8) for tensor in (a, b))
     return torch.equal(first, second)
 
 

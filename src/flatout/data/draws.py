@@ -38,8 +38,8 @@ class Uniform:
         ``low``.
         """
         low, high = c_float(self.low).value, c_float(self.high).value
-        found = _sum((words & 0xFFFFFF).double() * 2.0**-24 * c_float(high - low).value, low).float()
-        return found.masked_fill_(found >= high, low) if high > low else found
+        numbers = _sum((words & 0xFFFFFF).double() * 2.0**-24 * c_float(high - low).value, low).float()
+        return numbers.masked_fill_(numbers >= high, low) if high > low else numbers
 
     def draw(self, generator: torch.Generator) -> Tensor:
         return torch.empty(1).uniform_(self.low, self.high, generator=generator)
@@ -84,12 +84,12 @@ def columns(kinds: Sequence[Draw], rows: int, generator: torch.Generator | None 
     words = _read(count - count % 2, generator)
     if count % 2:  # a single word is not available; draw the last number as torch draws it
         words = torch.cat((words, words.new_zeros(1)))
-    found = [
+    tensors = [
         kind.of(column) for kind, column in zip(kinds, words.view(rows, len(kinds)).unbind(1), strict=True)
     ]
     if count % 2:
-        found[-1][-1] = kinds[-1].draw(generator)[0]
-    return found
+        tensors[-1][-1] = kinds[-1].draw(generator)[0]
+    return tensors
 
 
 def _read(count: int, generator: torch.Generator) -> Tensor:
@@ -112,5 +112,7 @@ def understood() -> bool:
     bulk, single = (torch.Generator().manual_seed(1301) for _ in range(2))
     together = columns(kinds, 64, bulk)
     one_by_one = [[kind.draw(single) for kind in kinds] for _ in range(64)]
-    same = all(together[at][row] == one_by_one[row][at] for row in range(64) for at in range(len(kinds)))
+    same = all(
+        together[column][row] == one_by_one[row][column] for row in range(64) for column in range(len(kinds))
+    )
     return same and torch.equal(bulk.get_state(), single.get_state())

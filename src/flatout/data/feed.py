@@ -268,7 +268,7 @@ class Feed:
         elif rows is not None and samples is not None:
             held = samples.store.samples(rows)
             batch = following.batch(
-                lambda recorder: [replayed(each, self.pipelines, recorder) for each in held],
+                lambda recorder: [replayed(sample, self.pipelines, recorder) for sample in held],
                 self._plain_collate,
                 len(indices),
             )

@@ -96,7 +96,7 @@ def _drawn(
     listed = [listed_draws(pipeline.own, shape) for pipeline, shape in zip(called, shapes, strict=True)]
     drawn = iter(columns([kind for call in listed for kinds in call for kind in kinds], count))
     mine = [[[next(drawn) for _ in kinds] for kinds in call] for call in listed]
-    found: list[Numbers] = []
+    collected: list[Numbers] = []
     for numbers, (_, start) in zip(mine, program.calls, strict=True):
-        found.append([*(found[-1 - start] if start < 0 else ()), *numbers])
-    return found
+        collected.append([*(collected[-1 - start] if start < 0 else ()), *numbers])
+    return collected

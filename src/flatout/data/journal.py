@@ -52,8 +52,8 @@ def numbers_of(draws: Sequence[CallDraws]) -> list[list[Tensor]]:
     rows = next((len(column) for columns_of_one in block for column in columns_of_one), 0)
     if places == list(range(rows)):
         return block
-    at = torch.tensor(places)
-    return [[column[at] for column in columns_of_one] for columns_of_one in block]
+    index = torch.tensor(places)
+    return [[column[index] for column in columns_of_one] for columns_of_one in block]
 
 
 class DrawJournal:
@@ -101,13 +101,13 @@ class DrawJournal:
             columns([kind for call in listed for kinds in call for kind in kinds], len(waiting) // period)
         )
         blocks = [[[next(drawn) for _ in kinds] for kinds in call] for call in listed]
-        for at, draws in enumerate(waiting):
-            draws.block, draws.place = blocks[at % period], at // period
+        for position, draws in enumerate(waiting):
+            draws.block, draws.place = blocks[position % period], position // period
 
 
 def _period(waiting: Sequence[CallDraws]) -> int:
     """Return the period of the calls: 1 if all are alike, 2 for pairs, and so on; 0 without a pattern."""
-    keys = [(id(each.operations), each.shape) for each in waiting]
+    keys = [(id(call.operations), call.shape) for call in waiting]
     for period in range(1, min(LONGEST_PATTERN, len(keys)) + 1):
         if len(keys) % period == 0 and keys == keys[:period] * (len(keys) // period):
             return period

@@ -83,7 +83,7 @@ def read(transform: object, form: ImageForm) -> Sequence[BatchOperation]:
     if _has_hooks(transform):
         raise NotBatchable(f"{type(transform).__name__} has hooks")
     try:
-        found = READERS[name](transform, form)
+        operations = READERS[name](transform, form)
     except NotBatchable as why:
         raise NotBatchable(f"{type(transform).__name__} runs on single images: {why}") from why
     except (
@@ -92,7 +92,7 @@ def read(transform: object, form: ImageForm) -> Sequence[BatchOperation]:
         ValueError,
     ) as error:  # another torchvision version may have different attributes
         raise NotBatchable(f"{type(transform).__name__} could not be read ({error})") from error
-    return [found] if isinstance(found, BatchOperation) else list(found)
+    return [operations] if isinstance(operations, BatchOperation) else list(operations)
 
 
 def _has_hooks(transform: object) -> bool:
@@ -123,20 +123,20 @@ def lower(transform: object, images: Sequence[Any], unfinished: bool = False) ->
         if form.kind == "tensor" and any(getattr(step, "inplace", False) for step in steps[start:]):
             reasons["its transforms may change the images of the data set in place"] = None
             continue
-        found = _run_from(steps, start, form, reasons, unfinished)
-        if found is not None and any(
-            drawing[found.end :]
+        candidate = _run_from(steps, start, form, reasons, unfinished)
+        if candidate is not None and any(
+            drawing[candidate.end :]
         ):  # it would draw only after all images have drawn for the operations
             reasons[
-                f"{type(steps[drawing.index(True, found.end)]).__name__} draws random numbers after the transforms that could run on a batch"
+                f"{type(steps[drawing.index(True, candidate.end)]).__name__} draws random numbers after the transforms that could run on a batch"
             ] = None
             continue
         if (
-            found is not None
-            and (best is None or found.end - found.start >= best.end - best.start)
-            and not (best and found.end == best.end)
+            candidate is not None
+            and (best is None or candidate.end - candidate.start >= best.end - best.start)
+            and not (best and candidate.end == best.end)
         ):
-            best = found
+            best = candidate
     if best is None:
         raise NotBatchable(
             next(reversed(reasons), "its images differ in size or kind, or their kind is unknown")
@@ -190,31 +190,32 @@ def _run_from(
     unfinished: bool = False,
 ) -> Lowered | None:
     """Return the longest run from here that ends in tensors: any next step can take rows of a batch."""
-    form, operations, found = entry, [], None
-    for at in range(start, len(steps)):
+    form, operations = entry, list[BatchOperation]()
+    run: Lowered | None = None
+    for position in range(start, len(steps)):
         try:
-            more = read(steps[at], form)
+            more = read(steps[position], form)
         except NotBatchable as why:
             reasons[str(why)] = None
             break
         for operation in more:
             operations.append(operation)
             form = operation.form(form)
-        last = at + 1 == len(steps)
+        last = position + 1 == len(steps)
         if operations and ((form.kind == "tensor" and (last or not form.tv)) or (unfinished and last)):
-            found = Lowered(tuple(steps), start, at + 1, joined(operations), entry, form, tuple(reasons))
-    if found is None and not reasons:
+            run = Lowered(tuple(steps), start, position + 1, joined(operations), entry, form, tuple(reasons))
+    if run is None and not reasons:
         reasons["none of its transforms makes a tensor"] = None
-    return found
+    return run
 
 
 def deterministic(steps: Sequence[Any], images: Iterable[Any]) -> int:
     """Return how many of the first transforms are known and draw nothing."""
     images = list(images)
-    for at, step in enumerate(steps):
+    for count, step in enumerate(steps):
         form, _ = _describe(images)
         if form is None or not _is_deterministic(step, form):
-            return at
+            return count
         images = [step(image) for image in images]
     return len(steps)
 

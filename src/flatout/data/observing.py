@@ -181,10 +181,10 @@ class PipelineReader:
             return lower(transform, [copied(call.image) for call in group], unfinished=feeds)
         if parent.lowered is None:
             raise NotBatchable(f"{parent.name} runs on single images")
-        found = extended(parent.lowered, transform)
-        if found.exit.kind == "pil" and not feeds:
+        lowered = extended(parent.lowered, transform)
+        if lowered.exit.kind == "pil" and not feeds:
             raise NotBatchable("none of its transforms makes a tensor")
-        return found
+        return lowered
 
     def _pipeline(
         self,
@@ -204,7 +204,7 @@ class PipelineReader:
         tensors = [
             call.result for call in group if isinstance(call.result, Tensor) and call.result.dim() == 3
         ]
-        permuted = bool(tensors) and all(_is_permuted(each) for each in tensors)
+        permuted = bool(tensors) and all(_is_permuted(tensor) for tensor in tensors)
         return TransformPipeline(
             number,
             parent,
@@ -226,8 +226,10 @@ def _of_call(pipelines: Pipelines, call: TransformCall | None) -> list[Transform
     """Return the pipelines of a call: as the first call, and after each pipeline of the previous call."""
     if call is None:
         return []
-    found = [pipelines.of(parent, call.transform) for parent in (None, *_of_call(pipelines, call.parent))]
-    return [pipeline for pipeline in found if pipeline is not None]
+    pipelines_of_call = [
+        pipelines.of(parent, call.transform) for parent in (None, *_of_call(pipelines, call.parent))
+    ]
+    return [pipeline for pipeline in pipelines_of_call if pipeline is not None]
 
 
 def _misread(pipeline: TransformPipeline, calls: Sequence[TransformCall], own: Sequence[Any]) -> str:
@@ -236,16 +238,16 @@ def _misread(pipeline: TransformPipeline, calls: Sequence[TransformCall], own: S
     for call in calls:
         chain = call.chain[-len(line) :]
         if len(chain) < len(line) or any(
-            each.transform is not link.transform for each, link in zip(chain, line, strict=True)
+            member.transform is not link.transform for member, link in zip(chain, line, strict=True)
         ):
             continue
         recorder = Deferring(Pipelines(), at_once=True)
         image = copied(chain[0].image)
         with recording(None):
-            for each, link in zip(chain, line, strict=True):
-                restore_states(each.before)
+            for member, link in zip(chain, line, strict=True):
+                restore_states(member.before)
                 image = recorder.resume(link, image, 0)
-                if not same_states(states(own), each.after):
+                if not same_states(states(own), member.after):
                     return f"{link.name} draws its random numbers in an unknown order"
             recorder.close()
             why = different(call.result, image, layout=False)

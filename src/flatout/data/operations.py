@@ -77,12 +77,12 @@ class Pad(BatchOperation):
 
 def _positions(length: int, before: int, after: int, mode: str) -> Tensor:
     """Return the source index of each padded position along one axis."""
-    at = torch.arange(-before, length + after)
+    source = torch.arange(-before, length + after)
     if mode == "edge" or length == 1:
-        return at.clamp(0, length - 1)
+        return source.clamp(0, length - 1)
     period = 2 * length - 2 if mode == "reflect" else 2 * length
-    at = at % period
-    return torch.where(at < length, at, period - at if mode == "reflect" else period - 1 - at)
+    source = source % period
+    return torch.where(source < length, source, period - source if mode == "reflect" else period - 1 - source)
 
 
 @dataclass(frozen=True)
@@ -146,9 +146,9 @@ class Window(BatchOperation):
         """Cut the window of ``images[i][i]`` at corner i. The tensors are contiguous and of one shape."""
         _, channels, height, width = images[0].shape
         sizes, strides = (1, channels, self.height, self.width), (0, height * width, width, 1)
-        each = channels * height * width
+        image_size = channels * height * width
         views = [
-            image.as_strided(sizes, strides, image.storage_offset() + row * each + down * width + right)
+            image.as_strided(sizes, strides, image.storage_offset() + row * image_size + down * width + right)
             for row, (image, down, right) in enumerate(zip(images, top, side, strict=True))
         ]
         return torch.cat(
@@ -258,18 +258,18 @@ class Normalize(BatchOperation):
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
         mean, deviation = (
-            torch.tensor(each, dtype=images.dtype, device=images.device).view(-1, 1, 1)
-            for each in (self.mean, self.deviation)
+            torch.tensor(values, dtype=images.dtype, device=images.device).view(-1, 1, 1)
+            for values in (self.mean, self.deviation)
         )
         return images.sub(mean).div_(deviation)
 
 
 def joined(operations: Sequence[BatchOperation]) -> tuple[BatchOperation, ...]:
     """Merge adjacent operations where that is faster."""
-    found: list[BatchOperation] = []
+    merged: list[BatchOperation] = []
     for operation in operations:
-        if isinstance(operation, Flip) and operation.axis == -1 and found and isinstance(found[-1], Window):
-            found[-1] = FlippedWindow(found[-1], operation)
+        if isinstance(operation, Flip) and operation.axis == -1 and merged and isinstance(merged[-1], Window):
+            merged[-1] = FlippedWindow(merged[-1], operation)
         else:
-            found.append(operation)
-    return tuple(found)
+            merged.append(operation)
+    return tuple(merged)

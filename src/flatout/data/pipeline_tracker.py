@@ -86,10 +86,10 @@ class PipelineTracker:
                 recorder.collating = True
                 _tried(collate, samples)
                 lost = recorder.close()
-            found = [pipeline for pipeline in self.pipelines.batched if pipeline.alone]
-            for pipeline in {*lost, *found}:
+            accessed = [pipeline for pipeline in self.pipelines.batched if pipeline.alone]
+            for pipeline in {*lost, *accessed}:
                 _turn_off(pipeline, reasons)
-            if not lost and not found:
+            if not lost and not accessed:
                 break
         if not recorder.calls:
             reasons.append(MADE_AGAIN)

@@ -84,15 +84,15 @@ class TransformPipeline:
         key = (type(image), image.mode, image.size) if hasattr(image, "getbands") else None
         if key in self._entering:
             return self._entering[key]
-        found = None
+        shapes = None
         if self.lowered is not None and form_of(image) == self.lowered.entry:
             shape = shape_of(image)
             out = self.out(shape)
-            found = (shape, out) if out is not None else None
+            shapes = (shape, out) if out is not None else None
         if key is not None:
             _bound(self._entering)
-            self._entering[key] = found
-        return found
+            self._entering[key] = shapes
+        return shapes
 
 
 def _bound(remembered: dict[Any, Any]) -> None:
@@ -122,8 +122,8 @@ class Pipelines:
 
     def of(self, parent: TransformPipeline | None, transform: object) -> TransformPipeline | None:
         """Return the pipeline of this transform on a plain image, or on a deferred result of ``parent``."""
-        found = self._by_call.get((id(parent), id(transform)))
-        return None if found is None or found.off else found
+        pipeline = self._by_call.get((id(parent), id(transform)))
+        return None if pipeline is None or pipeline.off else pipeline
 
     def meet(self, transform: object) -> None:
         self._met[id(transform)] = transform
@@ -146,13 +146,14 @@ class Pipelines:
     def changed(self) -> bool:
         """Return whether the program has changed a transform since it was read."""
         return any(pipeline.parameters.changed() for pipeline in self.found if not pipeline.off) or any(
-            each.changed() for each in self.finished
+            state.changed() for state in self.finished
         )
 
     def same_as(self, other: Pipelines) -> bool:
         """Return whether both were read from the same transforms with the same result."""
         calls = [
-            [(id(pipeline.transform), pipeline.off) for pipeline in each.found] for each in (self, other)
+            [(id(pipeline.transform), pipeline.off) for pipeline in pipelines.found]
+            for pipelines in (self, other)
         ]
         return calls[0] == calls[1] and self.signature() == other.signature()
 
@@ -186,11 +187,14 @@ def parameters_of(transform: object, read: Sequence[Any]) -> TransformState:
 def _containers(transform: Any) -> list[Any]:
     """Return the containers of the steps of nested Compose and Sequential."""
     if type(transform) is torch.nn.Sequential:
-        return [vars(transform)["_modules"], *(found for inner in transform for found in _containers(inner))]
+        return [
+            vars(transform)["_modules"],
+            *(container for inner in transform for container in _containers(inner)),
+        ]
     if name_of(transform) in CONTAINERS:
         return [
             vars(transform),
             transform.transforms,
-            *(found for inner in transform.transforms for found in _containers(inner)),
+            *(container for inner in transform.transforms for container in _containers(inner)),
         ]
     return []

@@ -86,4 +86,4 @@ def fetched(dataset: Dataset, indices: Sequence[Any]) -> Any:
 
 def spread(length: int, count: int) -> list[int]:
     """Return evenly spread indices of a data set, including the first and the last."""
-    return sorted({at * (length - 1) // max(1, count - 1) for at in range(count)}) if length else []
+    return sorted({number * (length - 1) // max(1, count - 1) for number in range(count)}) if length else []

@@ -408,12 +408,12 @@ def _parameters(optimizer: Optimizer) -> list[Any]:
             f"{type(optimizer).__name__} runs forward and backward several times per step, which a Loop does not support. Call "
             "optimizer.step(closure) in your own loop."
         )
-    found = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    if not found:
+    parameters = {id(p): p for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    if not parameters:
         raise LoopError(
             "no parameter of the optimizer requires a gradient, so there is nothing to train. Set requires_grad=True."
         )
-    return list(found.values())
+    return list(parameters.values())
 
 
 def _length(loader: DataLoader) -> int | None:

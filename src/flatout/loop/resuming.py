@@ -60,15 +60,17 @@ def opened(folder: Path, from_scratch: bool, group: RankGroup | None) -> OpenedC
         heartbeat.resumes_by_itself(folder)
     if group is None:
         return _by_the_first(folder, from_scratch)
-    found: OpenedCheckpoints | None = None
+    checkpoints: OpenedCheckpoints | None = None
     error: FlatoutError | None = None
     if group.rank == 0:
         try:
-            found = _by_the_first(folder, from_scratch)
+            checkpoints = _by_the_first(folder, from_scratch)
         except FlatoutError as failed:
             error = failed
     here = {
-        "save": str(found.save.path) if found is not None and found.save is not None else None,
+        "save": str(checkpoints.save.path)
+        if checkpoints is not None and checkpoints.save is not None
+        else None,
         "pid": os.getpid(),
         "error": str(error or ""),
         "folder": str(folder.resolve()),
@@ -78,17 +80,17 @@ def opened(folder: Path, from_scratch: bool, group: RankGroup | None) -> OpenedC
         raise error
     if observed["error"]:
         raise SaveError(f"rank 0 cannot resume, so all ranks stop: {observed['error']}")
-    if found is None:
-        found = OpenedCheckpoints(CheckpointFolder(Path(observed["folder"])), None, [], observed["pid"])
+    if checkpoints is None:
+        checkpoints = OpenedCheckpoints(CheckpointFolder(Path(observed["folder"])), None, [], observed["pid"])
         if observed["save"] is not None:
             try:
-                found.save = verified(Path(observed["save"]))
+                checkpoints.save = verified(Path(observed["save"]))
             except SaveError as failed:
                 error = SaveError(
                     f"{observed['save']} is the checkpoint of rank 0; on this rank, {failed}. All ranks must see the same folder."
                 )
     group.all_fine(error)
-    return found
+    return checkpoints
 
 
 def _by_the_first(folder: Path, from_scratch: bool) -> OpenedCheckpoints:
@@ -106,12 +108,14 @@ def _by_the_first(folder: Path, from_scratch: bool) -> OpenedCheckpoints:
             raise LoopError(
                 f"{save.path} was not written by a flatout.Loop. Name another folder in checkpoint_dir=."
             )
-        damaged = [saves.set_aside(each) for each in bad]
+        damaged = [saves.set_aside(corrupt) for corrupt in bad]
     except BaseException:
         saves.close()
         raise
-    for each, path in zip(bad, damaged, strict=True):
-        LOGGER.warning("checkpoint %s is corrupt: %s. It was moved to %s", each.path.name, each.why, path)
+    for corrupt, path in zip(bad, damaged, strict=True):
+        LOGGER.warning(
+            "checkpoint %s is corrupt: %s. It was moved to %s", corrupt.path.name, corrupt.why, path
+        )
     return OpenedCheckpoints(saves, save, damaged, os.getpid())
 
 
@@ -151,13 +155,13 @@ class Resumed:
         return not self.differs and not self.inexact
 
     def sentences(self) -> list[str]:
-        found = [f"{path} is a newer, corrupt checkpoint; it was moved there" for path in self.damaged]
-        found.append(
+        sentences = [f"{path} is a newer, corrupt checkpoint; it was moved there" for path in self.damaged]
+        sentences.append(
             f"resuming after step {self.step}, in epoch {self.epoch}, from {self.path}: "
             + ("bitwise exact" if self.exact else "not bitwise identical to an uninterrupted run")
         )
         return [
-            *found,
-            *(f"differs: {each}" for each in self.differs),
-            *(f"not exact: {each}" for each in self.inexact),
+            *sentences,
+            *(f"differs: {reason}" for reason in self.differs),
+            *(f"not exact: {reason}" for reason in self.inexact),
         ]

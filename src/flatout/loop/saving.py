@@ -121,11 +121,11 @@ class LoopCheckpointing:
         if self.stops_on_drift and moved:
             self._refuse(save, moved)
         differs += moved
-        at = state["loop"]
+        counts = state["loop"]
         self.loop.index, self.loop.epoch, self._first = (
-            at["index"],
-            at["epoch"],
-            (at["first_index"], at["first_epoch"]),
+            counts["index"],
+            counts["epoch"],
+            (counts["first_index"], counts["first_epoch"]),
         )
         self.saver.goes_on(save.step)
         self._ran_s, self._interruptions = (
@@ -135,7 +135,7 @@ class LoopCheckpointing:
         self._inexact, self._resumed_state = list(dict.fromkeys([*inexact, *differs])), own
         resumed = Resumed(
             save.step,
-            at["epoch"],
+            counts["epoch"],
             save.path,
             tuple(differs),
             tuple(dict.fromkeys(inexact)),
@@ -256,24 +256,24 @@ class LoopCheckpointing:
 
     def _why_not_exact(self) -> list[str]:
         loop = self.loop
-        found = [*self._inexact, *self.reading.inexact]
+        reasons = [*self._inexact, *self.reading.inexact]
         if self.ranks > 2 and isinstance(loop.model, self.torch.nn.parallel.DistributedDataParallel):
-            found.append(
+            reasons.append(
                 "more than two ranks add their gradients in another order in the first step of a process"
             )
         if loop.sizing:
-            found.append("it was saved while sizing micro-batches")
+            reasons.append("it was saved while sizing micro-batches")
         levers = [lever for choice in loop.plan if (lever := LEVERS.get(choice.name)) is not None]
-        found += [
+        reasons += [
             f"the lever {lever.name} acts from the second step on and rounds differently"
             for lever in levers
             if lever.effect is not Effect.EXACT and lever.moment not in (Moment.PROCESS, Moment.LOADER)
         ]
         if self.reading.workers and any(lever.moment is Moment.LOADER for lever in levers):
-            found.append(
+            reasons.append(
                 "levers of the plan make the batches, so the random numbers of loader workers are unknown"
             )
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(reasons))
 
     def _surroundings(self) -> dict[str, Any]:
         return environment(self.torch, {**self.settings, "plan": self.loop.plan.describe(), **self._script})
