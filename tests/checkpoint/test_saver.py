@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import random
 import threading
 from pathlib import Path
 
@@ -74,67 +72,6 @@ def test_checkpoints_stay_within_their_share_whatever_they_cost(costs, share, st
             saver._join()
             assert not saver.due(step)
     assert saver.cost.saves >= 1
-
-
-def wasted(cost_s, mean_s, known):
-    """The share of an hour spent on checkpoints and lost work, with random interruptions every ``mean_s``
-    seconds on average. ``known``: whether the saver knows about them.
-    """
-    draw, time = random.Random(0), Time()
-    saver = CheckpointWriter(
-        torch, Paid(time, lambda: 0.0), "test", time.clocks, lambda sentence: pytest.fail(sentence)
-    )
-    saver.interrupted_every_s = lambda: mean_s if known else math.inf
-    step, kept_s, lost_s, saving_s, dies_s = 0, 0.0, 0.0, 0.0, draw.expovariate(1 / mean_s)
-    while time.wall < 3600:
-        step += 1
-        time.wall += 0.05
-        if saver.due(step):
-            began_s = time.wall
-            time.wall += cost_s
-            saving_s += cost_s
-            saver.save(step, pack(torch, {}), {}, began_s)
-            saver._join()
-            kept_s = time.wall
-        if time.wall >= dies_s:
-            lost_s += time.wall - kept_s
-            kept_s, dies_s = time.wall, time.wall + draw.expovariate(1 / mean_s)
-    return (saving_s + lost_s) / time.wall
-
-
-@pytest.mark.parametrize(("cost_s", "mean_s"), [(0.1, 20), (0.1, 60), (0.5, 60), (0.02, 10)])
-def test_frequent_interruptions_make_checkpoints_more_frequent(cost_s, mean_s):
-    """This is less than with the share alone.
-
-    It is about the minimum, the square root of twice the cost over the time between interruptions.
-    """
-    with_it, without = wasted(cost_s, mean_s, True), wasted(cost_s, mean_s, False)
-    assert with_it < 0.8 * without
-    assert with_it == pytest.approx(math.sqrt(2 * cost_s / mean_s), rel=0.3)
-
-
-def test_interruptions_never_cost_more_than_five_times_the_share():
-    """However frequent: here every second, so that a checkpoint every 0.4 s would lose least."""
-    draw, time = random.Random(1), Time()
-    saver = CheckpointWriter(
-        torch, Paid(time, lambda: 0.0), "test", time.clocks, lambda sentence: pytest.fail(sentence)
-    )
-    saver.interrupted_every_s = lambda: 1.0
-    spent_s = 0.0
-    for step in range(1, 4000):
-        time.wall += 0.05 * draw.random()
-        if saver.due(step):
-            began_s, spent_s = time.wall, spent_s + 0.1
-            time.wall += 0.1
-            saver.save(step, pack(torch, {}), {}, began_s)
-            saver._join()
-    assert 0.04 < spent_s / time.wall <= 0.05
-
-
-@pytest.mark.full
-@pytest.mark.slow
-def test_rare_interruptions_leave_the_schedule_unchanged():
-    assert wasted(0.001, 3000, True) == wasted(0.001, 3000, False)
 
 
 def test_one_writer_and_a_copy_that_does_not_change(tmp_path):

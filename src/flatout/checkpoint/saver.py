@@ -5,7 +5,6 @@ The interval keeps the cost within a given share of the time.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from flatout.checkpoint.values import Packed
 from flatout.schema.errors import FlatoutError
 
 SHARE = 0.01
-MOST_SHARES = 5.0
 
 
 @dataclass(frozen=True)
@@ -48,9 +46,7 @@ class CheckpointWriter:
     """Writes checkpoints in the background, at an interval that limits their cost.
 
     ``every``: steps between two checkpoints; None: as often as ``share`` of the time allows, including all
-    costs. If interruptions cost more than that, checkpoints are more frequent, up to MOST_SHARES of
-    ``share``. ``interrupted_every_s`` returns the mean time between interruptions, and the interval minimises
-    the loss (Young 1974, "A first order approximation to the optimum checkpoint interval").
+    costs.
 
     ``say`` receives sentences about failures: the training continues without that checkpoint, and the next
     one is tried. ``sound`` checks a copy before it is written and returns why not to write it, or "".
@@ -80,7 +76,6 @@ class CheckpointWriter:
         )
         self.cost = CheckpointCost()
         self.last: Checkpoint | None = None
-        self.interrupted_every_s: Callable[[], float] = lambda: math.inf
         self._snapshot = Snapshot(torch)
         self._writing: threading.Thread | None = None
         self._last_step = -1
@@ -108,16 +103,7 @@ class CheckpointWriter:
             return step % self.every == 0
         if self._writing is not None and self._writing.is_alive():
             return False
-        return self.clocks.wall_s() - self._began_s >= self._pause_s()
-
-    def _pause_s(self) -> float:
-        cost_s = self.cost.last_s
-        longest_s, mean_s = cost_s / self.share, self.interrupted_every_s()
-        return (
-            longest_s
-            if mean_s == math.inf
-            else min(longest_s, max(longest_s / MOST_SHARES, math.sqrt(2 * cost_s * mean_s)))
-        )
+        return self.clocks.wall_s() - self._began_s >= self.cost.last_s / self.share
 
     def save(
         self, step: int, packed: Packed, metadata: Mapping[str, Any], since_s: float | None = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -60,7 +59,6 @@ class LoopCheckpointing:
         self._open = True
         self._inexact: list[str] = []  # from the earlier run
         self._first = 0, 0  # step and epoch at which this training began
-        self._began_s, self._ran_s, self._interruptions = seconds(), 0.0, 0  # this process; the earlier ones
         self._resumed_state: dict[str, Any] | None = None
 
     # -- resuming --------------------------------------------------------------------------------------------
@@ -89,7 +87,6 @@ class LoopCheckpointing:
             self.saver = CheckpointWriter(
                 self.torch, self.saves, KIND, clocks, self._say, every=self.every, sound=sound
             )
-        self.saver.interrupted_every_s = self._interrupted_every_s
         if self.opened.save is None:
             return None
         resumed, error = None, None
@@ -128,10 +125,6 @@ class LoopCheckpointing:
             (counts["first_index"], counts["first_epoch"]),
         )
         self.saver.goes_on(save.step)
-        self._ran_s, self._interruptions = (
-            metadata["ran_s"],
-            metadata["interruptions"] + (not metadata["ended"]),
-        )
         self._inexact, self._resumed_state = list(dict.fromkeys([*inexact, *differs])), own
         resumed = Resumed(
             save.step,
@@ -196,7 +189,7 @@ class LoopCheckpointing:
     def finish(self) -> None:
         """Write a last checkpoint and wait for it. Raises SystemExit if a signal has requested the end."""
         if self.saver.last_step != self.loop.index:
-            self._save(ended=True)
+            self._save()
         self.saver.wait()
         if self.group is not None:  # wait for the parts of all ranks: a launcher ends the others at once
             self._signals.seen = self.group.largest([self._signals.seen])[0]
@@ -217,19 +210,7 @@ class LoopCheckpointing:
         self.saves.close()
         self._open = False
 
-    def _interrupted_every_s(self) -> float:
-        """Mean time between interruptions so far.
-
-        One early interruption counts less the longer the run goes well.
-        """
-        return (
-            (self._ran_s + seconds() - self._began_s) / self._interruptions
-            if self._interruptions
-            else math.inf
-        )
-
-    def _save(self, ended: bool = False) -> None:
-        """``ended``: the training is about to end, and none of it will be lost."""
+    def _save(self) -> None:
         loop, began_s = self.loop, seconds()
         state = {"random": random_states(self.torch), "place": self.reading.place()}
         if self.rank == 0:
@@ -246,9 +227,6 @@ class LoopCheckpointing:
             "surroundings": self._surroundings(),
             "inexact": self._why_not_exact(),
             "ranks": self.ranks,
-            "ran_s": self._ran_s + began_s - self._began_s,
-            "interruptions": self._interruptions,
-            "ended": ended,
         }
         self.saver.save(loop.index, pack(self.torch, state), metadata, began_s)
         if self.every == 1:
