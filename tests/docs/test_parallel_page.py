@@ -17,14 +17,14 @@ PAGE = Path(__file__).parents[2] / "docs" / "howto" / "parallel.md"
 PROGRAMS = re.findall(r"```python\n(# torchrun.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
-def plain(clip: float | None) -> list[float]:
-    """The losses of the same model and batches in this process."""
+def plain(clip: float | None = None, seeded: bool = False) -> list[float]:
+    """The losses of the same model and batches in this process. ``seeded``: each step seeds its batch."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
-    for _ in range(10):
-        x = torch.randn(32, 16)
+    for step in range(10):
+        x = torch.randn(32, 16, generator=torch.Generator().manual_seed(step) if seeded else None)
         optimizer.zero_grad()
         loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
         loss.backward()
@@ -35,19 +35,32 @@ def plain(clip: float | None) -> list[float]:
     return losses
 
 
-@pytest.mark.processes
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize(("at", "clip"), [(0, 1.0), (1, None)], ids=["tensor", "pipeline"])
-def test_two_ranks_learn_what_one_process_learns(tmp_path, at, clip):
-    script = tmp_path / "train.py"
-    script.write_text(PROGRAMS[at], encoding="utf-8")
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def losses_of(script: Path, ranks: int) -> list[float]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
         [*launcher, str(script)],
         capture_output=True,
         text=True,
+        cwd=script.parent,
         timeout=hang_s(200),
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert list(map(float, done.stdout.split())) == pytest.approx(plain(clip), rel=1e-5)
+    return list(map(float, done.stdout.split()))
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("number", "clip"), [(1, 1.0), (2, None)], ids=["tensor", "pipeline"])
+def test_two_ranks_learn_what_one_process_learns(tmp_path, number, clip):
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAMS[number], encoding="utf-8")
+    assert losses_of(script, 2) == pytest.approx(plain(clip), rel=1e-5)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(240)
+def test_sharded_weights_are_resumed_on_another_number_of_ranks(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAMS[0], encoding="utf-8")
+    assert [*losses_of(script, 2), *losses_of(script, 1)] == pytest.approx(plain(seeded=True), rel=1e-5)

@@ -50,7 +50,8 @@ def distance(one, other):
 
 
 @pytest.mark.parametrize(
-    ("name", "reference", "parts"), [("divided", "whole", 2), ("counted", "counted, whole", 4)]
+    ("name", "reference", "parts"),
+    [("divided", "whole", 2), ("counted", "counted, whole", 4), ("sharded", "whole", 1)],
 )
 def test_micro_batches_learn_what_whole_batches_do(ranks, name, reference, parts):
     """In "counted", the last micro-batch counts nothing, and its rank still takes part in the exchange."""
@@ -72,6 +73,7 @@ def test_an_infinite_gradient_of_one_rank_is_skipped_by_all(ranks):
     [
         ("counted, unused", "the last micro-batch of a step counts nothing"),
         ("auto", 'micro_batch="auto" tries sizes that may not fit'),
+        ("sharded, stored", "save with torch.distributed.checkpoint"),
     ],
 )
 def test_what_several_ranks_cannot_do_is_rejected(ranks, name, words):

@@ -23,6 +23,7 @@ from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
 import flatout  # noqa: E402
+from flatout.checkpoint.values import pack  # noqa: E402
 from flatout.loop import saving  # noqa: E402
 from flatout.schema.errors import LoopError, SaveError, StorageError  # noqa: E402
 
@@ -216,6 +217,15 @@ def test_no_part_of_a_checkpoint_can_be_left_out(tmp_path, monkeypatch, begun, u
     loop, digest = train(tmp_path / "saves", precision="fp16")
     assert loop.resumed.step == 8
     assert (digest, loop.index) != (undisturbed["fp16"], 15)
+
+
+def test_another_number_of_ranks_is_rejected(tmp_path):
+    with flatout.checkpoint.checkpoints.CheckpointFolder(tmp_path) as saves:
+        saves.write("loop", 3, {"": pack(torch, {})}, {"ranks": 2})
+    with pytest.raises(
+        SaveError, match=r"is of 2 ranks, and 1 would resume .* Start 2 again, or use from_scratch"
+    ):
+        train(tmp_path)
 
 
 def test_differences_are_reported_and_nothing_is_claimed(tmp_path, caplog):

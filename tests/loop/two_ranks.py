@@ -1,4 +1,4 @@
-"""Two ranks under DistributedDataParallel, case by case in one pair of processes: ``two_ranks.py RANK FOLDER``.
+"""Two ranks that train one model, case by case in one pair of processes: ``two_ranks.py RANK FOLDER``.
 
 Writes FOLDER/RANK.json. In the last case, rank 1 runs out of memory and ends.
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from flatout import Loop
@@ -42,11 +43,16 @@ def data(dtype):
     return batches
 
 
-def train(loss=loss_fn, dtype=torch.float64, unused=False, **more):
+def train(loss=loss_fn, dtype=torch.float64, unused=False, sharded=False, **more):
     """Weights, the split of each step, and the error that ended the training."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).to(dtype)
-    parallel = DistributedDataParallel(model, bucket_cap_mb=0.001, find_unused_parameters=unused)
+    if sharded:
+        for module in (model[0], model[2], model):
+            fully_shard(module)
+        parallel = model
+    else:
+        parallel = DistributedDataParallel(model, bucket_cap_mb=0.001, find_unused_parameters=unused)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     steps, error = [], ""
     try:
@@ -55,7 +61,10 @@ def train(loss=loss_fn, dtype=torch.float64, unused=False, **more):
     except LoopError as raised:
         error = str(raised)
     return {
-        "weights": [p.detach().double().flatten().tolist() for p in model.parameters()],
+        "weights": [
+            (p.full_tensor() if sharded else p).detach().double().flatten().tolist()
+            for p in model.parameters()
+        ],
         "parts": [step.parts for step in steps],
         "skipped": [bool(step.skipped) for step in steps],
         "error": error,
@@ -88,6 +97,8 @@ results = {
     "counted": train(loss=by_count, micro_batch=2),
     "counted, unused": train(loss=by_count, micro_batch=2, unused=True),
     "auto": train(micro_batch="auto"),
+    "sharded": train(sharded=True),
+    "sharded, stored": train(sharded=True, checkpoint_dir=FOLDER / "saves"),
     "fp16": train(
         loss=on_rank_1(4, lambda loss: loss * 1e30),
         precision="fp16",

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from flatout.checkpoint.slices import Slice
 from flatout.schema.errors import SaveError
 
 DEEPEST = 64
@@ -63,8 +62,6 @@ def _value_of(torch: ModuleType, tree: Any, tensors: Mapping[str, Any], depth: i
         return [inside(each) for each in tree]
     if "tensor" in tree:
         return _tensor_of(torch, tree, tensors)
-    if "slice" in tree:
-        return _slice_of(torch, tree, tensors)
     ((kind, metadata),) = tree.items()
     if kind in PAIRS.values():
         made = MADE_OF[kind]()
@@ -135,17 +132,6 @@ def _tensor_of(torch: ModuleType, metadata: dict[str, Any], tensors: Mapping[str
         .reshape([shape[at] for at in order])
     )
     return found.permute([order.index(at) for at in range(len(order))])
-
-
-def _slice_of(torch: ModuleType, metadata: dict[str, Any], tensors: Mapping[str, Any]) -> Slice:
-    local, shape, at = _tensor_of(torch, metadata["slice"], tensors), metadata["shape"], metadata["at"]
-    if (
-        not len(shape) == len(at) == local.dim()
-        or any(type(each) is not int or each < 0 for each in (*shape, *at))
-        or any(start + size > whole for start, size, whole in zip(at, local.shape, shape, strict=True))
-    ):
-        raise ValueError("its slice is out of bounds")
-    return Slice(local, tuple(shape), tuple(at))
 
 
 def _dtype(torch: ModuleType, name: str) -> Any:

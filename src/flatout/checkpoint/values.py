@@ -23,8 +23,6 @@ one key for its type:
     {"tensor": name, "dtype": ..., "shape": [...], "order": [...]}
                                          its bytes are in the tensor file; ``order`` lists its dimensions from
                                          the widest stride to the narrowest, if they are not in that order
-    {"slice": tensor, "shape": [...], "at": [...]}
-                                         this rank's part of a sharded tensor, and its offsets
     {"missing": type}                    a list entry that was left out
 
 Types are compared exactly: a subclass may carry unknown data.
@@ -41,7 +39,6 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.checkpoint.slices import is_divided, slice_of
 from flatout.checkpoint.unpacking import DEEPEST, FACTORIES, PAIRS, ROWS, little, text_of
 
 if TYPE_CHECKING:
@@ -140,14 +137,6 @@ class _Packer:
             return {"device": str(value)}
         if kind in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             return self._tensor(value, where)
-        if is_divided(value):
-            mine = slice_of(value)
-            if mine is not None:
-                return {
-                    "slice": self._tensor(mine.local, where),
-                    "shape": list(mine.shape),
-                    "at": list(mine.offsets),
-                }
         numpy = sys.modules.get("numpy")
         if (
             numpy is not None

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.checkpoint.slices import Where, is_divided, slices_in
 from flatout.loop.gradient import Gradient
 from flatout.loop.sizing import Sized, Sizer
 from flatout.loop.update import Update
@@ -32,14 +31,15 @@ PARTS = (
 
 
 def storable(model: Module) -> None:
-    """Raises LoopError if reading the model's state needs a collective of all ranks, which would deadlock."""
+    """Raises LoopError if the model is sharded: no rank has all of its state."""
     module = sys.modules.get("torch.distributed.fsdp")
-    if module is not None and any(
-        isinstance(each, module.FullyShardedDataParallel) for each in model.modules()
-    ):
+    flat = module is not None and any(
+        isinstance(part, module.FullyShardedDataParallel) for part in model.modules()
+    )
+    if flat or any(hasattr(parameter, "to_local") for parameter in model.parameters()):
         raise LoopError(
-            "checkpoint_dir= does not support FullyShardedDataParallel, whose flat parameters have no shape. Shard the model with "
-            "fully_shard (torch.distributed.fsdp), its successor in torch."
+            "checkpoint_dir= does not support a model that is sharded over ranks: each rank has only its part. Remove checkpoint_dir, "
+            "and save with torch.distributed.checkpoint (the page 'A model over several devices' shows how)."
         )
 
 
@@ -57,8 +57,7 @@ class LoopState:
         self.loop, self.also, self.torch = loop, also, loop.torch
         self._gradient, self._update, self._sizer = gradient, update, sizer
         parallel = isinstance(loop.model, loop.torch.nn.parallel.DistributedDataParallel)
-        self.model = loop.model.module if parallel else loop.model  # one process can resume from many
-        self._slices = any(map(is_divided, (*loop.parameters, *self.model.parameters())))
+        self.model = loop.model.module if parallel else loop.model
 
     def state(self) -> dict[str, Any]:
         loop = self.loop
@@ -78,47 +77,11 @@ class LoopState:
 
     def part(self) -> dict[str, Any]:
         """The contribution of a rank other than the first: everything that differs between ranks."""
-        whole = self.state() if self._slices else {}
-        return {
-            "all buffers": {of: dict(thing.named_buffers()) for of, thing in self._modules().items()},
-            "slices": slices_in(whole),
-        }
+        return {"all buffers": {of: dict(thing.named_buffers()) for of, thing in self._modules().items()}}
 
     def parameters(self) -> set[str]:
-        """The names of the parameters in a checkpoint, including the parts of ranks."""
-        return {
-            f"{part}model.{name}" for name, _ in self.model.named_parameters() for part in ("", "slices.")
-        }
-
-    def like(self) -> Callable[[Where], Any]:
-        """Return a lookup from a place in a checkpoint to the live tensor there.
-
-        The tensor tells how to shard the saved one. Optimizer state is sharded like its parameter.
-        """
-        optimizers: dict[Where, Any] = {("optimizer",): self.loop.optimizer}
-        optimizers |= {
-            ("also", name): thing for name, thing in self.also.items() if hasattr(thing, "param_groups")
-        }
-        owners = {
-            (*where, "state"): [p for group in optimizer.param_groups for p in group["params"]]
-            for where, optimizer in optimizers.items()
-        }
-        now = self.state()
-
-        def found(where: Where) -> Any:
-            for start, parameters in owners.items():
-                if where[: len(start)] == start:
-                    number = where[len(start)]
-                    return parameters[number] if type(number) is int and number < len(parameters) else None
-            at: Any = now
-            for key in where:
-                try:
-                    at = at[key]
-                except (KeyError, IndexError, TypeError):
-                    return None
-            return at if isinstance(at, self.torch.Tensor) else None
-
-        return found
+        """The names of the parameters in a checkpoint."""
+        return {f"model.{name}" for name, _ in self.model.named_parameters()}
 
     def put_back(self, state: Mapping[str, Any]) -> list[str]:
         """Restore the state and list what differs from it.
@@ -243,7 +206,6 @@ def _compare(
 def _same_bits(torch: ModuleType, a: Any, b: Any) -> bool:
     from flatout.data.batch_comparison import same_bits
 
-    a, b = (each.to_local() if is_divided(each) else each for each in (a, b))
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor) or a.layout is not torch.strided:
         return False
     return same_bits(a.detach().cpu(), b.detach().cpu())

@@ -20,7 +20,6 @@ from flatout.checkpoint.joint_checkpoint import JointCheckpointWriter
 from flatout.checkpoint.loading import LoaderPosition
 from flatout.checkpoint.random_states import random_states, set_random_states
 from flatout.checkpoint.saver import CheckpointWriter, WriterClocks
-from flatout.checkpoint.slices import sharded_again
 from flatout.checkpoint.values import Packed, pack
 from flatout.data.streams import own_generators
 from flatout.levers import TABLE
@@ -111,8 +110,7 @@ class LoopCheckpointing:
         ]
         if self.stops_on_drift and differs:
             self._refuse(save, differs)
-        whole = sharded_again(state, own.get("slices"), self.kept.like())
-        inexact += [f"{where} differs from the checkpoint" for where in self.kept.put_back(whole)]
+        inexact += [f"{where} differs from the checkpoint" for where in self.kept.put_back(state)]
         self.kept.put_back_buffers(own.get("all buffers", {}))
         moved = self.reading.go_on(own["place"])
         if self.stops_on_drift and moved:
