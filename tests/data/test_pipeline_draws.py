@@ -4,14 +4,21 @@ those calls.
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flatout.data.draws import Integer, Uniform, columns, understood
+from flatout.data.draws import WIDEST, Integer, Uniform, columns, understood
 
-WIDEST = 2**28  # from here on, torch.randint takes two words
-kinds = st.one_of(st.builds(Integer, st.integers(1, WIDEST - 1)), st.just(Uniform()))
+finite = st.floats(-1e4, 1e4, allow_nan=False, width=32)
+kinds = st.one_of(
+    st.builds(lambda a, b: Uniform(min(a, b), max(a, b)), finite, finite),
+    st.builds(Integer, st.integers(1, WIDEST - 1)),
+    st.just(Uniform()),
+)
 seeds = st.integers(0, 2**32)
 
 
@@ -24,6 +31,7 @@ def two(seed, before=0):
 
 
 @given(seeds, st.lists(kinds, max_size=5), st.integers(0, 9), st.integers(0, 3))
+@example(0, [Uniform(1e-43, 3.0), Uniform()], 3, 1)  # a tie, but for the 1e-43
 def test_columns_are_one_call_after_another(seed, listed, rows, before):
     bulk, single = two(seed, before)
     together = columns(listed, rows, bulk)
@@ -47,3 +55,17 @@ def test_the_default_generator():
 
 def test_this_torch_is_understood():
     assert understood()
+
+
+@pytest.mark.parametrize(
+    ("low", "high"),
+    [(math.log(3 / 4), math.log(4 / 3)), (0.08, 1.0), (-180.0, 180.0), (0.6, 1.4), (-0.1, 0.1), (1e-6, 1e6)],
+)
+def test_no_rounding_anywhere(low, high):
+    """torchvision's bounds of random numbers, many times."""
+    bulk, single = two(11)
+    together = columns([Uniform(low, high)], 4001, bulk)[0]
+    assert torch.equal(
+        together,
+        torch.stack([torch.empty(1).uniform_(low, high, generator=single) for _ in range(4001)])[:, 0],
+    )

@@ -1,33 +1,48 @@
 """Random numbers for a whole batch at once, identical to those of one call per number.
 
 torch's CPU generator is a Mersenne Twister, and calls use its 32-bit words in order. ``torch.rand`` in
-float32 takes the low 24 bits of one word, and ``torch.randint`` below 2**28 one word modulo its range. 64-bit
-integers over their whole range take two words, the first one high. So the words of a batch can be read as
-64-bit integers and distributed afterwards. The generator ends where separate calls would have left it.
+float32 takes the low 24 bits of one word. ``torch.randint`` below 2**28 takes one word modulo its range, and
+``torch.randperm(n)`` takes n - 1 words. 64-bit integers over their whole range take two words, the first one
+high. So the words of a batch can be read as 64-bit integers and distributed afterwards. The generator ends
+where separate calls would have left it.
 
-Source: ATen/core/DistributionsHelper.h (torch 2.11 to 2.14). `understood` checks the installed torch.
+Source: ATen/core/DistributionsHelper.h, ATen/core/TransformationHelper.h and ATen/native/TensorFactories.cpp
+(torch 2.11 to 2.14). `understood` checks the installed torch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from ctypes import c_float
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
+WIDEST = 2**28  # from here on, torch.randint takes two words
+
 
 @dataclass(frozen=True)
 class Uniform:
-    """``torch.rand(1)``."""
+    """``torch.empty(1).uniform_(low, high)``; ``torch.rand(1)`` is the case from 0 to 1."""
+
+    low: float = 0.0
+    high: float = 1.0
 
     def of(self, words: Tensor) -> Tensor:
-        """Return one float32 per word: its low 24 bits, as a fraction."""
-        return ((words & 0xFFFFFF).double() * 2.0**-24).float()
+        """Return one float32 per word.
+
+        The kernel multiplies and adds with a single rounding. A result rounded up to ``high`` becomes
+        ``low``.
+        """
+        low, high = c_float(self.low).value, c_float(self.high).value
+        numbers = _sum((words & 0xFFFFFF).double() * 2.0**-24 * c_float(high - low).value, low).float()
+        return numbers.masked_fill_(numbers >= high, low) if high > low else numbers
 
     def draw(self, generator: torch.Generator) -> Tensor:
-        return torch.rand(1, generator=generator)
+        return torch.empty(1).uniform_(self.low, self.high, generator=generator)
 
 
 @dataclass(frozen=True)
@@ -44,6 +59,20 @@ class Integer:
 
 
 Draw = Uniform | Integer
+
+
+def _sum(product: Tensor, low: float) -> Tensor:
+    """Return product + low in float64, such that rounding it to float32 equals a single rounding.
+
+    The product of two float32 numbers is exact in float64, but the sum may not be. A sum that was rounded to
+    a tie would be rounded again. With rounding to odd, the second rounding gives the result of a single one
+    (Boldo and Melquiond, 2008).
+    """
+    total = product + low
+    back = total - product
+    rest = (product - (total - back)) + (low - back)
+    inexact_and_even = (rest != 0) & (total.view(torch.int64) & 1 == 0)
+    return torch.where(inexact_and_even, torch.nextafter(total, rest.sign() * math.inf), total)
 
 
 def columns(kinds: Sequence[Draw], rows: int, generator: torch.Generator | None = None) -> list[Tensor]:
@@ -72,7 +101,14 @@ def _read(count: int, generator: torch.Generator) -> Tensor:
 @cache
 def understood() -> bool:
     """Return whether this torch draws as described above: 64 numbers of each kind, and the final state."""
-    kinds = (Uniform(), Integer(9), Integer(2**20 + 7))
+    kinds = (
+        Uniform(),
+        Uniform(-0.3, 1.7),
+        Uniform(1.0, 1.0001),
+        Uniform(math.log(0.75), math.log(4 / 3)),
+        Integer(9),
+        Integer(2**20 + 7),
+    )
     bulk, single = (torch.Generator().manual_seed(1301) for _ in range(2))
     together = columns(kinds, 64, bulk)
     one_by_one = [[kind.draw(single) for kind in kinds] for _ in range(64)]
