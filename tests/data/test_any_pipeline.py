@@ -17,6 +17,7 @@ from PIL import Image
 from shapes import Loop, Views
 from torch.utils.data import DataLoader
 from torchvision import transforms as v1
+from torchvision.transforms import InterpolationMode as Mode
 from torchvision.transforms import v2
 
 from flatout.data.lowering import lower
@@ -50,6 +51,8 @@ class Numpys:
 p = st.sampled_from([0.0, 0.3, 0.5, 1.0])
 fills = st.sampled_from([0, 7, (1, 2, 3)])
 modes = st.sampled_from(["constant", "edge", "reflect", "symmetric"])
+kinds = st.sampled_from([Mode.NEAREST, Mode.BILINEAR, Mode.BICUBIC])
+some = st.floats(0.0, 0.6)
 
 
 @st.composite
@@ -74,6 +77,11 @@ def known(draw, family):
                     padding_mode=draw(modes),
                 ),
                 lambda: t.CenterCrop(draw(st.integers(4, 18))),
+                lambda: t.Resize(draw(st.sampled_from([6, (7, 9), 15])), interpolation=draw(kinds)),
+                lambda: t.RandomResizedCrop(draw(st.integers(5, 12)), interpolation=draw(kinds)),
+                lambda: t.ColorJitter(draw(some), draw(some), draw(some), draw(st.sampled_from([0, 0.2]))),
+                lambda: t.RandomGrayscale(draw(p)),
+                lambda: t.Grayscale(draw(st.sampled_from([1, 3]))),
             ]
         )
     )()
@@ -88,11 +96,6 @@ def unknown(draw, family):
                 lambda: t.Lambda(lambda image: image),
                 lambda: Mine(),
                 lambda: Numpys(),
-                lambda: t.Resize(draw(st.sampled_from([6, (7, 9), 15]))),
-                lambda: t.RandomResizedCrop(draw(st.integers(5, 12))),
-                lambda: t.ColorJitter(0.4, 0.4, 0.4, 0.2),
-                lambda: t.RandomGrayscale(draw(p)),
-                lambda: t.Grayscale(draw(st.sampled_from([1, 3]))),
                 lambda: t.GaussianBlur(3),
                 lambda: t.AutoAugment(),
                 lambda: t.RandAugment(),
@@ -219,6 +222,7 @@ def called(manner, transform):
             (LAZILY,),
             (BATCHED, LAZILY),
             (BATCHED, AT_ONCE),
+            (("batched_transforms", "light"),),
         ]
     ),
 )

@@ -767,11 +767,13 @@ def test_a_transform_runs_once_for_a_batch():
 
 def test_difference_between_two_batches():
     x = torch.tensor([[0.0, 1.0], [2.0, float("nan")]])
-    assert different(x, x.clone()) == ""
+    assert different(x, x.clone(), 0.0) == ""
     for other in (x.double(), x.t(), x.flatten(), torch.where(x == 0, -0.0, x), x + 1e-6, [x]):
-        assert different(x, other)
+        assert different(x, other, 0.0)
+    assert different([x[0], {"a": 1}], [x[0] + 0.25, {"a": 1}], 0.25) == ""
+    assert different([x[0], {"a": 1}], [x[0] + 0.26, {"a": 1}], 0.25)
     for other in ([x], [x, {"b": 1}], (x, {"a": 1}), [x, {"a": 2}]):
-        assert different([x, {"a": 1}], other)
+        assert different([x, {"a": 1}], other, 0.0)
 
 
 def test_trying_a_loader_leaves_the_generators_unchanged():

@@ -125,8 +125,12 @@ def test_attributes_of_another_torchvision():
     assert read(FLIP, ImageForm("pil", mode="RGB")) == [Flip(-1, 0.5)]
 
 
-def test_transforms_with_much_arithmetic_stay_with_the_single_image():
-    assert runs(v1.Compose([v1.Resize(9), v1.ColorJitter(0.2), CROP, TENSOR, NORMAL])) == (2, 5)
+def test_heavy_transforms_stay_with_the_single_image_on_request():
+    pipeline = v1.Compose([v1.Resize(9), v1.ColorJitter(0.2), CROP, TENSOR, NORMAL])
+    assert runs(pipeline) == (0, 5)
+    light = lower(pipeline, IMAGES, light=True)
+    assert (light.start, light.end) == (2, 5)
+    assert any("runs on single images" in reason for reason in light.reasons)
 
 
 @pytest.mark.parametrize(

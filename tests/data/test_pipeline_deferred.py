@@ -53,7 +53,7 @@ def pipelines():
                 TENSOR(image)
                 TV(image)
                 TO_TENSOR(IMAGE(image))
-        assert PipelineReader(batched=True, keeping=False).add(found, observer.calls) == []
+        assert PipelineReader(batched=True, light=False, keeping=False).add(found, observer.calls) == []
     for pipeline in found:
         pipeline.proved = True
     return found

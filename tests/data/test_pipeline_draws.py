@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flatout.data.draws import WIDEST, Integer, Uniform, columns, understood
+from flatout.data.draws import WIDEST, BulkNumbers, Integer, Numbers, Uniform, columns, understood
 
 finite = st.floats(-1e4, 1e4, allow_nan=False, width=32)
 kinds = st.one_of(
@@ -44,13 +44,68 @@ def test_columns_are_one_call_after_another(seed, listed, rows, before):
     assert torch.equal(bulk.get_state(), single.get_state())
 
 
+calls = st.one_of(
+    st.builds(lambda a, b: ("uniform", min(a, b), max(a, b)), finite, finite),
+    st.builds(
+        lambda low, more: ("randint", low, low + more), st.integers(-50, 50), st.integers(1, WIDEST - 1)
+    ),
+    st.builds(lambda kind: ("draw", kind), kinds),
+)
+
+
+@given(seeds, st.lists(calls, max_size=90))
+@example(0, [("uniform", 1e-43, 3.0)] * 9)
+def test_words_are_numbers(seed, asked):
+    """This holds for any request in any order."""
+    ahead, single = two(seed)
+    numbers, found = Numbers(single), []
+
+    def answers(numbers):
+        found.extend(getattr(numbers, name)(*arguments) for name, *arguments in asked)
+        return found[:]
+
+    wanted = answers(numbers)
+    found.clear()
+    with BulkNumbers(ahead) as words:
+        assert answers(words) == wanted
+    assert torch.equal(ahead.get_state(), single.get_state())
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 63, 64, 65, 127, 128, 129, 700])
+def test_the_generator_ends_in_the_state_after_the_calls(count):
+    ahead, single = two(3)
+    with BulkNumbers(ahead) as words:
+        for _ in range(count):
+            words.uniform(0.0, 1.0)
+    for _ in range(count):
+        torch.rand(1, generator=single)
+    assert torch.equal(ahead.get_state(), single.get_state())
+
+
+def test_the_generator_is_restored_where_the_reading_fails():
+    ahead, single = two(4)
+
+    def fail():
+        with BulkNumbers(ahead) as words:
+            words.uniform(0.0, 1.0)
+            raise LookupError
+
+    with pytest.raises(LookupError):
+        fail()
+    torch.rand(1, generator=single)
+    assert torch.equal(ahead.get_state(), single.get_state())
+
+
 def test_the_default_generator():
     torch.manual_seed(8)
-    found = columns([Uniform(), Integer(7)], 3)
+    found = columns([Uniform(), Integer(7)], 3), Numbers().uniform(0.0, 1.0)
     torch.manual_seed(8)
-    assert [(a.item(), b.item()) for a, b in zip(*found, strict=True)] == [
-        (torch.rand(1).item(), torch.randint(0, 7, (1,)).item()) for _ in range(3)
-    ]
+    wanted = (
+        [(torch.rand(1).item(), torch.randint(0, 7, (1,)).item()) for _ in range(3)],
+        torch.rand(1).item(),
+    )
+    assert [(a.item(), b.item()) for a, b in zip(*found[0], strict=True)] == wanted[0]
+    assert found[1] == wanted[1]
 
 
 def test_this_torch_is_understood():

@@ -14,7 +14,7 @@ from flatout.launch.command import parse_python
 
 pytestmark = pytest.mark.processes
 
-REPORT = "import json, sys  # Save In Epochs\nprint('REPORT', json.dumps([sys.orig_argv[1:], sys.argv[1:], *map(bool, (sys.flags.isolated, sys.flags.no_site, sys.flags.ignore_environment))]))\n"
+REPORT = "import json, sys  # Save In Epochs\nprint('REPORT', json.dumps([sys.orig_argv[1:], sys.argv[1:], *map(bool, (sys.flags.isolated, sys.flags.no_site, sys.flags.ignore_environment, sys.flags.interactive))]))\n"
 
 letters = st.text("bBdEIOPqRsSuvxi", min_size=1, max_size=3)
 alone = st.one_of(
@@ -51,6 +51,7 @@ def probes(tmp_path_factory):
 
 @example(["-c", "pass  # -S -I", "-E"])
 @example(["-u", "-mprobe", "-S"])
+@example(["-i", "-c", "-I"])
 @example(["-u-check-hash-based-pycs", "-B", "-m", "probe"])
 @given(st.builds(lambda *parts: [word for part in parts for word in part], options, ends, arguments))
 def test_it_is_parsed_as_by_the_interpreter(probes, words):
@@ -78,10 +79,11 @@ def test_it_is_parsed_as_by_the_interpreter(probes, words):
         else:
             assert (line.runs, line.disables) == ("", None), (words, line, done.stderr)
         return
-    given_words, argv, isolated, no_site, no_environment = reports[0]
+    given_words, argv, isolated, no_site, no_environment, interactive = reports[0]
     assert given_words == words
     assert line.runs, (words, line)
     assert argv == list(line.words[1:]), (words, line)
     assert bool(line.disables) == (isolated or no_site or no_environment), (words, line)
     what = {"code": REPORT, "module": "probe", "script": "probe.py", "stdin": "-"}[line.runs]
-    assert [*line.words[:1], what][0] == what, (words, line)
+    # with -i, the report may be that of the standard input, after the code
+    assert interactive or [*line.words[:1], what][0] == what, (words, line)

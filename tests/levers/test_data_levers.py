@@ -37,6 +37,7 @@ from torchvision.transforms import v2
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
+from flatout.schema.enums import Effect
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Options, Skip
 
@@ -366,7 +367,11 @@ def test_why_it_is_not_offered(seen, name, make, arguments, says):
 def test_offered_values(seen):
     images = pil_images(24, 64, 64)
     answer = LEVER["batched_transforms"].applies(FACTS, seen(Images(augmented(), images)))
-    assert answer == Options(("all",))
+    assert answer == Options(("all",), effect=Effect.EXACT)
+    heavy = LEVER["batched_transforms"].applies(
+        FACTS, seen(Images(v1.Compose([v1.Resize(20), v1.ToTensor()]), images))
+    )
+    assert heavy.values == ("all", "light")
     kept = LEVER["cached_prefix"].applies(FACTS, seen(Images(augmented(), images)))
     assert kept.values == ({"mib": 1, "ahead": True}, {"mib": 1})
     small = Facts(cores=2, memory_bytes=2**22, system="Linux")

@@ -75,7 +75,7 @@ VALUES = {
     "autocast": ["bfloat16", "float16"],
     "compile": ["default", "max-autotune-no-cudagraphs"],
     "fused_optimizer": ["fused", "foreach"],
-    "batched_transforms": ["all"],
+    "batched_transforms": ["all", "light"],
     "cached_prefix": [{"mib": 64}, {"mib": 64, "ahead": True}],
     "resident_data": [{"mib": 64}, {"mib": 64, "host": True}],
     "device_prefetch": [2, 0],

@@ -22,28 +22,32 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(first, second)
 
 
-def different(plain: Any, other: Any, layout: bool = True, depth: int = 0) -> str:
-    """Return why two batches differ, or "" if they are the same.
+def different(plain: Any, other: Any, apart: float, layout: bool = True, depth: int = 0) -> str:
+    """Return why two batches differ, or "" if they are the same or no value differs by more than ``apart``.
 
     With ``layout``, strides must be equal too.
     """
     if type(plain) is not type(other):
         return f"it would return a {type(other).__name__} instead of a {type(plain).__name__}"
     if isinstance(plain, Tensor):
-        return _different_tensors(plain.as_subclass(Tensor), other.as_subclass(Tensor), layout)
+        return _different_tensors(plain.as_subclass(Tensor), other.as_subclass(Tensor), apart, layout)
     if plain is other or depth > DEEPEST:
         return "" if plain is other else "it is nested too deeply"
     if isinstance(plain, Mapping):
         if list(plain) != list(other):
             return "it has different keys"
         return next(
-            (why for key in plain if (why := different(plain[key], other[key], layout, depth + 1))), ""
+            (why for key in plain if (why := different(plain[key], other[key], apart, layout, depth + 1))), ""
         )
     if isinstance(plain, (list, tuple)):
         if len(plain) != len(other):
             return "it has a different length"
         return next(
-            (why for a, b in zip(plain, other, strict=True) if (why := different(a, b, layout, depth + 1))),
+            (
+                why
+                for a, b in zip(plain, other, strict=True)
+                if (why := different(a, b, apart, layout, depth + 1))
+            ),
             "",
         )
     if hasattr(plain, "getbands"):
@@ -61,11 +65,11 @@ def different(plain: Any, other: Any, layout: bool = True, depth: int = 0) -> st
     held = getattr(plain, "__dict__", None)
     by_identity = type(plain).__eq__ is object.__eq__  # type: ignore[comparison-overlap]
     if held and by_identity:  # an object of the program, made once per batch
-        return different(held, vars(other), layout, depth + 1)
+        return different(held, vars(other), apart, layout, depth + 1)
     return "its values differ"
 
 
-def _different_tensors(plain: Tensor, other: Tensor, layout: bool) -> str:
+def _different_tensors(plain: Tensor, other: Tensor, apart: float, layout: bool) -> str:
     if (
         plain.dtype != other.dtype
         or plain.shape != other.shape
@@ -74,7 +78,10 @@ def _different_tensors(plain: Tensor, other: Tensor, layout: bool) -> str:
         return (
             f"a tensor would be {other.dtype} {tuple(other.shape)} and not {plain.dtype} {tuple(plain.shape)}"
         )
-    return "" if same_bits(plain, other) else "its values differ from those of the single-image transforms"
+    if same_bits(plain, other):
+        return ""
+    farthest = float((plain.double() - other.double()).abs().max()) if apart else float("inf")
+    return "" if farthest <= apart * 1.001 else "its values differ from those of the single-image transforms"
 
 
 def is_equal(plain: object, other: object) -> bool:

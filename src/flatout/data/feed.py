@@ -55,7 +55,7 @@ class Feed:
 
     def __init__(self, loader: DataLoader) -> None:
         self.dataset = loader.dataset
-        self.batched = False
+        self.batched = self.light = False  # light: transforms with much arithmetic run on single images
         self.keep: CacheOptions | None = None
         self.as_workers = 0  # batches are drawn as by this many loader workers
         self.resident: ResidentDevice | None = None  # the device that makes batches and keeps all samples
@@ -91,6 +91,16 @@ class Feed:
     @property
     def pipelines(self) -> Pipelines:
         return self.following.pipelines if self.following is not None else Pipelines()
+
+    @property
+    def heavy(self) -> bool:
+        """Return whether transforms with much arithmetic run on whole batches."""
+        return any(operation.heavy for pipeline in self.pipelines.batched for operation in pipeline.own)
+
+    @property
+    def apart(self) -> float:
+        """Return the largest allowed difference from the plain batch; 0 means the same bits."""
+        return max((pipeline.apart for pipeline in self.pipelines.batched), default=0.0)
 
     @property
     def _keeps(self) -> CacheOptions | None:
@@ -239,8 +249,9 @@ class Feed:
             try:
                 if following is not None:
                     following.at_once = at_once
-                # fetching has already changed the data set
-                why = different(batch, self._made(indices, inspection_copy(self.dataset)))
+                why = different(
+                    batch, self._made(indices, inspection_copy(self.dataset)), self.apart
+                )  # fetching has already changed the data set
                 why = why or (
                     ""
                     if same_states(end, states(self._own))
@@ -334,7 +345,7 @@ class Feed:
             self._read()
 
     def _learned(self) -> PipelineTracker:
-        reading = PipelineReader(self.batched, self._keeps is not None, self._own)
+        reading = PipelineReader(self.batched, self.light, self._keeps is not None, self._own)
         return learned(self.dataset, self._plain_collate, reading, partial(self._say, "batched"))
 
     def _open_samples(self, keep: CacheOptions, following: PipelineTracker) -> None:

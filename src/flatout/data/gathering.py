@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from flatout.data.device import as_it_is
-from flatout.data.draws import columns
+from flatout.data.draws import BulkNumbers, columns
 from flatout.data.finishing import after
 from flatout.data.kept import CallResult, ReplayProgram
-from flatout.data.operation import ImageShape, listed_draws
+from flatout.data.operation import ImageShape, listed_draws, row_of, rows_together
 from flatout.data.pipelines import Pipelines
 from flatout.data.store import Cell, Store
 
-Numbers = list[list[Tensor]]
+Numbers = list[Sequence[Any]]
 
 
 def can_be_gathered(pipelines: Pipelines, store: Store) -> bool:
@@ -94,8 +94,21 @@ def _drawn(
         before = None if start >= 0 else called[-1 - start].out(shapes[-1 - start])
         shapes.append(before or ImageShape(*entering[start].shape[1:]))
     listed = [listed_draws(pipeline.own, shape) for pipeline, shape in zip(called, shapes, strict=True)]
-    drawn = iter(columns([kind for call in listed for kinds in call for kind in kinds], count))
-    mine = [[[next(drawn) for _ in kinds] for kinds in call] for call in listed]
+    if any(each is None for each in listed):
+        with BulkNumbers() as words:
+            rows = [
+                [row_of(pipeline.own, shape, words) for pipeline, shape in zip(called, shapes, strict=True)]
+                for _ in range(count)
+            ]
+        mine = [
+            rows_together(pipeline.own, [row[turn] for row in rows], shape)
+            for turn, (pipeline, shape) in enumerate(zip(called, shapes, strict=True))
+        ]
+    else:
+        drawn = iter(
+            columns([kind for operations in listed for each in operations or () for kind in each], count)
+        )
+        mine = [[[next(drawn) for _ in each] for each in operations or ()] for operations in listed]
     collected: list[Numbers] = []
     for numbers, (_, start) in zip(mine, program.calls, strict=True):
         collected.append([*(collected[-1 - start] if start < 0 else ()), *numbers])

@@ -3,57 +3,53 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatout.data.draws import columns
-from flatout.data.operation import BatchOperation, ImageShape, listed_draws
+from flatout.data.draws import BulkNumbers, Numbers, columns
+from flatout.data.operation import BatchOperation, ImageShape, listed_draws, row_of, rows_together
 
 LONGEST_PATTERN = 16  # most calls per sample that are recognised as a pattern
 
 
 class CallDraws:
-    """The numbers of one call: the entries at ``place`` of columns, which may have been drawn for many calls."""
+    """The numbers of one call: a separate row, or an index into columns drawn for many calls."""
 
-    __slots__ = ("block", "operations", "place", "shape")
+    __slots__ = ("block", "operations", "place", "row", "shape")
 
     def __init__(self, operations: tuple[BatchOperation, ...], shape: ImageShape) -> None:
         self.operations = operations
         self.shape = shape
-        self.block: list[list[Tensor]] = []  # the columns of each operation
+        self.row: list[Any] | None = None
+        self.block: list[Sequence[Any]] | None = None
         self.place = 0
 
-    def draw(self) -> None:
-        """Draw the numbers of this call alone."""
-        self.block = [
-            [kind.draw(torch.default_generator) for kind in kinds]
-            for kinds in listed_draws(self.operations, self.shape)
-        ]
+    def alone(self) -> list[Any]:
+        """Return the row of this call; an operation with listed draws gets a tuple of numbers."""
+        if self.row is not None:
+            return self.row
+        block, found, shape = self.block or [], [], self.shape
+        for operation, held in zip(self.operations, block, strict=True):
+            listed = operation.draws(shape) is not None
+            found.append(tuple(column[self.place].item() for column in held) if listed else held[self.place])
+            shape = operation.shape(shape)
+        return found
 
 
-def numbers_of(draws: Sequence[CallDraws]) -> list[list[Tensor]]:
+def numbers_of(draws: Sequence[CallDraws]) -> list[Sequence[Any]]:
     """Return the numbers of several calls with the same operations and shape, in the operations' format."""
-    block = draws[0].block
-    places = [call.place for call in draws]
-    if any(call.block is not block for call in draws):
-        return [
-            [
-                torch.cat(
-                    [
-                        call.block[number][column][place : place + 1]
-                        for call, place in zip(draws, places, strict=True)
-                    ]
-                )
-                for column in range(len(columns_of_one))
-            ]
-            for number, columns_of_one in enumerate(block)
-        ]
-    rows = next((len(column) for columns_of_one in block for column in columns_of_one), 0)
+    first = draws[0]
+    block = first.block
+    if block is None or any(each.block is not block for each in draws):
+        return rows_together(first.operations, [each.alone() for each in draws], first.shape)
+    places = [each.place for each in draws]
+    rows = next((len(column) for held in block for column in held if isinstance(column, Tensor)), 0)
     if places == list(range(rows)):
         return block
-    index = torch.tensor(places)
-    return [[column[index] for column in columns_of_one] for columns_of_one in block]
+    at = torch.tensor(places)
+    return [[column[at] for column in held] for held in block]
 
 
 class DrawJournal:
@@ -72,7 +68,7 @@ class DrawJournal:
     def add(self, operations: tuple[BatchOperation, ...], shape: ImageShape) -> CallDraws:
         draws = CallDraws(operations, shape)
         if self.at_once:
-            draws.draw()
+            draws.row = row_of(operations, shape, Numbers())
             return draws
         if not self._waiting:
             self._state = torch.get_rng_state()
@@ -92,17 +88,19 @@ class DrawJournal:
             self.in_order and self._state is not None and torch.equal(torch.get_rng_state(), self._state)
         )
         period = _period(waiting)
-        if period == 0:
-            for draws in waiting:
-                draws.draw()
+        listed = [listed_draws(each.operations, each.shape) for each in waiting[:period]]
+        if period == 0 or any(each is None for each in listed):
+            with BulkNumbers() as words:
+                for draws in waiting:
+                    draws.row = row_of(draws.operations, draws.shape, words)
             return
-        listed = [listed_draws(draws.operations, draws.shape) for draws in waiting[:period]]
-        drawn = iter(
-            columns([kind for call in listed for kinds in call for kind in kinds], len(waiting) // period)
-        )
-        blocks = [[[next(drawn) for _ in kinds] for kinds in call] for call in listed]
-        for position, draws in enumerate(waiting):
-            draws.block, draws.place = blocks[position % period], position // period
+        kinds = [kind for operations in listed for each in operations or () for kind in each]
+        drawn = iter(columns(kinds, len(waiting) // period))
+        blocks: list[list[Sequence[Any]]] = [
+            [[next(drawn) for _ in each] for each in operations or ()] for operations in listed
+        ]
+        for at, draws in enumerate(waiting):
+            draws.block, draws.place = blocks[at % period], at // period
 
 
 def _period(waiting: Sequence[CallDraws]) -> int:

@@ -14,16 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from flatout.data import color, readers, resample
 from flatout.data.draws import understood
 from flatout.data.images import form_of, shape_of
-from flatout.data.operation import LARGE, BatchOperation, ImageForm, NotBatchable
+from flatout.data.operation import BatchOperation, ImageForm, ImageShape, NotBatchable
 from flatout.data.operations import joined
-from flatout.data.readers import READERS
 from flatout.data.streams import same_states, states
 
 CONTAINERS = ("v1.Compose", "v2.Compose")
-# They run on single images, and draw nothing: kept samples have gone through them.
-DETERMINISTIC = ("v1.Resize", "v2.Resize", "v1.Grayscale", "v2.Grayscale")
+LARGE = ImageShape(3, 2**14, 2**14)  # large enough that every transform that can draw does draw
 
 
 @dataclass(frozen=True)
@@ -45,14 +44,25 @@ class Lowered:
     def tail(self) -> tuple[Any, ...]:
         return self.steps[self.end :]
 
-    def run(self, images: Tensor, numbers: Sequence[Sequence[Tensor]]) -> Tensor:
+    @property
+    def apart(self) -> float:
+        """Return the largest allowed difference from the plain pipeline; 0 means the same bits."""
+        found = 0.0
+        for operation in self.operations:
+            found = found * operation.gain + operation.apart
+        return found
+
+    def run(self, images: Tensor, numbers: Sequence[Sequence[Any]]) -> Tensor:
         """Run the operations on images [B, C, H, W]. The result is contiguous."""
         images = (
             images.contiguous()
         )  # channels first, so that windows, flips and floats are long runs of memory
         for operation, mine in zip(self.operations, numbers, strict=True):
             if images.device.type != "cpu":
-                mine = [column.to(images.device, non_blocking=True) for column in mine]
+                mine = [
+                    each.to(images.device, non_blocking=True) if isinstance(each, Tensor) else each
+                    for each in mine
+                ]
             images = operation(images, mine)
         return images.contiguous()
 
@@ -80,7 +90,7 @@ def read(transform: object, form: ImageForm) -> Sequence[BatchOperation]:
     name = name_of(transform)
     if name not in READERS:
         raise NotBatchable(f"{type(transform).__name__} is not a transform that can run on batches")
-    if _has_hooks(transform):
+    if getattr(transform, "_forward_hooks", None) or getattr(transform, "_forward_pre_hooks", None):
         raise NotBatchable(f"{type(transform).__name__} has hooks")
     try:
         operations = READERS[name](transform, form)
@@ -95,12 +105,11 @@ def read(transform: object, form: ImageForm) -> Sequence[BatchOperation]:
     return [operations] if isinstance(operations, BatchOperation) else list(operations)
 
 
-def _has_hooks(transform: object) -> bool:
-    return bool(getattr(transform, "_forward_hooks", None) or getattr(transform, "_forward_pre_hooks", None))
+READERS = {**readers.READERS, **color.READERS, **resample.READERS}
 
 
-def lower(transform: object, images: Sequence[Any], unfinished: bool = False) -> Lowered:
-    """Read a pipeline with a few input images.
+def lower(transform: object, images: Sequence[Any], light: bool = False, unfinished: bool = False) -> Lowered:
+    """Read a pipeline with a few input images. With ``light``, heavy transforms run on single images.
 
     With ``unfinished``, another transform call follows, so the last step may also return PIL images.
     Moves random generators. Raises NotBatchable with the reason if nothing can run on a batch.
@@ -123,7 +132,7 @@ def lower(transform: object, images: Sequence[Any], unfinished: bool = False) ->
         if form.kind == "tensor" and any(getattr(step, "inplace", False) for step in steps[start:]):
             reasons["its transforms may change the images of the data set in place"] = None
             continue
-        candidate = _run_from(steps, start, form, reasons, unfinished)
+        candidate = _run_from(steps, start, form, light, reasons, unfinished)
         if candidate is not None and any(
             drawing[candidate.end :]
         ):  # it would draw only after all images have drawn for the operations
@@ -144,7 +153,7 @@ def lower(transform: object, images: Sequence[Any], unfinished: bool = False) ->
     return best
 
 
-def extended(before: Lowered, transform: object) -> Lowered:
+def extended(before: Lowered, transform: object, light: bool = False) -> Lowered:
     """Append the transform of another call. Steps that cannot run on a batch follow the operations.
 
     Raises NotBatchable if these steps could not receive a single image.
@@ -168,6 +177,9 @@ def extended(before: Lowered, transform: object) -> Lowered:
         except NotBatchable as why:
             reasons[str(why)] = None
             break
+        if light and any(operation.heavy for operation in more):
+            reasons[_left(step)] = None
+            break
         operations += more
         for operation in more:
             form = operation.form(form)
@@ -182,10 +194,15 @@ def extended(before: Lowered, transform: object) -> Lowered:
     )
 
 
+def _left(step: object) -> str:
+    return f'{type(step).__name__} runs on single images, because the value is "light"'
+
+
 def _run_from(
     steps: Sequence[Any],
     start: int,
     entry: ImageForm,
+    light: bool,
     reasons: dict[str, None],
     unfinished: bool = False,
 ) -> Lowered | None:
@@ -197,6 +214,9 @@ def _run_from(
             more = read(steps[position], form)
         except NotBatchable as why:
             reasons[str(why)] = None
+            break
+        if light and any(operation.heavy for operation in more):
+            reasons[_left(steps[position])] = None
             break
         for operation in more:
             operations.append(operation)
@@ -214,19 +234,14 @@ def deterministic(steps: Sequence[Any], images: Iterable[Any]) -> int:
     images = list(images)
     for count, step in enumerate(steps):
         form, _ = _describe(images)
-        if form is None or not _is_deterministic(step, form):
+        try:
+            operations = read(step, form) if form else None
+        except NotBatchable:
+            return count
+        if operations is None or any(operation.draws(LARGE) != () for operation in operations):
             return count
         images = [step(image) for image in images]
     return len(steps)
-
-
-def _is_deterministic(step: object, form: ImageForm) -> bool:
-    if name_of(step) in DETERMINISTIC:
-        return not _has_hooks(step)
-    try:
-        return all(operation.draws(LARGE) == () for operation in read(step, form))
-    except NotBatchable:
-        return False
 
 
 def _describe(images: Sequence[Any]) -> tuple[ImageForm | None, bool]:

@@ -100,6 +100,7 @@ class PipelineReader:
     """How pipelines are read: for batches, or only for the steps before samples are kept."""
 
     batched: bool
+    light: bool
     keeping: bool
     own: Sequence[Any] = ()
 
@@ -178,10 +179,10 @@ class PipelineReader:
         if package_of(transform) in ONE_BY_ONE:
             raise NotBatchable(ONE_BY_ONE[package_of(transform)])
         if parent is None:
-            return lower(transform, [copied(call.image) for call in group], unfinished=feeds)
+            return lower(transform, [copied(call.image) for call in group], self.light, unfinished=feeds)
         if parent.lowered is None:
             raise NotBatchable(f"{parent.name} runs on single images")
-        lowered = extended(parent.lowered, transform)
+        lowered = extended(parent.lowered, transform, self.light)
         if lowered.exit.kind == "pil" and not feeds:
             raise NotBatchable("none of its transforms makes a tensor")
         return lowered
@@ -250,7 +251,7 @@ def _misread(pipeline: TransformPipeline, calls: Sequence[TransformCall], own: S
                 if not same_states(states(own), member.after):
                     return f"{link.name} draws its random numbers in an unknown order"
             recorder.close()
-            why = different(call.result, image, layout=False)
+            why = different(call.result, image, pipeline.apart, layout=False)
         if why:
             return f"the images of {pipeline.name} would differ in a batch: {why}"
     return ""

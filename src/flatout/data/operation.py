@@ -12,16 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flatout.data.draws import Draw
+from flatout.data.draws import Draw, Numbers, Uniform
 
 
 class ImageShape(NamedTuple):
     channels: int
     height: int
     width: int
-
-
-LARGE = ImageShape(3, 2**14, 2**14)  # large enough that every transform that can draw does draw
 
 
 @dataclass(frozen=True)
@@ -41,25 +38,48 @@ class NotBatchable(Exception):
 class BatchOperation:
     """One transform of a batch. By default, it is deterministic and keeps shape and form.
 
-    Values equal torchvision's for single images, bit for bit. `draws` lists the random numbers that an image
-    takes, in torchvision's order.
+    Values equal torchvision's for single images, bit for bit or within ``apart``. If an image takes a fixed
+    count of random numbers, `draws` lists them, and ``numbers`` holds one column [B] per draw. If the count
+    depends on the drawn values, `draws` returns None, `row` draws for one image, and ``numbers`` is the list
+    of its results.
     """
 
-    def draws(self, shape: ImageShape) -> tuple[Draw, ...]:
+    apart: float = 0.0  # largest difference from torchvision, in the units of the result
+    gain: float = 1.0  # factor by which it widens an earlier difference
+    heavy: bool = False  # its arithmetic dominates: large images may be faster one by one
+
+    def draws(self, shape: ImageShape) -> tuple[Draw, ...] | None:
         return ()
+
+    def row(self, shape: ImageShape, words: Numbers) -> Any:
+        """Return the numbers of one image of this shape, drawn in torchvision's order."""
+        raise NotImplementedError
+
+    def drawn(self, shape: ImageShape, words: Numbers) -> Any:
+        """Return the numbers of one image, with or without listed draws."""
+        kinds = self.draws(shape)
+        return self.row(shape, words) if kinds is None else tuple(words.draw(kind) for kind in kinds)
+
+    def together(self, shape: ImageShape, rows: Sequence[Any]) -> Sequence[Any]:
+        """Convert the results of `drawn` to the format of a call: columns if the draws are listed."""
+        kinds = self.draws(shape)
+        if kinds is None:
+            return rows
+        dtypes = [torch.float32 if isinstance(kind, Uniform) else torch.int64 for kind in kinds]
+        return [torch.tensor([row[at] for row in rows], dtype=dtype) for at, dtype in enumerate(dtypes)]
 
     def shape(self, shape: ImageShape) -> ImageShape:
         """Return the shape of the result.
 
-        Raises ValueError if torchvision would reject the image.
+        Raises ValueError if torchvision would reject the image, NotBatchable if the results would differ in shape.
         """
         return shape
 
     def form(self, form: ImageForm) -> ImageForm:
         return form
 
-    def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
-        """Transform images [B, C, H, W] of any strides, never in place. ``numbers``: one column [B] per draw.
+    def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
+        """Transform images [B, C, H, W] of any strides, never in place.
 
         The result may share memory with them, or within itself.
         """
@@ -73,13 +93,36 @@ def shape_after(operations: Sequence[BatchOperation], shape: ImageShape) -> Imag
     return shape
 
 
-def listed_draws(operations: Sequence[BatchOperation], shape: ImageShape) -> list[tuple[Draw, ...]]:
-    """Return the draws of each operation."""
-    draws = []
+def listed_draws(operations: Sequence[BatchOperation], shape: ImageShape) -> list[tuple[Draw, ...]] | None:
+    """Return the draws of each operation, or None if their count depends on drawn values."""
+    found = []
     for operation in operations:
-        draws.append(operation.draws(shape))
+        draws = operation.draws(shape)
+        if draws is None:
+            return None
+        found.append(draws)
         shape = operation.shape(shape)
-    return draws
+    return found
+
+
+def row_of(operations: Sequence[BatchOperation], shape: ImageShape, words: Numbers) -> list[Any]:
+    """Return the numbers of one image, with an entry for each operation."""
+    found: list[Any] = []
+    for operation in operations:
+        found.append(operation.drawn(shape, words))
+        shape = operation.shape(shape)
+    return found
+
+
+def rows_together(
+    operations: Sequence[BatchOperation], rows: Sequence[list[Any]], shape: ImageShape
+) -> list[Sequence[Any]]:
+    """Convert rows of numbers to the operations' format: columns, except where the count is not fixed."""
+    found: list[Sequence[Any]] = []
+    for at, operation in enumerate(operations):
+        found.append(operation.together(shape, [row[at] for row in rows]))
+        shape = operation.shape(shape)
+    return found
 
 
 Reader = Callable[[Any, ImageForm], "BatchOperation | Sequence[BatchOperation]"]

@@ -242,6 +242,7 @@ class ScaleBytes(BatchOperation):
 
     dtype: torch.dtype
     divide: bool = True
+    gain: float = 1.0 / 255
 
     def form(self, form: ImageForm) -> ImageForm:
         return replace(form, dtype=self.dtype)
@@ -255,6 +256,10 @@ class ScaleBytes(BatchOperation):
 class Normalize(BatchOperation):
     mean: tuple[float, ...]
     deviation: tuple[float, ...]
+
+    @property
+    def gain(self) -> float:  # type: ignore[override]
+        return 1.0 / min(map(abs, self.deviation))
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
         mean, deviation = (

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from flatout.data.changes import TransformState
 from flatout.data.images import form_of, shape_of
 from flatout.data.intercept import as_step
 from flatout.data.lowering import CONTAINERS, Lowered, flat, name_of
-from flatout.data.operation import LARGE, BatchOperation, ImageShape, shape_after
+from flatout.data.operation import BatchOperation, ImageShape, NotBatchable, shape_after
 
 MOST_SHAPES = 4096  # most image shapes that are cached
 MOST = 64  # most transforms followed per data set
@@ -51,7 +50,7 @@ class TransformPipeline:
             mine.operations[len(before.operations) if before is not None else 0 :] if mine is not None else ()
         )
         self.draws = any(operation.draws(LARGE) != () for operation in self.own)
-        self.no_draws: list[list[Tensor]] = [[] for _ in self.own]
+        self.no_draws: list[Sequence[Any]] = [[] for _ in self.own]
         self.own_steps = self.steps[len(self.parent.steps) if self.parent is not None else 0 :]
 
     @property
@@ -64,6 +63,11 @@ class TransformPipeline:
         """Return the class name of the called transform."""
         return type(self.transform).__name__
 
+    @property
+    def apart(self) -> float:
+        """Return the largest allowed difference from the plain pipeline; 0 means the same bits."""
+        return self.lowered.apart if self.lowered is not None else 0.0
+
     def forget(self) -> None:
         """Reset the counts of its images."""
         self.alone = self.together = 0
@@ -75,7 +79,7 @@ class TransformPipeline:
             _bound(self._out)
             try:
                 self._out[shape] = shape_after(self.own, shape)
-            except ValueError:
+            except (ValueError, NotBatchable):
                 self._out[shape] = None
         return self._out[shape]
 
@@ -98,6 +102,9 @@ class TransformPipeline:
 def _bound(remembered: dict[Any, Any]) -> None:
     if len(remembered) >= MOST_SHAPES:
         remembered.clear()
+
+
+LARGE = ImageShape(3, 2**14, 2**14)  # large enough that every transform that can draw does draw
 
 
 class Pipelines:

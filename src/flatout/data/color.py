@@ -1,0 +1,173 @@
+"""ColorJitter, Grayscale and RandomGrayscale on a batch, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import c_float
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from flatout.data.color_arithmetic import ColorArithmetic, PillowColorArithmetic, TensorColorArithmetic
+from flatout.data.draws import Draw, Integer, Uniform
+from flatout.data.operation import BatchOperation, ImageForm, ImageShape, NotBatchable, Reader
+
+
+def shade_of(form: ImageForm, v2: bool) -> ColorArithmetic:
+    """Return the arithmetic that torchvision uses for images of this form."""
+    if form.kind == "pil" and form.mode in ("L", "RGB"):
+        return PillowColorArithmetic()
+    if form.kind == "tensor" and form.dtype in (torch.uint8, torch.float32):
+        return TensorColorArithmetic(bytes=form.dtype == torch.uint8, v2=v2)
+    raise NotBatchable(
+        f"colour transforms do not run in batches on {form.mode or form.dtype} images ({form.kind})"
+    )
+
+
+def _of_one_or_three_channels(operation: BatchOperation, shape: ImageShape) -> None:
+    if shape.channels not in (1, 3):
+        raise ValueError(
+            f"{type(operation).__name__} supports images with 1 or 3 channels, not {shape.channels}"
+        )
+
+
+@dataclass(frozen=True)
+class Grey(BatchOperation):
+    """Convert to grey, with one channel or three equal ones (``channels`` 0 keeps the number)."""
+
+    shade: ColorArithmetic
+    channels: int
+    mode: str = ""  # mode of the resulting PIL image
+    repeats: bool = True  # whether one channel becomes three; v1 does not change a one-channel tensor
+
+    def shape(self, shape: ImageShape) -> ImageShape:
+        _of_one_or_three_channels(self, shape)
+        return (
+            shape._replace(channels=self.channels or shape.channels)
+            if shape.channels == 3 or self.repeats
+            else shape
+        )
+
+    def form(self, form: ImageForm) -> ImageForm:
+        return replace(form, mode=self.mode or form.mode)
+
+    def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
+        channels = self.shape(ImageShape(*images.shape[1:])).channels
+        grey = images if images.shape[1] == 1 else self.shade.grey(images.float()).to(images.dtype)
+        return grey.expand(-1, channels, -1, -1)
+
+
+@dataclass(frozen=True)
+class RandomGrey(BatchOperation):
+    """Convert an image to grey with probability ``p``, which torchvision compares in single precision."""
+
+    grey: Grey
+    p: float
+
+    def shape(self, shape: ImageShape) -> ImageShape:
+        return self.grey.shape(shape)
+
+    def draws(self, shape: ImageShape) -> tuple[Draw, ...]:
+        return (Uniform(),)
+
+    def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
+        chosen = numbers[0].double() < c_float(self.p).value
+        result = images.clone()
+        result[chosen] = self.grey(images[chosen], ())
+        return result
+
+
+@dataclass(frozen=True)
+class Jitter(BatchOperation):
+    """Change brightness, contrast, saturation and hue in a random order, each by a random factor.
+
+    A range of None leaves that property unchanged.
+    """
+
+    heavy: ClassVar[bool] = True  # type: ignore[misc]
+    shade: ColorArithmetic
+    ranges: tuple[tuple[float, float] | None, ...]
+    apart: float = 0.0
+
+    def shape(self, shape: ImageShape) -> ImageShape:
+        _of_one_or_three_channels(self, shape)
+        return shape
+
+    def draws(self, shape: ImageShape) -> tuple[Draw, ...]:
+        order = (Integer(4), Integer(3), Integer(2))  # torch.randperm(4)
+        return order + tuple(Uniform(*each) for each in self.ranges if each is not None)
+
+    def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
+        steps = [at for at, each in enumerate(self.ranges) if each is not None]
+        changes = [
+            (self.shade.brightness, self.shade.contrast, self.shade.saturation, self.shade.hue)[step]
+            for step in steps
+        ]
+        done = torch.empty(images.shape, dtype=torch.float32).copy_(images)
+        places = _places(numbers[:3], len(images))[:, steps]
+        turn = (places.unsqueeze(1) < places.unsqueeze(2)).sum(2)  # among the steps that run
+        for now in range(len(steps)):
+            for at, change in enumerate(changes):
+                rows = (turn[:, at] == now).nonzero().squeeze(1)
+                if len(rows) == len(images):
+                    done = change(done, numbers[3 + at])
+                elif len(rows):
+                    done[rows] = change(done[rows], numbers[3 + at][rows])
+        return done.to(images.dtype)
+
+
+def _places(numbers: Sequence[Tensor], rows: int) -> Tensor:
+    """Return the position of each of four steps, [B, 4], in the permutation of torch.randperm.
+
+    torch.randperm makes it from these three words, swapping from the front.
+    """
+    order = torch.arange(4).repeat(rows, 1)
+    for at, number in enumerate(numbers):
+        both = torch.stack((torch.full_like(number, at), number + at), dim=1)
+        order = order.scatter(1, both.flip(1), order.gather(1, both))
+    return order.argsort(1)
+
+
+FLOAT_MEAN = 2.0**-20  # the summation order of a mean over an image depends on the number of threads
+
+
+def _jitter(v2: bool) -> Reader:
+    def read(transform: object, form: ImageForm) -> BatchOperation:
+        ranges = tuple(getattr(transform, name) for name in ("brightness", "contrast", "saturation", "hue"))
+        floats = form.kind == "tensor" and form.dtype.is_floating_point and ranges[1] is not None
+        return Jitter(shade_of(form, v2), ranges, FLOAT_MEAN if floats else 0.0)
+
+    return read
+
+
+def _grey(v2: bool) -> Reader:
+    def read(transform: Module, form: ImageForm) -> BatchOperation:
+        channels = transform.num_output_channels
+        if channels not in (1, 3):
+            raise NotBatchable(f"Grayscale to {channels} channels is not supported")
+        pil = form.kind == "pil"
+        return Grey(
+            shade_of(form, v2), channels, ("L" if channels == 1 else "RGB") if pil else "", repeats=v2 or pil
+        )
+
+    return read
+
+
+def _random_grey(v2: bool) -> Reader:
+    def read(transform: Module, form: ImageForm) -> BatchOperation:
+        return RandomGrey(Grey(shade_of(form, v2), 0), transform.p)
+
+    return read
+
+
+READERS: dict[str, Reader] = {
+    "v1.ColorJitter": _jitter(False),
+    "v2.ColorJitter": _jitter(True),
+    "v1.Grayscale": _grey(False),
+    "v2.Grayscale": _grey(True),
+    "v1.RandomGrayscale": _random_grey(False),
+    "v2.RandomGrayscale": _random_grey(True),
+}
