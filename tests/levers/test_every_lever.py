@@ -81,8 +81,7 @@ VALUES = {
     "device_prefetch": [2, 0],
     "batch_size": [{"size": 4}, {"size": 16, "loader": 1}],
     "memory_budget": [0.5],
-    "recompute": [{"ops": "cheap"}, {"ops": "linear", "share": 0.5}],
-    "offload": ["activations", "optimizer"],
+    "recompute": [{"blocks": 0.5}, {"blocks": 1.0}],
     "data_parallel": [{"reduction": "mean"}],
     "sharding": [{"over": "node"}, {"over": "all"}],
     "local_sgd": [{"every": 8}, {"every": 4, "outer": "nesterov", "warmup": 100}],
@@ -151,6 +150,7 @@ def test_the_table_names_every_lever_once():
         "__init__",
         "autocast_policy",
         "reasons",
+        "recomputed_blocks",
     }
     assert {lever.name for lever in TABLE} == files
     assert set(VALUES) <= files

@@ -62,7 +62,6 @@ TABLE = Table(
     "memory_budget",
     "inplace",
     "recompute",
-    "offload",
     "fused_optimizer",
     "graphs",
     "early_values",
