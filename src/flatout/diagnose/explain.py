@@ -5,9 +5,8 @@ A failure that no kind recognises stays unknown; nothing is guessed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from flatout.diagnose.failures import TABLE, loading, symptoms
 from flatout.diagnose.kind import FailureKind
@@ -66,11 +65,6 @@ def explain_text(text: str) -> list[Explanation]:
         reports.add(loading.worker_ended.code)  # it started the script again, and ended there
     first = [one for one in info if one.finding.rule not in reports]
     return (first or info)[:MOST_LINES]
-
-
-def explain_record(data: Mapping[str, Any]) -> list[Explanation]:
-    """What a record of `flatout compare`, `flatout profile` or a run shows. Empty for other JSON."""
-    return [Explanation(_cleaned(finding)) for finding in symptoms.of_record(data)]
 
 
 def _cleaned(finding: Finding) -> Finding:
