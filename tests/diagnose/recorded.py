@@ -253,14 +253,6 @@ RECORDED = (
         "working triton installation. More information on installing Triton can be found at https://github.com/openai/triton\n",
     ),
     Recorded(
-        "FE105",
-        ("NumPy",),
-        "https://github.com/jupyter/notebook/issues/7522",
-        FRAMES + "ImportError: \nA module that was compiled using NumPy 1.x cannot be run in\nNumPy 2.0.0 as "
-        "it may crash. To support both 1.x and 2.x\nversions of NumPy, modules must be compiled with NumPy 2.0.\n",
-        "an environment of two NumPys",
-    ),
-    Recorded(
         "FE043",
         ("3453", "/dev/shm"),
         PYTORCH + "5040",

@@ -194,42 +194,6 @@ def first_nan(failure: FailureRecord) -> Diagnosis | None:
     )
 
 
-numpy_of_grad = known(
-    "FE066",
-    "numpy-of-grad",
-    """A tensor with a graph, or on a GPU, was converted to NumPy.
-    An output or a loss is passed directly to a metric or a plot. `.numpy()` works only on CPU tensors without
-    a graph.
-    https://docs.pytorch.org/docs/stable/generated/torch.Tensor.numpy.html""",
-    form(
-        "`{tensor|x}` has a graph (it requires a gradient) and cannot be converted to NumPy",
-        "{tensor|x}.detach().cpu().numpy()   # a number: {tensor|x}.item()",
-        r"Can't call numpy\(\) on Tensor that requires grad",
-    ),
-    form(
-        "`{tensor|x}` is on {device} and cannot be converted to NumPy",
-        "{tensor|x}.detach().cpu().numpy()   # a number: {tensor|x}.item()",
-        r"can't convert (?P<device>\w+(?::\d+)?) device type tensor to numpy",
-    ),
-    types=("RuntimeError", "TypeError"),
-    tensors=True,
-)
-
-grad_of_integers = known(
-    "FE067",
-    "grad-of-integers",
-    """A gradient was requested for an integer tensor.
-    A parameter is created from integers (`torch.tensor([1, 2])` is int64), or the program trains quantised
-    weights. Only floating point and complex tensors can have gradients.
-    https://docs.pytorch.org/docs/stable/notes/autograd.html""",
-    form(
-        "a gradient was requested for an integer tensor",
-        "torch.tensor(values, dtype=torch.float32, requires_grad=True)",
-        r"[Oo]nly Tensors of floating point(?: and complex)? (?:dtype )?can require gradients",
-    ),
-    tensors=True,
-)
-
 IN_ORDER = (
     "scaler.scale(loss).backward()      # every batch\n# and once per step:\nscaler.unscale_(optimizer); "
     "clip_grad_norm_(model.parameters(), 1.0)\nscaler.step(optimizer); scaler.update()"
@@ -268,20 +232,4 @@ scaler_out_of_order = known(
         r"Attempting to unscale FP16 gradients",
     ),
     types=("RuntimeError", "AssertionError", "ValueError"),
-)
-
-nothing_to_optimize = known(
-    "FE069",
-    "nothing-to-optimize",
-    """The optimizer got no parameters.
-    Layers are in a plain list or dictionary of the module. `model.parameters()`, a generator, was already
-    consumed. Or a filter removed every parameter.
-    https://docs.pytorch.org/docs/stable/generated/torch.nn.ModuleList.html""",
-    form(
-        "the optimizer got an empty parameter list",
-        "self.layers = nn.ModuleList([...])   # a plain list does not register its layers\n"
-        "parameters = list(model.parameters())   # a generator is empty the second time",
-        r"optimizer got an empty parameter list",
-    ),
-    types=("ValueError",),
 )

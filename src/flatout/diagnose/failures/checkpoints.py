@@ -209,44 +209,6 @@ def _opens_an_archive(failure: FailureRecord) -> bool:
     return any(thrown.frames and "PyTorchFileReader" in thrown.frames[-1].text for thrown in failure.chain)
 
 
-checkpoint_of_a_gpu = known(
-    "FE094",
-    "checkpoint-of-a-gpu",
-    """The checkpoint was saved on a device that is not available.
-    Tensors record their device, `torch.load` puts each there, and the file was written on a machine with a GPU.
-    https://docs.pytorch.org/docs/stable/generated/torch.load.html""",
-    form(
-        "the checkpoint was saved on {device}, and this machine has no such device",
-        'torch.load(path, map_location="cpu")   # then model.to(device)',
-        r"Attempting to deserialize object on a (?P<device>\w+) device but torch\.(?:cuda|\w+)\.is_available\(\) is False",
-        r"don't know how to restore data location of (?:torch\.storage\.)?\w+ \(tagged with (?P<device>[\w:]+)\)",
-    ),
-)
-
-SAME_OPTIMIZER = (
-    "build the optimizer as it was built when it was saved (same layers, same frozen parameters, same groups)\n"
-    "model.load_state_dict(checkpoint['model'])   # and create a new optimizer"
-)
-optimizer_of_another_model = known(
-    "FE095",
-    "optimizer-of-another-model",
-    """The optimizer's saved state belongs to other parameters.
-    Layers were added or frozen since, or the parameter groups are built differently (weight decay for some).
-    An optimizer's state follows the order and groups of its parameters.
-    https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.load_state_dict.html""",
-    form(
-        "the saved optimizer has a different number of parameters in a group than this one",
-        SAME_OPTIMIZER,
-        r"loaded state dict contains a parameter group that doesn't match the size of optimizer's group",
-    ),
-    form(
-        "the saved optimizer has a different number of parameter groups than this one",
-        SAME_OPTIMIZER,
-        r"loaded state dict has a different number of parameter groups",
-    ),
-    types=("ValueError",),
-)
-
 writing_failed = known(
     "FE096",
     "writing-failed",
@@ -263,23 +225,4 @@ writing_failed = known(
     ),
     types=("RuntimeError", "OSError"),
     when=lambda failure, match: not match["disk"] or runs_in(failure, "torch/serialization"),
-)
-
-no_such_folder = known(
-    "FE097",
-    "no-such-folder",
-    """The folder for the checkpoint does not exist.
-    The folder was never created, or the program runs in an unexpected working directory. `torch.save` creates
-    files, not folders.
-    https://docs.pytorch.org/docs/stable/generated/torch.save.html""",
-    form(
-        "the folder {folder} does not exist",
-        "os.makedirs(os.path.dirname(path), exist_ok=True)   # before training, so that an error shows early",
-        r"Parent directory (?P<folder>.{1,300}?) does not exist\.",
-    ),
-    form(
-        "{path} cannot be written",
-        "os.makedirs(os.path.dirname(path), exist_ok=True)   # before training, so that an error shows early",
-        r"File (?P<path>.{1,300}?) cannot be opened\.",
-    ),
 )

@@ -196,29 +196,6 @@ extension_does_not_fit = known(
 )
 
 
-numpy_does_not_fit = known(
-    "FE105",
-    "numpy-does-not-fit",
-    """A module was built for another NumPy, or NumPy is missing.
-    NumPy 2 was installed into an environment for NumPy 1, or NumPy is missing.
-    https://numpy.org/doc/stable/numpy_2_0_migration_guide.html""",
-    form(
-        "torch finds no NumPy that it can use (none is installed, or one of another major version)",
-        "pip install --upgrade numpy     # if NumPy is missing, or torch is newer",
-        r"Numpy is not available",
-    ),
-    form(
-        "a compiled module does not fit the installed NumPy",
-        'pip install "numpy<2"          # for a module built for NumPy 1; or update the module',
-        r"\s*A module that was compiled using NumPy 1\.x cannot be run in\s+NumPy [\d.]+",
-        r"numpy\.dtype size changed, may indicate binary incompatibility",
-        r"numpy\.core\.multiarray failed to import",
-        r"_ARRAY_API not found",
-        r"module compiled against (?:API|ABI) version \S+ but this version of numpy is",
-    ),
-    types=("RuntimeError", "ImportError", "AttributeError", "ValueError"),
-)
-
 no_torch = known(
     "FE106",
     "no-torch",

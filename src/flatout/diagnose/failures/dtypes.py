@@ -211,25 +211,6 @@ def _index(failure: FailureRecord, match: MessageMatch) -> dict[str, str]:
     return {"got": got, **tensor_name(failure, lambda tensor: "float" in tensor.dtype)}
 
 
-index_dtype = known(
-    "FE013",
-    "index-dtype",
-    """The indices are not integers.
-    Tokens or labels were read as floats, or an operation converted them to floats.
-    https://docs.pytorch.org/docs/stable/generated/torch.nn.Embedding.html""",
-    form(
-        "{layer|an index operation} got indices[[ (`{tensor}`)]]{got} and needs integers",
-        "{tensor|index} = {tensor|index}.long()   # preferably in the data set",
-        r"Expected tensor for argument #\d+ 'indices' to have one of the following scalar types: "
-        r"Long, Int; but got (?:torch\.)?(?:cuda\.)?(?P<got>\w+?)(?:Tensor)? instead",
-        r"tensors used as indices must be long, int, byte or bool tensors",
-        r"(?:gather|scatter|index_select)\(\): Expected dtype (?:int32 or )?int64 for index",
-    ),
-    types=("RuntimeError", "IndexError", "TypeError"),
-    tensors=True,
-    values=_index,
-)
-
 numpy_has_no_bfloat16 = known(
     "FE014",
     "numpy-has-no-bfloat16",

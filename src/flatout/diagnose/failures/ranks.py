@@ -158,20 +158,6 @@ rendezvous_timeout = known(
     when=_is_torchs,
 )
 
-no_process_group = known(
-    "FE085",
-    "no-process-group",
-    """The process group is not initialised.
-    A script for several ranks was started as a single process. Or a DistributedSampler, `barrier` or `get_rank`
-    call comes before `init_process_group`.
-    https://docs.pytorch.org/docs/stable/distributed.html#initialization""",
-    form(
-        "a function of torch.distributed was called before init_process_group",
-        f"rank = dist.get_rank() if dist.is_initialized() else 0\n{TORCHRUN}   # and call init_process_group() first",
-        r"Default process group has not been initialized, please make sure to call init_process_group",
-    ),
-    types=("ValueError", "RuntimeError"),
-)
 
 TIMEOUT = (
     r"(?:\[PG[^\]]*\])?\s?\[Rank (?P<rank>\d+)\] Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<number>\d+), OpType=(?P<what>\w+)"

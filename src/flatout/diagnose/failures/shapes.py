@@ -87,31 +87,6 @@ def _elements(_: FailureRecord, match: MessageMatch) -> dict[str, str]:
     return {"got": f"{match.number('got'):,}", "why": why}
 
 
-view_size = known(
-    "FE024",
-    "view-size",
-    """A view or reshape does not fit the tensor.
-    The size is written for other images or another batch (the last batch is smaller), or a transpose comes
-    before the view. A view must keep the number of elements, and `view` also needs a compatible memory layout.
-    https://docs.pytorch.org/docs/stable/generated/torch.Tensor.view.html""",
-    form(
-        "{got} elements cannot become {wants}[[: their number {why}]]",
-        "x = x.flatten(1)   # keeps the batch and infers the rest\nx = x.view(x.size(0), -1)",
-        r"shape '(?P<wants>\[[-\d, ]*\])' is invalid for input of size (?P<got>\d+)",
-        r"unflatten: Provided sizes (?P<wants>\[[-\d, ]*\]) don't multiply up to the size of dim \d+ \((?P<got>\d+)\)",
-        r"cannot reshape tensor of (?P<got>0) elements into shape (?P<wants>\[[-\d, ]*\])",
-    ),
-    form(
-        "`view` was called on a tensor with an incompatible memory layout (after a transpose, permute or slice)",
-        "x.reshape(...)   # copies if necessary; or x.contiguous().view(...)",
-        r"view size is not compatible with input tensor's size and stride",
-        r"Cannot view a tensor with shape",
-    ),
-    tensors=True,
-    values=_elements,
-)
-
-
 def _names(failure: FailureRecord, _: MessageMatch) -> dict[str, str]:
     tensors = on_own_line(failure)[:3]
     return {"names": " and ".join(f"`{tensor.name}` ({shape(str(tensor.shape))})" for tensor in tensors)}
@@ -176,25 +151,4 @@ concatenation = known(
     ),
     tensors=True,
     when=lambda failure, _: not runs_in(failure, ":(?:default_collate|collate_tensor_fn|collate)$"),
-)
-
-scalar_expected = known(
-    "FE029",
-    "scalar-expected",
-    """One value was needed and the tensor holds several.
-    A loss with `reduction="none"`, a comparison of two tensors in an `if`, or a metric for a whole batch.
-    https://docs.pytorch.org/docs/stable/generated/torch.Tensor.item.html""",
-    form(
-        "`{tensor|x}` holds {count|several} values, and one number is needed",
-        "{tensor|x}.mean().item()   # or .tolist() for all values",
-        r"a Tensor with (?P<count>\d+) elements cannot be converted to Scalar",
-        r"only one element tensors can be converted to Python scalars",
-    ),
-    form(
-        "`{tensor|x}` holds several values, and a condition needs one",
-        "{tensor|x}.all()   # or .any()",
-        r"Boolean value of Tensor with (?:more than one|no) values? is ambiguous",
-    ),
-    types=("RuntimeError", "ValueError", "TypeError"),
-    tensors=True,
 )
