@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-from flatout.diagnose.doctor.architectures import THEME, architectures
 from flatout.diagnose.doctor.check import (
     CheckOutcome,
     dotted,
@@ -20,8 +19,10 @@ from flatout.diagnose.doctor.nvidia_smi import driver_version, gpu_is_here, list
 from flatout.diagnose.doctor.packages import contained, newer_driver
 from flatout.diagnose.doctor.torch_build import build_of, cuda_build
 from flatout.diagnose.doctor.versions import versions
+from flatout.diagnose.explain import explain_text
 from flatout.schema.machine_snapshot import CommandResult, MachineSnapshot, Verdict
 
+THEME = "driver"
 # Failures of nvidia-smi: the pattern of its message, the meaning, the command.
 FAILURES = {
     "Driver/library version mismatch": (
@@ -226,6 +227,8 @@ def torch_computes(snapshot: MachineSnapshot) -> CheckOutcome:
     if build_of(snapshot) is None and seen.get("raised"):
         return not_seen("the imported module is not torch")
     if seen.get("raised"):
+        for explanation in explain_text(str(seen["raised"])):
+            return problem(explanation.finding.said, _command(explanation.finding.fix), said)
         return problem(f"using the GPU raised {seen['raised']}", "nvidia-smi", said)
     if seen.get("computes") is True:
         return ok(f"{len(seen.get('devices') or ())} GPU(s) reached, and a test sum on the first is correct")
@@ -258,4 +261,8 @@ def torch_computes(snapshot: MachineSnapshot) -> CheckOutcome:
     )
 
 
-CHECKS = (driver, driver_for_cuda, visible_devices, architectures, torch_computes)
+def _command(fix: str) -> str:
+    return fix.split("\n")[0].partition("   #")[0].strip()
+
+
+CHECKS = (driver, driver_for_cuda, visible_devices, torch_computes)

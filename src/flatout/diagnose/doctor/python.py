@@ -64,51 +64,6 @@ def python_version(snapshot: MachineSnapshot) -> CheckOutcome:
     return ok(f"{said}, which torch {release.torch} supports")
 
 
-@machine_check("FD002", THEME, ["python prefix", "python path", "packages"])
-def one_environment(snapshot: MachineSnapshot) -> CheckOutcome:
-    """Packages come from one environment.
-
-    Why it matters:
-        Packages of the user's own folder (~/.local) or of the system hide or join those of a virtual
-        environment. An upgrade of one then breaks the other, and a program that works in this shell fails in
-        the next.
-    How to fix it:
-        Disable the user's folder with `export PYTHONNOUSERSITE=1`, and install missing packages into the
-        environment.
-    """
-    prefix, base = str(snapshot.python["prefix"]), str(snapshot.python.get("base_prefix"))
-    user = str(snapshot.python.get("user_site"))
-    apart = prefix != base or snapshot.variable("CONDA_PREFIX") is not None
-    inside = (
-        "a virtual environment"
-        if prefix != base
-        else "a conda environment"
-        if apart
-        else "no virtual environment"
-    )
-    from_user = sorted(
-        {f"{name} {found}" for name, found, folder in snapshot.packages or () if folder == user}
-    )
-    if apart and from_user:
-        return warning(
-            f"{prefix} is {inside}, but these packages come from {user}: {', '.join(from_user[:6])}",
-            "export PYTHONNOUSERSITE=1",
-            from_user,
-        )
-    other = snapshot.variable("VIRTUAL_ENV")
-    if other and other.rstrip("/") != prefix.rstrip("/"):
-        return warning(
-            f"the shell is in {other}, but this Python belongs to {prefix}",
-            f"{other}/bin/python -m pip install flatout",
-        )
-    if not apart:
-        return note(
-            f"{prefix}: no virtual environment; every project shares its packages",
-            "python3 -m venv .venv && . .venv/bin/activate",
-        )
-    return ok(f"{prefix}, {inside}")
-
-
 @machine_check("FD003", THEME, ["folder .", "working_folder"])
 def nothing_hidden(snapshot: MachineSnapshot) -> CheckOutcome:
     """No file in the working folder hides a module.
@@ -161,4 +116,4 @@ def enters_programs(snapshot: MachineSnapshot) -> CheckOutcome:
     )
 
 
-CHECKS = (python_version, one_environment, nothing_hidden, enters_programs)
+CHECKS = (python_version, nothing_hidden, enters_programs)

@@ -18,15 +18,11 @@ from flatout.diagnose.doctor.check import (
 )
 from flatout.diagnose.doctor.packages import install
 from flatout.diagnose.doctor.versions import versions
-from flatout.probe.proc import mount_of, mounts
 from flatout.schema.machine_snapshot import MachineSnapshot
 
 THEME = "system"
 CXX17 = (9,)  # the oldest g++ with complete C++17 (according to GCC's status page)
 CONTAINER = 'docker run --rm -it -v "$PWD":/work -w /work pytorch/pytorch bash'
-NETWORK = re.compile(
-    r"nfs4?|cifs|smb3|smbfs|9p|lustre|gpfs|beegfs|ceph|(fuse\.)?glusterfs|afs|virtiofs|drvfs|fuse\.(sshfs|gcsfuse|s3fs|rclone)"
-)
 FULL_BYTES, LITTLE_BYTES = 2**30, 10 * 2**30
 OFF = ("", "0", "off", "false")
 # What a variable does if it is on. A pattern in place of None is that of its value.
@@ -167,34 +163,6 @@ def disk_space(snapshot: MachineSnapshot) -> CheckOutcome:
     return outcomes[0] if outcomes else ok(f"{size(snapshot.disks['working folder'].free_bytes)} free")
 
 
-@machine_check("FD091", THEME, ["file /proc/self/mountinfo", "working_folder"])
-def kind_of_disk(snapshot: MachineSnapshot) -> CheckOutcome:
-    """Data is on a local disk.
-
-    Why it matters:
-        Each small file on a network file system costs a round trip, so loaders of single images are slow.
-        Files in memory (tmpfs) take memory from training.
-    How to fix it:
-        Copy the data to a local disk first (`rsync -a DATA /local/`), or store it in a few large files.
-    """
-    mount = mount_of(snapshot.working_folder, mounts(snapshot.text("/proc/self/mountinfo")))
-    if mount is None:
-        return not_seen(f"/proc/self/mountinfo does not list the file system of {snapshot.working_folder}")
-    if NETWORK.fullmatch(mount.kind):
-        return warning(
-            f"{snapshot.working_folder} is on a network file system ({mount.kind}, {mount.source})",
-            f"rsync -a {snapshot.working_folder}/ /local/data/",
-        )
-    if mount.kind in ("tmpfs", "ramfs"):
-        return note(f"{snapshot.working_folder} is in memory ({mount.kind})")
-    if mount.kind == "overlay":
-        return note(
-            f"{snapshot.working_folder} is on the container's own layer (overlay): writing is slow, and the files are lost with the container",
-            'docker run -v "$PWD":/work -w /work ...',
-        )
-    return ok(f"{mount.kind}, a local disk")
-
-
 @machine_check("FD100", THEME, ["environment"])
 def debugging_switches(snapshot: MachineSnapshot) -> CheckOutcome:
     """No variable left over from debugging slows training down.
@@ -222,4 +190,4 @@ def debugging_switches(snapshot: MachineSnapshot) -> CheckOutcome:
     return ok("no debugging variable is set")
 
 
-CHECKS = (glibc, cpp_compiler, python_headers, disk_space, kind_of_disk, debugging_switches)
+CHECKS = (glibc, cpp_compiler, python_headers, disk_space, debugging_switches)
