@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import difflib
 import io
-from collections.abc import Iterable
+import json
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import product
 
-from flatout.diagnose.notebook_edits import edit_notebook
-from flatout.diagnose.rewrites import apply_edits, in_text
+from flatout.diagnose.rewrites import apply_edits, edited, in_text
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile, notebook
 from flatout.schema.findings import Edit, Finding
 from flatout.schema.outputs import FixedFile
 
 LONG = 2000  # characters; a notebook may be one line of JSON, which nobody can read in a diff
+# How editors write the JSON of a notebook: indent, separators, ensure_ascii.
+LAYOUTS = tuple(product((1, 2, 4, "\t", None), (None, (",", ":")), (False, True)))
 
 
 def fixes(program: ScriptProgram, findings: Iterable[Finding]) -> list[tuple[FixedFile, str]]:
@@ -49,19 +53,37 @@ def fixes(program: ScriptProgram, findings: Iterable[Finding]) -> list[tuple[Fix
 
 
 def _notebook(source: SourceFile, edits: list[Edit], code: str) -> str:
-    """The JSON text of a notebook with the edits; as it is if its code would not become this one."""
-    of_cells = []
+    """The JSON text of a notebook with the edits; as it is if more than the edited cells would change."""
+    whole = json.loads(source.notebook)
+    write = _writer(source.notebook, whole)
+    if write is None:
+        return source.notebook
+    of_cells: dict[int, list[Edit]] = {}
     for edit in edits:
         up = edit.line - source.cell(edit.line)[1]
         number = next(number for first, number in reversed(source.cells) if first <= edit.line)
-        of_cells.append(
-            (number, Edit(edit.line - up, edit.column, edit.end_line - up, edit.end_column, edit.text))
+        of_cells.setdefault(number, []).append(
+            Edit(edit.line - up, edit.column, edit.end_line - up, edit.end_column, edit.text)
         )
-    text = edit_notebook(source.notebook, of_cells)
-    if text is None:
-        return source.notebook
+    for number, own in of_cells.items():
+        cell = whole["cells"][number - 1]
+        text = edited("".join(cell["source"]), own)
+        if text is None:
+            return source.notebook
+        cell["source"] = text if isinstance(cell["source"], str) else text.splitlines(keepends=True)
+    text = write(whole)
     got, _ = notebook(text, source.path)
     return text if _lines(got) == _lines(code) else source.notebook
+
+
+def _writer(text: str, whole: object) -> Callable[[object], str] | None:
+    """What writes this JSON as it is written; None if no layout of LAYOUTS does."""
+    end = text[len(text.rstrip("\n")) :]
+    for indent, separators, ascii_only in LAYOUTS:
+        write = partial(json.dumps, indent=indent, separators=separators, ensure_ascii=ascii_only)
+        if write(whole) + end == text:
+            return lambda changed: write(changed) + end
+    return None
 
 
 def _lines(code: str) -> list[str]:
