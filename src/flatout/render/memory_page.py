@@ -142,7 +142,7 @@ def memory_plot(record: MemoryForecast) -> Plot | None:
                 below += amount
         if point.measured_bytes:
             tip = f"measured: {size(point.measured_bytes)}"
-            plot.dot(at, point.measured_bytes, "total", tip, shape="diamond")
+            plot.dot(at, point.measured_bytes, "total", tip, diamond=True)
     if limit is not None:
         plot.rule(y=limit, kind="limit", text=f"limit {size(limit)}")
     return plot
