@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
-
 from flatout.diagnose.kind import (
     SHORT,
     Diagnosis,
@@ -76,15 +73,6 @@ def matrix_sizes(failure: FailureRecord) -> Diagnosis | None:
         hint,
         sizes(failure),
     )
-
-
-def _elements(_: FailureRecord, match: MessageMatch) -> dict[str, str]:
-    if not match["wants"]:
-        return {}
-    sizes_wanted = [int(size) for size in re.findall(r"-?\d+", match["wants"])]
-    known_part = math.prod(size for size in sizes_wanted if size > 0)
-    why = f"is not a multiple of {known_part:,}" if -1 in sizes_wanted else f"is not {known_part:,}"
-    return {"got": f"{match.number('got'):,}", "why": why}
 
 
 def _names(failure: FailureRecord, _: MessageMatch) -> dict[str, str]:
