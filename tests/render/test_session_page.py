@@ -119,7 +119,6 @@ def test_the_page_shows_all_and_the_terminal_what_was_used():
     ):
         assert words in text
     assert all(lever.name in text and lever.reason in text for lever in record.levers)
-    assert all(comparison.plan in text for comparison in record.comparisons)
     skipped = [lever for lever in record.levers if lever.status == "skipped"]
     assert f"{len(skipped)} levers left out; `flatout levers --why` says why" in lines
     assert not any(lever.reason in line for lever in skipped for line in lines)
