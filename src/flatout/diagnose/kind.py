@@ -149,10 +149,10 @@ OPTIONAL = re.compile(r"\[\[(.*?)\]\]", re.DOTALL)
 def fill(template: str, values: Mapping[str, str]) -> str:
     """``{name|default}`` becomes the value or the default; ``[[...]]`` is left out if a value in it is empty."""
 
-    def optional(found: re.Match[str]) -> str:
-        return found[1] if all(values.get(name) for name, _ in VALUE.findall(found[1])) else ""
+    def optional(match: re.Match[str]) -> str:
+        return match[1] if all(values.get(name) for name, _ in VALUE.findall(match[1])) else ""
 
-    return VALUE.sub(lambda found: values.get(found[1]) or found[2] or "", OPTIONAL.sub(optional, template))
+    return VALUE.sub(lambda match: values.get(match[1]) or match[2] or "", OPTIONAL.sub(optional, template))
 
 
 def _values(failure: FailureRecord) -> dict[str, str]:
@@ -201,9 +201,9 @@ def match_message(failure: FailureRecord, types: Sequence[str], *families: str) 
         if thrown.raised_by_user or (thrown.names and not set(types) & set(thrown.names)):
             continue
         for family in families:
-            found = re.match(f"{LEAD}(?:{family})", thrown.message, CASE)
-            if found is not None:
-                parts = {name: value.strip() for name, value in found.groupdict().items() if value}
+            match = re.match(f"{LEAD}(?:{family})", thrown.message, CASE)
+            if match is not None:
+                parts = {name: value.strip() for name, value in match.groupdict().items() if value}
                 return MessageMatch(thrown, parts, family)
     return None
 
@@ -220,9 +220,9 @@ def search_log(failure: FailureRecord, *families: str) -> re.Match[str] | None:
     """The first matching line of the log near the failure, or of its messages."""
     for line in _all_lines(failure):
         for family in families:
-            found = re.search(family, line[:LONGEST_LINE])
-            if found is not None:
-                return found
+            match = re.search(family, line[:LONGEST_LINE])
+            if match is not None:
+                return match
     return None
 
 

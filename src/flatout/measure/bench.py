@@ -39,27 +39,27 @@ def repeated(clock: Clock, work: Callable[[], object], count: int = REPETITIONS)
     Returns the milliseconds of one ``work`` in each repetition, and the number of calls per repetition.
     """
     times = max(1, round(LONG_ENOUGH_MS / _once(clock, work)))
-    found = []
+    each_ms = []
     for _ in range(count):
         clock.settle()
         start = clock.mark()
         for _ in range(times):
             work()
         end = clock.mark()
-        found.append(clock.elapsed_ms(start, end) / times)
-    return found, times
+        each_ms.append(clock.elapsed_ms(start, end) / times)
+    return each_ms, times
 
 
 def _once(clock: Clock, work: Callable[[], object]) -> float:
     """Return the milliseconds of one ``work``: the shortest of three, because the machine may be busy."""
     work()
-    found = []
+    times_ms = []
     for _ in range(3):
         clock.settle()
         start = clock.mark()
         work()
-        found.append(clock.elapsed_ms(start, clock.mark()))
-    return max(min(found), 1e-3)
+        times_ms.append(clock.elapsed_ms(start, clock.mark()))
+    return max(min(times_ms), 1e-3)
 
 
 def rate(name: str, device: str, amount: float, each_ms: list[float], note: str) -> Ceiling:
@@ -129,8 +129,8 @@ def main(out: str) -> None:
 
         write(threads=torch.get_num_threads(), busy_cores=busy_cores())
         for device in ("cuda", "cpu") if torch.cuda.is_available() else ("cpu",):
-            for found in on_device(torch, device):
-                write(ceiling=found.to_json())
+            for ceiling in on_device(torch, device):
+                write(ceiling=ceiling.to_json())
 
 
 if __name__ == "__main__":

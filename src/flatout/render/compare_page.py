@@ -88,7 +88,7 @@ def _ends(change: Change) -> str:
 def rows(record: CompareRecord) -> list[Row]:
     """Return rows of name, A, B and change."""
     a, b = _sides(record)
-    found: list[Row] = [
+    table: list[Row] = [
         (
             f"time of a {_unit(record)}",
             milliseconds(a.step_ms),
@@ -113,7 +113,7 @@ def rows(record: CompareRecord) -> list[Row]:
             for name in _unlike_versions(a, b)
         ),
     ]
-    return [row for row in found if row[1:3] != (NOTHING, NOTHING)]
+    return [row for row in table if row[1:3] != (NOTHING, NOTHING)]
 
 
 def _unlike_versions(a: SideRecord, b: SideRecord) -> list[str]:

@@ -88,8 +88,8 @@ def _word(node: ElementTree.Element, path: str) -> str | None:
 
 def _number(node: ElementTree.Element, path: str) -> float | None:
     """The number in "81559 MiB"."""
-    found = re.match(r"(\d+(?:\.\d+)?)", _word(node, path) or "")
-    return float(found[1]) if found else None
+    match = re.match(r"(\d+(?:\.\d+)?)", _word(node, path) or "")
+    return float(match[1]) if match else None
 
 
 def _processes(gpu: ElementTree.Element) -> tuple[GpuProcess, ...] | None:
@@ -111,10 +111,10 @@ def driver_version(snapshot: MachineSnapshot) -> str | None:
     seen = listing(snapshot)
     if seen and seen.driver:
         return seen.driver
-    found = re.search(
+    match = re.search(
         r"NVRM version:.*?\s(\d{3,}\.\d+(?:\.\d+)?)\s", snapshot.text("/proc/driver/nvidia/version") or ""
     )
-    return found[1] if found else None
+    return match[1] if match else None
 
 
 def gpu_is_here(snapshot: MachineSnapshot) -> bool | None:

@@ -100,14 +100,14 @@ def cpp_compiler(snapshot: MachineSnapshot) -> CheckOutcome:
     if not run.there:
         return warning(f"there is no {run.command[0]}: torch.compile does not work", newer)
     first = next((line for line in run.out.splitlines() if line.strip()), "")
-    found = re.search(r"(\d+\.\d+(?:\.\d+)?)\s*(?:\d{8}.*)?$", first)
-    if run.code != 0 or not found:
+    match = re.search(r"(\d+\.\d+(?:\.\d+)?)\s*(?:\d{8}.*)?$", first)
+    if run.code != 0 or not match:
         return not_seen(f"`{' '.join(run.command)}` did not report its version")
-    if "clang" not in first and (version(found[1]) or ()) < CXX17:
+    if "clang" not in first and (version(match[1]) or ()) < CXX17:
         return warning(
-            f"{run.command[0]} {found[1]} is too old for the C++17 that torch.compile generates", newer
+            f"{run.command[0]} {match[1]} is too old for the C++17 that torch.compile generates", newer
         )
-    return ok(f"{run.command[0]} {found[1]}")
+    return ok(f"{run.command[0]} {match[1]}")
 
 
 @machine_check("FD041", THEME, ["python version", "python path"])

@@ -96,7 +96,7 @@ def loaded_libraries(snapshot: MachineSnapshot) -> CheckOutcome:
         return warning(
             f"{foreign[0]} was loaded, but it is not torch's own", "unset LD_LIBRARY_PATH", foreign
         )
-    runtimes = sorted({found[0] for p in paths if (found := re.search(r"lib(gomp|iomp5|omp)\b", p))})
+    runtimes = sorted({match[0] for p in paths if (match := re.search(r"lib(gomp|iomp5|omp)\b", p))})
     copies = [p for p in paths if re.search(r"lib(gomp|iomp5|omp)\b", p)]
     if len(runtimes) > 1:
         return note(f"two OpenMP runtimes are loaded: {', '.join(runtimes)}", evidence=copies)

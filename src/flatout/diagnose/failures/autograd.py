@@ -93,7 +93,7 @@ def changed_in_place(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/notes/autograd.html#in-place-correctness-checks
     """
-    found = match_message(
+    match = match_message(
         failure,
         RUNTIME,
         r"one of the variables needed for gradient computation has been modified by an inplace operation"
@@ -101,16 +101,16 @@ def changed_in_place(failure: FailureRecord) -> Diagnosis | None:
         r"(?P<now>\d+); expected version (?P<then>\d+))?",
         r"Output (?P<view>\d+) of (?P<node>\w+) is a view and(?: its base or another view of its base has been| is being) modified inplace",
     )
-    if found is None:
+    if match is None:
         return None
     weight = r"(?:AsStrided|T)Backward0\b"
-    size = f" ({found['size']})" if found["size"] else ""
-    of = f"the result of `{operation(found['node'])}`{size}" if found["node"] else f"a tensor{size}"
-    if re.match(weight, found["node"]):
+    size = f" ({match['size']})" if match["size"] else ""
+    of = f"the result of `{operation(match['node'])}`{size}" if match["node"] else f"a tensor{size}"
+    if re.match(weight, match["node"]):
         of = f"a weight{size}"
-    times = found.number("now") - found.number("then")
+    times = match.number("now") - match.number("then")
     place = forward_call(failure)
-    step = re.match(weight, found["node"]) or search_log(failure, rf"\b{weight}")
+    step = re.match(weight, match["node"]) or search_log(failure, rf"\b{weight}")
     return Diagnosis(
         f"{of} was modified in place{f', {times} times' if times > 1 else ''} after the forward pass had saved it for the gradient",
         (
@@ -178,14 +178,14 @@ def first_nan(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/autograd.html#anomaly-detection
     """
-    found = match_message(
+    match = match_message(
         failure,
         RUNTIME,
         r"Function '(?P<node>\w+)' returned nan values in its (?P<out>\d+)(?:st|nd|rd|th) output",
     )
-    if found is None:
+    if match is None:
         return None
-    name, place = operation(found["node"]), forward_call(failure)
+    name, place = operation(match["node"]), forward_call(failure)
     otherwise = "keep the argument of this operation away from points where its gradient is infinite"
     return Diagnosis(
         f"the gradient of `{name}` is the first that is NaN" + (f" ({place.sentence()})" if place else ""),

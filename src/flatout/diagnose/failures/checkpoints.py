@@ -21,12 +21,12 @@ ONLY_TRUSTED = "# ONLY for a file whose author you trust: it can run arbitrary c
 
 
 def _keys(text: str, what: str) -> list[str]:
-    found = re.search(
+    match = re.search(
         rf"{what} key\(s\) in state_dict: (.*?)\.(?:\s*$|\s*\n|\s+(?=Unexpected|size mismatch))",
         text + "\n",
         re.DOTALL,
     )
-    return re.findall(r'"([^"]+)"', found[1]) if found else []
+    return re.findall(r'"([^"]+)"', match[1]) if match else []
 
 
 def _some(keys: list[str]) -> str:
@@ -48,10 +48,10 @@ def checkpoint_keys(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict
     """
-    found = match_message(failure, RUNTIME, STATE)
-    if found is None:
+    match = match_message(failure, RUNTIME, STATE)
+    if match is None:
         return None
-    missing, unexpected = _keys(found["rest"], "Missing"), _keys(found["rest"], "Unexpected")
+    missing, unexpected = _keys(match["rest"], "Missing"), _keys(match["rest"], "Unexpected")
     if not missing and not unexpected:
         return None
     for prefix, origin in WRAPPERS.items():
@@ -78,7 +78,7 @@ def checkpoint_keys(failure: FailureRecord) -> Diagnosis | None:
     lacks = [f"the checkpoint lacks {_some(missing)}"] if missing else []
     lacks += [f"the model lacks {_some(unexpected)}"] if unexpected else []
     return Diagnosis(
-        f"{'; '.join(lacks)} ({found['model']})",
+        f"{'; '.join(lacks)} ({match['model']})",
         "model.load_state_dict(state, strict=False)   # if these are meant to be new; it returns the names that did not match\n"
         "print(sorted(state)[:10], [name for name, _ in model.named_parameters()][:10])",
     )
@@ -103,11 +103,11 @@ def checkpoint_sizes(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict
     """
-    found = match_message(failure, RUNTIME, STATE)
+    match = match_message(failure, RUNTIME, STATE)
     size = r"(?:torch\.Size\()?\[?([\d, ]*)\]?\)?"
     sizes = re.findall(
         rf"size mismatch for ([\w.]+): copying a param with shape {size} from checkpoint, the shape in current model is {size}",
-        found["rest"] if found else "",
+        match["rest"] if match else "",
     )
     if not sizes:
         return None
@@ -158,7 +158,7 @@ def broken_checkpoint(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/notes/serialization.html
     """
-    found = match_message(
+    match = match_message(
         failure,
         ("RuntimeError", "UnpicklingError", "EOFError", "BadZipFile", "OSError", "ValueError"),
         r"PytorchStreamReader failed (?:reading (?:zip archive|file \S+?)|locating file \S+?):? ?(?P<why>[\w .]+)",
@@ -176,9 +176,9 @@ def broken_checkpoint(failure: FailureRecord) -> Diagnosis | None:
         r"Invalid magic number; corrupt file\?",
         r".{0,60}Error while deserializing header: (?P<why>\w+)",
     )
-    if found is None:
+    if match is None:
         return None
-    thrown, loads = found.thrown, runs_in(failure, LOADS)
+    thrown, loads = match.thrown, runs_in(failure, LOADS)
     names, message = set(thrown.names), thrown.message
     common = message.startswith(
         ("Ran out of input", "unpickling stack", "pickle data", "invalid load key", "File is not")
@@ -189,16 +189,16 @@ def broken_checkpoint(failure: FailureRecord) -> Diagnosis | None:
         or (common and thrown.frames and not loads)
     ):
         return None
-    key = found["key"].strip("'") or (chr(found.number("number")) if 0 < found.number("number") < 128 else "")
+    key = match["key"].strip("'") or (chr(match.number("number")) if 0 < match.number("number") < 128 else "")
     begins = {
         "<": "the file begins like HTML: a web page was saved instead of the checkpoint",
         "v": "the file begins like a Git LFS pointer: the checkpoint itself was not fetched",
         "{": "the file begins like JSON: an error message or an index was saved instead of the checkpoint",
     }
-    why = f" ({found['why'].strip()})" if found["why"].strip() else ""
+    why = f" ({match['why'].strip()})" if match["why"].strip() else ""
     return Diagnosis(
         "the file is empty or ends at once"
-        if found["empty"] or not message
+        if match["empty"] or not message
         else begins.get(key, f"the file is truncated or is not a torch checkpoint{why}"),
         f"ls -l checkpoint.pt; file checkpoint.pt; head -c 200 checkpoint.pt   # shows what the file is (git lfs pull)\n{WHOLE_FILE}",
     )

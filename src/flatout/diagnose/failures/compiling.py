@@ -22,16 +22,16 @@ def recompile_limit(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/compile/programming_model.recompilation.html
     """
-    found = match_message(
+    match = match_message(
         failure,
         ("FailOnRecompileLimitHit", "RecompileLimitExceeded", "RecompileError", "Unsupported"),
         r"(?:Hard failure due to \w+|Dynamo recompile limit exceeded|Dynamo failed to recompile|(?:recompile_limit|cache_size_limit) reached"
         r"|Recompiling function)",
     )
     config = search_log(failure, r"torch\._dynamo hit config\.(?P<name>\w+) \((?P<limit>\d+)\)")
-    if found is not None and not found.thrown.type.startswith("torch._dynamo."):
-        found = None  # the message alone is too common
-    if found is None and (config is None or any(thrown.type for thrown in failure.chain)):
+    if match is not None and not match.thrown.type.startswith("torch._dynamo."):
+        match = None  # the message alone is too common
+    if match is None and (config is None or any(thrown.type for thrown in failure.chain)):
         return None
     function = search_log(failure, r"function: '?(?P<function>[\w<>.]+)'? \((?P<place>[^)]*)\)")
     reason = search_log(failure, r"last reason: (?:[\d/]+: )?(?P<reason>.+)")
@@ -59,22 +59,22 @@ def cannot_be_compiled(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/compile/programming_model.graph_breaks_index.html
     """
-    found = match_message(
+    match = match_message(
         failure,
         ("Unsupported", "UserError", "InternalTorchDynamoError", "UncapturedHigherOrderOpError"),
         r"(?P<what>[^\n]+)",
     )
     if (
-        found is None
-        or not found.thrown.type.startswith("torch._dynamo.")
+        match is None
+        or not match.thrown.type.startswith("torch._dynamo.")
         or recompile_limit.match(failure) is not None
     ):
         return None
-    message = found.thrown.message
+    message = match.thrown.message
     lines = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', message.partition("from user code:")[2])
     where = f" at {lines[-1][0]}:{lines[-1][1]} in {lines[-1][2]}" if lines else ""
     return Diagnosis(
-        f"torch.compile cannot trace this code{where}: {found['what'][:160]}",
+        f"torch.compile cannot trace this code{where}: {match['what'][:160]}",
         "torch.compile(f)   # without fullgraph=True: the graph breaks here and the rest stays compiled\n"
         "torch.compiler.disable(the_part)   # or take it out of the compiled function",
         re.findall(r"(?:Explanation|Hint): [^\n]+", message)[:2],

@@ -75,7 +75,7 @@ def two_dtypes(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/amp.html
     """
-    found = match_message(
+    match = match_message(
         failure,
         RUNTIME,
         rf"mat1 and mat2 must have the same dtype, but got (?P<got>{TYPE}) and (?P<wants>{TYPE})",
@@ -87,9 +87,9 @@ def two_dtypes(failure: FailureRecord) -> Diagnosis | None:
         rf"mixed dtype \(CPU\): expect (?:parameter to have scalar type of Float|input to have scalar type of (?P<wants>{TYPE}))",
         rf"value cannot be converted to type (?P<wants>{TYPE}) without overflow(?!)",
     )
-    if found is None or _in_loss(failure):
+    if match is None or _in_loss(failure):
         return None
-    got, wants = found["got"].replace("Tensor", ""), found["wants"].replace("Tensor", "")
+    got, wants = match["got"].replace("Tensor", ""), match["wants"].replace("Tensor", "")
     if got == wants:
         return None
     cast = CASTS.get(wants, f"to({wants.lower()})")
@@ -141,7 +141,7 @@ def target_dtype(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html
     """
-    found = match_message(
+    match = match_message(
         failure,
         ("RuntimeError", "NotImplementedError"),
         rf"Found dtype (?P<got>{TYPE}) but expected (?P<wants>{TYPE})",
@@ -154,19 +154,19 @@ def target_dtype(failure: FailureRecord) -> Diagnosis | None:
         r"Expected floating point type for target with class probabilities, got (?P<got>\w+)(?P<probabilities>)",
     )
     loss = _in_loss(failure)
-    if found is None or (found.thrown.message.startswith("expected scalar type") and not loss):
+    if match is None or (match.thrown.message.startswith("expected scalar type") and not loss):
         return None
-    backward = found.thrown.message.startswith("Found dtype")
+    backward = match.thrown.message.startswith("Found dtype")
     if (
         backward
-        and not any("backward" in frame.function or "backward" in frame.text for frame in found.thrown.frames)
-        and found.thrown.frames
+        and not any("backward" in frame.function or "backward" in frame.text for frame in match.thrown.frames)
+        and match.thrown.frames
     ):
         return None
-    classes = loss in ("cross_entropy", "nll_loss") and "probabilities" not in found.thrown.message
+    classes = loss in ("cross_entropy", "nll_loss") and "probabilities" not in match.thrown.message
     wants = "long" if classes else "float"
-    if not loss and not backward and found["wants"]:
-        wants = "long" if found["wants"] == "Long" else "float"
+    if not loss and not backward and match["wants"]:
+        wants = "long" if match["wants"] == "Long" else "float"
     target = next(
         (
             tensor.name
@@ -175,7 +175,7 @@ def target_dtype(failure: FailureRecord) -> Diagnosis | None:
         ),
         "target",
     )
-    got = _common(found["got"]) if found["got"] else "another dtype"
+    got = _common(match["got"]) if match["got"] else "another dtype"
     return Diagnosis(
         f"the loss{f' `{loss}`' if loss else ''} got `{target}` as {got} and needs {_common(wants)}",
         f"{target} = {target}.{wants}()",

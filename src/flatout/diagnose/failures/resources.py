@@ -29,7 +29,7 @@ def killed(failure: FailureRecord) -> Diagnosis | None:
         r"(?:Out of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+) \((?P<name>[^)]+)\)(?:.*?anon-rss:(?P<rss>\d+)kB)?",
         r"oom[-_]kill(?:er)? event|OOMKilled|oom_reaper|Detected \d+ oom[-_]kill event",
     )
-    said = failure.signal == signals.SIGKILL or (
+    killed_by_signal = failure.signal == signals.SIGKILL or (
         failure.signal is None
         and _ends_with(
             failure,
@@ -40,7 +40,7 @@ def killed(failure: FailureRecord) -> Diagnosis | None:
             r"\bSignal 9\b",
         )
     )
-    if not said and not (oom and _wordless(failure)):
+    if not killed_by_signal and not (oom and _wordless(failure)):
         return None
     events = failure.facts.get("oom_kills")
     held = (
@@ -91,7 +91,7 @@ def shared_memory_too_small(failure: FailureRecord) -> Diagnosis | None:
         https://docs.pytorch.org/docs/stable/multiprocessing.html#sharing-strategies
         https://github.com/pytorch/pytorch/issues/5040
     """
-    found = match_message(
+    match = match_message(
         failure,
         ("RuntimeError", "OSError"),
         r"DataLoader worker \(pid(?:\(s\))? (?P<pid>[\d, ]+)\) is killed by signal: Bus error\.?",
@@ -99,25 +99,25 @@ def shared_memory_too_small(failure: FailureRecord) -> Diagnosis | None:
         r"allocate memory|Bad address)",
         r"ERROR: Unexpected bus error encountered in worker\. This might be caused by insufficient shared memory \(shm\)",
     )
-    info = search_log(
+    warning = search_log(
         failure,
         r"ERROR: Unexpected bus error encountered in worker\. This might be caused by insufficient shared memory",
     )
     wordless = failure.signal == signals.SIGBUS or (
         failure.signal is None and _ends_with(failure, r"\bBus error(?: \(core dumped\))?\s*$", r"\bSIGBUS\b")
     )
-    if found is None and info is None and not wordless:
+    if match is None and warning is None and not wordless:
         return None
     who = (
-        f"loader worker {found['pid']}"
-        if found and found["pid"]
+        f"loader worker {match['pid']}"
+        if match and match["pid"]
         else "a loader worker"
-        if found or info
+        if match or warning
         else "the program"
     )
     return Diagnosis(
         f"{who} died of a bus error: /dev/shm is most likely too small"
-        if found is None or "Bus error" in found.thrown.message
+        if match is None or "Bus error" in match.thrown.message
         else f"{who} could not write to shared memory: /dev/shm is full",
         "df -h /dev/shm                                  # shows its size\n"
         "docker run --shm-size=8g ...                    # or --ipc=host\n"
@@ -178,10 +178,10 @@ def crashed_below_python(failure: FailureRecord) -> Diagnosis | None:
         return None
     last = search_log(failure, r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
     where = [f"innermost Python line: {last['file']}:{last['line']} in {last['function']}"] if last else []
-    info = search_log(failure, r"what\(\):\s+(?P<words>.{1,300})")
+    last_message = search_log(failure, r"what\(\):\s+(?P<words>.{1,300})")
     return Diagnosis(
         f"the program was ended by {names[signals.Signals(number)]} in native code",
         "python -X faulthandler train.py        # prints the Python line of the crash\n"
         "pip check; pip list | grep -i -E 'torch|cuda|nvidia'   # look for extensions built for another torch",
-        [*where, *([f"its last message: {info['words']}"] if info else [])],
+        [*where, *([f"its last message: {last_message['words']}"] if last_message else [])],
     )

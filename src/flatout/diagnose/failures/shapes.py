@@ -34,7 +34,7 @@ def matrix_sizes(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.LazyLinear.html
     """
-    found = match_message(
+    match = match_message(
         failure,
         ("RuntimeError", "ValueError"),
         r"mat1 and mat2 shapes cannot be multiplied \((?P<a>\d+)x(?P<b>\d+) and (?P<c>\d+)x(?P<d>\d+)\)",
@@ -45,9 +45,9 @@ def matrix_sizes(failure: FailureRecord) -> Diagnosis | None:
         r"Expected size for first two dimensions of batch2 tensor to be: \[(?P<e>\d+), (?P<b>\d+)\] but got: \[(?P<f>\d+), (?P<c>\d+)\]",
         r"inconsistent tensor size, expected tensor \[(?P<b>\d+)\] and src \[(?P<c>\d+)\] to have the same number of elements",
     )
-    if found is None:
+    if match is None:
         return None
-    a, b, c, d = (found[part] for part in "abcd")
+    a, b, c, d = (match[part] for part in "abcd")
     weight = failure.module.parameters.get("weight", []) if failure.module else []
     if len(weight) == 2 and layer(failure):
         arrives, wants = b, str(weight[1])
