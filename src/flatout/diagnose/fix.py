@@ -15,9 +15,7 @@ from flatout.probe.script import SourceFile, notebook
 from flatout.schema.findings import Edit, Finding
 from flatout.schema.outputs import FixedFile
 
-LONG = 2000  # characters; a notebook may be one line of JSON, which nobody can read in a diff
-# How editors write the JSON of a notebook: indent, separators, ensure_ascii.
-LAYOUTS = tuple(product((1, 2, 4, "\t", None), (None, (",", ":")), (False, True)))
+LAYOUTS = tuple(product((1, 2, 4, "\t"), (False, True)))  # how editors write notebooks: indent, ensure_ascii
 
 
 def fixes(program: ScriptProgram, findings: Iterable[Finding]) -> list[tuple[FixedFile, str]]:
@@ -79,8 +77,8 @@ def _notebook(source: SourceFile, edits: list[Edit], code: str) -> str:
 def _writer(text: str, whole: object) -> Callable[[object], str] | None:
     """What writes this JSON as it is written; None if no layout of LAYOUTS does."""
     end = text[len(text.rstrip("\n")) :]
-    for indent, separators, ascii_only in LAYOUTS:
-        write = partial(json.dumps, indent=indent, separators=separators, ensure_ascii=ascii_only)
+    for indent, ascii_only in LAYOUTS:
+        write = partial(json.dumps, indent=indent, ensure_ascii=ascii_only)
         if write(whole) + end == text:
             return lambda changed: write(changed) + end
     return None
@@ -91,31 +89,10 @@ def _lines(code: str) -> list[str]:
 
 
 def _diff(source: SourceFile, after: str) -> str:
-    """A unified diff that `patch -p0` and `git apply -p0` accept.
-
-    Where a notebook has its cells on one line of JSON, it is a diff of each cell's code, to read only.
-    """
-    before = source.notebook or source.text
-    diff = list(_unified(source.path, before, after))
-    if source.notebook and max(map(len, diff), default=0) > LONG:
-        old, new = _cells(source.notebook, source.path), _cells(after, source.path)
-        diff = [line for name in old for line in _unified(name, old[name], new[name])]
+    """A unified diff that `patch -p0` and `git apply -p0` accept."""
+    texts = (source.notebook or source.text, after)
+    old, new = (list(io.StringIO(text, newline="\n")) for text in texts)
+    diff = difflib.unified_diff(old, new, source.path, source.path, n=3)
     return "".join(
         line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in diff
     )
-
-
-def _unified(name: str, before: str, after: str) -> Iterable[str]:
-    old, new = (list(io.StringIO(text, newline="\n")) for text in (before, after))
-    return difflib.unified_diff(old, new, name, name, n=3)
-
-
-def _cells(text: str, path: str) -> dict[str, str]:
-    """The code of each cell, by its name."""
-    code, cells = notebook(text, path)
-    lines = code.splitlines(keepends=True)
-    ends = [first for first, _ in cells[1:]] + [len(lines) + 1]
-    return {
-        f"{path}[{number}]": "".join(lines[first - 1 : end - 1])
-        for (first, number), end in zip(cells, ends, strict=True)
-    }
