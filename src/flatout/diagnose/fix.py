@@ -15,7 +15,7 @@ from flatout.probe.script import SourceFile, notebook
 from flatout.schema.findings import Edit, Finding
 from flatout.schema.outputs import FixedFile
 
-LAYOUTS = tuple(product((1, 2, 4, "\t"), (False, True)))  # how editors write notebooks: indent, ensure_ascii
+INDENTS: tuple[int | str, ...] = (1, 2, 4, "\t")  # of the JSON of notebooks, as editors write it
 
 
 def fixes(program: ScriptProgram, findings: Iterable[Finding]) -> list[tuple[FixedFile, str]]:
@@ -75,9 +75,9 @@ def _notebook(source: SourceFile, edits: list[Edit], code: str) -> str:
 
 
 def _writer(text: str, whole: object) -> Callable[[object], str] | None:
-    """What writes this JSON as it is written; None if no layout of LAYOUTS does."""
+    """What writes this JSON as it is written; None if none of INDENTS fits."""
     end = text[len(text.rstrip("\n")) :]
-    for indent, ascii_only in LAYOUTS:
+    for indent, ascii_only in product(INDENTS, (False, True)):
         write = partial(json.dumps, indent=indent, ensure_ascii=ascii_only)
         if write(whole) + end == text:
             return lambda changed: write(changed) + end
