@@ -1,11 +1,10 @@
-"""Failures of dtypes: mixed dtypes, targets and indices of the wrong dtype, unsupported operations."""
+"""Failures of dtypes: mixed dtypes, targets of the wrong dtype, unsupported operations."""
 
 from __future__ import annotations
 
 from flatout.diagnose.kind import (
     RUNTIME,
     Diagnosis,
-    MessageMatch,
     describe_tensors,
     form,
     kind,
@@ -204,11 +203,6 @@ no_such_operation = known(
     when=lambda failure, match: "loss" not in match["what"] and not _in_loss(failure),
     values=lambda _, match: {"dtype": _common(match["dtype"])},
 )
-
-
-def _index(failure: FailureRecord, match: MessageMatch) -> dict[str, str]:
-    got = f" as {_common(match['got'])}" if match["got"] else ""
-    return {"got": got, **tensor_name(failure, lambda tensor: "float" in tensor.dtype)}
 
 
 numpy_has_no_bfloat16 = known(

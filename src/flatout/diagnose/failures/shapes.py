@@ -1,4 +1,4 @@
-"""Failures of shapes: matrix products, views, broadcasting and concatenation."""
+"""Failures of shapes: matrix products, broadcasting and concatenation."""
 
 from __future__ import annotations
 
