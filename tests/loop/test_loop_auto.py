@@ -112,7 +112,8 @@ def trained():
 
     def train(**more):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
+        blocks = (nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(2))
+        model = nn.Sequential(*blocks, nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
         loop = Loop(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loss_fn, data(), epochs=2, **more)
         loops.append(loop)
         return [step.loss.item() for step in loop], loop
