@@ -488,9 +488,7 @@ FAULTS = [
         "unset CUDA_LAUNCH_BLOCKING",
     ),
     ("FD100", "ok", variables(CUDA_LAUNCH_BLOCKING="0"), "", ""),
-    ("FD100", "note", variables(TORCH_USE_CUDA_DSA="1"), "TORCH_USE_CUDA_DSA=1", "unset TORCH_USE_CUDA_DSA"),
     ("FD100", "warning", variables(PYTHONDEVMODE="1"), "slows every line", "unset PYTHONDEVMODE"),
-    ("FD100", "note", variables(PYTHONHASHSEED="0"), "PYTHONHASHSEED=0", "unset PYTHONHASHSEED"),
     ("FD100", "warning", variables(NCCL_P2P_DISABLE="1"), "slower path", "unset NCCL_P2P_DISABLE"),
     ("FD100", "warning", variables(NVIDIA_TF32_OVERRIDE="0"), "Tensor Cores", "unset NVIDIA_TF32_OVERRIDE"),
 ]

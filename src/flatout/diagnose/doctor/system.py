@@ -29,12 +29,8 @@ OFF = ("", "0", "off", "false")
 SLOW_SWITCHES: dict[str, tuple[str | None, str]] = {
     "PYTHONDEVMODE": (None, "slows every line of Python down"),
     "PYTHONTRACEMALLOC": (None, "slows every line of Python down"),
-    "PYTHONASYNCIODEBUG": (None, "slows every line of Python down"),
-    "PYTHONPROFILEIMPORTTIME": (None, "slows every line of Python down"),
     "PYTHONMALLOC": (r".*debug|malloc", "slows every line of Python down"),
     "CUDA_LAUNCH_BLOCKING": (None, "the processor waits for every kernel"),
-    "CUDA_DEVICE_WAITS_ON_EXCEPTION": (None, "the processor waits for every kernel"),
-    "CUDA_ENABLE_COREDUMP_ON_EXCEPTION": (None, "the processor waits for every kernel"),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": (None, "each allocation on the GPU is a call into the driver"),
     "NCCL_P2P_DISABLE": (None, "gradients take a slower path"),
     "NCCL_SHM_DISABLE": (None, "gradients take a slower path"),
@@ -47,9 +43,6 @@ SLOW_SWITCHES: dict[str, tuple[str | None, str]] = {
     "TORCH_DISTRIBUTED_DEBUG": (r"(?i)detail", "every collective operation is checked"),
     "NVIDIA_TF32_OVERRIDE": (r"0", "no library uses Tensor Cores for float32"),
 }
-OTHER_SWITCHES = re.compile(
-    r"PYTHON(PATH|HASHSEED|OPTIMIZE|HOME)|NCCL_\w+|TORCH_LOGS|TORCH_SHOW_CPP_STACKTRACES|TORCH_USE_CUDA_DSA|CUBLAS_WORKSPACE_CONFIG"
-)
 
 
 @machine_check("FD050", THEME, ["python libc"])
@@ -184,9 +177,6 @@ def debugging_switches(snapshot: MachineSnapshot) -> CheckOutcome:
     if slow:
         effects = "; ".join(f"{name}={values[name]}: {effect}" for name, effect in slow.items())
         return warning(effects, f"unset {' '.join(slow)}")
-    others = [name for name, value in values.items() if OTHER_SWITCHES.fullmatch(name) and value]
-    if others:
-        return note(", ".join(f"{name}={values[name]}" for name in others), f"unset {' '.join(others)}")
     return ok("no debugging variable is set")
 
 
