@@ -333,17 +333,6 @@ def a_crash_below_python(well):
         os.kill(os.getpid(), signal.SIGSEGV)
 
 
-@program("FE044", apart=True)
-def too_many_files(well):
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    kept = []
-    for _ in range(200):
-        handle = open(os.devnull)  # noqa: SIM115
-        if well:
-            handle.close()
-        kept.append(handle)
-
-
 # -- autograd -----------------------------------------------------------------------------------------------------
 
 
@@ -656,13 +645,6 @@ def saved(what: object) -> io.BytesIO:
     return file
 
 
-@program("FE092", "Settings")
-def a_checkpoint_with_a_class(well):
-    file = saved({"settings": Settings()})
-    with torch.serialization.safe_globals([Settings] if well else []):
-        return torch.load(file, weights_only=True)
-
-
 @program("FE093")
 def half_a_checkpoint(well):
     data = saved(torch.zeros(100_000)).getvalue()
@@ -713,16 +695,6 @@ def recompiled_for_each_number(well):
     with torch._dynamo.config.patch(recompile_limit=2):
         for length in range(2, 6):
             scale(torch.ones(length))
-
-
-@program("FE101")
-def a_graph_that_breaks(well):
-    @functools.partial(torch.compile, backend="eager", fullgraph=not well)
-    def step(x):
-        torch._dynamo.graph_break()
-        return x + 1
-
-    return step(torch.ones(3))
 
 
 @program(

@@ -239,20 +239,6 @@ RECORDED = (
         "torchrun, and 6 s",
     ),
     Recorded(
-        "FE103",
-        ("Triton",),
-        "https://github.com/kijai/ComfyUI-WanVideoWrapper/issues/978",
-        "torch._inductor.exc.TritonMissing: Cannot find a working triton installation. Either "
-        "the package is not installed or it is too old. More information on installing Triton can be found at: https://github.com/triton-lang/triton\n",
-    ),
-    Recorded(
-        "FE103",
-        ("Triton",),
-        "https://github.com/pytorch/pytorch/issues/125093",
-        "torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised:\nRuntimeError: Cannot find a "
-        "working triton installation. More information on installing Triton can be found at https://github.com/openai/triton\n",
-    ),
-    Recorded(
         "FE043",
         ("3453", "/dev/shm"),
         PYTORCH + "5040",

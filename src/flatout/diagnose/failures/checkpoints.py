@@ -17,7 +17,6 @@ STATE = r"Error\(s\) in loading state_dict for (?P<model>\w+):(?P<rest>.*)"
 LISTED = 3
 LOADS = r"torch/(?:serialization|_weights_only_unpickler|hub|jit)|safetensors"
 WHOLE_FILE = 'torch.save(state, path + ".part"); os.replace(path + ".part", path)   # next time: a kill leaves the old file intact'
-ONLY_TRUSTED = "# ONLY for a file whose author you trust: it can run arbitrary code"
 
 
 def _keys(text: str, what: str) -> list[str]:
@@ -118,31 +117,6 @@ def checkpoint_sizes(failure: FailureRecord) -> Diagnosis | None:
         "state = {name: value for name, value in state.items() if value.shape == model.state_dict()[name].shape}\n"
         "model.load_state_dict(state, strict=False)   # parameters of another size keep their new values",
     )
-
-
-rejected_by_weights_only = known(
-    "FE092",
-    "rejected-by-weights-only",
-    """`weights_only=True` rejects the checkpoint.
-    `torch.load` reads only tensors and plain containers (the default since torch 2.6). Settings, a whole model
-    (`torch.save(model)`), NumPy numbers or a custom optimizer were saved together with the weights.
-    https://docs.pytorch.org/docs/stable/notes/serialization.html#weights-only""",
-    form(
-        "the checkpoint contains `{name}`, which `weights_only=True` does not load",
-        f"torch.serialization.add_safe_globals([{{name|Settings}}])   # if you trust this class\ntorch.load(path, weights_only=False)   {ONLY_TRUSTED}",
-        r"Weights only load failed\..*?GLOBAL (?P<name>[\w.<>]+) was not an allowed global",
-        r"Weights only load failed\..*?Unsupported class (?P<name>[\w.]+)",
-        r"Weights only load failed\..*?but got <class '(?P<name>[\w.]+)'>",
-    ),
-    form(
-        "the checkpoint contains something that `weights_only=True` does not load",
-        f"torch.load(path, weights_only=False)   {ONLY_TRUSTED}\n"
-        "torch.save(model.state_dict(), path)   # next time: only weights and plain values",
-        r"Weights only load failed\..*?whose module [\w.]+ is blocked",
-        r"Weights only load failed\.(?!.*(?:Unsupported operand|persistent_load)).*?WeightsUnpickler error:\s+(?!Check the documentation)\S",
-    ),
-    types=("UnpicklingError", "RuntimeError"),
-)
 
 
 @kind("FE093", "broken-checkpoint")

@@ -46,41 +46,6 @@ def recompile_limit(failure: FailureRecord) -> Diagnosis | None:
     )
 
 
-@kind("FE101", "cannot-be-compiled")
-def cannot_be_compiled(failure: FailureRecord) -> Diagnosis | None:
-    """torch.compile cannot trace this code.
-
-    Why it happens:
-        With `fullgraph=True` the whole function must become one graph. A `print`, `.item()`, a branch on a
-        tensor's value, a call into a C library, or an unsupported Python feature cannot.
-    How to fix it:
-        Take it out of the compiled function, or remove `fullgraph=True`: the graph then breaks there and the
-        rest stays compiled.
-    Sources:
-        https://docs.pytorch.org/docs/stable/compile/programming_model.graph_breaks_index.html
-    """
-    match = match_message(
-        failure,
-        ("Unsupported", "UserError", "InternalTorchDynamoError", "UncapturedHigherOrderOpError"),
-        r"(?P<what>[^\n]+)",
-    )
-    if (
-        match is None
-        or not match.thrown.type.startswith("torch._dynamo.")
-        or recompile_limit.match(failure) is not None
-    ):
-        return None
-    message = match.thrown.message
-    lines = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', message.partition("from user code:")[2])
-    where = f" at {lines[-1][0]}:{lines[-1][1]} in {lines[-1][2]}" if lines else ""
-    return Diagnosis(
-        f"torch.compile cannot trace this code{where}: {match['what'][:160]}",
-        "torch.compile(f)   # without fullgraph=True: the graph breaks here and the rest stays compiled\n"
-        "torch.compiler.disable(the_part)   # or take it out of the compiled function",
-        re.findall(r"(?:Explanation|Hint): [^\n]+", message)[:2],
-    )
-
-
 no_compiler = known(
     "FE102",
     "no-compiler",
@@ -106,41 +71,6 @@ no_compiler = known(
     ),
 )
 
-
-def _is_torchs_triton(failure: FailureRecord, match: MessageMatch) -> bool:
-    """Whether torch looked for Triton, not the program itself."""
-    frames = match.thrown.frames
-    return not match.thrown.message.startswith("No module") or not frames or not frames[-1].mine
-
-
-no_triton = known(
-    "FE103",
-    "no-triton",
-    """Triton is missing or does not work.
-    Triton was not installed with torch (on systems other than Linux), or the GPU is too old (capability below
-    7.0). torch.compile for a GPU generates Triton kernels.
-    https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html""",
-    form(
-        "torch.compile needs Triton on a GPU, and Triton cannot be imported",
-        f"pip install --force-reinstall torch --index-url {INDEX}   # installs the matching Triton",
-        r"(?:backend='\w+' raised:\s+)?(?:\w+: )?Cannot find a working triton installation",
-        r"No module named 'triton'",
-    ),
-    form(
-        "{gpu} is too old for Triton, and torch.compile needs it on a GPU",
-        "run without torch.compile on this GPU (capability 7.0 or newer is needed)",
-        r"(?:backend='\w+' raised:\s+)?(?:\w+: )?Found (?P<gpu>.+?) which is too old to be supported by the triton GPU compiler",
-    ),
-    types=(
-        "RuntimeError",
-        "TritonMissing",
-        "BackendCompilerFailed",
-        "InductorError",
-        "GPUTooOldForTriton",
-        "ModuleNotFoundError",
-    ),
-    when=_is_torchs_triton,
-)
 
 REBUILD = (
     f"pip install --force-reinstall torch torchvision torchaudio --index-url {INDEX}   # one release, together\n"

@@ -6,7 +6,7 @@ import re
 import signal as signals
 
 from flatout.diagnose.failures.memory import spelled
-from flatout.diagnose.kind import Diagnosis, form, kind, known, match_message, search_log
+from flatout.diagnose.kind import Diagnosis, kind, match_message, search_log
 from flatout.schema.failure import FailureRecord
 
 
@@ -123,28 +123,6 @@ def shared_memory_too_small(failure: FailureRecord) -> Diagnosis | None:
         "docker run --shm-size=8g ...                    # or --ipc=host\n"
         "DataLoader(..., num_workers=2, prefetch_factor=1)   # needs less shared memory",
     )
-
-
-too_many_open_files = known(
-    "FE044",
-    "too-many-open-files",
-    """The process has too many open files.
-    Batches of a loader with workers are kept in a list (each keeps its files), each sample has many small
-    tensors, or files are opened and not closed. Each tensor that a worker passes on counts as an open file.
-    https://docs.pytorch.org/docs/stable/multiprocessing.html#file-descriptor-file-descriptor
-    https://github.com/pytorch/pytorch/issues/973""",
-    form(
-        "this process has reached its limit of open files; each tensor that a loader worker passes on counts as one",
-        "ulimit -n 65536                                                # in the shell, before the program starts\n"
-        'torch.multiprocessing.set_sharing_strategy("file_system")     # at the start of the script\n'
-        "kept.append(batch.clone())                                    # a kept batch keeps its files open",
-        r"\[Errno 24\] Too many open files",
-        r"received 0 items of ancdata",
-        r".{0,200}?Too many open files \(24\)",
-        r"Too many open files\. Communication with the workers is no longer possible",
-    ),
-    types=("OSError", "RuntimeError"),
-)
 
 
 @kind("FE045", "crashed-below-python")
