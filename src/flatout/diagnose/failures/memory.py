@@ -112,7 +112,7 @@ def gpu_out_of_memory(failure: FailureRecord) -> Diagnosis | None:
 
 def _evidence(
     failure: FailureRecord,
-    found: MessageMatch,
+    match: MessageMatch,
     total: int | None,
     free: int | None,
     allocated: int | None,
@@ -124,7 +124,7 @@ def _evidence(
             f"torch holds {spelled(allocated)} in tensors"
             + (f" and {spelled(idle)} reserved but unallocated" if idle is not None else "")
         )
-    process = in_bytes(found["process"])
+    process = in_bytes(match["process"])
     if process is not None and total and free is not None and total - free - process > total // 20:
         lines.append(
             f"other processes hold {spelled(total - free - process)} of this GPU: `nvidia-smi` names them"
