@@ -321,7 +321,7 @@ GOOD: tuple[Lever, ...] = (
     OF_SHELF["compile"],
     OF_SHELF["attention"],
     OF_SHELF["fused_ops"],
-    _good("recompute", {"ops": "linear", "share": 1.0}),
+    _good("recompute", {"blocks": 1.0}),
     _good("inplace", True, with_out_of_place),
     OF_SHELF["fused_optimizer"],
     _good("fused_optimizer", "foreach", with_optimizer, "foreach_optimizer"),
@@ -335,7 +335,7 @@ GOOD: tuple[Lever, ...] = (
 NEEDS_A_GPU = "applies to CUDA devices only"
 NEEDS_RANKS = "needs several ranks, and the programs of the test bed are one process"
 LEFT_OUT = {
-    **dict.fromkeys(("allocator", "tf32", "cudnn_benchmark", "offload", "early_values"), NEEDS_A_GPU),
+    **dict.fromkeys(("allocator", "tf32", "cudnn_benchmark", "early_values"), NEEDS_A_GPU),
     **dict.fromkeys(("resident_data", "device_prefetch", "graphs"), NEEDS_A_GPU),
     **dict.fromkeys(("data_parallel", "sharding", "ddp_flags"), NEEDS_RANKS),
     **dict.fromkeys(("comm_compression", "gradient_buckets"), NEEDS_RANKS),
@@ -359,7 +359,6 @@ SHOWN_BY: dict[str, When] = {
     "attention": with_attention,  # the kernel's own scale on top of the script's
     "fused_ops": with_layer("Embedding"),  # no gradient from the last rows
     "recompute": anywhere,  # saved tensors keep half of their bits
-    "offload": anywhere,  # saved tensors are read before their last quarter is back
     "inplace": with_out_of_place,  # the gradient passes where the activation is zero
     "fused_optimizer": with_optimizer,  # doubled learning rate
     "early_values": anywhere,  # reads the value of the previous step

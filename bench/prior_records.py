@@ -68,14 +68,7 @@ DATA_LEVERS = {
     "flatout, cached_prefix": ("cached_prefix", "mib"),
     "4 workers": ("loader", "workers"),
 }
-RECOMPUTED = {
-    "cheap": "ops=cheap",
-    "linear, a third": "ops=linear, share",
-    "linear, half": "ops=linear, share",
-    "linear": "ops=linear, share",
-    "blocks, half": "blocks",
-    "blocks": "blocks",
-}
+RECOMPUTED = ("blocks, half", "blocks")
 
 
 @dataclass(frozen=True)
@@ -337,7 +330,7 @@ def memory_records(folder: Path) -> Iterator[Record]:
         if not isinstance(data, dict) or data.get("theme") != "memory":
             continue
         for process in data["processes"]:
-            for way, value in RECOMPUTED.items():
+            for way in RECOMPUTED:
                 logs = [
                     math.log(a / b)
                     for a, b in zip(process["ms"].get(way, ()), process["ms"]["plain"], strict=False)
@@ -346,7 +339,7 @@ def memory_records(folder: Path) -> Iterator[Record]:
                     yield Record(
                         "memory",
                         "recompute",
-                        value,
+                        "blocks",
                         device_of(data["made"], data),
                         (LAYERS["memory"], LONG_STEPS),
                         median(logs),

@@ -49,7 +49,6 @@ OF_ONE_PROCESS = {
     "measure",
     "probe",
     "render",
-    "saved_tensors",
     "schema",
 }
 GRACE_S = hang_s(8.0)  # the time that a program may take to end after a request

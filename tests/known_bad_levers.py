@@ -431,33 +431,6 @@ def adjacent_samples(context: TrainingContext, value: Value, ledger: Ledger) -> 
     return ledger.restore
 
 
-def offload(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    """Reads copies before their last quarter has arrived."""
-    return around(context, partially_fetched(context.torch), ledger)
-
-
-def partially_fetched(torch: ModuleType) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A wrapper of a forward pass that reads saved tensors before their last quarter has arrived."""
-
-    def unpack(tensor: Tensor) -> Any:
-        if not tensor.is_floating_point() or tensor.numel() < 4:
-            return tensor
-        read = tensor.clone()
-        read.view(-1)[-(tensor.numel() // 4) :] = 0
-        return read
-
-    def wrapper(forward: Callable[..., Any]) -> Any:
-        def fetching_late(*args: object, **kwargs: object) -> Any:
-            with torch.autograd.graph.saved_tensors_hooks(
-                lambda tensor: tensor.detach().contiguous(), unpack
-            ):
-                return forward(*args, **kwargs)
-
-        return fetching_late
-
-    return wrapper
-
-
 def sharding(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Adds gradients over the ranks without averaging them."""
     undo = sharding_lever.apply(context, value, ledger)
@@ -500,7 +473,6 @@ KNOWN_BAD: dict[str, Callable[[Any, Value, Any], Undo]] = {
     "inplace": inplace,
     "loader": loader,
     "memory_budget": recompute,
-    "offload": offload,
     "recompute": recompute,
     "reduced_precision": reduced_precision,
     "resident_data": adjacent_samples,

@@ -32,7 +32,6 @@ from flatout.agent.training_context import TrainingContext
 from flatout.levers import TABLE
 from flatout.loop.loop import Loop
 from flatout.measure.clock import seconds
-from flatout.measure.load import available_bytes
 from flatout.measure.statistics import median, quantile
 
 NO_GPU = 2
@@ -40,17 +39,12 @@ LEVERS = {lever.name: lever for lever in TABLE}
 WAYS: dict[str, tuple[str, Any] | None] = {
     "plain": None,
     "plain again": None,
-    "cheap": ("recompute", {"ops": "cheap"}),
-    "linear, half": ("recompute", {"ops": "linear", "share": 0.5}),
-    "linear": ("recompute", {"ops": "linear"}),
     "blocks, half": ("recompute", {"blocks": 0.5}),
     "blocks": ("recompute", {"blocks": 1.0}),
-    "offload": ("offload", "activations"),
 }
 BATCHES = (4, 8, 16, 32, 64)
 LIMITS = (0.5, 0.35, 0.25)  # share of the step's memory above parameters and state
 ROUNDS = 5
-PINNED = 0.5  # of the host's free memory, at most
 CLOSE = 1e-5  # relative, of gradients: other micro-batches sum in another order
 
 
@@ -122,9 +116,6 @@ class Bench:
                 break
             batch, here = self.batch(size), {}
             for name, way in WAYS.items():
-                if name == "offload" and (why_not := self.too_much_to_pin(size, here.get("plain"))):
-                    self.found["frontier"].append({"batch": size, "way": name, "why_not": why_not})
-                    continue
                 try:
                     undo = self.on(way)
                 except LookupError as error:
@@ -151,20 +142,6 @@ class Bench:
                 {"batch": size, "way": name, "peak_bytes": here[name], "ms": ms[name]} for name in here
             ]
             self.write()
-
-    def too_much_to_pin(self, size: int, peak: int | None) -> str:
-        """Returns why the saved tensors of this many sequences do not fit on the host; empty if they fit.
-
-        Blocks are powers of two.
-        """
-        peaks = [
-            entry for entry in self.found["frontier"] if entry["way"] == "plain" and entry.get("peak_bytes")
-        ]
-        if peak is None and peaks:  # it did not fit into the device
-            peak = peaks[-1]["peak_bytes"] * size // peaks[-1]["batch"]
-        if peak is None or 2 * peak < PINNED * available_bytes():
-            return ""
-        return f"up to {2 * peak / 2**30:.0f} GiB would be pinned, and the host has {available_bytes() / 2**30:.0f}"
 
     def on(self, way: tuple[str, Any] | None) -> Any:
         if way is None:

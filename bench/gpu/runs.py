@@ -74,7 +74,6 @@ EXACT = (
     "early_values",
     "allocator",
     "gc_pause",
-    "offload",
     "recompute",
 )
 ROUNDING = (

@@ -30,10 +30,6 @@ VOCABULARY = 100
 LEVERS = {lever.name: lever for lever in TABLE}
 POINTS = {
     "plain again": None,
-    "cheap": ("recompute", {"ops": "cheap"}),
-    "linear, a third": ("recompute", {"ops": "linear", "share": 0.34}),
-    "linear, half": ("recompute", {"ops": "linear", "share": 0.5}),
-    "linear": ("recompute", {"ops": "linear"}),
     "blocks, half": ("recompute", {"blocks": 0.5}),
     "blocks": ("recompute", {"blocks": 1.0}),
 }

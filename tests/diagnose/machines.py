@@ -101,16 +101,6 @@ def smi(*gpus: dict[str, Any], driver: str = "580.95.05", cuda: str = "13.0") ->
     return CommandResult(["nvidia-smi", "-q", "-x"], 0, out)
 
 
-def capabilities(*each: str) -> CommandResult:
-    out = "".join(
-        f"{at}, GPU-0000000{at}-1111-2222-3333-444444444444, {capability}\n"
-        for at, capability in enumerate(each)
-    )
-    return CommandResult(
-        ["nvidia-smi", "--query-gpu=index,uuid,compute_cap", "--format=csv,noheader"], 0, out
-    )
-
-
 _HEALTHY = MachineSnapshot(
     flatout="0.1.0",
     created="2026-11-21T10:00:00Z",
@@ -130,20 +120,11 @@ _HEALTHY = MachineSnapshot(
         "executable": "/opt/venv/bin/python",
         "machine": "x86_64",
         "prefix": "/opt/venv",
-        "base_prefix": "/usr",
-        "user_site": "/home/ada/.local/lib/python3.12/site-packages",
         "path": ["/usr/lib/python3.12", ENVIRON],
         "free_threaded": False,
         "libc": ["glibc", "2.39"],
         "header": True,
         "root": False,
-        "torch_requires": [
-            "filelock",
-            'nvidia-cudnn-cu13==9.24.0.43; platform_system == "Linux"',
-            'nvidia-nccl-cu13==2.30.7; platform_system == "Linux"',
-            'triton~=3.8.0; platform_system == "Linux"',
-            'optree>=0.13.0; extra == "optree"',
-        ],
     },
     packages=[
         ["numpy", "2.4.6", ENVIRON],
@@ -166,7 +147,6 @@ _HEALTHY = MachineSnapshot(
         },
         "cuda": {
             "available": True,
-            "archs": ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"],
             "devices": [
                 {
                     "name": "NVIDIA H100 80GB HBM3",
@@ -180,7 +160,6 @@ _HEALTHY = MachineSnapshot(
     },
     runs={
         "nvidia-smi": smi({}),
-        "nvidia-smi capability": capabilities("9.0"),
         "c++": CommandResult(["g++", "--version"], 0, CXX),
         "start-up hook": CommandResult(["python", "-c", "..."], 0, "77 ok\n"),
         "import torch": CommandResult(["python", "-m", "torch_child"], 0),
@@ -209,8 +188,7 @@ def without_gpu() -> MachineSnapshot:
     ):
         snapshot.files[path] = None
     snapshot.folders |= {"/sys/bus/pci/devices": ["0000:00:00.0"], "/dev": []}
-    for name in ("nvidia-smi", "nvidia-smi capability"):
-        snapshot.runs[name] = CommandResult([name], there=False)
+    snapshot.runs["nvidia-smi"] = CommandResult(["nvidia-smi"], there=False)
     snapshot.torch["build"] |= {"version": "2.14.1+cpu", "cuda": None}
     snapshot.torch["cuda"] = {"available": False, "warnings": []}
     return snapshot

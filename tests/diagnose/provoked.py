@@ -182,12 +182,6 @@ def half_on_the_cpu(well):
     return torch.linalg.inv(matrix)
 
 
-@program("FE013", "tokens")
-def float_indices(well):
-    tokens = torch.tensor([1.0, 2.0])
-    return torch.nn.Embedding(5, 4)(tokens.long() if well else tokens)
-
-
 @program("FE014")
 def bfloat16_to_numpy(well):
     weights = torch.zeros(3, dtype=torch.bfloat16)
@@ -233,18 +227,6 @@ def batchnorm_of_one_sample(well):
         norm(batch)
 
 
-@program("FE024", "400")
-def view_of_another_size(well):
-    x = torch.ones(2, 16, 4, 4)
-    return x.flatten(1) if well else x.view(-1, 400)
-
-
-@program("FE024")
-def view_of_what_is_not_contiguous(well):
-    x = torch.ones(2, 3, 4).transpose(1, 2)
-    return x.reshape(2, 12) if well else x.view(2, 12)
-
-
 @program("FE025", "logits", "mask")
 def sizes_that_do_not_broadcast(well):
     logits = torch.ones(4, 10)
@@ -278,28 +260,6 @@ def recurrent_input_of_another_width(well):
 def attention_of_another_width(well):
     x = torch.ones(5, 2, 8 if well else 6)
     return torch.nn.MultiheadAttention(8, 2)(x, x, x)
-
-
-@program("FE028")
-def image_smaller_than_the_kernel(well):
-    return torch.nn.Conv2d(1, 1, 5)(torch.ones(1, 1, 8, 8) if well else torch.ones(1, 1, 3, 3))
-
-
-@program("FE028")
-def nothing_left_to_pool(well):
-    return F.max_pool2d(torch.ones(1, 1, 4, 4) if well else torch.ones(1, 1, 1, 1), 2)
-
-
-@program("FE029")
-def item_of_many(well):
-    losses = torch.ones(4)
-    return (losses.mean() if well else losses).item()
-
-
-@program("FE029")
-def truth_of_many(well):
-    right = torch.tensor([True, False])
-    return 1 if (right.all() if well else right) else 0
 
 
 # -- losses -------------------------------------------------------------------------------------------------------
@@ -373,17 +333,6 @@ def a_crash_below_python(well):
         os.kill(os.getpid(), signal.SIGSEGV)
 
 
-@program("FE044", apart=True)
-def too_many_files(well):
-    resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
-    kept = []
-    for _ in range(200):
-        handle = open(os.devnull)  # noqa: SIM115
-        if well:
-            handle.close()
-        kept.append(handle)
-
-
 # -- autograd -----------------------------------------------------------------------------------------------------
 
 
@@ -437,17 +386,6 @@ def nan_under_anomaly_detection(well):
         (root * 0).sum().backward()
 
 
-@program("FE066")
-def numpy_of_what_needs_grad(well):
-    loss = torch.ones(3, requires_grad=True).sum()
-    return (loss.detach() if well else loss).numpy()
-
-
-@program("FE067")
-def integers_that_need_grad(well):
-    return torch.ones(3, dtype=torch.float32 if well else torch.int64, requires_grad=True)
-
-
 @program("FE068")
 def unscaled_twice(well):
     weight = torch.nn.Parameter(torch.ones(3))
@@ -459,14 +397,6 @@ def unscaled_twice(well):
         scaler.step(optimizer)
         if well:
             scaler.update()
-
-
-@program("FE069")
-def nothing_to_optimize(well):
-    layers = [torch.nn.Linear(2, 2)]
-    model = torch.nn.Module()
-    model.layers = torch.nn.ModuleList(layers) if well else layers
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 # -- loading ------------------------------------------------------------------------------------------------------
@@ -643,13 +573,6 @@ def a_rank_that_does_not_come(well):
     dist.TCPStore("127.0.0.1", free_port(), 1 if well else 2, True, timedelta(seconds=1))
 
 
-@program("FE085")
-def no_process_group(well):
-    if well and not dist.is_initialized():
-        return 0
-    return dist.get_rank()
-
-
 def two_ranks(first: Callable[[], object], second: Callable[[], object], timeout_s: float = 20.0) -> None:
     """Rank 0 is this process."""
     port = free_port()
@@ -722,13 +645,6 @@ def saved(what: object) -> io.BytesIO:
     return file
 
 
-@program("FE092", "Settings")
-def a_checkpoint_with_a_class(well):
-    file = saved({"settings": Settings()})
-    with torch.serialization.safe_globals([Settings] if well else []):
-        return torch.load(file, weights_only=True)
-
-
 @program("FE093")
 def half_a_checkpoint(well):
     data = saved(torch.zeros(100_000)).getvalue()
@@ -754,20 +670,6 @@ def an_empty_checkpoint(well):
     return torch.load(saved([1]) if well else io.BytesIO(b""))
 
 
-@program("FE094", apart=True)
-def a_checkpoint_of_a_gpu(well):
-    torch.serialization.register_package(1, lambda storage: "cuda:0", lambda storage, location: None)
-    file = saved(torch.ones(3))
-    return torch.load(file, map_location="cpu" if well else None)
-
-
-@program("FE095")
-def an_optimizer_of_another_model(well):
-    saved = torch.optim.SGD(Net().parameters(), lr=0.1).state_dict()
-    model = Net() if well else torch.nn.Linear(2, 2)
-    torch.optim.SGD(model.parameters(), lr=0.1).load_state_dict(saved)
-
-
 @program("FE096", apart=True)
 def a_disk_that_is_full(well):
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -777,15 +679,6 @@ def a_disk_that_is_full(well):
             torch.save(torch.ones(10_000), f"{folder}/model.pt")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-
-
-@program("FE097", "runs")
-def a_folder_that_is_not_there(well):
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "runs" / "model.pt"
-        if well:
-            path.parent.mkdir()
-        torch.save([1], path)
 
 
 # -- compiling ----------------------------------------------------------------------------------------------------
@@ -802,16 +695,6 @@ def recompiled_for_each_number(well):
     with torch._dynamo.config.patch(recompile_limit=2):
         for length in range(2, 6):
             scale(torch.ones(length))
-
-
-@program("FE101")
-def a_graph_that_breaks(well):
-    @functools.partial(torch.compile, backend="eager", fullgraph=not well)
-    def step(x):
-        torch._dynamo.graph_break()
-        return x + 1
-
-    return step(torch.ones(3))
 
 
 @program(

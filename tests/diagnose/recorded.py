@@ -239,28 +239,6 @@ RECORDED = (
         "torchrun, and 6 s",
     ),
     Recorded(
-        "FE103",
-        ("Triton",),
-        "https://github.com/kijai/ComfyUI-WanVideoWrapper/issues/978",
-        "torch._inductor.exc.TritonMissing: Cannot find a working triton installation. Either "
-        "the package is not installed or it is too old. More information on installing Triton can be found at: https://github.com/triton-lang/triton\n",
-    ),
-    Recorded(
-        "FE103",
-        ("Triton",),
-        "https://github.com/pytorch/pytorch/issues/125093",
-        "torch._dynamo.exc.BackendCompilerFailed: backend='inductor' raised:\nRuntimeError: Cannot find a "
-        "working triton installation. More information on installing Triton can be found at https://github.com/openai/triton\n",
-    ),
-    Recorded(
-        "FE105",
-        ("NumPy",),
-        "https://github.com/jupyter/notebook/issues/7522",
-        FRAMES + "ImportError: \nA module that was compiled using NumPy 1.x cannot be run in\nNumPy 2.0.0 as "
-        "it may crash. To support both 1.x and 2.x\nversions of NumPy, modules must be compiled with NumPy 2.0.\n",
-        "an environment of two NumPys",
-    ),
-    Recorded(
         "FE043",
         ("3453", "/dev/shm"),
         PYTORCH + "5040",

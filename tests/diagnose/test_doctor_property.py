@@ -57,8 +57,6 @@ BY_CODE = {check.code: check for check in TABLE}
 # Names, lists and other fields that cannot be misread, and fields that are read in addition to the deciding
 # text.
 FREE = {
-    ("FD002", "python prefix"),
-    ("FD002", "python path"),
     ("FD018", "python path"),
     ("FD041", "python version"),
     ("FD041", "python path"),

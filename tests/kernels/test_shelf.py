@@ -28,11 +28,9 @@ def test_the_gate_is_green_and_rejects_known_wrong_variants(flatout, name):
     outcomes = {check["name"]: (check["status"], check["why"]) for check in json.loads(done.out)["checks"]}
     not_run = {check for check, (status, _) in outcomes.items() if status == "not run"}
     if not torch.cuda.is_available():
-        assert {"triton on a GPU", "cuda on a GPU"} <= not_run
-        if has_triton() and torch.version.cuda and not any("NumPy" in why for _, why in outcomes.values()):
-            # a CPU build of torch has neither Triton nor NVRTC
-            assert not_run == {"triton on a GPU", "cuda on a GPU"}
-    assert {f"kernel.cu compiles for {target}" for target in ("sm_80", "sm_90a")} <= set(outcomes)
+        assert "triton on a GPU" in not_run
+        if has_triton() and not any("NumPy" in why for _, why in outcomes.values()):
+            assert not_run == {"triton on a GPU"}
     variants = find(str(WRONG / f"{name}.py")).wrong
     assert len(variants) >= 4
     for variant in variants:
@@ -50,7 +48,6 @@ def test_the_table_its_pages_and_its_folders():
         assert [implementation.name for implementation in kernel.implementations] == [
             "plain",
             "triton",
-            "cuda",
         ]
         assert {"any", "gpu"} <= {case.bench for case in kernel.cases() if case.bench}
     with pytest.raises(LookupError, match="there is no kernel 'nope'; there are layer_norm"):

@@ -33,7 +33,7 @@ class Program:
                 nn.Conv2d(3, 8, 3, padding=1),
                 nn.BatchNorm2d(8),
                 nn.ReLU(inplace=True),
-                nn.Conv2d(8, 8, 1),
+                *(nn.Sequential(nn.Conv2d(8, 8, 1), nn.Tanh()) for _ in range(2)),
                 nn.AdaptiveAvgPool2d(2),
                 nn.Flatten(),
                 nn.Dropout(0.2),

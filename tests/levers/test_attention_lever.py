@@ -252,7 +252,6 @@ def test_known_bad_is_another_scale(training):
     ("name", "value"),
     [
         ("autocast", "bfloat16"),
-        ("recompute", {"ops": "cheap"}),
         ("recompute", {"blocks": 1.0}),
         ("fused_ops", True),
     ],

@@ -81,8 +81,7 @@ VALUES = {
     "device_prefetch": [2, 0],
     "batch_size": [{"size": 4}, {"size": 16, "loader": 1}],
     "memory_budget": [0.5],
-    "recompute": [{"ops": "cheap"}, {"ops": "linear", "share": 0.5}],
-    "offload": ["activations", "optimizer"],
+    "recompute": [{"blocks": 0.5}, {"blocks": 1.0}],
     "data_parallel": [{"reduction": "mean"}],
     "sharding": [{"over": "node"}, {"over": "all"}],
     "comm_compression": ["bf16", "fp16", "powersgd", {"kind": "powersgd", "rank": 1, "after": 2}],
@@ -146,6 +145,7 @@ def test_the_table_names_every_lever_once():
         "__init__",
         "autocast_policy",
         "reasons",
+        "recomputed_blocks",
     }
     assert {lever.name for lever in TABLE} == files
     assert set(VALUES) <= files

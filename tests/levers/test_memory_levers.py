@@ -2,15 +2,12 @@
 would not be.
 """
 
-import contextlib
-
 import pytest
 from known_bad_levers import KNOWN_BAD
 
 from flatout.agent.applier import Applier
 from flatout.agent.ledger import Ledger
 from flatout.levers import TABLE
-from flatout.levers.saved_tensors.host import OffloadHooks
 from flatout.schema.enums import Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Skip
@@ -21,13 +18,7 @@ from torch import nn  # noqa: E402
 
 LEVER = {lever.name: lever for lever in TABLE}
 FACTS = Facts(cores=2, system="Linux")
-RECOMPUTE = [
-    {"ops": "cheap"},
-    {"ops": "linear"},
-    {"ops": "linear", "share": 0.5},
-    {"blocks": 0.5},
-    {"blocks": 1.0},
-]
+RECOMPUTE = [{"blocks": 0.5}, {"blocks": 1.0}]
 
 
 class Residual(nn.Module):
@@ -149,8 +140,7 @@ def test_inplace_leaves_the_batch_alone(program):
 @pytest.mark.parametrize(
     ("name", "value", "block"),
     [
-        ("recompute", {"ops": "cheap"}, Residual),
-        ("offload", "activations", Residual),
+        ("recompute", {"blocks": 1.0}, Residual),
         ("inplace", True, lambda: Residual(nn.ReLU)),
         ("memory_budget", 0.5, Residual),
     ],
@@ -163,67 +153,20 @@ def test_the_known_bad_shows_in_the_losses(program, name, value, block):
     assert live.losses != plain.losses
 
 
-def with_and_without(hooks, gradients):
-    """The same gradients with these hooks around the forward pass as without: ``gradients(around)``."""
-    around = torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
-    pairs = zip(gradients(contextlib.nullcontext()), gradients(around), strict=True)
-    assert all(torch.equal(a, b) for a, b in pairs)
-
-
-def test_offloaded_tensors_come_back_bit_for_bit():
-    """Large tensors that are not parameters go to the host and come back in their own layout."""
-    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-    x = torch.randn(64, 64)
-    hooks = OffloadHooks(torch, "cpu", least_bytes=64 * 256 * 4)
-
-    def gradients(around):
-        with around:
-            loss = model(x).square().mean()
-        return torch.autograd.grad(loss, list(model.parameters()))
-
-    with_and_without(hooks, gradients)
-    assert hooks.moved_bytes == 2 * 64 * 256 * 4  # GELU's input and output; the weights stay
-    part = torch.arange(24.0).view(4, 6).t()[1:4]
-    assert torch.equal(hooks.unpack(OffloadHooks(torch, "cpu", least_bytes=1).pack(part)), part)
-    changed = hooks.pack(x)
-    x.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        hooks.unpack(changed)
-
-
-def test_a_tensor_saved_by_several_operations_goes_to_the_host_once():
-    """Three projections save their one input; a tensor that was written to in between is another one."""
-    layers = [nn.Linear(64, 64, bias=False) for _ in range(3)]
-    hooks = OffloadHooks(torch, "cpu", least_bytes=4 * 32 * 64 * 4)
-
-    def gradients(around):
-        x = torch.linspace(-1, 1, 4 * 32 * 64).view(4, 32, 64).requires_grad_()
-        with around:
-            seen = x * 1.0
-            total = sum(layer(seen).sum() for layer in layers)
-        return torch.autograd.grad(total, [x, *(layer.weight for layer in layers)])
-
-    with_and_without(hooks, gradients)
-    assert hooks.moved_bytes == 4 * 32 * 64 * 4
-    tensor = torch.zeros(4, 32, 64)
-    before = hooks.pack(tensor)
-    tensor.add_(1)
-    sums = [float(hooks.unpack(packed).sum()) for packed in (before, hooks.pack(tensor))]
-    assert sums == [0.0, tensor.numel()]
-
-
 def test_programs_left_alone_and_the_reasons(program):
-    live = program()
-    assert {"blocks": 1.0} not in LEVER["recompute"].applies(FACTS, live.context).values
+    recompute = LEVER["recompute"]
+    assert recompute.applies(FACTS, program(model=images()).context) == Skip(
+        "there is no block to recompute: the model has no two blocks of the same class with at least two layers each"
+    )
     blocks = program(model=images(Residual, Residual))
-    assert {"blocks": 1.0} in LEVER["recompute"].applies(FACTS, blocks.context).values
+    assert recompute.applies(FACTS, blocks.context).values == ({"blocks": 0.5}, {"blocks": 1.0})
     blocks.model[1].conv.register_forward_hook(lambda *_: None)
     blocks.model[2].conv.register_forward_hook(lambda *_: None)
-    assert {"blocks": 1.0} not in LEVER["recompute"].applies(FACTS, blocks.context).values
+    assert "hook on a Conv2d" in recompute.applies(FACTS, blocks.context).reason
     with pytest.raises(LookupError, match="hook on a Conv2d"):
-        LEVER["recompute"].apply(blocks.context, {"blocks": 1.0}, Ledger())
+        recompute.apply(blocks.context, {"blocks": 1.0}, Ledger())
     blocks.context.create_graph_seen = True
-    assert isinstance(LEVER["recompute"].applies(FACTS, blocks.context), Skip)
+    assert isinstance(recompute.applies(FACTS, blocks.context), Skip)
     assert isinstance(LEVER["memory_budget"].applies(FACTS, blocks.context), Skip)
 
 
@@ -248,9 +191,7 @@ def test_the_budget_needs_the_compiler_and_recompute_does_not_go_with_it(program
 
     live = program(model=images(Residual, Residual))
     applier = Applier(TABLE, FACTS, live.context)
-    applier.start(
-        Plan((Choice("memory_budget", 0.5), Choice("recompute", {"ops": "cheap"}))), (Moment.MODEL,)
-    )
+    applier.start(Plan((Choice("memory_budget", 0.5), Choice("recompute", {"blocks": 1.0}))), (Moment.MODEL,))
     said = {o.choice.name: (o.applied, o.reason) for o in applier.outcomes}
     assert said == {
         "memory_budget": (False, "it requires compile, which is not applied"),
@@ -258,7 +199,7 @@ def test_the_budget_needs_the_compiler_and_recompute_does_not_go_with_it(program
     }
     applier.switch(())
     applier.switch(
-        (Choice("compile", "default"), Choice("memory_budget", 0.5), Choice("recompute", {"ops": "cheap"}))
+        (Choice("compile", "default"), Choice("memory_budget", 0.5), Choice("recompute", {"blocks": 1.0}))
     )
     assert config.activation_memory_budget == 0.5
     assert [c.name for c, _ in applier._on] == ["compile", "memory_budget"]

@@ -380,7 +380,7 @@ ROWS = [
     ),
     # Precision.
     *each(
-        ("tf32", "cudnn_benchmark", "offload", "early_values", "graphs"),
+        ("tf32", "cudnn_benchmark", "early_values", "graphs"),
         NO_CUDA,
         "switched_off",
         "gpu_choices",
@@ -562,10 +562,14 @@ ROWS = [
         "switched_off",
     ),
     Row("recompute", f"{COMPILED}and the compiler chooses what is kept", "own_choices", "switched_off"),
+    Row(
+        "recompute",
+        "there is no block to recompute: the model has no two blocks of the same class with at least two layers each",
+        "switched_off",
+        "own_choices",
+    ),
     Row("recompute", f"{TWICE}which recomputed activations do not support", "second_order", "switched_off"),
     Row("recompute", f"{JIT}which does not call the forward of its layers", "stream", "switched_off"),
-    Row("offload", TWENTY, "gpu_pieces", "gpu_choices"),
-    Row("offload", f"{COMPILED}and the compiler chooses what is kept", "gpu_choices", "gpu_products"),
     Row("graphs", TWENTY, "gpu_pieces", "gpu_choices"),
     *(
         Row("graphs", sentence, not_run=ON_A_CARD)
@@ -750,7 +754,7 @@ def test_a_memory_lever_is_left_out_only_where_memory_is_not_limited(answers):
     options = answers["switched_off"]
     plain, limited = considered(options), considered(options, limited=True)
     saving = {lever.name for lever in TABLE if lever.saves_memory} & plain.keys()
-    assert {"recompute", "inplace", "memory_budget"} <= saving
+    assert {"inplace", "memory_budget"} <= saving
     assert {name for name, reason in plain.items() if reason == candidates.FOR_MEMORY} == saving
     assert candidates.FOR_MEMORY not in limited.values()
 

@@ -1,4 +1,4 @@
-"""The ceilings are really measured: small sizes, the real kernels, a real file, real processes."""
+"""The ceilings are really measured: small sizes, the real kernels, real processes."""
 
 import json
 
@@ -21,26 +21,23 @@ def small(monkeypatch):
     monkeypatch.setattr(bench, "MULTIPLY_MS", 0.5)
     monkeypatch.setattr(bench, "LARGEST", {"cpu": 512, "cuda": 512})
     monkeypatch.setattr(bench, "ARRAY_BYTES", {"cpu": 2**20, "cuda": 2**20})
-    monkeypatch.setattr(bench, "FILE_BYTES", 2**24)
 
 
-def test_every_figure_of_the_host(small, tmp_path):
+def test_every_figure_of_the_host(small):
     before = torch.get_float32_matmul_precision()
-    found = {each.name: each for each in bench.on_host(torch, tmp_path)}
+    found = {each.name: each for each in bench.on_device(torch, "cpu")}
     assert set(found) == {
         *(f"matmul_{dtype}_flops" for dtype in MATMUL_DTYPES),
-        *("memory_bytes_per_s", "host_to_device_pinned_bytes_per_s", "disk_read_bytes_per_s"),
+        "memory_bytes_per_s",
     }
     absent = {name for name, each in found.items() if each.value is None}
-    assert absent == {"matmul_tf32_flops", "host_to_device_pinned_bytes_per_s"}
+    assert absent == {"matmul_tf32_flops"}
     assert all(found[name].note.startswith("not run: ") for name in absent)
     for name in set(found) - absent:
         each = found[name]
         assert 0 < each.low <= each.high, each
         assert each.value == pytest.approx(each.high) or each.value > each.low, each
         assert each.n >= 2
-    assert "page cache" in found["disk_read_bytes_per_s"].note
-    assert list(tmp_path.iterdir()) == []
     assert torch.get_float32_matmul_precision() == before
 
 
@@ -69,22 +66,6 @@ def test_a_product_is_counted_as_two_operations_an_element(monkeypatch):
     assert (found.value, found.n) == (pytest.approx(1000 * 2 * 256**3), 7)
 
 
-def test_a_full_disk_is_not_measured(monkeypatch, tmp_path):
-    monkeypatch.setattr(bench, "FILE_BYTES", 1)
-    assert bench.disk(tmp_path).note.startswith("not run: too little space")
-    assert bench.disk(tmp_path / "none").note.startswith("not run: ")
-
-
-@pytest.mark.processes
-def test_two_processes_reduce(tmp_path):
-    import os
-
-    found = ceilings._all_reduce(tmp_path, {**os.environ, "OMP_NUM_THREADS": "1"})
-    assert found.value is not None, found.note
-    assert found.value > 0
-    assert "gloo, 2 processes" in found.note or "nccl, 2 processes" in found.note
-
-
 @pytest.mark.processes
 def test_without_torch_nothing_is_measured(monkeypatch, tmp_path):
     """The error names the cause and the next command."""
@@ -95,7 +76,7 @@ def test_without_torch_nothing_is_measured(monkeypatch, tmp_path):
     with pytest.raises(
         NothingMeasured, match=r"libcudart\.so\.13.*Run `flatout doctor` to see what is wrong"
     ):
-        ceilings.measure(Facts(cores=1), tmp_path, lambda words: None)
+        ceilings.measure(Facts(cores=1), lambda words: None)
 
 
 def test_a_child_that_was_ended_keeps_its_figures(tmp_path):

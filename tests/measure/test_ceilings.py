@@ -22,7 +22,6 @@ def record():
             Ceiling("matmul_float32_flops", "cuda", 5e13, 4e13, 6e13, 7),
             Ceiling("matmul_float32_flops", "cpu", 1e11, 1e11, 1e11, 7),
             Ceiling("memory_bytes_per_s", "cpu", 2e10),
-            Ceiling("disk_read_bytes_per_s", "cpu", 1e9),
             Ceiling("matmul_tf32_flops", "cpu", note="not run: no Tensor Cores"),
         ],
     )
@@ -34,10 +33,8 @@ def test_by_device(tmp_path):
     assert load(HERE, "cpu", tmp_path) == {
         "matmul_float32_flops": 1e11,
         "memory_bytes_per_s": 2e10,
-        "disk_read_bytes_per_s": 1e9,
     }
-    # The disk is the host's; memory of the CPU is not the device's.
-    assert load(HERE, "cuda", tmp_path) == {"matmul_float32_flops": 5e13, "disk_read_bytes_per_s": 1e9}
+    assert load(HERE, "cuda", tmp_path) == {"matmul_float32_flops": 5e13}
     assert read(HERE, tmp_path) == record()
 
 

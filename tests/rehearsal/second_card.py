@@ -25,9 +25,7 @@ from flatout.guard.captured_steps import CapturedCall, StepReplayer
 from flatout.guard.copies import random_state
 from flatout.kernels.layer_norm.op import layer_norm
 from flatout.levers.autocast import LEVER as AUTOCAST
-from flatout.levers.offload import LEVER as OFFLOAD
 from flatout.levers.resident_data import LEVER as RESIDENT
-from flatout.levers.saved_tensors.host import OffloadHooks
 from flatout.levers.tf32 import LEVER as TF32
 from flatout.loop.reduction import Recogniser
 from flatout.schema.errors import LoopError
@@ -175,64 +173,6 @@ def ranks_with_a_card_each_exchange_over_nccl():
         place.set("device 1", f"{os.uname().nodename} {torch.cuda.get_device_properties(other).uuid}")
         backends.append(_backend_of_cuda(torch, here, place, DEVICE))
     assert backends == ["cpu:gloo,cuda:nccl", "gloo"]
-
-
-@check
-def what_is_offloaded_comes_back_and_leaves_no_pinned_memory():
-    """Tensors are made on the card by default."""
-    torch.set_default_device(DEVICE)
-    try:
-        model = nn.Sequential(nn.Linear(512, 1024), nn.GELU(), nn.Linear(1024, 512))
-        optimizer = torch.optim.Adam(model.parameters())
-
-        def step():
-            optimizer.zero_grad()
-            model(torch.ones(512, 512)).square().mean().backward()
-            optimizer.step()
-
-        step()
-        for value in ("activations", "optimizer"):
-            undo = OFFLOAD.apply(context(model, optimizer), value, Ledger())
-            step()
-            assert torch.cuda.memory.host_memory_stats()["allocated_bytes.current"] >= 2**20
-            undo()
-            assert torch.cuda.memory.host_memory_stats()["allocated_bytes.current"] == 0
-            assert all(
-                held.device == DEVICE
-                for state in optimizer.state.values()
-                for name, held in state.items()
-                if name != "step"
-            )
-            step()
-    finally:
-        torch.set_default_device(None)
-
-
-@check
-def tensors_of_two_cards_are_offloaded_beside_their_own_work():
-    """A model in two halves, one on each card."""
-    first, second = nn.Linear(256, 1024).to("cuda:0"), nn.Linear(1024, 256).to(DEVICE)
-    hooks, gradients = OffloadHooks(torch, "cuda", least_bytes=1), []
-    for offloaded in (False, True):
-        with (
-            torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)
-            if offloaded
-            else torch.enable_grad()
-        ):
-            loss = (
-                functional.gelu(
-                    second(functional.gelu(first(torch.ones(64, 256, device="cuda:0"))).to(DEVICE))
-                )
-                .square()
-                .mean()
-            )
-        loss.backward()
-        gradients.append([p.grad.cpu() for module in (first, second) for p in module.parameters()])
-        first.zero_grad()
-        second.zero_grad()
-    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-    assert sorted(str(device) for device in hooks._streams) == ["cuda:0", "cuda:1"]
-    assert all(stream.device == device for device, stream in hooks._streams.items())
 
 
 @check

@@ -130,9 +130,9 @@ def limited() -> SessionRecord:
     record.memory_limit_bytes = 100 * MIB
     record.frontier = [
         TimeMemoryPoint("plain", 150 * MIB),
-        TimeMemoryPoint("recompute(ops=cheap)", 90 * MIB, Ratio(0.95, 0.9, 1.0, 4), True, True),
+        TimeMemoryPoint("recompute(blocks=0.5)", 90 * MIB, Ratio(0.95, 0.9, 1.0, 4), True, True),
         TimeMemoryPoint("recompute(blocks=1.0)", 40 * MIB, Ratio(0.75, 0.7, 0.8, 4), True),
-        TimeMemoryPoint("offload", None, note="it failed"),
+        TimeMemoryPoint("inplace", None, note="it failed"),
     ]
     return record
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 from pages import Parsed, ill
-from profiles import healthy
 from test_pages import shown
 
 from flatout.render.profile_page import next_step, profile_html, profile_page
@@ -29,21 +28,11 @@ def test_every_chart_is_drawn():
     html = profile_html(ill())
     for label in (
         "Phases of a step",
-        "Beside the step: ",
         "What-ifs: loader  1.80x",
-        "Roofline: ",
-        "What fills the peak",
         "Memory over a step",
         "Memory at the same point of 14 steps",
     ):
         assert f'aria-label="{label}' in html, label
-
-
-def test_the_roof_is_drawn_only_where_it_was_measured():
-    with_roof, without = profile_html(healthy()), profile_html(healthy(ceilings={}))
-    assert 'class="curve ink"' in with_roof
-    assert 'class="curve ink"' not in without
-    assert "flatout doctor --bench" in without
 
 
 def test_the_terminal_shows_everything_that_was_measured():

@@ -52,28 +52,22 @@ def test_the_frontier_of_a_real_program(new_tuning, monkeypatch):
         "recompute"
     ].open  # levers that trade speed for memory do not compete on speed
     monkeypatch.setattr("flatout.tune.fit.LONGEST_LIVE_S", 0.1)
-    tuning.candidates["recompute"].values = ({"ops": "cheap"}, {"ops": "linear"}, {"blocks": 1.0})
+    tuning.candidates["recompute"].values = ({"blocks": 0.5}, {"blocks": 1.0})
     fit(tuning, [])  # everything fits
     assert not tuning.must_fit
     peaks = {point.plan: point.peak_bytes for point in session.frontier}
-    assert list(peaks) == [
-        "plain",
-        "recompute(ops=cheap)",
-        "recompute(ops=linear)",
-        "recompute(blocks=1.0)",
-    ]
+    assert list(peaks) == ["plain", "recompute(blocks=0.5)", "recompute(blocks=1.0)"]
     plain = peaks["plain"]
     fixed = 6 * (64 * 256 * 2 + 256 + 64 * 3) * 4 * 2  # parameters and gradients
     kept = {name: (peak - fixed) / (plain - fixed) for name, peak in peaks.items()}
-    assert kept["recompute(ops=cheap)"] < 0.75
-    assert kept["recompute(ops=linear)"] < 0.45
+    assert kept["recompute(blocks=0.5)"] < 0.75
     assert kept["recompute(blocks=1.0)"] < 0.45
     assert all(point.ratio is not None for point in session.frontier[1:])
     tuning.goal = Goal(1000.0, memory_limit_bytes=int(plain * 0.9))
     taken = fit(tuning, [])
     assert [candidate.lever.name for candidate in taken] == ["recompute"]
     assert tuning.must_fit
-    assert [point.fits for point in session.frontier] == [False, True, True, True]
+    assert [point.fits for point in session.frontier] == [False, True, True]
     fastest = max(session.frontier[1:], key=lambda point: point.ratio.median)
     assert [point.chosen for point in session.frontier] == [point is fastest for point in session.frontier]
     assert SessionRecord.from_json(json.loads(json.dumps(session.to_json()))).frontier == session.frontier
@@ -99,8 +93,8 @@ def tuning(new_tuning):
 
 
 def test_the_choice(tuning):
-    cheap, fused = candidate("recompute"), candidate("fused_optimizer")
-    part = ((cheap, Choice("recompute", {"ops": "cheap"}, Origin.TUNER)),)
+    recomputed, fused = candidate("recompute"), candidate("fused_optimizer")
+    part = ((recomputed, Choice("recompute", {"blocks": 1.0}, Origin.TUNER)),)
     # The plain program and the winners fit: the winners stay.
     assert _chosen(
         tuning,
@@ -116,9 +110,9 @@ def test_the_choice(tuning):
         tuning,
         [fused],
         [measured(150), measured(160, 1.2, winners=True), measured(90, 0.8, part, winners=True)],
-    ) == [fused, cheap]
+    ) == [fused, recomputed]
     assert tuning.must_fit
-    assert (cheap.value, cheap.status) == ({"ops": "cheap"}, Status.SKIPPED)
+    assert (recomputed.value, recomputed.status) == ({"blocks": 1.0}, Status.SKIPPED)
     # Nothing fits.
     assert _chosen(tuning, [fused], [measured(150), measured(101, 0.8, part, winners=True)]) == []
 

@@ -98,7 +98,7 @@ def _bench(console: Console, quiet: bool) -> CeilingsRecord:
         if not quiet:
             console.print(Text(f"measuring: {words}", style="dim"))
 
-    record = measure(look(), Path.cwd(), tell)
+    record = measure(look(), tell)
     path = save(record)
     if not quiet:
         console.print(ceilings_table(record), crop=False)

@@ -9,16 +9,14 @@ import stat
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import click
 
 from flatout.cli.options.json_output import json_option, print_json
-from flatout.diagnose.explain import Explanation, explain_record, explain_text, lines
+from flatout.diagnose.explain import Explanation, explain_text, lines
 from flatout.diagnose.failures import TABLE
 from flatout.diagnose.kind import FailureKind
 from flatout.diagnose.logs import gather
-from flatout.job.folder import read_json
 from flatout.schema import outputs
 from flatout.schema.errors import UsageError
 
@@ -29,8 +27,6 @@ USAGE = """give the error's text, a file, or - for standard input:
   flatout explain train.log
   flatout explain "RuntimeError: mat1 and mat2 shapes cannot be multiplied (64x512 and 256x10)"
   python train.py 2>&1 | tee train.log | flatout explain -
-  flatout explain .flatout/<job>/compare.json  what became slower
-  flatout explain .flatout/<job>/profile.json  why a device is badly used; also the record of a run
   flatout explain FE020                      the page of one kind of failure"""
 
 
@@ -42,9 +38,7 @@ def command(words: tuple[str, ...], as_json: bool, all_kinds: bool) -> int:
     """Explain an error: the cause in one sentence, the line in your own code, and the fix.
 
     Takes a traceback or a log, of one process or of many ranks. In a log without an exception it finds a loss
-    that is NaN. It also reads records: what became slower (`flatout compare`), why a GPU or CPU is badly used
-    (`flatout profile`), what a run waited for. The exit code is 0 if flatout knows the error and 1 if it does
-    not; it never guesses.
+    that is NaN. The exit code is 0 if flatout knows the error and 1 if it does not; it never guesses.
     """
     if all_kinds:
         text = "\n".join(f"{kind.code}  {kind.page.strip().splitlines()[0]}" for kind in TABLE)
@@ -52,8 +46,7 @@ def command(words: tuple[str, ...], as_json: bool, all_kinds: bool) -> int:
     if len(words) == 1 and CODE.fullmatch(words[0]):
         kind = _kind(words[0])
         return _show_pages([kind], f"{kind.code} {kind.name}\n\n{kind.page.strip()}", as_json)
-    record = _record(words)
-    info = explain_record(record) if record is not None else explain_text(_text(words))
+    info = explain_text(_text(words))
     if as_json:
         found = [outputs.Explanation(**vars(one.finding), ranks=one.ranks) for one in info]
         print_json(outputs.ExplanationsRecord(found))
@@ -61,19 +54,9 @@ def command(words: tuple[str, ...], as_json: bool, all_kinds: bool) -> int:
         click.echo("\n\n".join(_paragraph(one) for one in info))
     else:
         click.echo(
-            "flatout sees nothing wrong in this record."
-            if record is not None
-            else "flatout does not know this failure, and it does not guess. `flatout explain --list` lists the failures that it knows."
+            "flatout does not know this failure, and it does not guess. `flatout explain --list` lists the failures that it knows."
         )
     return 0 if info else UNKNOWN
-
-
-def _record(words: tuple[str, ...]) -> dict[str, Any] | None:
-    """The record that the words name; None if they name no JSON file."""
-    if len(words) != 1 or not words[0].endswith(".json"):
-        return None
-    record = read_json(Path(words[0]))
-    return record if isinstance(record, dict) else None
 
 
 def _text(words: tuple[str, ...]) -> str:
@@ -81,6 +64,10 @@ def _text(words: tuple[str, ...]) -> str:
         raise UsageError(USAGE)
     if not words or words == ("-",):
         return gather(io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8", errors="replace"))
+    if len(words) == 1 and words[0].endswith(".json"):
+        raise UsageError(
+            f"{words[0]} is a record, not a log. Its page lies beside it (.html) and shows what is slow. Give a log, an error's text, or -."
+        )
     if len(words) == 1 and _is_path(words[0]):
         try:
             with open(words[0], encoding="utf-8", errors="replace") as file:

@@ -83,7 +83,10 @@ def _report(files: list[FixedFile], only_diff: bool) -> None:
         effect = f"changes: {changes}" if changes else "losses stay the same, bit for bit"
         click.echo(f"{_at(finding)}: {finding.said}; {effect}", err=True)
     for finding in (each for file in files for each in file.left):
-        click.echo(f"{_at(finding)}: not fixed, its edit overlaps another; run the command again", err=True)
+        why = "its edit overlaps another, or the notebook is not as Jupyter saves it: save it there"
+        if not finding.place or ".ipynb" not in finding.place.file:
+            why = "its edit overlaps another"
+        click.echo(f"{_at(finding)}: not fixed, {why}; run the command again", err=True)
     count = sum(len(file.fixed) for file in files)
     said = (
         f"{several(count, 'finding')} can be fixed: add --apply"

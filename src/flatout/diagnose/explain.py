@@ -5,9 +5,8 @@ A failure that no kind recognises stays unknown; nothing is guessed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from flatout.diagnose.failures import TABLE, loading, symptoms
 from flatout.diagnose.kind import FailureKind
@@ -45,32 +44,31 @@ def explain_text(text: str) -> list[Explanation]:
 
     A log without a known failure may still show a loss that is NaN.
     """
-    info: list[Explanation] = []
+    explanations: list[Explanation] = []
     for failure in read(text):
         finding = explain(failure)
         if finding is None:
             continue
         same = next(
-            (one for one in info if (one.finding.rule, one.finding.place) == (finding.rule, finding.place)),
+            (
+                one
+                for one in explanations
+                if (one.finding.rule, one.finding.place) == (finding.rule, finding.place)
+            ),
             None,
         )
         if same is None:
             same = Explanation(finding)
-            info.append(same)
+            explanations.append(same)
         if failure.rank is not None and failure.rank not in same.ranks:
             same.ranks.append(failure.rank)
-    if not info and (symptom := symptoms.of_log(text.split("\n"))) is not None:
+    if not explanations and (symptom := symptoms.of_log(text.split("\n"))) is not None:
         return [Explanation(_cleaned(symptom))]
     reports = {kind.code for kind in TABLE if kind.reports}
-    if any(one.finding.rule == loading.no_main_guard.code for one in info):
+    if any(one.finding.rule == loading.no_main_guard.code for one in explanations):
         reports.add(loading.worker_ended.code)  # it started the script again, and ended there
-    first = [one for one in info if one.finding.rule not in reports]
-    return (first or info)[:MOST_LINES]
-
-
-def explain_record(data: Mapping[str, Any]) -> list[Explanation]:
-    """What a record of `flatout compare`, `flatout profile` or a run shows. Empty for other JSON."""
-    return [Explanation(_cleaned(finding)) for finding in symptoms.of_record(data)]
+    first = [one for one in explanations if one.finding.rule not in reports]
+    return (first or explanations)[:MOST_LINES]
 
 
 def _cleaned(finding: Finding) -> Finding:
@@ -101,15 +99,15 @@ def lines(finding: Finding, ranks: Sequence[int] = ()) -> list[str]:
         if ranks and not finding.said.startswith("rank ")
         else ""
     )
-    found = [f"{who}{finding.said}."]
+    shown = [f"{who}{finding.said}."]
     if finding.place:
-        found.append(
+        shown.append(
             f"  at     {finding.place.sentence()}"
             + (f": {finding.place.text[:160]}" if finding.place.text else "")
         )
-    found += [f"  {'seen' if at == 0 else '':6} {line}" for at, line in enumerate(finding.evidence)]
-    found += [
-        f"  {'fix' if at == 0 else '':6} {line}" for at, line in enumerate(finding.fix.split("\n")) if line
+    shown += [f"  {'' if number else 'seen':6} {line}" for number, line in enumerate(finding.evidence)]
+    shown += [
+        f"  {'' if number else 'fix':6} {line}" for number, line in enumerate(finding.fix.split("\n")) if line
     ]
-    found.append(f"  more   flatout explain {finding.rule}")
-    return found
+    shown.append(f"  more   flatout explain {finding.rule}")
+    return shown

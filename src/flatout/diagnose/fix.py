@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import difflib
 import io
-from collections.abc import Iterable
+import json
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import product
 
-from flatout.diagnose.notebook_edits import edit_notebook
-from flatout.diagnose.rewrites import apply_edits, in_text
+from flatout.diagnose.rewrites import apply_edits, edited, in_text
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile, notebook
 from flatout.schema.findings import Edit, Finding
 from flatout.schema.outputs import FixedFile
 
-LONG = 2000  # characters; a notebook may be one line of JSON, which nobody can read in a diff
+INDENTS: tuple[int | str, ...] = (1, 2, 4, "\t")  # of the JSON of notebooks, as editors write it
 
 
 def fixes(program: ScriptProgram, findings: Iterable[Finding]) -> list[tuple[FixedFile, str]]:
@@ -49,19 +51,37 @@ def fixes(program: ScriptProgram, findings: Iterable[Finding]) -> list[tuple[Fix
 
 
 def _notebook(source: SourceFile, edits: list[Edit], code: str) -> str:
-    """The JSON text of a notebook with the edits; as it is if its code would not become this one."""
-    of_cells = []
+    """The JSON text of a notebook with the edits; as it is if more than the edited cells would change."""
+    whole = json.loads(source.notebook)
+    write = _writer(source.notebook, whole)
+    if write is None:
+        return source.notebook
+    of_cells: dict[int, list[Edit]] = {}
     for edit in edits:
         up = edit.line - source.cell(edit.line)[1]
         number = next(number for first, number in reversed(source.cells) if first <= edit.line)
-        of_cells.append(
-            (number, Edit(edit.line - up, edit.column, edit.end_line - up, edit.end_column, edit.text))
+        of_cells.setdefault(number, []).append(
+            Edit(edit.line - up, edit.column, edit.end_line - up, edit.end_column, edit.text)
         )
-    text = edit_notebook(source.notebook, of_cells)
-    if text is None:
-        return source.notebook
+    for number, own in of_cells.items():
+        cell = whole["cells"][number - 1]
+        text = edited("".join(cell["source"]), own)
+        if text is None:
+            return source.notebook
+        cell["source"] = text if isinstance(cell["source"], str) else text.splitlines(keepends=True)
+    text = write(whole)
     got, _ = notebook(text, source.path)
     return text if _lines(got) == _lines(code) else source.notebook
+
+
+def _writer(text: str, whole: object) -> Callable[[object], str] | None:
+    """What writes this JSON as it is written; None if none of INDENTS fits."""
+    end = text[len(text.rstrip("\n")) :]
+    for indent, ascii_only in product(INDENTS, (False, True)):
+        write = partial(json.dumps, indent=indent, ensure_ascii=ascii_only)
+        if write(whole) + end == text:
+            return lambda changed: write(changed) + end
+    return None
 
 
 def _lines(code: str) -> list[str]:
@@ -69,31 +89,10 @@ def _lines(code: str) -> list[str]:
 
 
 def _diff(source: SourceFile, after: str) -> str:
-    """A unified diff that `patch -p0` and `git apply -p0` accept.
-
-    Where a notebook has its cells on one line of JSON, it is a diff of each cell's code, to read only.
-    """
-    before = source.notebook or source.text
-    diff = list(_unified(source.path, before, after))
-    if source.notebook and max(map(len, diff), default=0) > LONG:
-        old, new = _cells(source.notebook, source.path), _cells(after, source.path)
-        diff = [line for name in old for line in _unified(name, old[name], new[name])]
+    """A unified diff that `patch -p0` and `git apply -p0` accept."""
+    texts = (source.notebook or source.text, after)
+    old, new = (list(io.StringIO(text, newline="\n")) for text in texts)
+    diff = difflib.unified_diff(old, new, source.path, source.path, n=3)
     return "".join(
         line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in diff
     )
-
-
-def _unified(name: str, before: str, after: str) -> Iterable[str]:
-    old, new = (list(io.StringIO(text, newline="\n")) for text in (before, after))
-    return difflib.unified_diff(old, new, name, name, n=3)
-
-
-def _cells(text: str, path: str) -> dict[str, str]:
-    """The code of each cell, by its name."""
-    code, cells = notebook(text, path)
-    lines = code.splitlines(keepends=True)
-    ends = [first for first, _ in cells[1:]] + [len(lines) + 1]
-    return {
-        f"{path}[{number}]": "".join(lines[first - 1 : end - 1])
-        for (first, number), end in zip(cells, ends, strict=True)
-    }

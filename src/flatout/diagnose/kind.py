@@ -12,12 +12,10 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from flatout.diagnose.rule import Rule
 from flatout.schema.failure import ExceptionRecord, FailureRecord, TensorSeen
 from flatout.schema.findings import Finding, Severity, SourceLocation
-from flatout.schema.records import Record
 
 SECTIONS = ("Why it happens", "Fix", "How to fix it", "Sources")  # a row has Fix, a function the other
 RUNTIME = ("RuntimeError",)
@@ -30,11 +28,11 @@ SHORT = r"[.!:]?\s*\Z"  # after the fixed beginning of a message, typed without 
 class Diagnosis:
     """What a kind answers for a failure.
 
-    ``said`` is the cause in one sentence, ``fix`` holds code or commands, ``evidence`` further lines.
+    ``message`` is the cause in one sentence, ``fix`` holds code or commands, ``evidence`` further lines.
     ``place`` replaces the user's line.
     """
 
-    said: str
+    message: str
     fix: str
     evidence: list[str] = field(default_factory=list)
     place: SourceLocation | None = None
@@ -43,16 +41,12 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class FailureKind:
-    """A known failure. ``reports`` marks kinds that only report the failure of another process.
-
-    A kind with ``judged`` is no failure: it takes a record of this type, and never matches a failure.
-    """
+    """A known failure. ``reports`` marks kinds that only report the failure of another process."""
 
     code: str
     name: str
-    judge: Callable[[Any], Diagnosis | None]
+    match: Callable[[FailureRecord], Diagnosis | None]
     reports: bool = False
-    judged: type[Record] | None = None
     severity: Severity = Severity.FATAL
 
     # A kind and a rule share the format of their pages.
@@ -62,32 +56,26 @@ class FailureKind:
 
     @property
     def page(self) -> str:
-        return inspect.getdoc(self.judge) or ""
-
-    def match(self, failure: FailureRecord) -> Diagnosis | None:
-        return self.judge(failure) if self.judged is None else None
+        return inspect.getdoc(self.match) or ""
 
     def explain(self, failure: FailureRecord) -> Finding | None:
         """The finding for a failure, or None.
 
         Raises any exception of the matcher: that is a bug in flatout.
         """
-        own = failure.own
-        return self.finding(self.match(failure), own.place() if own else None)
-
-    def finding(self, answer: Diagnosis | None, place: SourceLocation | None = None) -> Finding | None:
-        """The finding for an answer; ``place`` is that of the user's line, if the answer has no other."""
-        if answer is None:
+        diagnosis = self.match(failure)
+        if diagnosis is None:
             return None
+        own = failure.own
         return Finding(
             self.code,
             self.name,
             self.severity,
-            answer.said,
-            answer.place or place,
-            [line for line in answer.evidence if line],
-            answer.fix,
-            list(answer.levers),
+            diagnosis.message,
+            diagnosis.place or (own.place() if own else None),
+            [line for line in diagnosis.evidence if line],
+            diagnosis.fix,
+            list(diagnosis.levers),
         )
 
 
@@ -95,10 +83,9 @@ def kind(
     code: str,
     name: str,
     reports: bool = False,
-    judged: type[Record] | None = None,
     severity: Severity = Severity.FATAL,
-) -> Callable[[Callable[[Any], Diagnosis | None]], FailureKind]:
-    return lambda judge: FailureKind(code, name, judge, reports, judged, severity)
+) -> Callable[[Callable[[FailureRecord], Diagnosis | None]], FailureKind]:
+    return lambda match: FailureKind(code, name, match, reports, severity)
 
 
 @dataclass(frozen=True)
@@ -132,7 +119,7 @@ def known(
     further condition.
     """
 
-    def judge(failure: FailureRecord) -> Diagnosis | None:
+    def diagnose(failure: FailureRecord) -> Diagnosis | None:
         match = match_message(failure, types, *(pattern for one in forms for pattern in one.patterns))
         if match is None or (when is not None and not when(failure, match)):
             return None
@@ -145,14 +132,14 @@ def known(
     why = [line for line in text if line.strip() and line not in sources]
     fixes = dict.fromkeys(line for one in forms for line in fill(one.fix, {}).split("\n"))
     parts = {"Why it happens": why, "Fix": list(fixes), "Sources": sources}
-    judge.__doc__ = "\n".join(
+    diagnose.__doc__ = "\n".join(
         [
             title,
             "",
             *(f"{heading}:\n" + "\n".join(f"    {line}" for line in part) for heading, part in parts.items()),
         ]
     )
-    return FailureKind(code, name, judge, reports)
+    return FailureKind(code, name, diagnose, reports)
 
 
 VALUE = re.compile(r"\{(\w+)(?:\|([^}]*))?\}")
@@ -162,10 +149,10 @@ OPTIONAL = re.compile(r"\[\[(.*?)\]\]", re.DOTALL)
 def fill(template: str, values: Mapping[str, str]) -> str:
     """``{name|default}`` becomes the value or the default; ``[[...]]`` is left out if a value in it is empty."""
 
-    def optional(found: re.Match[str]) -> str:
-        return found[1] if all(values.get(name) for name, _ in VALUE.findall(found[1])) else ""
+    def optional(match: re.Match[str]) -> str:
+        return match[1] if all(values.get(name) for name, _ in VALUE.findall(match[1])) else ""
 
-    return VALUE.sub(lambda found: values.get(found[1]) or found[2] or "", OPTIONAL.sub(optional, template))
+    return VALUE.sub(lambda match: values.get(match[1]) or match[2] or "", OPTIONAL.sub(optional, template))
 
 
 def _values(failure: FailureRecord) -> dict[str, str]:
@@ -214,9 +201,9 @@ def match_message(failure: FailureRecord, types: Sequence[str], *families: str) 
         if thrown.raised_by_user or (thrown.names and not set(types) & set(thrown.names)):
             continue
         for family in families:
-            found = re.match(f"{LEAD}(?:{family})", thrown.message, CASE)
-            if found is not None:
-                parts = {name: value.strip() for name, value in found.groupdict().items() if value}
+            match = re.match(f"{LEAD}(?:{family})", thrown.message, CASE)
+            if match is not None:
+                parts = {name: value.strip() for name, value in match.groupdict().items() if value}
                 return MessageMatch(thrown, parts, family)
     return None
 
@@ -233,9 +220,9 @@ def search_log(failure: FailureRecord, *families: str) -> re.Match[str] | None:
     """The first matching line of the log near the failure, or of its messages."""
     for line in _all_lines(failure):
         for family in families:
-            found = re.search(family, line[:LONGEST_LINE])
-            if found is not None:
-                return found
+            match = re.search(family, line[:LONGEST_LINE])
+            if match is not None:
+                return match
     return None
 
 

@@ -157,6 +157,16 @@ def in_text(source: SourceFile, file: str, edits: list[Edit]) -> list[Edit]:
 
 def apply_edits(text: str, edits: list[Edit]) -> str | None:
     """Return the text with all edits; None if two overlap, or if the result is no Python source."""
+    changed = edited(text, edits)
+    try:
+        ast.parse(changed or "")
+    except (SyntaxError, ValueError):
+        return None
+    return changed
+
+
+def edited(text: str, edits: list[Edit]) -> str | None:
+    """Return the text with all edits; None if two overlap."""
     starts = [0]
     for line in _lines(text):
         starts.append(starts[-1] + len(line))
@@ -170,12 +180,7 @@ def apply_edits(text: str, edits: list[Edit]) -> str | None:
             return None
         parts += [text[at:start], new.replace("\n", newline)]
         at = end
-    changed = "".join([*parts, text[at:]])
-    try:
-        ast.parse(changed)
-    except (SyntaxError, ValueError):
-        return None
-    return changed
+    return "".join([*parts, text[at:]])
 
 
 def _lines(text: str) -> list[str]:

@@ -61,7 +61,6 @@ TABLE = Table(
     "memory_budget",
     "inplace",
     "recompute",
-    "offload",
     "fused_optimizer",
     "graphs",
     "early_values",

@@ -153,6 +153,6 @@ LEVER = Lever(
     code,
     apply=apply,
     live=True,
-    excludes=("offload", "recompute"),
+    excludes=("recompute",),
     page=__doc__,
 )

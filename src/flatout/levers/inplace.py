@@ -52,13 +52,13 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 def _activations(context: TrainingContext, roots: list[Any]) -> list[Any]:
     nn = context.torch.nn
     kinds = tuple(getattr(nn, name) for name in FROM_THEIR_OUTPUT)
-    found = {
+    activations = {
         id(m): m
         for root in roots
         for m in root.modules()
         if type(m) in kinds and not m.inplace and getattr(m, "negative_slope", 1) > 0
     }
-    return list(found.values())
+    return list(activations.values())
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
@@ -73,7 +73,7 @@ def _trying_first(context: TrainingContext, root: Module, activations: set[int],
 
     It sets ``inplace`` where it is sound.
     """
-    mine = [at for at, module in enumerate(root.modules()) if id(module) in activations]
+    mine = [position for position, module in enumerate(root.modules()) if id(module) in activations]
     state = {"tried": False}
 
     def wrapper(forward: Callable[..., Any]) -> Any:
@@ -81,8 +81,8 @@ def _trying_first(context: TrainingContext, root: Module, activations: set[int],
             if not state["tried"] and root.training and context.torch.is_grad_enabled():
                 state["tried"] = True
                 modules = list(root.modules())
-                for at in _sound(context, root, mine, args, kwargs):
-                    ledger.set(modules[at], "inplace", True)
+                for position in _sound(context, root, mine, args, kwargs):
+                    ledger.set(modules[position], "inplace", True)
             return forward(*args, **kwargs)
 
         return in_place
@@ -133,8 +133,8 @@ def _played(
         with torch.random.fork_rng(devices):
             device_copy = copy.deepcopy(root)
             modules = list(device_copy.modules())
-            for at in places:
-                modules[at].inplace = True
+            for position in places:
+                modules[position].inplace = True
             given = tree.tree_map(
                 lambda x: (
                     x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x

@@ -5,11 +5,9 @@ The root is "/" except in tests, which use the files of a container below anothe
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import re
-import site
 import sys
 import sysconfig
 import tempfile
@@ -165,23 +163,12 @@ def python() -> dict[str, object]:
         "executable": sys.executable,
         "machine": platform.machine(),
         "prefix": sys.prefix,
-        "base_prefix": sys.base_prefix,
-        "user_site": site.getusersitepackages(),
         "path": [p for p in sys.path if p],
         "free_threaded": bool(sysconfig.get_config_var("Py_GIL_DISABLED")),
         "libc": list(platform.libc_ver()),
         "root": os.geteuid() == 0,
-        "torch_requires": _requirements("torch"),
         "header": (Path(sysconfig.get_paths()["include"]) / HEADER).is_file(),
     }
-
-
-def _requirements(distribution: str) -> list[str] | None:
-    """Return the requirements of an installed distribution, as in its metadata."""
-    try:
-        return importlib.metadata.requires(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def packages(path: list[str]) -> list[list[str]]:

@@ -27,7 +27,7 @@ def headline(record: BatchRecord) -> str:
 
 def sentences(record: BatchRecord) -> list[str]:
     """Return the results as sentences: speed, knee, same effective batch, memory, noise, notes."""
-    found = (
+    results = (
         [f"flatout cannot change the batch size: {record.why_no_curve}"]
         if record.why_no_curve
         else _of_the_curve(record)
@@ -35,7 +35,7 @@ def sentences(record: BatchRecord) -> list[str]:
     return [
         formatting.sentence(each)
         for each in [
-            *found,
+            *results,
             noise_sentence(record.noise, record.own),
             *(f"note: {note}" for note in record.notes[:20]),
         ]
@@ -62,12 +62,12 @@ def _of_the_curve(record: BatchRecord) -> list[str]:
     against = (
         f": {_ratio(best.speed)} the samples/s of the program's own {own.size}" if best is not own else ""
     )
-    found = [f"{best.size} samples a batch are the {fastest}{against}"]
+    results = [f"{best.size} samples a batch are the {fastest}{against}"]
     tried = [point.size for point in record.points if point.speed is not None and point.fits]
     if record.enough is not None and len(tried) > 1:
         low, high = record.enough_low or record.enough, record.enough_high or record.enough
         between = f"95 %: {low} to {high}" if low != high else "in all measurements"
-        found.append(
+        results.append(
             f"above {record.knee} samples a batch, a larger size gives less than 5 % more samples/s ({between})"
             if record.knee
             else f"{max(tried)} samples a batch, the largest measured size that fits, still give at least 5 % more than the size before ({between})"
@@ -75,19 +75,19 @@ def _of_the_curve(record: BatchRecord) -> list[str]:
     if kept is not None and kept is not own and kept.kept_speed is not None and record.effective:
         parts = f"{formatting.figure(kept.kept_micro_batches)} micro-batches of {kept.size}"
         better = kept.kept_speed.low > 1.0 and kept.kept_speed.median >= LITTLE
-        found.append(
+        results.append(
             f"at the same effective batch of {record.effective}, {parts} would give {_ratio(kept.kept_speed)} the samples/s: computed from the "
             f"phases of a step at {kept.size}, not measured"
             if better
             else f"at the same effective batch of {record.effective}, no micro-batch is clearly faster than {own.size} (computed from measured phases)"
         )
     elif any(point.kept_speed is not None for point in record.points if point is not own):
-        found.append(
+        results.append(
             f"at the same effective batch of {record.effective}, {own.size} a batch is still the fastest (smaller sizes computed from measured phases)"
         )
-    found += _left_out(record)
+    results += _left_out(record)
     if record.again is not None:
-        found.append(
+        results.append(
             f"the own size measured again in other processes: {_ratio(record.again)}; differences within that are noise"
         )
     what = (
@@ -95,10 +95,10 @@ def _of_the_curve(record: BatchRecord) -> list[str]:
         if record.device == "cuda"
         else "the size of all tensors of one step, without Python, libraries and loader workers"
     )
-    found.append(
+    results.append(
         f"peak is {what}; the limit is {formatting.size(record.limit_bytes)} ({record.limit}), of which a tenth is kept free"
     )
-    return found
+    return results
 
 
 def _left_out(record: BatchRecord) -> list[str]:
@@ -159,7 +159,7 @@ def row(record: BatchRecord, point: BatchPoint) -> tuple[str, ...]:
         for word, size in (("own", record.own), ("fastest", record.best), ("enough", record.knee))
         if size == point.size
     ]
-    said = point.status if point.why else ", ".join(marks)
+    remark = point.status if point.why else ", ".join(marks)
     fast, as_fast = (
         "1" if ratio and point.size == record.own else _ratio(ratio) if ratio else ""
         for ratio in (speed, kept)
@@ -171,7 +171,7 @@ def row(record: BatchRecord, point: BatchPoint) -> tuple[str, ...]:
         fast,
         as_fast,
         formatting.size(point.peak_bytes) if point.peak_bytes else "",
-        said,
+        remark,
     )
 
 

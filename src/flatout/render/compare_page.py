@@ -23,7 +23,6 @@ from flatout.render.page import (
     PAGE,
     TERMINAL,
     Cell,
-    Figure,
     Page,
     Section,
     Table,
@@ -32,10 +31,7 @@ from flatout.render.page import (
     notes,
 )
 from flatout.render.phases import Side, phase_section
-from flatout.render.plot import Interval, Plot, intervals
-from flatout.render.svg import Scale, number_ticks
 from flatout.schema.compare import Change, CompareRecord, SideRecord
-from flatout.schema.records import CONFIDENCE
 
 Row = tuple[str, str, str, str]
 AGAINST_A_BASELINE = (
@@ -92,7 +88,7 @@ def _ends(change: Change) -> str:
 def rows(record: CompareRecord) -> list[Row]:
     """Return rows of name, A, B and change."""
     a, b = _sides(record)
-    found: list[Row] = [
+    table: list[Row] = [
         (
             f"time of a {_unit(record)}",
             milliseconds(a.step_ms),
@@ -117,7 +113,7 @@ def rows(record: CompareRecord) -> list[Row]:
             for name in _unlike_versions(a, b)
         ),
     ]
-    return [row for row in found if row[1:3] != (NOTHING, NOTHING)]
+    return [row for row in table if row[1:3] != (NOTHING, NOTHING)]
 
 
 def _unlike_versions(a: SideRecord, b: SideRecord) -> list[str]:
@@ -149,10 +145,6 @@ def compare_page(record: CompareRecord, added: Sequence[str] = ()) -> Page:
     change = record.step_time
     slower, faster = change is not None and change.low > 0, change is not None and change.high < 0
     phases = [_phases("A", a), _phases("B", b)]
-    rings = (
-        f"Change of the step time from A to B. Each ring is a pair of fresh processes ({several(len(record.pairs), 'pair')}); the full "
-        f"dot is their mean, the line its {CONFIDENCE:.0%} interval. Left of zero, B is faster."
-    )
     sections = [
         Section("", [Table((), [_label(name, side) for name, side in (("A", a), ("B", b))])]),
         Section(
@@ -172,9 +164,7 @@ def compare_page(record: CompareRecord, added: Sequence[str] = ()) -> Page:
                 )
             ],
         ),
-        Section(
-            "A and B", [Table(("", ">A", ">B", "change"), rows(record)), Figure(pairs_plot(record), rings)]
-        ),
+        Section("A and B", [Table(("", ">A", ">B", "change"), rows(record))]),
         phase_section("Where the time of a step goes", phases, _changes(record), BOTH),
         Section(
             "Losses",
@@ -219,25 +209,3 @@ def _loss_curves(a: SideRecord, b: SideRecord) -> tuple[list[list[float]], list[
     return [first[:n] for (first, _), n in zip(seeds, cut, strict=True)], [
         second[:n] for (_, second), n in zip(seeds, cut, strict=True)
     ]
-
-
-def pairs_plot(record: CompareRecord) -> Plot | None:
-    """Return a dot per pair of processes, and the mean with its interval below; None without pairs."""
-    change = record.step_time
-    values = [100 * value for value in map(drawable, record.pairs) if value is not None]
-    if change is None or not values:
-        return None
-    low, high = (
-        100 * end if drawable(end) is not None and abs(end) < WIDEST else None
-        for end in (change.low, change.high)
-    )
-    reach = max([*map(abs, values), *(abs(end) for end in (low, high) if end is not None), 1.0]) * 1.15
-    x = Scale(-reach, reach)
-    dots = [(value, f"pair {number}: {change_text(value / 100)}") for number, value in enumerate(values, 1)]
-    mean = _with_interval(change)
-    rows = [
-        Interval("pairs", 0.0, None, None, "dropped", dots),
-        Interval(f"mean {mean}", 100 * change.value, low, high, "total"),
-    ]
-    label = f"Change of the step time from A to B: {mean}; each dot is a pair of processes"
-    return intervals(label, rows, x, number_ticks(x, unit=" %"), 0.0)

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 from flatout.render import formatting
 from flatout.render.formatting import size
-from flatout.render.page import Cell, Figure, Items, Page, Section, Table, dateline, notes
-from flatout.render.plot import Plot
-from flatout.render.profile_charts import memory_colour
-from flatout.render.svg import Scale, byte_ticks
+from flatout.render.page import Cell, Items, Page, Section, Table, dateline, notes
 from flatout.schema.memory_forecast import FORECAST_KINDS, MemoryForecast, MemoryPoint
 
 MODULES_SHOWN = 8
 PEAK = "peak of the tensors in a step"
-BAR = 0.28  # half of the width of a bar, as a share of its slot
-COLOURS = {"held by the program": "c7", "temporary": "c6"}
 
 
 def memory_page(record: MemoryForecast) -> Page:
     own = record.own_point()
     shown = [point for point in record.points if not point.why_not]
     kinds = [kind for kind in FORECAST_KINDS if any(point.kinds.get(kind, 0) > 0 for point in record.points)]
-    names = [Cell(PEAK, kind="strong"), Cell("measured"), *(Cell(kind, kind=colour(kind)) for kind in kinds)]
+    names = [Cell(PEAK, kind="strong"), Cell("measured"), *map(Cell, kinds)]
     columns = [_cells(point, kinds) for point in shown]
     table = Table(
         ("samples a batch", *(f">{_named(point, record)}" for point in shown)),
@@ -34,8 +29,6 @@ def memory_page(record: MemoryForecast) -> Page:
         for point in record.points
         if point.why_not
     ]
-    caption = "Predicted from the shapes of the program's own operators. A diamond is the peak of real steps."
-    chart = Figure(memory_plot(record), caption, [(colour(kind), kind) for kind in kinds])
     activations = Table(
         ("module", ">amount"), [(name, size(amount)) for name, amount in modules[:MODULES_SHOWN]]
     )
@@ -44,7 +37,7 @@ def memory_page(record: MemoryForecast) -> Page:
         headline(record),
         "memory.json",
         [
-            Section("Peak of the tensors in a step, by batch size", [chart, table, Items(failures)]),
+            Section("Peak of the tensors in a step, by batch size", [table, Items(failures)]),
             Section("Activations by module", [activations]),
             notes(map(formatting.sentence, record.notes)),
         ],
@@ -98,10 +91,6 @@ def verdict(point: MemoryPoint) -> str:
     )
 
 
-def colour(kind: str) -> str:
-    return COLOURS.get(kind) or memory_colour(kind)
-
-
 def _cells(point: MemoryPoint, kinds: list[str]) -> list[str]:
     error = f" ({round(point.error, 3) + 0.0:+.1%})" if point.error is not None else ""
     return [
@@ -116,33 +105,3 @@ def _named(point: MemoryPoint, record: MemoryForecast) -> str:
         return "its own"
     mark = {record.largest: " (fits)", record.own: " (its own)"}.get(point.batch_size, "")
     return formatting.count(point.batch_size) + mark
-
-
-def memory_plot(record: MemoryForecast) -> Plot | None:
-    """Return a stacked bar per batch size. None without predictions."""
-    points = [point for point in record.points if formatting.drawable(point.peak_bytes)]
-    if not points:
-        return None
-    highest = max(max(point.peak_bytes or 0, point.measured_bytes or 0) for point in points)
-    limit = (
-        record.limit_bytes if record.limit_bytes is not None and record.limit_bytes <= 3 * highest else None
-    )
-    x, y = Scale(-0.5, len(points) - 0.5), Scale(0.0, 1.08 * max(highest, limit or 0))
-    names = [(float(at), _named(point, record)) for at, point in enumerate(points)]
-    label = "Peak memory of a step against batch size: " + "; ".join(
-        f"{name} {size(point.peak_bytes)}" for (_, name), point in zip(names, points, strict=True)
-    )
-    plot = Plot(label, x, y, names, byte_ticks(y), axis="samples a batch")
-    for at, point in enumerate(points):
-        below = 0
-        for kind in FORECAST_KINDS:
-            if (amount := point.kinds.get(kind, 0)) > 0:
-                tip = f"{kind}: {size(amount)}"
-                plot.bar(at - BAR, at + BAR, below, below + amount, f"bar {colour(kind)}", tip)
-                below += amount
-        if point.measured_bytes:
-            tip = f"measured: {size(point.measured_bytes)}"
-            plot.dot(at, point.measured_bytes, "total", tip, shape="diamond")
-    if limit is not None:
-        plot.rule(y=limit, kind="limit", text=f"limit {size(limit)}")
-    return plot

@@ -17,7 +17,7 @@ from flatout.render.svg import Scale, Ticks, element, percent
 
 HEIGHT = 300
 UNITS = 1000  # SVG paths cannot use percentages: they lie in a box of this size, which is stretched
-SHAPES = {"diamond": "M-8 0L0 -8L8 0L0 8Z", "cross": "M-5-5L5 5M-5 5L5-5"}
+DIAMOND = "M-8 0L0 -8L8 0L0 8Z"
 LETTER = 7.2  # pixels, mean width of a letter of the labels
 NARROW = 320  # pixels, width of a plot on a phone
 ROW, BAR, LINE = 62, 32, 46  # pixels: a bar with its name, a bar, a row of intervals
@@ -133,13 +133,12 @@ class Plot:
         kind: str,
         tip: str = "",
         r: float = 5.0,
-        shape: str = "",
+        diamond: bool = False,
         low: float | None = None,
         high: float | None = None,
         upright: bool = True,
-        text: str = "",
     ) -> None:
-        """Draw a point with its interval, which is ``upright`` or lies. ``shape`` is a key of SHAPES."""
+        """Draw a point with its interval, which is ``upright`` or lies."""
         across, down = percent(self.x(x)), percent(1 - self.y(y))
         if low is not None and high is not None:
             scale = self.y if upright else self.x
@@ -150,13 +149,11 @@ class Plot:
                 else {"x1": first, "x2": second, "y1": down, "y2": down}
             )
             self._add("line", class_=f"whisker {kind}", **ends)
-        if shape:
-            mark = element("path", *_tip(tip), d=SHAPES[shape], class_=f"dot {kind}")
+        if diamond:
+            mark = element("path", *_tip(tip), d=DIAMOND, class_=f"dot {kind}")
             self._add("svg", "", mark, x=across, y=down, width=1, height=1, overflow="visible")
         else:
             self._add("circle", tip, cx=across, cy=down, r=r, class_=f"dot {kind}")
-        if text:
-            self.text(x, y, text, dx=r + 4, dy=4)
 
     def markup(self) -> Markup:
         """Return the chart with its axes, as a grid of HTML."""
@@ -221,13 +218,13 @@ class Part:
     tip: str
 
 
-def bars(label: str, rows: Sequence[tuple[str, Sequence[Part]]], whole: float | None = None) -> Plot | None:
-    """Return stacked bars on one scale, each below its name. None if there is nothing to draw.
+def bars(label: str, rows: Sequence[tuple[str, Sequence[Part]]]) -> Plot | None:
+    """Return stacked bars on one scale, each below its name; the longest fills the width. None if there is nothing to draw.
 
-    ``whole`` fills the width; by default, the longest bar does. A dotted line shows what a bar lacks of it.
+    A dotted line shows what a bar lacks of it.
     """
     totals = [sum(part.value for part in parts) for _, parts in rows]
-    whole = whole or max(totals, default=0.0)
+    whole = max(totals, default=0.0)
     if whole <= 0:
         return None
     named = any(name for name, _ in rows)
@@ -251,14 +248,13 @@ def bars(label: str, rows: Sequence[tuple[str, Sequence[Part]]], whole: float | 
 
 @dataclass(frozen=True)
 class Interval:
-    """A row of `intervals`. ``dots`` are drawn in place of ``value``, if there are some."""
+    """A row of `intervals`."""
 
     text: str
     value: float
     low: float | None
     high: float | None
     kind: str  # kept, dropped or total
-    dots: Sequence[tuple[float, str]] = ()  # value and tooltip
 
 
 def intervals(
@@ -280,9 +276,6 @@ def intervals(
     for number, row in enumerate(rows, 1):
         foot = LINE * (len(rows) - number) + 12
         plot.text(x.low, foot + 17, row.text)
-        for value, tip in row.dots:
-            plot.dot(value, foot, row.kind, tip, r=4.5)
-        if not row.dots:
-            shape = "diamond" if row.kind == "total" else ""
-            plot.dot(row.value, foot, row.kind, row.text, 5.5, shape, row.low, row.high, upright=False)
+        total = row.kind == "total"
+        plot.dot(row.value, foot, row.kind, row.text, 5.5, total, row.low, row.high, upright=False)
     return plot

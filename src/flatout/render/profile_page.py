@@ -22,7 +22,6 @@ from flatout.render.formatting import (
 )
 from flatout.render.page import (
     PAGE,
-    TERMINAL,
     Cell,
     Code,
     Figure,
@@ -63,7 +62,7 @@ def profile_page(profile: ProfileRecord) -> Page:
     sections = [
         _findings(profile),
         _step(profile),
-        *_beside(profile),
+        _beside(profile),
         _what_ifs(profile),
         _operations(profile),
         _synchronisations(profile),
@@ -215,13 +214,30 @@ def _operators(profile: ProfileRecord) -> str:
     return f"{profile.operators_a_step:.0f}{mean}"
 
 
-def _beside(profile: ProfileRecord) -> list[Section]:
-    rows = [(name, words) for name, _, words in profile_charts.parallel_work(profile)]
-    caption = "On the scale of the mean step. This work overlaps with the phases above, and with itself."
-    return [
-        Section("Beside the step", [Figure(profile_charts.parallel_plot(profile), caption)], PAGE),
-        Section("Beside the step", [Table((), rows)], TERMINAL),
-    ]
+def _beside(profile: ProfileRecord) -> Section:
+    note = "This work overlaps with the phases above, and with itself."
+    return Section("Beside the step", [Table((), list(_parallel_work(profile))), Words(note, "note")])
+
+
+def _parallel_work(profile: ProfileRecord) -> Iterator[tuple[str, str]]:
+    """Yield the work that overlaps with the phases: its name and a sentence."""
+    for loader in profile.loaders:
+        if loader.workers and loader.fetch_ms and drawable(loader.fetch_ms):
+            ms = loader.fetch_ms / loader.workers
+            hidden = max(0.0, ms - loader.wait_ms)
+            yield (
+                several(loader.workers, "loader worker"),
+                f"{milliseconds(ms)} a step; a batch takes {milliseconds(loader.fetch_ms)}; "
+                f"{milliseconds(loader.wait_ms)} waited for, {milliseconds(hidden)} hidden",
+            )
+    device = {kind: ms for kind, ms in profile.device_ms.items() if ms > 0 and drawable(ms)}
+    busy = profile.step_ms - profile.idle_ms if profile.step_ms and profile.idle_ms is not None else None
+    overlap = max(0.0, sum(device.values()) - busy) if busy is not None else 0.0
+    for kind, ms in device.items():
+        overlapping = (
+            f"; {milliseconds(overlap)} on the device overlap" if overlap and kind == "computing" else ""
+        )
+        yield f"device, {kind}", f"{milliseconds(ms)} a step{overlapping}"
 
 
 def _what_ifs(profile: ProfileRecord) -> Section:
@@ -244,15 +260,11 @@ def _what_ifs(profile: ProfileRecord) -> Section:
 
 
 def _operations(profile: ProfileRecord) -> Section:
-    roof = profile_charts.roofline(profile)
-    chart, dots = roof or (None, [])
-    others = sorted(
-        (o for o in profile.operations if all(o is not dot for dot in dots)), key=lambda o: -o.share
-    )
+    operations = sorted(profile.operations, key=lambda operation: -operation.share)[:MAX_OPERATIONS]
     rows = [
         (
             Cell(
-                f"{number}. {operation.name.removeprefix('aten::')}",
+                operation.name.removeprefix("aten::"),
                 " ".join([*operation.dtypes[:2], *operation.shapes[:2]]),
             ),
             f"{100 * operation.share:.0f} %",
@@ -264,16 +276,17 @@ def _operations(profile: ProfileRecord) -> Section:
             ),
             place_of(operation.place, profile.cwd),
         )
-        for number, operation in enumerate([*dots, *others][:MAX_OPERATIONS], 1)
+        for operation in operations
     ]
     columns = ("operation", ">share", ">ms", ">calls", "limit", "line")
-    return Section("Operations", [chart, Table(columns, rows)])
+    return Section("Operations", [Table(columns, rows)])
 
 
 def _limit(operation: Operation) -> str:
     if operation.limit in ("", "unknown"):
         return ""
-    return operation.limit + profile_charts.reached(operation)
+    share = operation.roofline
+    return operation.limit + (f", {100 * share:.0f} % of the possible speed" if share is not None else "")
 
 
 def _synchronisations(profile: ProfileRecord) -> Section:
@@ -355,7 +368,6 @@ def _memory(memory: MemorySeen, cwd: str) -> Section:
         "Memory",
         [
             Words(sentence(", ".join(text))),
-            profile_charts.peak_figure(memory),
             Figure(
                 profile_charts.memory_plot(memory), "Memory over one step, stacked in the order of its kinds."
             ),

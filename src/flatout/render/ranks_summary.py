@@ -14,9 +14,8 @@ from flatout.render.formatting import (
     size,
     times,
 )
-from flatout.render.page import Figure, PagePart, Section, Table, Words
-from flatout.render.plot import Part, bars
-from flatout.schema.session import RankPace, RanksRecord
+from flatout.render.page import PagePart, Section, Table, Words
+from flatout.schema.session import RanksRecord
 
 MOST_RANKS = 32  # shown; the rest is in session.json
 MORE_THAN_ALL = 1.1  # a share of ideal scaling above this is implausible
@@ -34,20 +33,10 @@ def ranks_section(ranks: RanksRecord | None) -> list[Section]:
         (name, *map(milliseconds, (pace.data_ms, pace.compute_ms, pace.exchange_ms)), figure(pace.samples))
         for name, pace in zip(names, paces, strict=True)
     ]
-    chart = bars(
-        "A step of each rank", [(name, _parts(pace)) for name, pace in zip(names, paces, strict=True)]
-    )
-    caption = "A step of each rank (medians). The exchange is the part that the backward pass did not hide; in it, all ranks wait for the slowest."
-    parts: list[PagePart] = [Words(speed_sentence(ranks), "verdict"), Figure(chart, caption)]
-    parts += [Table(COLUMNS, rows), *map(Words, remarks(ranks))]
+    note = "Medians. The exchange is the part that the backward pass did not hide; in it, all ranks wait for the slowest."
+    parts: list[PagePart] = [Words(speed_sentence(ranks), "verdict")]
+    parts += [Table(COLUMNS, rows), Words(note if rows else "", "note"), *map(Words, remarks(ranks))]
     return [Section("Ranks compared with one process", parts)]
-
-
-def _parts(pace: RankPace) -> list[Part]:
-    known = (("data", pace.data_ms), ("compute", pace.compute_ms), ("exchange", pace.exchange_ms))
-    return [
-        Part(name, max(0.0, drawable(ms) or 0.0), name, f"{name}: {milliseconds(ms)}") for name, ms in known
-    ]
 
 
 def speed_sentence(ranks: RanksRecord) -> str:

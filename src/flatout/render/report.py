@@ -23,7 +23,7 @@ from flatout.render.page import (
 from flatout.render.phases import Side, differences, phase_section
 from flatout.render.plot import Interval, Plot, intervals
 from flatout.render.ranks_summary import ranks_section
-from flatout.render.svg import byte_ticks, number_ticks, ratio_scale, ratio_ticks, with_room
+from flatout.render.svg import ratio_scale, ratio_ticks
 from flatout.schema.enums import Status
 from flatout.schema.records import CONFIDENCE
 from flatout.schema.session import LeverRecord, ProgramFigures, SessionOutcome, SessionRecord
@@ -145,39 +145,14 @@ def _phases(session: SessionRecord) -> Section:
 
 def _frontier(session: SessionRecord) -> Section:
     rows = []
-    for number, point in enumerate(summary.frontier(session), 1):
+    for point in summary.frontier(session):
         time, low, high = summary.relative_time(point)
         inside = f" ({formatting.interval(low, high)})" if low is not None and high is not None else ""
         became = "chosen" if point.chosen else "fits" if point.fits else "does not fit"
-        rows.append((f"{number}. {point.plan}", size(point.peak_bytes), times(time) + inside, became))
+        rows.append((point.plan, size(point.peak_bytes), times(time) + inside, became))
     limit = f", of {size(session.memory_limit_bytes)}" if session.memory_limit_bytes else ""
     columns = ("plan", f">peak of the tensors in a step{limit}", "time of a step", "outcome")
-    caption = (
-        "Each dot is a plan: further left takes less memory, further down is faster. A diamond is the chosen plan, a full dot fits, a "
-        "hollow one does not. The numbers refer to the table."
-    )
-    return Section("Time against memory", [Figure(frontier_plot(session), caption), Table(columns, rows)])
-
-
-def frontier_plot(session: SessionRecord) -> Plot | None:
-    """Return time of a step against the peak of its tensors. None with fewer than two points."""
-    points = summary.frontier(session)
-    if len(points) < 2:
-        return None
-    limit = drawable(session.memory_limit_bytes)
-    x = with_room([*(float(point.peak_bytes or 0) for point in points), *([limit] if limit else [])])
-    y = with_room([end for point in points for end in summary.relative_time(point) if end is not None])
-    label = "Time of a step against the peak of its tensors"
-    plot = Plot(label, x, y, byte_ticks(x), number_ticks(y, unit="x"), axis="peak of the tensors in a step")
-    if limit:
-        plot.rule(x=limit, kind="limit", text=f"limit {size(limit)}")
-    for number, point in enumerate(points, 1):
-        time, low, high = summary.relative_time(point)
-        kind = "total" if point.chosen else "kept" if point.fits else "dropped"
-        tip = f"{number}: {point.plan}: {size(point.peak_bytes)}, time {times(time)}"
-        shape = "diamond" if point.chosen else ""
-        plot.dot(point.peak_bytes or 0, time, kind, tip, 5.5, shape, low, high, text=str(number))
-    return plot
+    return Section("Time against memory", [Table(columns, rows)])
 
 
 def _levers(session: SessionRecord) -> list[Section]:
@@ -327,19 +302,6 @@ def _closing(session: SessionRecord) -> Section:
 
 
 def _comparisons(session: SessionRecord) -> Section:
-    rows = [
-        (
-            Cell(comparison.plan, kind="code"),
-            Cell(comparison.against, kind="code"),
-            HOW.get(comparison.how, comparison.how) + (f", on {comparison.host}" if comparison.host else ""),
-            summary.with_interval(comparison.ratio, comparison.low, comparison.high, comparison.n)
-            if drawable(comparison.ratio) is not None
-            else NOTHING,
-            formatting.duration(comparison.seconds) if drawable(comparison.seconds) else NOTHING,
-            comparison.note,
-        )
-        for comparison in session.comparisons
-    ]
     effects = ", ".join(effect.replace("_", " ") for effect in session.effects)
     how = (
         "No ratio here compares one run with a later one: the speed of a computer varies. Levers were switched block by block in one program, "
@@ -350,8 +312,7 @@ def _comparisons(session: SessionRecord) -> Section:
         "How it was measured",
         [
             Words(how),
-            Words(f"{summary.effort(session)}, in the order in which they ran."),
-            Table(("plan", "against", "how", "ratio", ">took", "note"), rows),
+            Words(f"{summary.effort(session)}; session.json has each of them."),
         ],
         PAGE,
     )

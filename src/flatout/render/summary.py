@@ -168,7 +168,7 @@ def named_sentence(named: NamedRecord) -> str:
     """Return the speed of a plan selected by name, and its final loss next to the plain one."""
     if named.ratio is None or drawable(named.ratio.median) is None:
         return sentence(f"not measured: {named.why_not}")
-    said = f"{with_interval(named.ratio.median, named.ratio.low, named.ratio.high, named.ratio.n)} as fast"
+    speed = f"{with_interval(named.ratio.median, named.ratio.low, named.ratio.high, named.ratio.n)} as fast"
     steps = min(len(named.plain_losses), len(named.losses))
     last = max(1, round(LAST * steps))
     ends = [
@@ -176,9 +176,9 @@ def named_sentence(named: NamedRecord) -> str:
         for losses in (named.losses, named.plain_losses)
     ]
     if not all(ends):
-        return sentence(said)
+        return sentence(speed)
     own, plain = (figure(sum(end) / len(end)) for end in ends)
-    return f"{said}; after {several(steps, 'loss')} its loss is {own}, the plain program's is {plain} (mean of the last {count(last)})."
+    return f"{speed}; after {several(steps, 'loss')} its loss is {own}, the plain program's is {plain} (mean of the last {count(last)})."
 
 
 def guard_sentence(guard: GuardRecord) -> str:

@@ -85,13 +85,6 @@ def ratio_scale(ratios: Sequence[float]) -> Scale:
     return Scale(low / margin, high * margin, logarithmic=True)
 
 
-def decades(values: Sequence[float]) -> Scale:
-    """Return a logarithmic scale over whole powers of ten, so wide that no dot is cut at an edge."""
-    low = 10 ** math.floor(math.log10(min(values) / 1.6))
-    high = 10 ** math.ceil(math.log10(max(values) * 1.6))
-    return Scale(low, high if high > low else 10 * low, logarithmic=True)
-
-
 # fmt: off
 _RATIOS = (1, 2, 0.5, 1.5, 0.75, 1.25, 1.1, 0.9, 4, 0.25, 10, 0.1, 100, 0.01, 3, 1.05, 0.95, 6, 20, 50, 1.02, 0.98)
 # fmt: on

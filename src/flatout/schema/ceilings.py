@@ -1,6 +1,6 @@
 """Measured performance ceilings of a machine, the basis of rooflines.
 
-The suffix of a name gives its unit: per second (FLOPs, bytes) or seconds. An unavailable figure has no value
+The suffix of a name gives its unit: FLOPs or bytes per second. An unavailable figure has no value
 and a note that says why.
 """
 
@@ -21,11 +21,8 @@ MATMUL_DTYPES = ("float32", "tf32", "bfloat16", "float16", "float64")
 class Ceiling(Record):
     """One measured ceiling.
 
-    ``value`` is the best of ``n`` repetitions for a rate and their median for a time. ``low`` and ``high``
-    are the quartiles. ``value`` is None if the benchmark did not run; ``note`` says why.
-
-    ``device`` is "cpu" or "cuda". ``note`` also holds conditions: sizes, threads, whether the page cache was
-    bypassed.
+    ``value`` is the best of ``n`` repetitions, ``low`` and ``high`` are the quartiles. ``value`` is None if the
+    benchmark did not run; ``note`` says why, or the sizes. ``device`` is "cpu" or "cuda".
     """
 
     name: str
@@ -49,15 +46,9 @@ class CeilingsRecord(Record):
     ceilings: list[Ceiling] = field(default_factory=list)
 
     def values(self, device: str) -> dict[str, float]:
-        """Return the figures of a device by name.
-
-        Host figures (disk, loader, all-reduce) are included for every device. If both have a name, the device
-        wins.
-        """
-        found: dict[str, float] = {}
-        for each in sorted(self.ceilings, key=lambda c: c.device == device):
-            if each.value is not None and (
-                each.device == device or not each.name.startswith(("matmul_", "memory_"))
-            ):
-                found[each.name] = each.value
-        return found
+        """Return the figures of a device by name."""
+        return {
+            ceiling.name: ceiling.value
+            for ceiling in self.ceilings
+            if ceiling.device == device and ceiling.value is not None
+        }

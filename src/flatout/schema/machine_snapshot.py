@@ -141,7 +141,6 @@ _STAGES: dict[str, dict[str, Any]] = {
     "libraries": {"loaded": [str]},
     "cuda": {
         "available": bool,
-        "archs": [str],
         "computes": bool,
         "devices": [{"name": str, "capability": [int], "memory_bytes": int}],
     },
@@ -163,14 +162,11 @@ SHAPE: dict[str, Any] = {
         "executable": str,
         "machine": str,
         "prefix": str,
-        "base_prefix": str,
-        "user_site": str,
         "path": [str],
         "free_threaded": bool,
         "libc": [str],
         "header": bool,
         "root": bool,
-        "torch_requires": [str],
     },
     "torch": {name: {**stage, "raised": str, "warnings": [str]} for name, stage in _STAGES.items()},
     "runs": {

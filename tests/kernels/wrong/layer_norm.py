@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from flatout.kernels import load
-from flatout.kernels.layer_norm.reference import layer_norm as reference
 
 
 def eps_outside_the_root(h: Tensor, eps: float) -> Tensor:
@@ -44,27 +43,18 @@ def no_gradient_through_the_variance(h: Tensor, eps: float) -> Tensor:
     return centred / torch.sqrt(centred.square().mean(-1, keepdim=True).detach() + eps)
 
 
-def residual_forgotten_in_the_gradient(
-    x: Tensor, residual: Tensor | None = None, **more: Any
-) -> Tensor | tuple[Tensor, Tensor]:
-    return reference(x, residual=None if residual is None else residual.detach(), **more)
-
-
 def _whole(normalised: Callable[[Tensor, float], Tensor]) -> Callable[..., Any]:
-    """The operation around a wrong normalisation of ``x + residual``."""
+    """The operation around a wrong normalisation."""
 
     def variant(
         x: Tensor,
         weight: Tensor | None = None,
         bias: Tensor | None = None,
         eps: float = 1e-5,
-        residual: Tensor | None = None,
-    ) -> Any:
-        h = x if residual is None else x + residual
-        y = normalised(h, eps)
+    ) -> Tensor:
+        y = normalised(x, eps)
         y = y if weight is None else y * weight
-        y = y if bias is None else y + bias
-        return y if residual is None else (y, h)
+        return y if bias is None else y + bias
 
     return variant
 
@@ -78,5 +68,5 @@ WRONG = {
         statistics_in_half,
         no_gradient_through_the_variance,
     )
-} | {"residual_forgotten_in_the_gradient": residual_forgotten_in_the_gradient}
+}
 KERNEL = replace(load("layer_norm"), wrong=WRONG)

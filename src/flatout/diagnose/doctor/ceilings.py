@@ -1,14 +1,10 @@
-"""Measures the ceilings of this machine in child processes.
-
-The children run one after another, so that the figures do not disturb each other.
-"""
+"""Measures the ceilings of this machine in a child process."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from flatout import __version__
@@ -16,18 +12,17 @@ from flatout.job.folder import json_lines
 from flatout.job.temporary import temporary_folder
 from flatout.launch.timed_commands import TimedCommand
 from flatout.measure.ceilings import machine_key
-from flatout.measure.clock import seconds, today
+from flatout.measure.clock import today
 from flatout.schema.ceilings import Ceiling, CeilingsRecord
 from flatout.schema.errors import NothingMeasured
 from flatout.schema.facts import Facts
 from flatout.schema.machine_snapshot import CommandResult
 
 LIMIT_S = 240.0
-REDUCING_LIMIT_S = 60.0
 PYTHON = (sys.executable, "-P", "-m")
 
 
-def measure(facts: Facts, folder: Path, tell: Callable[[str], None]) -> CeilingsRecord:
+def measure(facts: Facts, tell: Callable[[str], None]) -> CeilingsRecord:
     """Measures all ceilings; ``tell`` receives progress. Raises NothingMeasured if torch does not start."""
     record = CeilingsRecord(
         key=machine_key(facts), created=today(), flatout=__version__, machine=_machine(facts)
@@ -36,10 +31,8 @@ def measure(facts: Facts, folder: Path, tell: Callable[[str], None]) -> Ceilings
     environment = {**os.environ, "OMP_NUM_THREADS": str(facts.cores), "MKL_NUM_THREADS": str(facts.cores)}
     with temporary_folder("bench") as place:
         out = place / "figures.jsonl"
-        tell("matrix products, memory, copies, disk, loader")
-        run = TimedCommand([*PYTHON, "flatout.measure.bench", str(out), str(folder)], environment).answer(
-            LIMIT_S
-        )
+        tell("matrix products and memory")
+        run = TimedCommand([*PYTHON, "flatout.measure.bench", str(out)], environment).answer(LIMIT_S)
         for line in json_lines(out):
             if isinstance(line.get("ceiling"), dict):
                 record.ceilings.append(Ceiling.from_json(line["ceiling"]))
@@ -51,27 +44,7 @@ def measure(facts: Facts, folder: Path, tell: Callable[[str], None]) -> Ceilings
             )
         if run.timed_out or run.code:
             tell(f"some ceilings were not measured: {_why(run)}")
-        tell("all-reduce between two processes")
-        record.ceilings.append(_all_reduce(place, environment))
     return record
-
-
-def _all_reduce(place: Path, environment: dict[str, str]) -> Ceiling:
-    out, rendezvous, until = place / "reduced.json", place / "rendezvous", seconds() + REDUCING_LIMIT_S
-    ranks = [
-        TimedCommand(
-            [*PYTHON, "flatout.measure.all_reduce_bench", str(rank), str(rendezvous), str(out)], environment
-        )
-        for rank in range(2)
-    ]
-    runs = [rank.answer(max(until - seconds(), 1.0)) for rank in ranks]
-    for found in json_lines(out):
-        return Ceiling.from_json(found)
-    return Ceiling(
-        "all_reduce_bytes_per_s",
-        "cpu",
-        note=f"not run: {_why(next((run for run in runs if run.code), runs[0]))}",
-    )
 
 
 def _machine(facts: Facts) -> dict[str, Any]:

@@ -67,12 +67,19 @@ class MachineCheck:
 
     def answer(self, snapshot: MachineSnapshot) -> CheckResult:
         missing = [need for need in self.needs if not has(snapshot, need)]
-        found = not_seen(f"{_listed(missing)} could not be read") if missing else self.ask(snapshot)
-        fix = found.fix.replace("sudo ", "") if snapshot.python.get("root") is True else found.fix
-        wrong = found.verdict not in (Verdict.OK, Verdict.UNSEEN)
+        outcome = not_seen(f"{_listed(missing)} could not be read") if missing else self.ask(snapshot)
+        fix = outcome.fix.replace("sudo ", "") if snapshot.python.get("root") is True else outcome.fix
+        wrong = outcome.verdict not in (Verdict.OK, Verdict.UNSEEN)
         why = " ".join(self.section("Why it matters").split()) if wrong else ""
         return CheckResult(
-            self.code, self.name, self.theme, found.verdict.value, found.seen, why, fix, list(found.evidence)
+            self.code,
+            self.name,
+            self.theme,
+            outcome.verdict.value,
+            outcome.seen,
+            why,
+            fix,
+            list(outcome.evidence),
         )
 
 
@@ -126,8 +133,8 @@ def _listed(needs: Sequence[str]) -> str:
 
 def version(text: object) -> tuple[int, ...] | None:
     """``(2, 14, 1)`` for "2.14.1+cu130"; None if the text does not begin with a number."""
-    found = re.match(r"\s*v?(\d+(?:\.\d+)*)", text if isinstance(text, str) else "")
-    return tuple(int(part) for part in found[1].split(".")) if found else None
+    match = re.match(r"\s*v?(\d+(?:\.\d+)*)", text if isinstance(text, str) else "")
+    return tuple(int(part) for part in match[1].split(".")) if match else None
 
 
 def dotted(numbers: Sequence[int]) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-from flatout.diagnose.doctor.architectures import THEME, architectures
 from flatout.diagnose.doctor.check import (
     CheckOutcome,
     dotted,
@@ -20,8 +19,10 @@ from flatout.diagnose.doctor.nvidia_smi import driver_version, gpu_is_here, list
 from flatout.diagnose.doctor.packages import contained, newer_driver
 from flatout.diagnose.doctor.torch_build import build_of, cuda_build
 from flatout.diagnose.doctor.versions import versions
+from flatout.diagnose.explain import explain_text
 from flatout.schema.machine_snapshot import CommandResult, MachineSnapshot, Verdict
 
+THEME = "driver"
 # Failures of nvidia-smi: the pattern of its message, the meaning, the command.
 FAILURES = {
     "Driver/library version mismatch": (
@@ -65,11 +66,11 @@ def driver(snapshot: MachineSnapshot) -> CheckOutcome:
     run, seen, here = snapshot.runs["nvidia-smi"], listing(snapshot), gpu_is_here(snapshot)
     if seen is not None and seen.boards:
         names = [board.name for board in seen.boards]
-        said = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+        boards = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
         return (
-            ok(f"driver {seen.driver or 'of unknown version'}, {said}")
+            ok(f"driver {seen.driver or 'of unknown version'}, {boards}")
             if seen.driver
-            else not_seen(f"{said}; the driver's version is not reported")
+            else not_seen(f"{boards}; the driver's version is not reported")
         )
     if run.timed_out:
         return problem(
@@ -92,8 +93,8 @@ def driver(snapshot: MachineSnapshot) -> CheckOutcome:
             return not_seen("there is no nvidia-smi, and the PCI bus could not be read")
         return note("no NVIDIA GPU: training runs on the processor")
     for pattern, (meaning, fix) in FAILURES.items():
-        if found := re.search(pattern, run.said):
-            return problem(f"nvidia-smi: {found[0]}: {meaning}", fix, _tail(run))
+        if match := re.search(pattern, run.said):
+            return problem(f"nvidia-smi: {match[0]}: {meaning}", fix, _tail(run))
     if run.code not in (0, None):
         return problem(f"nvidia-smi exited with code {run.code}", "nvidia-smi", _tail(run))
     return not_seen("nvidia-smi answered in an unknown format")
@@ -131,17 +132,17 @@ def driver_for_cuda(snapshot: MachineSnapshot) -> CheckOutcome:
         return _too_old(snapshot, str(number), here, str(build["version"]), str(cuda), least)
     seen = listing(snapshot)
     supports = version(seen.cuda) if seen else None
-    said = f"driver {number}, CUDA {cuda} needs {dotted(least)} or newer"
+    requirement = f"driver {number}, CUDA {cuda} needs {dotted(least)} or newer"
     if here < least:
         return ok(
             f"driver {number} and a forward compatibility package: torch reaches the GPU with CUDA {cuda}"
         )
     if supports and supports < (version(cuda) or ()):
         return note(
-            f"{said}; it supports CUDA {seen.cuda if seen else ''}, so it cannot use PTX code for later GPUs",
+            f"{requirement}; it supports CUDA {seen.cuda if seen else ''}, so it cannot use PTX code for later GPUs",
             "nvidia-smi",
         )
-    return ok(said)
+    return ok(requirement)
 
 
 def _too_old(
@@ -155,14 +156,14 @@ def _too_old(
     table = versions()
     release = table.release(torch)
     fitting = table.build_for_driver(release, here) if release else None
-    said = f"driver {number} is too old for CUDA {cuda}, which torch {torch} was built with: it needs {dotted(least)} or newer"
+    why = f"driver {number} is too old for CUDA {cuda}, which torch {torch} was built with: it needs {dotted(least)} or newer"
     if fitting:
         return problem(
-            f"{said}. A build of the same torch for CUDA {fitting.cuda} works with this driver",
+            f"{why}. A build of the same torch for CUDA {fitting.cuda} works with this driver",
             table.install(torch, fitting.tag),
         )
     return problem(
-        f"{said}. No build of this torch in flatout's version table supports it", newer_driver(snapshot)
+        f"{why}. No build of this torch in flatout's version table supports it", newer_driver(snapshot)
     )
 
 
@@ -222,18 +223,20 @@ def torch_computes(snapshot: MachineSnapshot) -> CheckOutcome:
         cause.
     """
     seen, here = snapshot.torch["cuda"], gpu_is_here(snapshot)
-    said = [str(words).splitlines()[0] for words in seen.get("warnings") or () if words]
+    warnings = [str(words).splitlines()[0] for words in seen.get("warnings") or () if words]
     if build_of(snapshot) is None and seen.get("raised"):
         return not_seen("the imported module is not torch")
     if seen.get("raised"):
-        return problem(f"using the GPU raised {seen['raised']}", "nvidia-smi", said)
+        for explanation in explain_text(str(seen["raised"])):
+            return problem(explanation.finding.said, _command(explanation.finding.fix), warnings)
+        return problem(f"using the GPU raised {seen['raised']}", "nvidia-smi", warnings)
     if seen.get("computes") is True:
         return ok(f"{len(seen.get('devices') or ())} GPU(s) reached, and a test sum on the first is correct")
     if seen.get("available") is True:
         return problem(
             "torch sees the GPU, but a test computation was wrong or did not finish",
             "compute-sanitizer python train.py",
-            said,
+            warnings,
         )
     if seen.get("available") is not False:
         return not_seen("whether torch reaches a GPU was not recorded")
@@ -242,20 +245,24 @@ def torch_computes(snapshot: MachineSnapshot) -> CheckOutcome:
     if not here:
         return ok("torch trains on the processor: there is no GPU")
     for cause in (cuda_build, driver, driver_for_cuda, visible_devices):
-        found = cause.answer(snapshot)
-        if found.verdict in (Verdict.PROBLEM, Verdict.WARNING):
+        result = cause.answer(snapshot)
+        if result.verdict in (Verdict.PROBLEM, Verdict.WARNING):
             return CheckOutcome(
-                Verdict(found.verdict),
+                Verdict(result.verdict),
                 f"torch.cuda.is_available() is False; {cause.code} gives the reason",
-                found.fix,
-                tuple(said),
+                result.fix,
+                tuple(warnings),
             )
     return problem(
         "torch.cuda.is_available() is False although there is an NVIDIA GPU"
-        + (f": {said[0]}" if said else ""),
+        + (f": {warnings[0]}" if warnings else ""),
         "nvidia-smi",
-        said,
+        warnings,
     )
 
 
-CHECKS = (driver, driver_for_cuda, visible_devices, architectures, torch_computes)
+def _command(fix: str) -> str:
+    return fix.split("\n")[0].partition("   #")[0].strip()
+
+
+CHECKS = (driver, driver_for_cuda, visible_devices, torch_computes)

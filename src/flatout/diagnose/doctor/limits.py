@@ -14,14 +14,13 @@ from flatout.diagnose.doctor.check import (
     size,
     warning,
 )
-from flatout.diagnose.doctor.nvidia_smi import gpu_is_here
 from flatout.diagnose.doctor.packages import contained
 from flatout.probe.cgroup import CgroupLimits, group
 from flatout.probe.proc import limits, meminfo, mount_of, mounts, numbers, status
 from flatout.schema.machine_snapshot import MachineSnapshot
 
 THEME = "limits"
-FEW_FILES, FEW_PROCESSES = 4096, 1024
+FEW_FILES = 4096
 SMALL_SHM = 512 * 2**20  # a batch of 256 images of 224 x 224 is 147 MiB, and each worker has two
 DOCKER_SHM = 64 * 2**20
 SMALL_MEMORY = 4 * 2**30
@@ -249,58 +248,6 @@ def open_files(snapshot: MachineSnapshot) -> CheckOutcome:
     )
 
 
-@machine_check("FD081", THEME, ["file /proc/self/limits"])
-def processes(snapshot: MachineSnapshot) -> CheckOutcome:
-    """The limit of processes and threads is high enough.
-
-    Why it matters:
-        Threads count as processes here. At the limit, torch ends with "can't start new thread" or a loader
-        worker cannot start.
-    How to fix it:
-        `ulimit -u 65536`; in a container `docker run --pids-limit -1`.
-    """
-    limit, groups = limits(snapshot.text("/proc/self/limits")).get("processes"), _groups(snapshot)
-    if limit is None:
-        return not_seen("/proc/self/limits does not contain the number of processes")
-    count = f"{limit.soft or 'any number of'} processes and threads"
-    if groups is None:
-        return not_seen(f"{count}; the control groups could not be read")
-    if groups.processes is not None and groups.processes < FEW_PROCESSES:
-        return warning(
-            f"{groups.processes} processes and threads by the control group's limit",
-            "docker run --pids-limit -1 ...",
-            groups.files("pids"),
-        )
-    if limit.soft is not None and limit.soft < FEW_PROCESSES:
-        return warning(count, "ulimit -u 65536")
-    return ok(count)
-
-
-@machine_check("FD083", THEME, ["file /proc/self/limits"])
-def address_space(snapshot: MachineSnapshot) -> CheckOutcome:
-    """The address space is not limited.
-
-    Why it matters:
-        CUDA reserves hundreds of GiB of addresses that it never uses. Under `ulimit -v` it cannot start: it
-        reports "out of memory" although memory is free.
-    How to fix it:
-        `ulimit -v unlimited`.
-    """
-    limit = limits(snapshot.text("/proc/self/limits")).get("address space")
-    if limit is None:
-        return not_seen("/proc/self/limits does not contain the address space")
-    if limit.soft is None:
-        return ok("no limit of the address space")
-    if gpu_is_here(snapshot):
-        return problem(
-            f"limited to {size(limit.soft)}: CUDA cannot reserve its addresses", "ulimit -v unlimited"
-        )
-    return warning(
-        f"limited to {size(limit.soft)}: starting threads and allocating large tensors may fail",
-        "ulimit -v unlimited",
-    )
-
-
 CHECKS = (
     core_limit,
     threads,
@@ -308,6 +255,4 @@ CHECKS = (
     memory_limit,
     shared_memory,
     open_files,
-    processes,
-    address_space,
 )

@@ -40,7 +40,6 @@ class GpuStatus:
     uuid: str | None = None
     memory_mib: float | None = None
     used_mib: float | None = None
-    capability: tuple[int, int] | None = None
     processes: tuple[GpuProcess, ...] | None = None
 
 
@@ -53,12 +52,12 @@ class SmiReport:
 
 def listing(snapshot: MachineSnapshot) -> SmiReport | None:
     """The output of `nvidia-smi -q -x`; None if it did not run or did not print this XML."""
-    run, info = snapshot.runs.get("nvidia-smi"), snapshot.runs.get("nvidia-smi capability")
-    return _read(run.out, info.out if info else "") if run else None
+    run = snapshot.runs.get("nvidia-smi")
+    return _read(run.out) if run else None
 
 
 @lru_cache(maxsize=4)
-def _read(text: str, capabilities: str) -> SmiReport | None:
+def _read(text: str) -> SmiReport | None:
     """Cached, because several checks use it and eight GPUs fill half a megabyte."""
     start = text.find("<nvidia_smi_log>")
     if start < 0:
@@ -67,20 +66,17 @@ def _read(text: str, capabilities: str) -> SmiReport | None:
         log = ElementTree.fromstring(text[start:])
     except ElementTree.ParseError:
         return None
-    known = _capabilities(capabilities)
-    boards = tuple(_board(at, gpu, known) for at, gpu in enumerate(log.findall("gpu")))
+    boards = tuple(_board(at, gpu) for at, gpu in enumerate(log.findall("gpu")))
     return SmiReport(_word(log, "driver_version"), _word(log, "cuda_version"), boards)
 
 
-def _board(index: int, gpu: ElementTree.Element, capabilities: dict[str, tuple[int, int]]) -> GpuStatus:
-    uuid = _word(gpu, "uuid")
+def _board(index: int, gpu: ElementTree.Element) -> GpuStatus:
     return GpuStatus(
         index=index,
         name=_word(gpu, "product_name") or "a GPU",
-        uuid=uuid,
+        uuid=_word(gpu, "uuid"),
         memory_mib=_number(gpu, "fb_memory_usage/total"),
         used_mib=_number(gpu, "fb_memory_usage/used"),
-        capability=capabilities.get(uuid or "") or capabilities.get(str(index)),
         processes=_processes(gpu),
     )
 
@@ -92,8 +88,8 @@ def _word(node: ElementTree.Element, path: str) -> str | None:
 
 def _number(node: ElementTree.Element, path: str) -> float | None:
     """The number in "81559 MiB"."""
-    found = re.match(r"(\d+(?:\.\d+)?)", _word(node, path) or "")
-    return float(found[1]) if found else None
+    match = re.match(r"(\d+(?:\.\d+)?)", _word(node, path) or "")
+    return float(match[1]) if match else None
 
 
 def _processes(gpu: ElementTree.Element) -> tuple[GpuProcess, ...] | None:
@@ -110,23 +106,15 @@ def _processes(gpu: ElementTree.Element) -> tuple[GpuProcess, ...] | None:
     )
 
 
-def _capabilities(text: str) -> dict[str, tuple[int, int]]:
-    """Compute capability by UUID and by index. Drivers before 510 do not report it."""
-    found: dict[str, tuple[int, int]] = {}
-    for m in re.finditer(r"^(\d+), (\S+), (\d+)\.(\d+)$", text, re.MULTILINE):
-        found[m[1]] = found[m[2]] = (int(m[3]), int(m[4]))
-    return found
-
-
 def driver_version(snapshot: MachineSnapshot) -> str | None:
     """The driver version from nvidia-smi, or from the kernel module's file if nvidia-smi is missing."""
     seen = listing(snapshot)
     if seen and seen.driver:
         return seen.driver
-    found = re.search(
+    match = re.search(
         r"NVRM version:.*?\s(\d{3,}\.\d+(?:\.\d+)?)\s", snapshot.text("/proc/driver/nvidia/version") or ""
     )
-    return found[1] if found else None
+    return match[1] if match else None
 
 
 def gpu_is_here(snapshot: MachineSnapshot) -> bool | None:

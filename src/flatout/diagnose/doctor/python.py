@@ -36,77 +36,32 @@ def python_version(snapshot: MachineSnapshot) -> CheckOutcome:
     if here is None:
         return not_seen(f"{text!r} is not a version of Python")
     free = ", free-threaded" if snapshot.python.get("free_threaded") else ""
-    said = f"{snapshot.python.get('implementation') or 'Python'} {text}{free}"
+    this_python = f"{snapshot.python.get('implementation') or 'Python'} {text}{free}"
     if here[:2] < table.python_min:
         return problem(
-            f"{said}; flatout needs {dotted(table.python_min)}",
+            f"{this_python}; flatout needs {dotted(table.python_min)}",
             f"python{dotted(versions().releases[0].python_max)} -m venv .venv",
         )
     torch = snapshot.distribution("torch")
     release = table.release(torch)
     if torch is None:
-        return ok(said)
+        return ok(this_python)
     if release is None:
         return note(
-            f"{said}; flatout's version table does not list torch {torch}, so compatibility is unknown"
+            f"{this_python}; flatout's version table does not list torch {torch}, so compatibility is unknown"
         )
     if here[:2] == release.python_experimental:
         return note(
-            f"{said}; torch {release.torch} has only experimental wheels for it",
+            f"{this_python}; torch {release.torch} has only experimental wheels for it",
             f"python{dotted(release.python_max)} -m venv .venv",
         )
     if not release.python_min <= here[:2] <= release.python_max:
         span = f"{dotted(release.python_min)} to {dotted(release.python_max)}"
         return warning(
-            f"{said}; wheels of torch {release.torch} are for {span}",
+            f"{this_python}; wheels of torch {release.torch} are for {span}",
             f"python{dotted(release.python_max)} -m venv .venv",
         )
-    return ok(f"{said}, which torch {release.torch} supports")
-
-
-@machine_check("FD002", THEME, ["python prefix", "python path", "packages"])
-def one_environment(snapshot: MachineSnapshot) -> CheckOutcome:
-    """Packages come from one environment.
-
-    Why it matters:
-        Packages of the user's own folder (~/.local) or of the system hide or join those of a virtual
-        environment. An upgrade of one then breaks the other, and a program that works in this shell fails in
-        the next.
-    How to fix it:
-        Disable the user's folder with `export PYTHONNOUSERSITE=1`, and install missing packages into the
-        environment.
-    """
-    prefix, base = str(snapshot.python["prefix"]), str(snapshot.python.get("base_prefix"))
-    user = str(snapshot.python.get("user_site"))
-    apart = prefix != base or snapshot.variable("CONDA_PREFIX") is not None
-    inside = (
-        "a virtual environment"
-        if prefix != base
-        else "a conda environment"
-        if apart
-        else "no virtual environment"
-    )
-    from_user = sorted(
-        {f"{name} {found}" for name, found, folder in snapshot.packages or () if folder == user}
-    )
-    if apart and from_user:
-        return warning(
-            f"{prefix} is {inside}, but these packages come from {user}: {', '.join(from_user[:6])}",
-            "export PYTHONNOUSERSITE=1",
-            from_user,
-        )
-    other = snapshot.variable("VIRTUAL_ENV")
-    if other and other.rstrip("/") != prefix.rstrip("/"):
-        return warning(
-            f"the shell is in {other}, but this Python belongs to {prefix}",
-            f"{other}/bin/python -m pip install flatout",
-        )
-    if not apart:
-        return note(
-            f"{prefix}: no virtual environment; every project shares its packages",
-            "python3 -m venv .venv && . .venv/bin/activate",
-        )
-    return ok(f"{prefix}, {inside}")
+    return ok(f"{this_python}, which torch {release.torch} supports")
 
 
 @machine_check("FD003", THEME, ["folder .", "working_folder"])
@@ -125,17 +80,17 @@ def nothing_hidden(snapshot: MachineSnapshot) -> CheckOutcome:
         name.removesuffix(".py").removesuffix("/"): name.removesuffix("/")
         for name in snapshot.folders["."] or ()
     }
-    found = sorted(set(here) & (important | builtin))
-    hiding = [name for name in found if name in important]
+    names = sorted(set(here) & (important | builtin))
+    hiding = [name for name in names if name in important]
     if hiding:
         return problem(
             f"{snapshot.working_folder} contains {', '.join(hiding)}, which hides the installed module of that name",
             f"mv {here[hiding[0]]} my_{here[hiding[0]]}",
         )
-    if found:
+    if names:
         return warning(
-            f"{snapshot.working_folder} contains {', '.join(found)}, which hides the standard library module of that name",
-            f"mv {here[found[0]]} my_{here[found[0]]}",
+            f"{snapshot.working_folder} contains {', '.join(names)}, which hides the standard library module of that name",
+            f"mv {here[names[0]]} my_{here[names[0]]}",
         )
     return ok(f"nothing in {snapshot.working_folder} hides a module")
 
@@ -151,14 +106,14 @@ def enters_programs(snapshot: MachineSnapshot) -> CheckOutcome:
         Install flatout again: `pip install --force-reinstall --no-deps flatout`.
     """
     asked = snapshot.runs["start-up hook"]
-    said = asked.out.strip().partition(" ")[2]
-    if said == "ok":
+    report = asked.out.strip().partition(" ")[2]
+    if report == "ok":
         return ok(f"flatout enters programs of {asked.command[0]}")
-    why = said or asked.err.strip()[-200:] or "its start-up hook was not loaded"
+    why = report or asked.err.strip()[-200:] or "its start-up hook was not loaded"
     return problem(
         f"flatout does not enter programs of {asked.command[0]}: {why}",
         "pip install --force-reinstall --no-deps flatout",
     )
 
 
-CHECKS = (python_version, one_environment, nothing_hidden, enters_programs)
+CHECKS = (python_version, nothing_hidden, enters_programs)

@@ -26,7 +26,6 @@ SHOW_REPORT = f"import os; print(open(os.environ['{ENTERED}']).read())"
 UNDER_WSL = "/usr/lib/wsl/lib/nvidia-smi"  # missing from the path of some shells
 PROGRAMS = {
     "nvidia-smi": ("nvidia-smi", "-q", "-x"),
-    "nvidia-smi capability": ("nvidia-smi", "--query-gpu=index,uuid,compute_cap", "--format=csv,noheader"),
     "c++": ("g++", "--version"),
 }
 
@@ -90,9 +89,5 @@ def _programs() -> dict[str, tuple[str, ...]]:
     if compiler:
         programs["c++"] = (compiler, "--version")
     if shutil.which("nvidia-smi") is None and os.path.isfile(UNDER_WSL):
-        programs |= {
-            name: (UNDER_WSL, *command[1:])
-            for name, command in PROGRAMS.items()
-            if command[0] == "nvidia-smi"
-        }
+        programs["nvidia-smi"] = (UNDER_WSL, *PROGRAMS["nvidia-smi"][1:])
     return programs

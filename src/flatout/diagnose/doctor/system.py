@@ -18,27 +18,19 @@ from flatout.diagnose.doctor.check import (
 )
 from flatout.diagnose.doctor.packages import install
 from flatout.diagnose.doctor.versions import versions
-from flatout.probe.proc import mount_of, mounts
 from flatout.schema.machine_snapshot import MachineSnapshot
 
 THEME = "system"
 CXX17 = (9,)  # the oldest g++ with complete C++17 (according to GCC's status page)
 CONTAINER = 'docker run --rm -it -v "$PWD":/work -w /work pytorch/pytorch bash'
-NETWORK = re.compile(
-    r"nfs4?|cifs|smb3|smbfs|9p|lustre|gpfs|beegfs|ceph|(fuse\.)?glusterfs|afs|virtiofs|drvfs|fuse\.(sshfs|gcsfuse|s3fs|rclone)"
-)
 FULL_BYTES, LITTLE_BYTES = 2**30, 10 * 2**30
 OFF = ("", "0", "off", "false")
 # What a variable does if it is on. A pattern in place of None is that of its value.
 SLOW_SWITCHES: dict[str, tuple[str | None, str]] = {
     "PYTHONDEVMODE": (None, "slows every line of Python down"),
     "PYTHONTRACEMALLOC": (None, "slows every line of Python down"),
-    "PYTHONASYNCIODEBUG": (None, "slows every line of Python down"),
-    "PYTHONPROFILEIMPORTTIME": (None, "slows every line of Python down"),
     "PYTHONMALLOC": (r".*debug|malloc", "slows every line of Python down"),
     "CUDA_LAUNCH_BLOCKING": (None, "the processor waits for every kernel"),
-    "CUDA_DEVICE_WAITS_ON_EXCEPTION": (None, "the processor waits for every kernel"),
-    "CUDA_ENABLE_COREDUMP_ON_EXCEPTION": (None, "the processor waits for every kernel"),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": (None, "each allocation on the GPU is a call into the driver"),
     "NCCL_P2P_DISABLE": (None, "gradients take a slower path"),
     "NCCL_SHM_DISABLE": (None, "gradients take a slower path"),
@@ -51,9 +43,6 @@ SLOW_SWITCHES: dict[str, tuple[str | None, str]] = {
     "TORCH_DISTRIBUTED_DEBUG": (r"(?i)detail", "every collective operation is checked"),
     "NVIDIA_TF32_OVERRIDE": (r"0", "no library uses Tensor Cores for float32"),
 }
-OTHER_SWITCHES = re.compile(
-    r"PYTHON(PATH|HASHSEED|OPTIMIZE|HOME)|NCCL_\w+|TORCH_LOGS|TORCH_SHOW_CPP_STACKTRACES|TORCH_USE_CUDA_DSA|CUBLAS_WORKSPACE_CONFIG"
-)
 
 
 @machine_check("FD050", THEME, ["python libc"])
@@ -104,14 +93,14 @@ def cpp_compiler(snapshot: MachineSnapshot) -> CheckOutcome:
     if not run.there:
         return warning(f"there is no {run.command[0]}: torch.compile does not work", newer)
     first = next((line for line in run.out.splitlines() if line.strip()), "")
-    found = re.search(r"(\d+\.\d+(?:\.\d+)?)\s*(?:\d{8}.*)?$", first)
-    if run.code != 0 or not found:
+    match = re.search(r"(\d+\.\d+(?:\.\d+)?)\s*(?:\d{8}.*)?$", first)
+    if run.code != 0 or not match:
         return not_seen(f"`{' '.join(run.command)}` did not report its version")
-    if "clang" not in first and (version(found[1]) or ()) < CXX17:
+    if "clang" not in first and (version(match[1]) or ()) < CXX17:
         return warning(
-            f"{run.command[0]} {found[1]} is too old for the C++17 that torch.compile generates", newer
+            f"{run.command[0]} {match[1]} is too old for the C++17 that torch.compile generates", newer
         )
-    return ok(f"{run.command[0]} {found[1]}")
+    return ok(f"{run.command[0]} {match[1]}")
 
 
 @machine_check("FD041", THEME, ["python version", "python path"])
@@ -167,34 +156,6 @@ def disk_space(snapshot: MachineSnapshot) -> CheckOutcome:
     return outcomes[0] if outcomes else ok(f"{size(snapshot.disks['working folder'].free_bytes)} free")
 
 
-@machine_check("FD091", THEME, ["file /proc/self/mountinfo", "working_folder"])
-def kind_of_disk(snapshot: MachineSnapshot) -> CheckOutcome:
-    """Data is on a local disk.
-
-    Why it matters:
-        Each small file on a network file system costs a round trip, so loaders of single images are slow.
-        Files in memory (tmpfs) take memory from training.
-    How to fix it:
-        Copy the data to a local disk first (`rsync -a DATA /local/`), or store it in a few large files.
-    """
-    mount = mount_of(snapshot.working_folder, mounts(snapshot.text("/proc/self/mountinfo")))
-    if mount is None:
-        return not_seen(f"/proc/self/mountinfo does not list the file system of {snapshot.working_folder}")
-    if NETWORK.fullmatch(mount.kind):
-        return warning(
-            f"{snapshot.working_folder} is on a network file system ({mount.kind}, {mount.source})",
-            f"rsync -a {snapshot.working_folder}/ /local/data/",
-        )
-    if mount.kind in ("tmpfs", "ramfs"):
-        return note(f"{snapshot.working_folder} is in memory ({mount.kind})")
-    if mount.kind == "overlay":
-        return note(
-            f"{snapshot.working_folder} is on the container's own layer (overlay): writing is slow, and the files are lost with the container",
-            'docker run -v "$PWD":/work -w /work ...',
-        )
-    return ok(f"{mount.kind}, a local disk")
-
-
 @machine_check("FD100", THEME, ["environment"])
 def debugging_switches(snapshot: MachineSnapshot) -> CheckOutcome:
     """No variable left over from debugging slows training down.
@@ -216,10 +177,7 @@ def debugging_switches(snapshot: MachineSnapshot) -> CheckOutcome:
     if slow:
         effects = "; ".join(f"{name}={values[name]}: {effect}" for name, effect in slow.items())
         return warning(effects, f"unset {' '.join(slow)}")
-    others = [name for name, value in values.items() if OTHER_SWITCHES.fullmatch(name) and value]
-    if others:
-        return note(", ".join(f"{name}={values[name]}" for name in others), f"unset {' '.join(others)}")
     return ok("no debugging variable is set")
 
 
-CHECKS = (glibc, cpp_compiler, python_headers, disk_space, kind_of_disk, debugging_switches)
+CHECKS = (glibc, cpp_compiler, python_headers, disk_space, debugging_switches)

@@ -17,7 +17,6 @@ from flatout.diagnose.doctor.check import (
     warning,
 )
 from flatout.diagnose.doctor.nvidia_smi import driver_version, gpu_is_here
-from flatout.diagnose.doctor.torch_import import reinstall
 from flatout.diagnose.doctor.versions import versions
 from flatout.schema.machine_snapshot import MachineSnapshot
 
@@ -97,7 +96,7 @@ def loaded_libraries(snapshot: MachineSnapshot) -> CheckOutcome:
         return warning(
             f"{foreign[0]} was loaded, but it is not torch's own", "unset LD_LIBRARY_PATH", foreign
         )
-    runtimes = sorted({found[0] for p in paths if (found := re.search(r"lib(gomp|iomp5|omp)\b", p))})
+    runtimes = sorted({match[0] for p in paths if (match := re.search(r"lib(gomp|iomp5|omp)\b", p))})
     copies = [p for p in paths if re.search(r"lib(gomp|iomp5|omp)\b", p)]
     if len(runtimes) > 1:
         return note(f"two OpenMP runtimes are loaded: {', '.join(runtimes)}", evidence=copies)
@@ -105,65 +104,4 @@ def loaded_libraries(snapshot: MachineSnapshot) -> CheckOutcome:
     return ok(f"libcudart from {cuda[0]}" if cuda else "no CUDA library is loaded, and none is needed")
 
 
-@machine_check("FD019", THEME, ["packages", "python torch_requires"])
-def requirements(snapshot: MachineSnapshot) -> CheckOutcome:
-    """The libraries that torch requires are installed in the required versions.
-
-    Why it matters:
-        torch is built against one version of triton, cuDNN and NCCL. Upgrading only one of them (through
-        another package, or manually) is the usual cause of undefined symbols and of obscure torch.compile
-        failures.
-    How to fix it:
-        Reinstall torch, and pip installs the matching libraries: `pip install --force-reinstall torch`.
-    """
-    wrong, checked = [], 0
-    for line in snapshot.python["torch_requires"]:
-        asked = re.match(r"([\w.-]+)(?:\[[^\]]*\])?\s*([^;]*)", line)
-        name = asked[1].lower().replace("-", "_").replace(".", "_") if asked else ""
-        if not asked or not name.startswith(("nvidia_", "triton", "cuda_")) or "extra ==" in line:
-            continue
-        have = snapshot.distribution(name)
-        checked += 1
-        if have is None:
-            wrong.append(f"{asked[1]} is not installed")
-        elif not fits(have, asked[2]):
-            wrong.append(f"{asked[1]} {have} is installed, torch requires {asked[2].strip()}")
-    if wrong:
-        return warning(
-            wrong[0] + (f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""), reinstall(snapshot), wrong
-        )
-    if not checked and (build_of(snapshot) or {"cuda": ""}).get("cuda") is not None:
-        return not_seen("torch's required libraries could not be read")
-    return ok(f"{checked} libraries as torch requires" if checked else "this build requires no CUDA library")
-
-
-def fits(have: str, asked: str) -> bool:
-    """Whether a version fits a specifier like "==9.24.0.43" or "<14,>=13.0.3" (PEP 440, numbers only).
-
-    A specifier that is not understood fits.
-    """
-    here = _padded(version(have) or ())
-    for clause in asked.split(","):
-        found = re.match(r"\s*(==|~=|>=|<=|<|>)\s*([\d.]+)", clause)
-        if not found or not here:
-            continue
-        least = version(found[2]) or ()
-        wanted = _padded(least)
-        outcome = {
-            "==": here == wanted,
-            "~=": here >= wanted and here[: len(least) - 1] == least[:-1],
-            ">=": here >= wanted,
-            "<=": here <= wanted,
-            "<": here < wanted,
-            ">": here > wanted,
-        }[found[1]]
-        if not outcome:
-            return False
-    return True
-
-
-def _padded(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    return (*numbers, 0, 0, 0, 0, 0)[:6]
-
-
-CHECKS = (cuda_build, loaded_libraries, requirements)
+CHECKS = (cuda_build, loaded_libraries)

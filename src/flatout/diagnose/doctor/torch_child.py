@@ -88,12 +88,7 @@ def _cuda(torch: ModuleType) -> dict[str, Any]:
     if torch.version.cuda is None and torch.version.hip is None:
         return {"available": False}
     available = torch.cuda.is_available()
-    answer: dict[str, Any] = {
-        "available": available,
-        "archs": list(torch._C._cuda_getArchFlags().split())
-        if hasattr(torch._C, "_cuda_getArchFlags")
-        else [],
-    }
+    answer: dict[str, Any] = {"available": available}
     if available:
         answer["devices"] = []
         for at in range(torch.cuda.device_count()):

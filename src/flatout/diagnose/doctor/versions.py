@@ -112,7 +112,7 @@ def versions() -> VersionTable:
 
 def _numbers(text: str) -> tuple[int, ...]:
     """Parses a version of the table. Raises ValueError for an invalid row."""
-    found = version(text)
-    if found is None:
+    numbers = version(text)
+    if numbers is None:
         raise ValueError(f"{text!r} in {TABLE.name} is not a version")
-    return found
+    return numbers

@@ -93,7 +93,7 @@ def changed_in_place(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/notes/autograd.html#in-place-correctness-checks
     """
-    found = match_message(
+    match = match_message(
         failure,
         RUNTIME,
         r"one of the variables needed for gradient computation has been modified by an inplace operation"
@@ -101,16 +101,16 @@ def changed_in_place(failure: FailureRecord) -> Diagnosis | None:
         r"(?P<now>\d+); expected version (?P<then>\d+))?",
         r"Output (?P<view>\d+) of (?P<node>\w+) is a view and(?: its base or another view of its base has been| is being) modified inplace",
     )
-    if found is None:
+    if match is None:
         return None
     weight = r"(?:AsStrided|T)Backward0\b"
-    size = f" ({found['size']})" if found["size"] else ""
-    of = f"the result of `{operation(found['node'])}`{size}" if found["node"] else f"a tensor{size}"
-    if re.match(weight, found["node"]):
+    size = f" ({match['size']})" if match["size"] else ""
+    of = f"the result of `{operation(match['node'])}`{size}" if match["node"] else f"a tensor{size}"
+    if re.match(weight, match["node"]):
         of = f"a weight{size}"
-    times = found.number("now") - found.number("then")
+    times = match.number("now") - match.number("then")
     place = forward_call(failure)
-    step = re.match(weight, found["node"]) or search_log(failure, rf"\b{weight}")
+    step = re.match(weight, match["node"]) or search_log(failure, rf"\b{weight}")
     return Diagnosis(
         f"{of} was modified in place{f', {times} times' if times > 1 else ''} after the forward pass had saved it for the gradient",
         (
@@ -178,14 +178,14 @@ def first_nan(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/autograd.html#anomaly-detection
     """
-    found = match_message(
+    match = match_message(
         failure,
         RUNTIME,
         r"Function '(?P<node>\w+)' returned nan values in its (?P<out>\d+)(?:st|nd|rd|th) output",
     )
-    if found is None:
+    if match is None:
         return None
-    name, place = operation(found["node"]), forward_call(failure)
+    name, place = operation(match["node"]), forward_call(failure)
     otherwise = "keep the argument of this operation away from points where its gradient is infinite"
     return Diagnosis(
         f"the gradient of `{name}` is the first that is NaN" + (f" ({place.sentence()})" if place else ""),
@@ -193,42 +193,6 @@ def first_nan(failure: FailureRecord) -> Diagnosis | None:
         place=place,
     )
 
-
-numpy_of_grad = known(
-    "FE066",
-    "numpy-of-grad",
-    """A tensor with a graph, or on a GPU, was converted to NumPy.
-    An output or a loss is passed directly to a metric or a plot. `.numpy()` works only on CPU tensors without
-    a graph.
-    https://docs.pytorch.org/docs/stable/generated/torch.Tensor.numpy.html""",
-    form(
-        "`{tensor|x}` has a graph (it requires a gradient) and cannot be converted to NumPy",
-        "{tensor|x}.detach().cpu().numpy()   # a number: {tensor|x}.item()",
-        r"Can't call numpy\(\) on Tensor that requires grad",
-    ),
-    form(
-        "`{tensor|x}` is on {device} and cannot be converted to NumPy",
-        "{tensor|x}.detach().cpu().numpy()   # a number: {tensor|x}.item()",
-        r"can't convert (?P<device>\w+(?::\d+)?) device type tensor to numpy",
-    ),
-    types=("RuntimeError", "TypeError"),
-    tensors=True,
-)
-
-grad_of_integers = known(
-    "FE067",
-    "grad-of-integers",
-    """A gradient was requested for an integer tensor.
-    A parameter is created from integers (`torch.tensor([1, 2])` is int64), or the program trains quantised
-    weights. Only floating point and complex tensors can have gradients.
-    https://docs.pytorch.org/docs/stable/notes/autograd.html""",
-    form(
-        "a gradient was requested for an integer tensor",
-        "torch.tensor(values, dtype=torch.float32, requires_grad=True)",
-        r"[Oo]nly Tensors of floating point(?: and complex)? (?:dtype )?can require gradients",
-    ),
-    tensors=True,
-)
 
 IN_ORDER = (
     "scaler.scale(loss).backward()      # every batch\n# and once per step:\nscaler.unscale_(optimizer); "
@@ -268,20 +232,4 @@ scaler_out_of_order = known(
         r"Attempting to unscale FP16 gradients",
     ),
     types=("RuntimeError", "AssertionError", "ValueError"),
-)
-
-nothing_to_optimize = known(
-    "FE069",
-    "nothing-to-optimize",
-    """The optimizer got no parameters.
-    Layers are in a plain list or dictionary of the module. `model.parameters()`, a generator, was already
-    consumed. Or a filter removed every parameter.
-    https://docs.pytorch.org/docs/stable/generated/torch.nn.ModuleList.html""",
-    form(
-        "the optimizer got an empty parameter list",
-        "self.layers = nn.ModuleList([...])   # a plain list does not register its layers\n"
-        "parameters = list(model.parameters())   # a generator is empty the second time",
-        r"optimizer got an empty parameter list",
-    ),
-    types=("ValueError",),
 )

@@ -17,16 +17,15 @@ STATE = r"Error\(s\) in loading state_dict for (?P<model>\w+):(?P<rest>.*)"
 LISTED = 3
 LOADS = r"torch/(?:serialization|_weights_only_unpickler|hub|jit)|safetensors"
 WHOLE_FILE = 'torch.save(state, path + ".part"); os.replace(path + ".part", path)   # next time: a kill leaves the old file intact'
-ONLY_TRUSTED = "# ONLY for a file whose author you trust: it can run arbitrary code"
 
 
 def _keys(text: str, what: str) -> list[str]:
-    found = re.search(
+    match = re.search(
         rf"{what} key\(s\) in state_dict: (.*?)\.(?:\s*$|\s*\n|\s+(?=Unexpected|size mismatch))",
         text + "\n",
         re.DOTALL,
     )
-    return re.findall(r'"([^"]+)"', found[1]) if found else []
+    return re.findall(r'"([^"]+)"', match[1]) if match else []
 
 
 def _some(keys: list[str]) -> str:
@@ -48,10 +47,10 @@ def checkpoint_keys(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict
     """
-    found = match_message(failure, RUNTIME, STATE)
-    if found is None:
+    match = match_message(failure, RUNTIME, STATE)
+    if match is None:
         return None
-    missing, unexpected = _keys(found["rest"], "Missing"), _keys(found["rest"], "Unexpected")
+    missing, unexpected = _keys(match["rest"], "Missing"), _keys(match["rest"], "Unexpected")
     if not missing and not unexpected:
         return None
     for prefix, origin in WRAPPERS.items():
@@ -78,7 +77,7 @@ def checkpoint_keys(failure: FailureRecord) -> Diagnosis | None:
     lacks = [f"the checkpoint lacks {_some(missing)}"] if missing else []
     lacks += [f"the model lacks {_some(unexpected)}"] if unexpected else []
     return Diagnosis(
-        f"{'; '.join(lacks)} ({found['model']})",
+        f"{'; '.join(lacks)} ({match['model']})",
         "model.load_state_dict(state, strict=False)   # if these are meant to be new; it returns the names that did not match\n"
         "print(sorted(state)[:10], [name for name, _ in model.named_parameters()][:10])",
     )
@@ -103,11 +102,11 @@ def checkpoint_sizes(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict
     """
-    found = match_message(failure, RUNTIME, STATE)
+    match = match_message(failure, RUNTIME, STATE)
     size = r"(?:torch\.Size\()?\[?([\d, ]*)\]?\)?"
     sizes = re.findall(
         rf"size mismatch for ([\w.]+): copying a param with shape {size} from checkpoint, the shape in current model is {size}",
-        found["rest"] if found else "",
+        match["rest"] if match else "",
     )
     if not sizes:
         return None
@@ -118,31 +117,6 @@ def checkpoint_sizes(failure: FailureRecord) -> Diagnosis | None:
         "state = {name: value for name, value in state.items() if value.shape == model.state_dict()[name].shape}\n"
         "model.load_state_dict(state, strict=False)   # parameters of another size keep their new values",
     )
-
-
-rejected_by_weights_only = known(
-    "FE092",
-    "rejected-by-weights-only",
-    """`weights_only=True` rejects the checkpoint.
-    `torch.load` reads only tensors and plain containers (the default since torch 2.6). Settings, a whole model
-    (`torch.save(model)`), NumPy numbers or a custom optimizer were saved together with the weights.
-    https://docs.pytorch.org/docs/stable/notes/serialization.html#weights-only""",
-    form(
-        "the checkpoint contains `{name}`, which `weights_only=True` does not load",
-        f"torch.serialization.add_safe_globals([{{name|Settings}}])   # if you trust this class\ntorch.load(path, weights_only=False)   {ONLY_TRUSTED}",
-        r"Weights only load failed\..*?GLOBAL (?P<name>[\w.<>]+) was not an allowed global",
-        r"Weights only load failed\..*?Unsupported class (?P<name>[\w.]+)",
-        r"Weights only load failed\..*?but got <class '(?P<name>[\w.]+)'>",
-    ),
-    form(
-        "the checkpoint contains something that `weights_only=True` does not load",
-        f"torch.load(path, weights_only=False)   {ONLY_TRUSTED}\n"
-        "torch.save(model.state_dict(), path)   # next time: only weights and plain values",
-        r"Weights only load failed\..*?whose module [\w.]+ is blocked",
-        r"Weights only load failed\.(?!.*(?:Unsupported operand|persistent_load)).*?WeightsUnpickler error:\s+(?!Check the documentation)\S",
-    ),
-    types=("UnpicklingError", "RuntimeError"),
-)
 
 
 @kind("FE093", "broken-checkpoint")
@@ -158,7 +132,7 @@ def broken_checkpoint(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/notes/serialization.html
     """
-    found = match_message(
+    match = match_message(
         failure,
         ("RuntimeError", "UnpicklingError", "EOFError", "BadZipFile", "OSError", "ValueError"),
         r"PytorchStreamReader failed (?:reading (?:zip archive|file \S+?)|locating file \S+?):? ?(?P<why>[\w .]+)",
@@ -176,9 +150,9 @@ def broken_checkpoint(failure: FailureRecord) -> Diagnosis | None:
         r"Invalid magic number; corrupt file\?",
         r".{0,60}Error while deserializing header: (?P<why>\w+)",
     )
-    if found is None:
+    if match is None:
         return None
-    thrown, loads = found.thrown, runs_in(failure, LOADS)
+    thrown, loads = match.thrown, runs_in(failure, LOADS)
     names, message = set(thrown.names), thrown.message
     common = message.startswith(
         ("Ran out of input", "unpickling stack", "pickle data", "invalid load key", "File is not")
@@ -189,16 +163,16 @@ def broken_checkpoint(failure: FailureRecord) -> Diagnosis | None:
         or (common and thrown.frames and not loads)
     ):
         return None
-    key = found["key"].strip("'") or (chr(found.number("number")) if 0 < found.number("number") < 128 else "")
+    key = match["key"].strip("'") or (chr(match.number("number")) if 0 < match.number("number") < 128 else "")
     begins = {
         "<": "the file begins like HTML: a web page was saved instead of the checkpoint",
         "v": "the file begins like a Git LFS pointer: the checkpoint itself was not fetched",
         "{": "the file begins like JSON: an error message or an index was saved instead of the checkpoint",
     }
-    why = f" ({found['why'].strip()})" if found["why"].strip() else ""
+    why = f" ({match['why'].strip()})" if match["why"].strip() else ""
     return Diagnosis(
         "the file is empty or ends at once"
-        if found["empty"] or not message
+        if match["empty"] or not message
         else begins.get(key, f"the file is truncated or is not a torch checkpoint{why}"),
         f"ls -l checkpoint.pt; file checkpoint.pt; head -c 200 checkpoint.pt   # shows what the file is (git lfs pull)\n{WHOLE_FILE}",
     )
@@ -208,44 +182,6 @@ def _opens_an_archive(failure: FailureRecord) -> bool:
     """Whether torch was opening an archive. For a file that is too short it reports only a failed seek."""
     return any(thrown.frames and "PyTorchFileReader" in thrown.frames[-1].text for thrown in failure.chain)
 
-
-checkpoint_of_a_gpu = known(
-    "FE094",
-    "checkpoint-of-a-gpu",
-    """The checkpoint was saved on a device that is not available.
-    Tensors record their device, `torch.load` puts each there, and the file was written on a machine with a GPU.
-    https://docs.pytorch.org/docs/stable/generated/torch.load.html""",
-    form(
-        "the checkpoint was saved on {device}, and this machine has no such device",
-        'torch.load(path, map_location="cpu")   # then model.to(device)',
-        r"Attempting to deserialize object on a (?P<device>\w+) device but torch\.(?:cuda|\w+)\.is_available\(\) is False",
-        r"don't know how to restore data location of (?:torch\.storage\.)?\w+ \(tagged with (?P<device>[\w:]+)\)",
-    ),
-)
-
-SAME_OPTIMIZER = (
-    "build the optimizer as it was built when it was saved (same layers, same frozen parameters, same groups)\n"
-    "model.load_state_dict(checkpoint['model'])   # and create a new optimizer"
-)
-optimizer_of_another_model = known(
-    "FE095",
-    "optimizer-of-another-model",
-    """The optimizer's saved state belongs to other parameters.
-    Layers were added or frozen since, or the parameter groups are built differently (weight decay for some).
-    An optimizer's state follows the order and groups of its parameters.
-    https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.load_state_dict.html""",
-    form(
-        "the saved optimizer has a different number of parameters in a group than this one",
-        SAME_OPTIMIZER,
-        r"loaded state dict contains a parameter group that doesn't match the size of optimizer's group",
-    ),
-    form(
-        "the saved optimizer has a different number of parameter groups than this one",
-        SAME_OPTIMIZER,
-        r"loaded state dict has a different number of parameter groups",
-    ),
-    types=("ValueError",),
-)
 
 writing_failed = known(
     "FE096",
@@ -263,23 +199,4 @@ writing_failed = known(
     ),
     types=("RuntimeError", "OSError"),
     when=lambda failure, match: not match["disk"] or runs_in(failure, "torch/serialization"),
-)
-
-no_such_folder = known(
-    "FE097",
-    "no-such-folder",
-    """The folder for the checkpoint does not exist.
-    The folder was never created, or the program runs in an unexpected working directory. `torch.save` creates
-    files, not folders.
-    https://docs.pytorch.org/docs/stable/generated/torch.save.html""",
-    form(
-        "the folder {folder} does not exist",
-        "os.makedirs(os.path.dirname(path), exist_ok=True)   # before training, so that an error shows early",
-        r"Parent directory (?P<folder>.{1,300}?) does not exist\.",
-    ),
-    form(
-        "{path} cannot be written",
-        "os.makedirs(os.path.dirname(path), exist_ok=True)   # before training, so that an error shows early",
-        r"File (?P<path>.{1,300}?) cannot be opened\.",
-    ),
 )

@@ -22,16 +22,16 @@ def recompile_limit(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/compile/programming_model.recompilation.html
     """
-    found = match_message(
+    match = match_message(
         failure,
         ("FailOnRecompileLimitHit", "RecompileLimitExceeded", "RecompileError", "Unsupported"),
         r"(?:Hard failure due to \w+|Dynamo recompile limit exceeded|Dynamo failed to recompile|(?:recompile_limit|cache_size_limit) reached"
         r"|Recompiling function)",
     )
     config = search_log(failure, r"torch\._dynamo hit config\.(?P<name>\w+) \((?P<limit>\d+)\)")
-    if found is not None and not found.thrown.type.startswith("torch._dynamo."):
-        found = None  # the message alone is too common
-    if found is None and (config is None or any(thrown.type for thrown in failure.chain)):
+    if match is not None and not match.thrown.type.startswith("torch._dynamo."):
+        match = None  # the message alone is too common
+    if match is None and (config is None or any(thrown.type for thrown in failure.chain)):
         return None
     function = search_log(failure, r"function: '?(?P<function>[\w<>.]+)'? \((?P<place>[^)]*)\)")
     reason = search_log(failure, r"last reason: (?:[\d/]+: )?(?P<reason>.+)")
@@ -43,41 +43,6 @@ def recompile_limit(failure: FailureRecord) -> Diagnosis | None:
         "torch.tensor(step) instead of step                 # for a Python number that changes in every call\n"
         'TORCH_LOGS="recompiles" python train.py            # shows the reason for each recompilation',
         [f"the last reason: {reason['reason']}"] if reason else [],
-    )
-
-
-@kind("FE101", "cannot-be-compiled")
-def cannot_be_compiled(failure: FailureRecord) -> Diagnosis | None:
-    """torch.compile cannot trace this code.
-
-    Why it happens:
-        With `fullgraph=True` the whole function must become one graph. A `print`, `.item()`, a branch on a
-        tensor's value, a call into a C library, or an unsupported Python feature cannot.
-    How to fix it:
-        Take it out of the compiled function, or remove `fullgraph=True`: the graph then breaks there and the
-        rest stays compiled.
-    Sources:
-        https://docs.pytorch.org/docs/stable/compile/programming_model.graph_breaks_index.html
-    """
-    found = match_message(
-        failure,
-        ("Unsupported", "UserError", "InternalTorchDynamoError", "UncapturedHigherOrderOpError"),
-        r"(?P<what>[^\n]+)",
-    )
-    if (
-        found is None
-        or not found.thrown.type.startswith("torch._dynamo.")
-        or recompile_limit.match(failure) is not None
-    ):
-        return None
-    message = found.thrown.message
-    lines = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', message.partition("from user code:")[2])
-    where = f" at {lines[-1][0]}:{lines[-1][1]} in {lines[-1][2]}" if lines else ""
-    return Diagnosis(
-        f"torch.compile cannot trace this code{where}: {found['what'][:160]}",
-        "torch.compile(f)   # without fullgraph=True: the graph breaks here and the rest stays compiled\n"
-        "torch.compiler.disable(the_part)   # or take it out of the compiled function",
-        re.findall(r"(?:Explanation|Hint): [^\n]+", message)[:2],
     )
 
 
@@ -106,41 +71,6 @@ no_compiler = known(
     ),
 )
 
-
-def _is_torchs_triton(failure: FailureRecord, match: MessageMatch) -> bool:
-    """Whether torch looked for Triton, not the program itself."""
-    frames = match.thrown.frames
-    return not match.thrown.message.startswith("No module") or not frames or not frames[-1].mine
-
-
-no_triton = known(
-    "FE103",
-    "no-triton",
-    """Triton is missing or does not work.
-    Triton was not installed with torch (on systems other than Linux), or the GPU is too old (capability below
-    7.0). torch.compile for a GPU generates Triton kernels.
-    https://docs.pytorch.org/docs/stable/torch.compiler_troubleshooting.html""",
-    form(
-        "torch.compile needs Triton on a GPU, and Triton cannot be imported",
-        f"pip install --force-reinstall torch --index-url {INDEX}   # installs the matching Triton",
-        r"(?:backend='\w+' raised:\s+)?(?:\w+: )?Cannot find a working triton installation",
-        r"No module named 'triton'",
-    ),
-    form(
-        "{gpu} is too old for Triton, and torch.compile needs it on a GPU",
-        "run without torch.compile on this GPU (capability 7.0 or newer is needed)",
-        r"(?:backend='\w+' raised:\s+)?(?:\w+: )?Found (?P<gpu>.+?) which is too old to be supported by the triton GPU compiler",
-    ),
-    types=(
-        "RuntimeError",
-        "TritonMissing",
-        "BackendCompilerFailed",
-        "InductorError",
-        "GPUTooOldForTriton",
-        "ModuleNotFoundError",
-    ),
-    when=_is_torchs_triton,
-)
 
 REBUILD = (
     f"pip install --force-reinstall torch torchvision torchaudio --index-url {INDEX}   # one release, together\n"
@@ -195,29 +125,6 @@ extension_does_not_fit = known(
     values=_library,
 )
 
-
-numpy_does_not_fit = known(
-    "FE105",
-    "numpy-does-not-fit",
-    """A module was built for another NumPy, or NumPy is missing.
-    NumPy 2 was installed into an environment for NumPy 1, or NumPy is missing.
-    https://numpy.org/doc/stable/numpy_2_0_migration_guide.html""",
-    form(
-        "torch finds no NumPy that it can use (none is installed, or one of another major version)",
-        "pip install --upgrade numpy     # if NumPy is missing, or torch is newer",
-        r"Numpy is not available",
-    ),
-    form(
-        "a compiled module does not fit the installed NumPy",
-        'pip install "numpy<2"          # for a module built for NumPy 1; or update the module',
-        r"\s*A module that was compiled using NumPy 1\.x cannot be run in\s+NumPy [\d.]+",
-        r"numpy\.dtype size changed, may indicate binary incompatibility",
-        r"numpy\.core\.multiarray failed to import",
-        r"_ARRAY_API not found",
-        r"module compiled against (?:API|ABI) version \S+ but this version of numpy is",
-    ),
-    types=("RuntimeError", "ImportError", "AttributeError", "ValueError"),
-)
 
 no_torch = known(
     "FE106",

@@ -134,7 +134,7 @@ def two_devices(failure: FailureRecord) -> Diagnosis | None:
         https://docs.pytorch.org/docs/stable/notes/cuda.html
         https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.register_buffer
     """
-    found = match_message(
+    match = match_message(
         failure,
         ("RuntimeError", "NotImplementedError"),
         rf"Expected all tensors to be on the same device, but (?:found at least two devices, (?P<one>{DEVICE}) and (?P<other>{DEVICE})"
@@ -145,14 +145,14 @@ def two_devices(failure: FailureRecord) -> Diagnosis | None:
         r"Input type \(torch\.(?P<kind2>\w+Tensor)\) and (?:weight|bias) type \(torch\.(?P<weight2>cuda)\.(?P=kind2)\)",
         r"Unhandled FakeTensor Device Propagation for [\w.]+, found two different devices (?P<one>\S+), (?P<other>[a-z]+(?::\d+)?)",
     )
-    if found is None:
+    if match is None:
         return None
-    one, other = found["one"] or found["one2"] or "cpu", found["other"] or found["other2"] or "cpu"
-    if found["kind"] or found["kind2"]:
-        one, other = ("cuda", "cpu") if found["weight2"] else ("cpu", "cuda")
+    one, other = match["one"] or match["one2"] or "cpu", match["other"] or match["other2"] or "cpu"
+    if match["kind"] or match["kind2"]:
+        one, other = ("cuda", "cpu") if match["weight2"] else ("cpu", "cuda")
     where = f" in {layer(failure)}" if layer(failure) else ""
     tensors = on_own_line(failure) or failure.tensors
-    culprit = next((tensor.name for tensor in tensors if tensor.device == other), found["name"])
+    culprit = next((tensor.name for tensor in tensors if tensor.device == other), match["name"])
     inside = failure.module
     fix = (
         f"{culprit} = {culprit}.to({one!r})"
@@ -161,7 +161,7 @@ def two_devices(failure: FailureRecord) -> Diagnosis | None:
     )
     if inside and inside.path and culprit in ("input", "x", ""):
         fix = f"{inside.path}.to(device) and, for the batch, x = x.to(device), with the same device"
-    which = "two devices" if found["short"] else f"{one} and on {other}"
+    which = "two devices" if match["short"] else f"{one} and on {other}"
     return Diagnosis(f"an operation{where} got tensors on {which}", fix, describe_tensors(tensors, 6))
 
 

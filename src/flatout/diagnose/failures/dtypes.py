@@ -1,11 +1,10 @@
-"""Failures of dtypes: mixed dtypes, targets and indices of the wrong dtype, unsupported operations."""
+"""Failures of dtypes: mixed dtypes, targets of the wrong dtype, unsupported operations."""
 
 from __future__ import annotations
 
 from flatout.diagnose.kind import (
     RUNTIME,
     Diagnosis,
-    MessageMatch,
     describe_tensors,
     form,
     kind,
@@ -75,7 +74,7 @@ def two_dtypes(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/amp.html
     """
-    found = match_message(
+    match = match_message(
         failure,
         RUNTIME,
         rf"mat1 and mat2 must have the same dtype, but got (?P<got>{TYPE}) and (?P<wants>{TYPE})",
@@ -87,9 +86,9 @@ def two_dtypes(failure: FailureRecord) -> Diagnosis | None:
         rf"mixed dtype \(CPU\): expect (?:parameter to have scalar type of Float|input to have scalar type of (?P<wants>{TYPE}))",
         rf"value cannot be converted to type (?P<wants>{TYPE}) without overflow(?!)",
     )
-    if found is None or _in_loss(failure):
+    if match is None or _in_loss(failure):
         return None
-    got, wants = found["got"].replace("Tensor", ""), found["wants"].replace("Tensor", "")
+    got, wants = match["got"].replace("Tensor", ""), match["wants"].replace("Tensor", "")
     if got == wants:
         return None
     cast = CASTS.get(wants, f"to({wants.lower()})")
@@ -141,7 +140,7 @@ def target_dtype(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html
     """
-    found = match_message(
+    match = match_message(
         failure,
         ("RuntimeError", "NotImplementedError"),
         rf"Found dtype (?P<got>{TYPE}) but expected (?P<wants>{TYPE})",
@@ -154,19 +153,19 @@ def target_dtype(failure: FailureRecord) -> Diagnosis | None:
         r"Expected floating point type for target with class probabilities, got (?P<got>\w+)(?P<probabilities>)",
     )
     loss = _in_loss(failure)
-    if found is None or (found.thrown.message.startswith("expected scalar type") and not loss):
+    if match is None or (match.thrown.message.startswith("expected scalar type") and not loss):
         return None
-    backward = found.thrown.message.startswith("Found dtype")
+    backward = match.thrown.message.startswith("Found dtype")
     if (
         backward
-        and not any("backward" in frame.function or "backward" in frame.text for frame in found.thrown.frames)
-        and found.thrown.frames
+        and not any("backward" in frame.function or "backward" in frame.text for frame in match.thrown.frames)
+        and match.thrown.frames
     ):
         return None
-    classes = loss in ("cross_entropy", "nll_loss") and "probabilities" not in found.thrown.message
+    classes = loss in ("cross_entropy", "nll_loss") and "probabilities" not in match.thrown.message
     wants = "long" if classes else "float"
-    if not loss and not backward and found["wants"]:
-        wants = "long" if found["wants"] == "Long" else "float"
+    if not loss and not backward and match["wants"]:
+        wants = "long" if match["wants"] == "Long" else "float"
     target = next(
         (
             tensor.name
@@ -175,7 +174,7 @@ def target_dtype(failure: FailureRecord) -> Diagnosis | None:
         ),
         "target",
     )
-    got = _common(found["got"]) if found["got"] else "another dtype"
+    got = _common(match["got"]) if match["got"] else "another dtype"
     return Diagnosis(
         f"the loss{f' `{loss}`' if loss else ''} got `{target}` as {got} and needs {_common(wants)}",
         f"{target} = {target}.{wants}()",
@@ -205,30 +204,6 @@ no_such_operation = known(
     values=lambda _, match: {"dtype": _common(match["dtype"])},
 )
 
-
-def _index(failure: FailureRecord, match: MessageMatch) -> dict[str, str]:
-    got = f" as {_common(match['got'])}" if match["got"] else ""
-    return {"got": got, **tensor_name(failure, lambda tensor: "float" in tensor.dtype)}
-
-
-index_dtype = known(
-    "FE013",
-    "index-dtype",
-    """The indices are not integers.
-    Tokens or labels were read as floats, or an operation converted them to floats.
-    https://docs.pytorch.org/docs/stable/generated/torch.nn.Embedding.html""",
-    form(
-        "{layer|an index operation} got indices[[ (`{tensor}`)]]{got} and needs integers",
-        "{tensor|index} = {tensor|index}.long()   # preferably in the data set",
-        r"Expected tensor for argument #\d+ 'indices' to have one of the following scalar types: "
-        r"Long, Int; but got (?:torch\.)?(?:cuda\.)?(?P<got>\w+?)(?:Tensor)? instead",
-        r"tensors used as indices must be long, int, byte or bool tensors",
-        r"(?:gather|scatter|index_select)\(\): Expected dtype (?:int32 or )?int64 for index",
-    ),
-    types=("RuntimeError", "IndexError", "TypeError"),
-    tensors=True,
-    values=_index,
-)
 
 numpy_has_no_bfloat16 = known(
     "FE014",

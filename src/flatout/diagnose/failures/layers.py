@@ -123,20 +123,3 @@ layer_width = known(
     tensors=True,
     values=_widths,
 )
-
-too_small_for_the_kernel = known(
-    "FE028",
-    "too-small-for-the-kernel",
-    """The image is smaller than the kernel.
-    The network halves the image more often than its size allows: it was written for 224 pixels and gets 32 or
-    28. `padding=`, or `nn.AdaptiveAvgPool2d(1)` at the end, help too.
-    https://docs.pytorch.org/docs/stable/generated/torch.nn.AdaptiveAvgPool2d.html""",
-    form(
-        "{layer|a convolution or pooling} got an image of {got}[[ with a kernel of {wants}]]: the output would be empty",
-        "transforms.Resize(...)      # larger images\nnn.Conv2d(..., stride=1)    # or less downsampling: the first strides and poolings are for 224 pixels",
-        r"Calculated padded input size per channel: \((?P<got>[\d x]+)\)\. Kernel size: \((?P<wants>[\d x]+)\)\. Kernel size can't be greater",
-        r"Given input size: \((?P<got>[\dx]+)\)\. Calculated output size: \([-\dx]+\)\. Output size is too small",
-        r"max_pool\dd\w*\(\):? (?P<got>.{0,80}?)output size is too small",
-    ),
-    tensors=True,
-)

@@ -67,28 +67,28 @@ def index_out_of_range(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.Embedding.html
     """
-    found = match_message(
+    match = match_message(
         failure,
         ("IndexError", "RuntimeError"),
         r"index out of range in self",
         r"index out of range: Tried to access index (?P<index>-?\d+) out of table with (?P<last>\d+) rows",
         r"index (?P<index>-?\d+) is out of bounds for dimension (?P<dim>\d+) with size (?P<size>\d+)",
     )
-    if found is None:
+    if match is None:
         return None
     weight = failure.module.parameters.get("weight", []) if failure.module else []
     rows = (
         weight[0]
         if weight
-        else found.number("last") + 1
-        if found["last"]
-        else found.number("size")
-        if found["size"]
+        else match.number("last") + 1
+        if match["last"]
+        else match.number("size")
+        if match["size"]
         else None
     )
     bad = out_of_range(user_names(failure, failure.tensors), rows)
-    name = layer(failure) or ("the embedding" if "self" in found.thrown.message else "the table")
-    if bad is None and not found["index"]:
+    name = layer(failure) or ("the embedding" if "self" in match.thrown.message else "the table")
+    if bad is None and not match["index"]:
         return Diagnosis(
             f"{name} was indexed with a row that it does not have"
             + (f"; it has {rows:,} rows" if rows else ""),
@@ -98,7 +98,7 @@ def index_out_of_range(failure: FailureRecord) -> Diagnosis | None:
     value, where, what = (
         (bad[1], at_position(bad[2]), f"`{bad[0].name}` holds ")
         if bad
-        else (found.number("index"), "", "it was indexed with ")
+        else (match.number("index"), "", "it was indexed with ")
     )
     has = f"{name} has {rows:,} rows (0 to {rows - 1:,})" if rows else name
     return Diagnosis(
@@ -124,13 +124,13 @@ def label_out_of_range(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html
     """
-    found = match_message(
+    match = match_message(
         failure,
         ("IndexError", "RuntimeError"),
         r"Target (?P<label>-?\d+) is out of bounds",
         r"Class values must be (?:smaller than num_classes|non-negative)(?P<hot>)",
     )
-    if found is None:
+    if match is None:
         return None
     outputs = next(
         (
@@ -142,7 +142,7 @@ def label_out_of_range(failure: FailureRecord) -> Diagnosis | None:
     )
     classes = outputs.shape[1] if outputs else None
     bad = out_of_range(user_names(failure, failure.tensors), classes)
-    label = found.number("label") if found["label"] else bad[1] if bad else None
+    label = match.number("label") if match["label"] else bad[1] if bad else None
     if label is None:
         return Diagnosis(
             "`one_hot` got a label that is not a class",
@@ -279,13 +279,13 @@ def device_side_assert(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution
     """
-    found = match_message(
+    match = match_message(
         failure,
         RUNTIME,
         r"(?:CUDA|HIP) error: device-side assert triggered",
     )
     asserted = search_log(failure, ASSERTED)
-    if found is None and (asserted is None or (failure.chain and failure.chain[-1].frames)):
+    if match is None and (asserted is None or (failure.chain and failure.chain[-1].frames)):
         return None
     what = asserted["what"] if asserted else ""
     evidence = (
@@ -315,23 +315,23 @@ def device_side_assert(failure: FailureRecord) -> Diagnosis | None:
             if asserted and "2d" not in what
             else ""
         )
-        said = f"a label is below 0 or not below the number of the model's outputs (the assertion of the loss failed on the GPU{sample})"
+        cause = f"a label is below 0 or not below the number of the model's outputs (the assertion of the loss failed on the GPU{sample})"
         fix = (
             "assert 0 <= int(target.min()) and int(target.max()) < logits.size(1), (target.min(), target.max())   # before the loss; names the label\n"
             "nn.Linear(..., classes)   # as many outputs as there are classes"
         )
     elif re.search(r"srcIndex|index.{0,40}(?:<|out of bounds)|idx", what):
-        said = "an index (a token, a position, a row) is out of range, found on the GPU"
+        cause = "an index (a token, a position, a row) is out of range, found on the GPU"
         fix = "print(int(tokens.min()), int(tokens.max()), model.embedding.num_embeddings)   # the largest token must be below num_embeddings"
     elif re.search(r"input_val|zero.{0,10}one|>= 0 && .{0,20}<= 1", what):
-        said = "the input of a binary loss is not a probability (or it is NaN), found on the GPU"
+        cause = "the input of a binary loss is not a probability (or it is NaN), found on the GPU"
         fix = "F.binary_cross_entropy_with_logits(logits, target)   # and no sigmoid before it"
     else:
-        said = "a kernel got an invalid value, and the GPU reports it late: the real error may be before the line below"
+        cause = "a kernel got an invalid value, and the GPU reports it late: the real error may be before the line below"
         fix = "check labels and tokens: they must be in 0 .. classes - 1"
     running = f" ({layer(failure)} was running when the GPU reported it)" if layer(failure) else ""
     return Diagnosis(
-        said + running,
+        cause + running,
         fix + "\nCUDA_LAUNCH_BLOCKING=1 python train.py   # the traceback then shows the right line",
         evidence,
     )

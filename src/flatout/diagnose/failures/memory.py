@@ -60,7 +60,7 @@ def gpu_out_of_memory(failure: FailureRecord) -> Diagnosis | None:
         https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
         https://docs.pytorch.org/docs/stable/checkpoint.html
     """
-    found = match_message(
+    match = match_message(
         failure,
         RUNTIME,
         rf"CUDA out of memory\. Tried to allocate (?P<needed>{AMOUNT})\. GPU (?P<gpu>\d+) has a total capac\w+ of (?P<total>{AMOUNT}) of which "
@@ -77,10 +77,10 @@ def gpu_out_of_memory(failure: FailureRecord) -> Diagnosis | None:
         rf"which (?P<free>{AMOUNT}) is free",
         rf"(?:CUDA|HIP|MPS backend) out of memory{SHORT}",
     )
-    if found is None:
+    if match is None:
         return None
     needed, free, total, allocated = (
-        in_bytes(found[name]) for name in ("needed", "free", "total", "allocated")
+        in_bytes(match[name]) for name in ("needed", "free", "total", "allocated")
     )
     memory = failure.memory
     free, total, allocated = (
@@ -88,9 +88,9 @@ def gpu_out_of_memory(failure: FailureRecord) -> Diagnosis | None:
         total or memory.get("total"),
         allocated or memory.get("allocated"),
     )
-    idle = in_bytes(found["reserved"])
-    if idle is None and found["pool"] and allocated is not None:
-        idle = max(0, (in_bytes(found["pool"]) or 0) - allocated)
+    idle = in_bytes(match["reserved"])
+    if idle is None and match["pool"] and allocated is not None:
+        idle = max(0, (in_bytes(match["pool"]) or 0) - allocated)
     if idle is None and memory:
         idle = max(0, memory["reserved"] - memory["allocated"])
     where = f" in {layer(failure)}" if layer(failure) else ""
@@ -100,7 +100,7 @@ def gpu_out_of_memory(failure: FailureRecord) -> Diagnosis | None:
         else f"more was requested{where} than is available"
     )
     has = f", and {spelled(free)} of {spelled(total)} are free" if total and free is not None else ""
-    evidence = _evidence(failure, found, total, free, allocated, idle)
+    evidence = _evidence(failure, match, total, free, allocated, idle)
     ways = _ways(needed, free, idle)
     return Diagnosis(
         f"the GPU's memory is full: {what}{has}",
@@ -112,7 +112,7 @@ def gpu_out_of_memory(failure: FailureRecord) -> Diagnosis | None:
 
 def _evidence(
     failure: FailureRecord,
-    found: MessageMatch,
+    match: MessageMatch,
     total: int | None,
     free: int | None,
     allocated: int | None,
@@ -124,7 +124,7 @@ def _evidence(
             f"torch holds {spelled(allocated)} in tensors"
             + (f" and {spelled(idle)} reserved but unallocated" if idle is not None else "")
         )
-    process = in_bytes(found["process"])
+    process = in_bytes(match["process"])
     if process is not None and total and free is not None and total - free - process > total // 20:
         lines.append(
             f"other processes hold {spelled(total - free - process)} of this GPU: `nvidia-smi` names them"

@@ -158,20 +158,6 @@ rendezvous_timeout = known(
     when=_is_torchs,
 )
 
-no_process_group = known(
-    "FE085",
-    "no-process-group",
-    """The process group is not initialised.
-    A script for several ranks was started as a single process. Or a DistributedSampler, `barrier` or `get_rank`
-    call comes before `init_process_group`.
-    https://docs.pytorch.org/docs/stable/distributed.html#initialization""",
-    form(
-        "a function of torch.distributed was called before init_process_group",
-        f"rank = dist.get_rank() if dist.is_initialized() else 0\n{TORCHRUN}   # and call init_process_group() first",
-        r"Default process group has not been initialized, please make sure to call init_process_group",
-    ),
-    types=("ValueError", "RuntimeError"),
-)
 
 TIMEOUT = (
     r"(?:\[PG[^\]]*\])?\s?\[Rank (?P<rank>\d+)\] Watchdog caught collective operation timeout: WorkNCCL\(SeqNum=(?P<number>\d+), OpType=(?P<what>\w+)"
@@ -227,13 +213,13 @@ def nccl_timeout(failure: FailureRecord) -> Diagnosis | None:
         else []
     )
     late = _late(numbers, states, failure.world_size)
-    said = (
+    cause = (
         f"ranks {', '.join(map(str, sorted(waited)))} waited {seconds} in {what} number {number}"
         if waited
         else f"a collective operation{f' ({what})' if what else ''} timed out"
     )
     return Diagnosis(
-        f"{said}, {late}",
+        f"{cause}, {late}",
         "py-spy dump --pid PID_OF_THE_LATE_RANK          # shows what it is doing\n"
         "every rank must call the same operations in the same order: look for `if rank == 0:` around one, and for loaders of unequal length\n"
         "init_process_group(..., timeout=timedelta(hours=1))   # only if a rank is slow on purpose (checkpointing, validation)",
@@ -342,22 +328,22 @@ def a_rank_failed(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/elastic/errors.html
     """
-    found = match_message(
+    match = match_message(
         failure,
         ("ChildFailedError", "Exception"),
         r"\s*=*\s*(?P<name>\S[^\n]*?) FAILED.*?Root Cause \(first observed failure\):.*?rank\s*: (?P<rank>\d+) \(local_rank: (?P<local>\d+)\)"
         r"\s*exitcode\s*: (?P<code>-?\d+) \(pid: (?P<pid>\d+)\)(?:.*?traceback\s*: (?P<trace>[^\n]*))?",
     )
-    if found is None:
+    if match is None:
         return None
-    signal = re.search(r"Signal (?P<number>\d+) \((?P<name>SIG\w+)\)", found["trace"])
-    how = f"was ended by {signal['name']}" if signal else f"exited with code {found['code']}"
+    signal = re.search(r"Signal (?P<number>\d+) \((?P<name>SIG\w+)\)", match["trace"])
+    how = f"was ended by {signal['name']}" if signal else f"exited with code {match['code']}"
     kill = signal is not None and signal["name"] == "SIGKILL"
     return Diagnosis(
-        f"rank {found['rank']} was the first to fail: it {how} (process {found['pid']})"
+        f"rank {match['rank']} was the first to fail: it {how} (process {match['pid']})"
         + ("; the OOM killer is the most likely cause" if kill else ""),
         'dmesg -T | grep -i -E "oom|killed process"; cat /sys/fs/cgroup/memory.events'
         if kill
-        else f"grep -n -A30 '^\\[rank{found['rank']}\\]: Traceback' LOG       # shows its own traceback\n"
+        else f"grep -n -A30 '^\\[rank{match['rank']}\\]: Traceback' LOG       # shows its own traceback\n"
         "torchrun --log-dir logs --redirects 3 ... train.py     # writes a file for each rank",
     )

@@ -6,7 +6,7 @@ import re
 import signal as signals
 
 from flatout.diagnose.failures.memory import spelled
-from flatout.diagnose.kind import Diagnosis, form, kind, known, match_message, search_log
+from flatout.diagnose.kind import Diagnosis, kind, match_message, search_log
 from flatout.schema.failure import FailureRecord
 
 
@@ -29,7 +29,7 @@ def killed(failure: FailureRecord) -> Diagnosis | None:
         r"(?:Out of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+) \((?P<name>[^)]+)\)(?:.*?anon-rss:(?P<rss>\d+)kB)?",
         r"oom[-_]kill(?:er)? event|OOMKilled|oom_reaper|Detected \d+ oom[-_]kill event",
     )
-    said = failure.signal == signals.SIGKILL or (
+    killed_by_signal = failure.signal == signals.SIGKILL or (
         failure.signal is None
         and _ends_with(
             failure,
@@ -40,7 +40,7 @@ def killed(failure: FailureRecord) -> Diagnosis | None:
             r"\bSignal 9\b",
         )
     )
-    if not said and not (oom and _wordless(failure)):
+    if not killed_by_signal and not (oom and _wordless(failure)):
         return None
     events = failure.facts.get("oom_kills")
     held = (
@@ -91,7 +91,7 @@ def shared_memory_too_small(failure: FailureRecord) -> Diagnosis | None:
         https://docs.pytorch.org/docs/stable/multiprocessing.html#sharing-strategies
         https://github.com/pytorch/pytorch/issues/5040
     """
-    found = match_message(
+    match = match_message(
         failure,
         ("RuntimeError", "OSError"),
         r"DataLoader worker \(pid(?:\(s\))? (?P<pid>[\d, ]+)\) is killed by signal: Bus error\.?",
@@ -99,52 +99,30 @@ def shared_memory_too_small(failure: FailureRecord) -> Diagnosis | None:
         r"allocate memory|Bad address)",
         r"ERROR: Unexpected bus error encountered in worker\. This might be caused by insufficient shared memory \(shm\)",
     )
-    info = search_log(
+    warning = search_log(
         failure,
         r"ERROR: Unexpected bus error encountered in worker\. This might be caused by insufficient shared memory",
     )
     wordless = failure.signal == signals.SIGBUS or (
         failure.signal is None and _ends_with(failure, r"\bBus error(?: \(core dumped\))?\s*$", r"\bSIGBUS\b")
     )
-    if found is None and info is None and not wordless:
+    if match is None and warning is None and not wordless:
         return None
     who = (
-        f"loader worker {found['pid']}"
-        if found and found["pid"]
+        f"loader worker {match['pid']}"
+        if match and match["pid"]
         else "a loader worker"
-        if found or info
+        if match or warning
         else "the program"
     )
     return Diagnosis(
         f"{who} died of a bus error: /dev/shm is most likely too small"
-        if found is None or "Bus error" in found.thrown.message
+        if match is None or "Bus error" in match.thrown.message
         else f"{who} could not write to shared memory: /dev/shm is full",
         "df -h /dev/shm                                  # shows its size\n"
         "docker run --shm-size=8g ...                    # or --ipc=host\n"
         "DataLoader(..., num_workers=2, prefetch_factor=1)   # needs less shared memory",
     )
-
-
-too_many_open_files = known(
-    "FE044",
-    "too-many-open-files",
-    """The process has too many open files.
-    Batches of a loader with workers are kept in a list (each keeps its files), each sample has many small
-    tensors, or files are opened and not closed. Each tensor that a worker passes on counts as an open file.
-    https://docs.pytorch.org/docs/stable/multiprocessing.html#file-descriptor-file-descriptor
-    https://github.com/pytorch/pytorch/issues/973""",
-    form(
-        "this process has reached its limit of open files; each tensor that a loader worker passes on counts as one",
-        "ulimit -n 65536                                                # in the shell, before the program starts\n"
-        'torch.multiprocessing.set_sharing_strategy("file_system")     # at the start of the script\n'
-        "kept.append(batch.clone())                                    # a kept batch keeps its files open",
-        r"\[Errno 24\] Too many open files",
-        r"received 0 items of ancdata",
-        r".{0,200}?Too many open files \(24\)",
-        r"Too many open files\. Communication with the workers is no longer possible",
-    ),
-    types=("OSError", "RuntimeError"),
-)
 
 
 @kind("FE045", "crashed-below-python")
@@ -178,10 +156,10 @@ def crashed_below_python(failure: FailureRecord) -> Diagnosis | None:
         return None
     last = search_log(failure, r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
     where = [f"innermost Python line: {last['file']}:{last['line']} in {last['function']}"] if last else []
-    info = search_log(failure, r"what\(\):\s+(?P<words>.{1,300})")
+    last_message = search_log(failure, r"what\(\):\s+(?P<words>.{1,300})")
     return Diagnosis(
         f"the program was ended by {names[signals.Signals(number)]} in native code",
         "python -X faulthandler train.py        # prints the Python line of the crash\n"
         "pip check; pip list | grep -i -E 'torch|cuda|nvidia'   # look for extensions built for another torch",
-        [*where, *([f"its last message: {info['words']}"] if info else [])],
+        [*where, *([f"its last message: {last_message['words']}"] if last_message else [])],
     )

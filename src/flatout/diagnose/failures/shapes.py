@@ -1,9 +1,6 @@
-"""Failures of shapes: matrix products, views, broadcasting and concatenation."""
+"""Failures of shapes: matrix products, broadcasting and concatenation."""
 
 from __future__ import annotations
-
-import math
-import re
 
 from flatout.diagnose.kind import (
     SHORT,
@@ -37,7 +34,7 @@ def matrix_sizes(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.LazyLinear.html
     """
-    found = match_message(
+    match = match_message(
         failure,
         ("RuntimeError", "ValueError"),
         r"mat1 and mat2 shapes cannot be multiplied \((?P<a>\d+)x(?P<b>\d+) and (?P<c>\d+)x(?P<d>\d+)\)",
@@ -48,9 +45,9 @@ def matrix_sizes(failure: FailureRecord) -> Diagnosis | None:
         r"Expected size for first two dimensions of batch2 tensor to be: \[(?P<e>\d+), (?P<b>\d+)\] but got: \[(?P<f>\d+), (?P<c>\d+)\]",
         r"inconsistent tensor size, expected tensor \[(?P<b>\d+)\] and src \[(?P<c>\d+)\] to have the same number of elements",
     )
-    if found is None:
+    if match is None:
         return None
-    a, b, c, d = (found[part] for part in "abcd")
+    a, b, c, d = (match[part] for part in "abcd")
     weight = failure.module.parameters.get("weight", []) if failure.module else []
     if len(weight) == 2 and layer(failure):
         arrives, wants = b, str(weight[1])
@@ -76,40 +73,6 @@ def matrix_sizes(failure: FailureRecord) -> Diagnosis | None:
         hint,
         sizes(failure),
     )
-
-
-def _elements(_: FailureRecord, match: MessageMatch) -> dict[str, str]:
-    if not match["wants"]:
-        return {}
-    sizes_wanted = [int(size) for size in re.findall(r"-?\d+", match["wants"])]
-    known_part = math.prod(size for size in sizes_wanted if size > 0)
-    why = f"is not a multiple of {known_part:,}" if -1 in sizes_wanted else f"is not {known_part:,}"
-    return {"got": f"{match.number('got'):,}", "why": why}
-
-
-view_size = known(
-    "FE024",
-    "view-size",
-    """A view or reshape does not fit the tensor.
-    The size is written for other images or another batch (the last batch is smaller), or a transpose comes
-    before the view. A view must keep the number of elements, and `view` also needs a compatible memory layout.
-    https://docs.pytorch.org/docs/stable/generated/torch.Tensor.view.html""",
-    form(
-        "{got} elements cannot become {wants}[[: their number {why}]]",
-        "x = x.flatten(1)   # keeps the batch and infers the rest\nx = x.view(x.size(0), -1)",
-        r"shape '(?P<wants>\[[-\d, ]*\])' is invalid for input of size (?P<got>\d+)",
-        r"unflatten: Provided sizes (?P<wants>\[[-\d, ]*\]) don't multiply up to the size of dim \d+ \((?P<got>\d+)\)",
-        r"cannot reshape tensor of (?P<got>0) elements into shape (?P<wants>\[[-\d, ]*\])",
-    ),
-    form(
-        "`view` was called on a tensor with an incompatible memory layout (after a transpose, permute or slice)",
-        "x.reshape(...)   # copies if necessary; or x.contiguous().view(...)",
-        r"view size is not compatible with input tensor's size and stride",
-        r"Cannot view a tensor with shape",
-    ),
-    tensors=True,
-    values=_elements,
-)
 
 
 def _names(failure: FailureRecord, _: MessageMatch) -> dict[str, str]:
@@ -176,25 +139,4 @@ concatenation = known(
     ),
     tensors=True,
     when=lambda failure, _: not runs_in(failure, ":(?:default_collate|collate_tensor_fn|collate)$"),
-)
-
-scalar_expected = known(
-    "FE029",
-    "scalar-expected",
-    """One value was needed and the tensor holds several.
-    A loss with `reduction="none"`, a comparison of two tensors in an `if`, or a metric for a whole batch.
-    https://docs.pytorch.org/docs/stable/generated/torch.Tensor.item.html""",
-    form(
-        "`{tensor|x}` holds {count|several} values, and one number is needed",
-        "{tensor|x}.mean().item()   # or .tolist() for all values",
-        r"a Tensor with (?P<count>\d+) elements cannot be converted to Scalar",
-        r"only one element tensors can be converted to Python scalars",
-    ),
-    form(
-        "`{tensor|x}` holds several values, and a condition needs one",
-        "{tensor|x}.all()   # or .any()",
-        r"Boolean value of Tensor with (?:more than one|no) values? is ambiguous",
-    ),
-    types=("RuntimeError", "ValueError", "TypeError"),
-    tensors=True,
 )

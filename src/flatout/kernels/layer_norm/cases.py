@@ -20,7 +20,6 @@ class Norm:
     shape: tuple[int, ...]  # in front of the width
     width: int
     dtype: torch.dtype
-    residual: bool
     affine: bool = True
     offset: float = 0.0
     eps: float = 1e-5
@@ -29,15 +28,15 @@ class Norm:
 
 # the fields of a Norm from its shape on
 SMALL = [
-    ((5,), 7, F32, True, True, 0.0, 1e-5),
-    ((3,), 1, F32, False, True, 0.0, 1.0),
-    ((2, 3), 64, F32, False, False, 0.0, 1e-5),
-    ((4,), 33, F16, True, True, 0.0, 1e-5),
-    ((3,), 129, BF16, True, True, 0.0, 1e-6),
-    ((0,), 16, F32, True, True, 0.0, 1e-5),
-    ((6,), 40, F32, False, True, 30.0, 1e-2),
-    ((4,), 256, BF16, False, True, 0.0, 1e-5),
-    ((3,), 24, F16, False, True, 0.0, 1e-2),
+    ((5,), 7, F32, True, 0.0, 1e-5),
+    ((3,), 1, F32, True, 0.0, 1.0),
+    ((2, 3), 64, F32, False, 0.0, 1e-5),
+    ((4,), 33, F16, True, 0.0, 1e-5),
+    ((3,), 129, BF16, True, 0.0, 1e-6),
+    ((0,), 16, F32, True, 0.0, 1e-5),
+    ((6,), 40, F32, True, 30.0, 1e-2),
+    ((4,), 256, BF16, True, 0.0, 1e-5),
+    ((3,), 24, F16, True, 0.0, 1e-2),
 ]
 LARGE = [
     ((8192,), 1024, BF16, "gpu"),
@@ -51,17 +50,17 @@ def cases() -> list[Case]:
     small = [_case(Norm(*row)) for row in SMALL]
     strided = Case(
         "every second column of a wider tensor",
-        partial(_inputs, norm=Norm((4,), 20, F32, residual=True, step=2)),
+        partial(_inputs, norm=Norm((4,), 20, F32, step=2)),
         F32,
-        _differentiable(True, True),
+        _differentiable(True),
         terms=20,
     )
     large = [
         Case(
             f"{shape[0]:,} rows of {width:,}, {_type_name(dtype)}",
-            partial(_inputs, norm=Norm(shape, width, dtype, residual=True)),
+            partial(_inputs, norm=Norm(shape, width, dtype)),
             dtype,
-            _differentiable(True, True),
+            _differentiable(True),
             terms=width,
             bench=bench,
         )
@@ -71,15 +70,14 @@ def cases() -> list[Case]:
 
 
 def _case(norm: Norm) -> Case:
-    title = f"{'x'.join(map(str, norm.shape))} rows of {norm.width}, {_type_name(norm.dtype)}{', residual' if norm.residual else ''}{'' if norm.affine else ', no weight'}"
+    title = f"{'x'.join(map(str, norm.shape))} rows of {norm.width}, {_type_name(norm.dtype)}{'' if norm.affine else ', no weight'}"
     return Case(
         title + (f", mean {norm.offset:g}" if norm.offset else ""),
         partial(_inputs, norm=norm),
         norm.dtype,
         # A mean far from zero costs the digits that every element shares with it.
-        _differentiable(norm.residual, norm.affine),
+        _differentiable(norm.affine),
         terms=max(prod(norm.shape), norm.width) * (1 + int(norm.offset**2)),
-        inside=2.0 if norm.residual and norm.dtype is not F32 else 0.0,
     )
 
 
@@ -93,12 +91,11 @@ def _inputs(draw: torch.Generator, norm: Norm) -> Inputs:
         "weight": normal(norm.width) if norm.affine else None,
         "bias": normal(norm.width) if norm.affine else None,
         "eps": norm.eps,
-        "residual": normal(*norm.shape, norm.width) if norm.residual else None,
     }
 
 
-def _differentiable(residual: bool, affine: bool) -> tuple[str, ...]:
-    return ("x", *(("weight", "bias") if affine else ()), *(("residual",) if residual else ()))
+def _differentiable(affine: bool) -> tuple[str, ...]:
+    return ("x", "weight", "bias") if affine else ("x",)
 
 
 def _type_name(dtype: torch.dtype) -> str:

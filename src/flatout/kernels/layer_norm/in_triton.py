@@ -14,16 +14,13 @@ import triton.language as tl
 @triton.jit
 def _forward(
     x,
-    residual,
     weight,
     bias,
     y,
-    h,
     mean,
     rstd,
     width,
     eps,
-    RESIDUAL: tl.constexpr,
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -33,10 +30,6 @@ def _forward(
     inside = columns < width
     at = row * width + columns
     v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-    if RESIDUAL:
-        v = (v + tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)).to(h.dtype.element_ty)
-        tl.store(h + at, v, mask=inside)
-        v = v.to(tl.float32)
     m = tl.sum(v, axis=0) / width
     centred = tl.where(inside, v - m, 0.0)
     r = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=0) / width + eps)
@@ -53,8 +46,7 @@ def _forward(
 @triton.jit
 def _backward(
     dy,
-    dh,
-    h,
+    x,
     weight,
     mean,
     rstd,
@@ -62,7 +54,6 @@ def _backward(
     partial,
     rows,
     width,
-    DH: tl.constexpr,
     WEIGHT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -77,7 +68,7 @@ def _backward(
     for row in range(program, rows, tl.num_programs(0)):
         at = row * width + columns
         g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
-        normal = (tl.load(h + at, mask=inside, other=0.0).to(tl.float32) - tl.load(mean + row)) * tl.load(
+        normal = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - tl.load(mean + row)) * tl.load(
             rstd + row
         )
         normal = tl.where(inside, normal, 0.0)
@@ -86,8 +77,6 @@ def _backward(
         g = g * w
         d = g - normal * (tl.sum(g * normal, axis=0) / width) - tl.sum(g, axis=0) / width
         d = d * tl.load(rstd + row)
-        if DH:
-            d = d + tl.load(dh + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(dx + at, d.to(dx.dtype.element_ty), mask=inside)
     tl.store(partial + program * 2 * width + columns, of_weight, mask=inside)
     tl.store(partial + program * 2 * width + width + columns, of_bias, mask=inside)
@@ -95,31 +84,26 @@ def _backward(
 
 def forward(
     x: torch.Tensor,
-    residual: torch.Tensor | None,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
     y: torch.Tensor,
-    h: torch.Tensor,
     mean: torch.Tensor,
     rstd: torch.Tensor,
 ) -> None:
-    """Fills y, h [R, N] and mean, rstd [R]; h is written only with a residual."""
+    """Fills y [R, N] and mean, rstd [R]."""
     rows, width = x.shape
     block = triton.next_power_of_2(width)
     with torch.cuda.device_of(x):  # Triton launches on the current device
         _forward[(rows,)](
             x,
-            residual,
             weight,
             bias,
             y,
-            h,
             mean,
             rstd,
             width,
             eps,
-            RESIDUAL=residual is not None,
             WEIGHT=weight is not None,
             BIAS=bias is not None,
             BLOCK=block,
@@ -129,8 +113,7 @@ def forward(
 
 def backward(
     dy: torch.Tensor,
-    dh: torch.Tensor | None,
-    h: torch.Tensor,
+    x: torch.Tensor,
     weight: torch.Tensor | None,
     mean: torch.Tensor,
     rstd: torch.Tensor,
@@ -138,13 +121,12 @@ def backward(
     partial: torch.Tensor,
 ) -> None:
     """Fills dx [R, N] and partial [P, 2, N]: sums for weight and bias over the rows of each program."""
-    rows, width = h.shape
+    rows, width = x.shape
     block = triton.next_power_of_2(width)
-    with torch.cuda.device_of(h):
+    with torch.cuda.device_of(x):
         _backward[(partial.shape[0],)](
             dy,
-            dh,
-            h,
+            x,
             weight,
             mean,
             rstd,
@@ -152,7 +134,6 @@ def backward(
             partial,
             rows,
             width,
-            DH=dh is not None,
             WEIGHT=weight is not None,
             BLOCK=block,
             num_warps=_warps(block),

@@ -28,16 +28,16 @@ def repeated(torch: ModuleType, root: Module) -> list[Any]:
 
 def _groups(module: Module, holds: Callable[[Any], bool], met: set[int]) -> list[Any]:
     """Depth first: children that repeat, and repeated blocks inside those that do not."""
-    found: list[Any] = []
+    blocks: list[Any] = []
     children = [child for child in module.children() if id(child) not in met]
     met.update(map(id, children))
     kinds = [type(child) for child in children if _is_block(child)]
     for child in children:
         if holds(module) and _is_block(child) and kinds.count(type(child)) >= FEWEST:
-            found.append(child)
+            blocks.append(child)
         else:
-            found += _groups(child, holds, met)
-    return found
+            blocks += _groups(child, holds, met)
+    return blocks
 
 
 def _is_block(module: Module) -> bool:
