@@ -212,7 +212,6 @@ def test_completion_in_bash(flatout, script):
         "flatout run --with cha": {"channels_last"},
         "flatout levers chan": {"channels_last"},
         "flatout tune --levers tf32,chan": {"tf32,channels_last"},
-        "flatout schema sess": {"session"},
         "flatout run --resc": {"--rescue"},
     }
     lines = ['eval "$(_FLATOUT_COMPLETE=bash_source flatout)"', "compopt() { echo files; }"]

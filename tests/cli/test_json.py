@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 from jsonschema import Draft202012Validator
+from schemas import PUBLISHED, json_schema
 
 import flatout as package
-from flatout.schema.json_schema import PUBLISHED, json_schema
 from flatout.schema.session import SessionOutcome
 
 pytestmark = pytest.mark.timeout(60)
@@ -25,14 +25,12 @@ SNAPSHOTS = Path(__file__).parent.parent / "diagnose" / "recorded"
 
 
 @pytest.fixture
-def valid(flatout):
-    """``valid(name, text)`` parses the text strictly and checks it against `flatout schema name`."""
+def valid():
+    """``valid(name, text)`` parses the text strictly and checks it against its schema."""
 
     def check(name, text):
-        schema = json.loads(flatout.here("schema", name).out)
-        Draft202012Validator.check_schema(schema)
         data = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
-        assert [each.message for each in Draft202012Validator(schema).iter_errors(data)] == []
+        assert [each.message for each in Draft202012Validator(json_schema(name)).iter_errors(data)] == []
         return data
 
     return check
@@ -48,27 +46,19 @@ def job(flatout):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_schema_describes_its_record_and_no_other(flatout, name):
-    schema = json.loads(flatout.here("schema", name).out)
+def test_a_schema_describes_its_record_and_no_other(name):
+    schema = json_schema(name)
     Draft202012Validator.check_schema(schema)
     assert schema["properties"]["schema"] == {"const": PUBLISHED[name].number}
     assert not Draft202012Validator(schema).is_valid({"schema": PUBLISHED[name].number + 1})
     assert not Draft202012Validator(schema).is_valid([])
 
 
-def test_the_list_of_schemas(flatout):
-    done = flatout.here("schema")
-    assert [line.split()[0] for line in done.out.splitlines()[1:]] == list(PUBLISHED)
-    wrong = flatout.here("schema", "sesion")
-    assert (wrong.code, wrong.out) == (2, "")
-    assert "did you mean session? `flatout schema` lists them." in wrong.err
-
-
-def test_a_recorded_session_fits_its_schema(flatout, valid):
+def test_a_recorded_session_fits_its_schema(valid):
     data = valid("session", RECORDED.read_text())
     assert data["speedup"]["median"]
     data["speedup"]["median"] = "fast"
-    errors = Draft202012Validator(json.loads(flatout.here("schema", "session").out)).iter_errors(data)
+    errors = Draft202012Validator(json_schema("session")).iter_errors(data)
     assert [list(each.absolute_path) for each in errors] == [["speedup"]]
 
 

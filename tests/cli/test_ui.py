@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 from limits import hang_s
-
-from flatout.schema.json_schema import json_schema
+from schemas import json_schema
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(120)

@@ -48,7 +48,6 @@ GROUPS = {
     },
     "Settings, scripts and agents": {
         "init": "Write a section for options into pyproject.toml.",
-        "schema": "Print the JSON Schema of a record.",
         "skill": "Print how a coding agent works with flatout.",
     },
 }
