@@ -1,4 +1,4 @@
-"""Options from pyproject.toml and environment variables, `flatout init`, and completion in bash."""
+"""Options from pyproject.toml and environment variables, and completion in bash."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ import flatout as package
 from flatout.cli.main import COMMANDS
 from flatout.cli.options.configuration import options_of
 from flatout.levers import TABLE
-from flatout.schema.toml import read_toml
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -156,47 +155,6 @@ def test_settings_of_another_user_are_not_used(flatout, config):
     done = flatout.here("levers")
     assert done.out.startswith("  lever")
     assert "is not used: anyone can write to it" in done.said[0]
-
-
-# -- init -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "old", [None, b"", b"[project]\nname = 'x'  # here", b"[tool.ruff]\r\nline-length=99\r\n"]
-)
-def test_init_adds_a_section_and_keeps_the_rest(flatout, old):
-    path = flatout.folder / "pyproject.toml"
-    if old is not None:
-        path.write_bytes(old)
-    done = flatout.here("init")
-    assert (done.code, done.out) == (0, f"{path}: added [tool.flatout]\n")
-    new = path.read_bytes()
-    assert new.startswith(old or b"")
-    assert set(read_toml(new.decode())["tool"]["flatout"]) <= set(COMMANDS)
-    if b"\r\n" in (old or b""):
-        assert b"\n" not in new.replace(b"\r\n", b"")
-    again = flatout.here("init")
-    assert again.code == 2
-    assert "already has [tool.flatout]" in again.err
-    assert path.read_bytes() == new
-
-
-def test_what_init_proposes_is_valid(flatout, script):
-    flatout.here("init")
-    path = flatout.folder / "pyproject.toml"
-    path.write_text(re.sub(r"^# (?=[\w-]+ = )", "", path.read_text(), flags=re.MULTILINE))
-    held = read_toml(path.read_text())["tool"]["flatout"]
-    assert {name for name, value in held.items() if isinstance(value, dict) and value} >= {"tune", "run"}
-    for name in held:
-        assert "pyproject.toml" not in (flatout.here(name).err if name in COMMANDS else "")
-
-
-@pytest.mark.parametrize("text", ["[tool", "tool = {ruff = 1}\n", "tool = 3\n"])
-def test_init_leaves_a_file_that_takes_no_section(flatout, config, text):
-    config(text)
-    done = flatout.here("init")
-    assert done.code == 2
-    assert (flatout.folder / "pyproject.toml").read_text() == text
 
 
 # -- completion -----------------------------------------------------------------------------------------------------

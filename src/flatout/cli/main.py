@@ -46,8 +46,7 @@ GROUPS = {
         "trial": "Measure one run: steps, phases, exact losses.",
         "kernel": "Check, measure or start a kernel, ours or your own.",
     },
-    "Settings, scripts and agents": {
-        "init": "Write a section for options into pyproject.toml.",
+    "Agents": {
         "skill": "Print how a coding agent works with flatout.",
     },
 }

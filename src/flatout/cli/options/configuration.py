@@ -73,7 +73,7 @@ def read(path: Path) -> dict[str, Any]:
         ) from None
     found = tool.get("flatout", {}) if isinstance(tool, dict) else {}
     if not isinstance(found, dict):
-        raise UsageError(f"{path}: {SECTION} is not a table. `flatout init` shows how to write it.")
+        raise UsageError(f"{path}: {SECTION} is not a table. Write [{SECTION}] above its keys.")
     if found and (why := distrusted(path, whose=Path.cwd())):
         sys.stderr.write(f"flatout: [{SECTION}] of {path} is not used: {why}\n")
         return {}
