@@ -43,7 +43,9 @@ def test_the_precedence(flatout, config, script):
     script("pass")
     config('[tool.flatout]\nbudget = "1s"\n')
     assert budget(flatout.here(*TUNE)) == 1
-    config('[tool.flatout]\nbudget = "1s"\n[tool.flatout.tune]\nbudget = 2\n[tool.flatout.run]\nbudget = 9\n')
+    config(
+        '[tool.flatout]\nbudget = "1s"\n[tool.flatout.tune]\nbudget = 2\n[tool.flatout.batch]\nbudget = 9\n'
+    )
     assert budget(flatout.here(*TUNE)) == 2
     variable = {"FLATOUT_TUNE_BUDGET": "3s"}
     assert budget(flatout.here(*TUNE, env=variable)) == 3

@@ -188,8 +188,6 @@ def tune(
 ) -> tuple[SessionRecord, JobFolder, Path]:
     """Run one tuning session, and return it with its folder and the file of the plan.
 
-    `flatout run --budget` calls this too.
-
     ``asked`` gives the number of ranks, ``ray`` the address of a cluster."""
     if ray is not None and asked is not None and asked.several:
         raise UsageError(
