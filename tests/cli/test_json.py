@@ -68,7 +68,6 @@ def test_a_recorded_session_fits_its_schema(valid):
         ("levers", "levers", 0),
         ("levers tf32", "levers", 0),
         ("levers --why", "left_out", 0),
-        ("report", "report", 0),
         ("plan --plan .flatout/train-01234567/flatout.toml", "plan", 0),
         ("plan --template", "plan", 0),
         ("explain --list", "pages", 0),
@@ -95,7 +94,7 @@ def test_findings_and_explanations(flatout, valid, script):
 
 
 def test_a_failure_prints_no_record(flatout):
-    for words in (("levers", "--json", "nonesuch"), ("report", "--json"), ("plan", "--json")):
+    for words in (("levers", "--json", "nonesuch"), ("plan", "--json")):
         done = flatout.here(*words)
         assert (done.code, done.out) == (2, ""), words
 

@@ -150,8 +150,8 @@ def openers():
         each.kind: each
         for each in (
             Opener("plan", "flatout.toml", plan.to_toml().encode(), ("plan", "--plan", "FILE"), json=False),
-            Opener("session", "session.json", session, ("report", "FOLDER")),
-            Opener("profile", "profile.json", profile, ("report", "FOLDER")),
+            Opener("session", "session.json", session, ("levers", "--why", "--job", "FOLDER")),
+            Opener("profile", "profile.json", profile, ("explain", "FILE")),
             Opener(
                 "profile to scale",
                 "profile.json",
@@ -477,7 +477,6 @@ def warm():
     torch.zeros(1)
     for name in (
         "cli.plan",
-        "cli.report",
         "cli.scale",
         "cli.doctor",
         "cli.explain",

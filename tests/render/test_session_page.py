@@ -15,7 +15,7 @@ from flatout.render.report import frontier_plot, report_html, session_page
 from flatout.render.svg import Scale, element, ratio_scale, ratio_ticks, round_ticks
 from flatout.schema.enums import Effect
 from flatout.schema.records import PhaseTime, Ratio
-from flatout.schema.session import LeverRecord, Prediction, SessionRecord
+from flatout.schema.session import LeverRecord, SessionRecord
 
 
 def page_text(record: SessionRecord) -> str:
@@ -149,21 +149,6 @@ def test_each_effect_is_explained():
         "different random draws",
     ):
         assert words in text
-
-
-def test_predictions_are_compared_with_measurements():
-    record = session()
-    assert "Predictions of the profile" not in page_text(record)
-    fast, slow = Ratio(1.8, 1.6, 2.0, 9), Ratio(1.2, 1.1, 1.3, 9)
-    record.predictions = [
-        Prediction("FL151", "optimizer_share", slow, "", "fused_optimizer", Ratio(1.15, 1.1, 1.2, 9)),
-        Prediction("FL150", "data_wait", fast),
-    ]
-    text = page_text(record)
-    assert "optimizer share 1.20x (1.10–1.30) 1.15x (1.10–1.20) fused_optimizer" in text
-    assert text.index("data wait 1.80x (1.60–2.00) not measured") < text.index("optimizer share"), (
-        "the largest first"
-    )
 
 
 def test_a_session_that_measured_nothing_claims_nothing():

@@ -21,7 +21,6 @@ GROUPS = {
         "tune": "Find the fastest plan, and check that it learns the same.",
         "run": "Run a program under its plan, on one device or many.",
         "plan": "Show a plan, its evidence, and the same as code.",
-        "report": "Write the report of a session or a profile again.",
         "levers": "List the optimisations, or say why one was left out.",
     },
     "Compare": {

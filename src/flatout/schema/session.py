@@ -104,21 +104,6 @@ class TimeMemoryPoint(Record):
 
 
 @dataclass
-class Prediction(Record):
-    """Prediction of a profile's finding, and the measured ratio of its fastest lever.
-
-    ``measured`` is None if none was measured.
-    """
-
-    rule: str
-    name: str
-    predicted: Ratio
-    how: str = ""
-    lever: str = ""
-    measured: Ratio | None = None
-
-
-@dataclass
 class RankPace(Record):
     """Step of one rank.
 
@@ -223,7 +208,6 @@ class SessionRecord(Record):
     plan_path: str = ""  # to be named with --plan, where `flatout run` would not find the plan
     ranks: RanksRecord | None = None  # if the program was tuned as several ranks
     named: list[NamedRecord] = field(default_factory=list)
-    predictions: list[Prediction] = field(default_factory=list)  # of the profile that the search started from
     machine: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     untested: str = ""  # as in ProgramRecord
