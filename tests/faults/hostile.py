@@ -151,7 +151,6 @@ def openers():
         for each in (
             Opener("plan", "flatout.toml", plan.to_toml().encode(), ("plan", "--plan", "FILE"), json=False),
             Opener("session", "session.json", session, ("levers", "--why", "--job", "FOLDER")),
-            Opener("profile", "profile.json", profile, ("explain", "FILE")),
             Opener(
                 "profile to scale",
                 "profile.json",
