@@ -57,7 +57,7 @@ class WorkerRecord(Listener):
         self.peak_bytes: int | None = None  # measured before a replica
         self.watch: ProgramMonitor | None = None
         self.listening = ActiveProbe(ProbeContext(torch, self.context, self.looking, self.notes.kept))
-        self.ranks = RankSync(self.folder, self.listening, self.looking)
+        self.ranks = RankSync(self.folder, self.looking)
         self.channel: Channel | None = None
         self.owner = os.getpid()
         self.claimed: bool | None = None  # None until the first step
