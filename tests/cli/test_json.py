@@ -9,7 +9,11 @@ from jsonschema import Draft202012Validator
 from schemas import PUBLISHED, json_schema
 
 import flatout as package
-from flatout.schema.session import SessionOutcome
+from flatout.cli.options.json_output import print_json
+from flatout.diagnose.doctor.checks import examine
+from flatout.schema.machine_snapshot import MachineSnapshot
+from flatout.schema.outputs import DoctorRecord
+from flatout.schema.session import SessionOutcome, SessionRecord
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -110,18 +114,13 @@ def test_a_trial_prints_its_record_alone(flatout, valid, script, by_hand):
 
 
 @pytest.mark.parametrize("path", sorted(SNAPSHOTS.glob("*.json")), ids=lambda path: path.stem)
-def test_the_checks_of_a_recorded_machine(flatout, valid, path):
-    recorded = json.loads(path.read_text())
-    data = recorded if "snapshot" in recorded else {"snapshot": recorded}
-    (flatout.folder / "machine.json").write_text(json.dumps(data))
-    done = flatout.here("doctor", "--replay", "machine.json", "--json")
-    assert valid("doctor", done.out)["checks"]
+def test_the_checks_of_a_recorded_machine(valid, capsys, path):
+    snapshot = MachineSnapshot.from_json(json.loads(path.read_text()))
+    print_json(DoctorRecord(snapshot, examine(snapshot)))
+    assert valid("doctor", capsys.readouterr().out)["checks"]
 
 
 def test_numbers_that_are_not_finite(flatout, valid, job, capsys):
-    from flatout.cli.options.json_output import print_json
-    from flatout.schema.session import SessionRecord
-
     data = json.loads(RECORDED.read_text())
     data["guard"]["plain_losses"] = [[1.0, float("nan"), float("inf")]]
     print_json(SessionRecord.from_json(data))
