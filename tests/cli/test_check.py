@@ -156,6 +156,6 @@ def test_run_adds_runtime_findings(flatout, script):
         8,
     )
     assert flatout.here("check", "--run", "1s", "train.py").code == 2
-    done = flatout.here("check", "--json", "--format", "sarif", "train.py")
+    done = flatout.here("check", "--json", "--format", "github", "train.py")
     assert done.code == 2
-    assert "--json and --format sarif cannot be printed at once" in done.err
+    assert "--json and --format github cannot be printed at once" in done.err

@@ -1,4 +1,4 @@
-"""Findings in four forms: for users, for programs, for GitHub and as SARIF."""
+"""Findings in three forms: for users, for programs and for GitHub."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 from flatout.diagnose.check import check
 from flatout.diagnose.rules import TABLE
 from flatout.probe.program import ScriptProgram
-from flatout.render.findings import finding_lines, github_lines, sarif_text
+from flatout.render.findings import finding_lines, github_lines
 from flatout.schema.findings import Edit, Finding, Severity, SourceLocation
 from flatout.schema.outputs import FindingsRecord
 
@@ -38,17 +38,6 @@ FOUND = [
         edits=[Edit(3, 5, 3, 9, "b()")],
     ),
     Finding("FD001", "no_place", Severity.FRAGILE.value, "has no place"),
-]
-RULES = [
-    (
-        rule.code,
-        rule.name,
-        rule.title,
-        rule.section("What"),
-        rule.section("How to fix it"),
-        rule.severity.value,
-    )
-    for rule in TABLE
 ]
 
 
@@ -108,95 +97,10 @@ def test_github_commands_are_one_line_each_and_escaped():
     assert [line.split()[0] for line in lines] == ["::error", "::warning", "::notice"]
 
 
-def sarif_complaints(log: dict) -> list[str]:
-    """The requirements of SARIF 2.1.0 for a log, for the objects used here (with the standard's own names and
-    types).
-    """
-    found = []
-
-    def want(condition: bool, words: str) -> None:
-        if not condition:
-            found.append(words)
-
-    want(log.get("version") == "2.1.0", "version")
-    want(str(log.get("$schema", "")).endswith("sarif-schema-2.1.0.json"), "$schema")
-    for run in log["runs"]:
-        driver = run["tool"]["driver"]
-        want(isinstance(driver.get("name"), str) and driver["name"], "tool.driver.name")
-        want(run.get("columnKind") in ("utf16CodeUnits", "unicodeCodePoints"), "columnKind")
-        ids = [rule["id"] for rule in driver["rules"]]
-        want(len(set(ids)) == len(ids), "rule ids are unique")
-        for rule in driver["rules"]:
-            want(
-                all(
-                    isinstance(rule[key]["text"], str) and rule[key]["text"]
-                    for key in ("shortDescription", "fullDescription", "help")
-                ),
-                "texts of a rule",
-            )
-            want(
-                rule["defaultConfiguration"]["level"] in ("none", "note", "warning", "error"),
-                "level of a rule",
-            )
-        for result in run["results"]:
-            want(isinstance(result["message"]["text"], str) and result["message"]["text"], "message.text")
-            want(result["level"] in ("none", "note", "warning", "error"), "level")
-            want(
-                "ruleIndex" not in result or ids[result["ruleIndex"]] == result["ruleId"],
-                "ruleIndex points at ruleId",
-            )
-            for location in [*result.get("locations", []), *result.get("relatedLocations", [])]:
-                physical = location["physicalLocation"]
-                uri = physical["artifactLocation"]["uri"]
-                want(" " not in uri and "\\" not in uri, "uri is one")
-                region = physical["region"]
-                want(
-                    isinstance(region["startLine"], int) and region["startLine"] >= 1,
-                    "startLine counts from 1",
-                )
-                want(region.get("startColumn", 1) >= 1, "startColumn counts from 1")
-            for change in [c for fix in result.get("fixes", []) for c in fix["artifactChanges"]]:
-                want(" " not in change["artifactLocation"]["uri"], "uri of a fix is one")
-                for each in change["replacements"]:
-                    region = each["deletedRegion"]
-                    start, end = (
-                        (region["startLine"], region["startColumn"]),
-                        (region["endLine"], region["endColumn"]),
-                    )
-                    want((1, 1) <= start <= end, "the region of a fix")
-                    want(isinstance(each["insertedContent"]["text"], str), "the text of a fix")
-    return found
-
-
-def test_sarif_meets_the_standard():
-    log = json.loads(sarif_text(FOUND, RULES))
-    assert sarif_complaints(log) == []
-    assert [result["ruleId"] for result in log["runs"][0]["results"]] == ["FL001", "FL101", "FD001"]
-    assert "ruleIndex" not in log["runs"][0]["results"][2]
-    assert ["fixes" in result for result in log["runs"][0]["results"]] == [False, True, False]
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda log: log.pop("version"),
-        lambda log: log["runs"][0]["results"][0].update(ruleIndex=1),
-        lambda log: log["runs"][0]["results"][0]["locations"][0]["physicalLocation"]["region"].update(
-            startLine=0
-        ),
-    ],
-)
-def test_a_broken_log_is_detected(spoil):
-    log = json.loads(sarif_text(FOUND, RULES))
-    spoil(log)
-    assert sarif_complaints(log) != []
-
-
 @pytest.mark.parametrize("rule", [rule for rule in TABLE if rule.look], ids=lambda rule: rule.code)
 def test_every_rules_finding_goes_through_every_form(rule):
     found = check(ScriptProgram.of_text(rule.section("Bad")))
     assert shown(found)
-    assert sarif_complaints(json.loads(sarif_text(found, RULES))) == []
     assert len(list(github_lines(found))) == len(found)
     for finding in found:
         assert finding.said[0] != " "
@@ -216,4 +120,3 @@ def test_no_text_breaks_a_form(said, line, column, indent):
     )
     assert shown([finding])
     assert "\n" not in next(iter(github_lines([finding])))
-    json.loads(sarif_text([finding], RULES))

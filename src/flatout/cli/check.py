@@ -21,14 +21,14 @@ from flatout.diagnose.rules import TABLE
 from flatout.job.secrets import masked
 from flatout.launch.command import measurable, understand
 from flatout.probe.machine import look
-from flatout.render.findings import finding_lines, github_lines, sarif_text, summary
+from flatout.render.findings import finding_lines, github_lines, summary
 from flatout.render.formatting import shell
 from flatout.schema.errors import UsageError
 from flatout.schema.findings import Finding
 from flatout.schema.outputs import FindingsRecord, Page, PagesRecord
 from flatout.tune.plan_files import job_folder
 
-FORMATS = ("text", "json", "github", "sarif")
+FORMATS = ("text", "json", "github")
 
 
 @click.command(context_settings=PROGRAM)
@@ -105,21 +105,8 @@ def command(
         console.print(summary(found, len(files), shown, run_s is not None))
     elif form == "github":
         click.echo("\n".join(github_lines(found)), nl=bool(found))
-    elif form == "json":
-        print_json(FindingsRecord(files, unread, found))
     else:
-        rules = [
-            (
-                rule.code,
-                rule.name,
-                rule.title,
-                rule.section("What"),
-                rule.section("How to fix it"),
-                rule.severity.value,
-            )
-            for rule in TABLE
-        ]
-        click.echo(sarif_text(found, rules))
+        print_json(FindingsRecord(files, unread, found))
     return 1 if found else 0
 
 

@@ -1,18 +1,15 @@
-"""Format findings for a terminal, as JSON, as GitHub annotations and as SARIF 2.1.0."""
+"""Format findings for a terminal and as GitHub annotations."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any
-from urllib.parse import quote
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from flatout.render.formatting import legible, one_line, sentence
-from flatout.schema.findings import Edit, Finding, Severity, SourceLocation
+from flatout.schema.findings import Finding, Severity, SourceLocation
 
 STYLES = {
     Severity.WRONG.value: "bold red",
@@ -20,14 +17,12 @@ STYLES = {
     Severity.MEMORY.value: "bold magenta",
     Severity.FRAGILE.value: "bold cyan",
 }
-LEVELS = {
+GITHUB = {
     Severity.WRONG.value: "error",
     Severity.TIME.value: "warning",
     Severity.MEMORY.value: "warning",
-    Severity.FRAGILE.value: "note",
+    Severity.FRAGILE.value: "notice",
 }
-GITHUB = {"error": "error", "warning": "warning", "note": "notice"}
-SARIF = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/os/schemas/sarif-schema-2.1.0.json"
 WIDEST = 160  # longer source lines are cut around the caret
 
 
@@ -127,75 +122,8 @@ def github_lines(findings: Iterable[Finding]) -> Iterator[str]:
             f"{key}={_escaped(value).replace(':', '%3A').replace(',', '%2C')}"
             for key, value in options.items()
         )
-        yield f"::{GITHUB[LEVELS[finding.severity]]} {shown}::{_escaped(sentence(finding.said) + (chr(10) + finding.fix if finding.fix else ''))}"
+        yield f"::{GITHUB[finding.severity]} {shown}::{_escaped(sentence(finding.said) + (chr(10) + finding.fix if finding.fix else ''))}"
 
 
 def _escaped(text: str) -> str:
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
-
-
-def sarif_text(findings: Sequence[Finding], rules: Sequence[tuple[str, str, str, str, str, str]]) -> str:
-    """Return a SARIF 2.1.0 log. ``rules`` are (code, name, title, description, fix, severity)."""
-    order = [code for code, *_ in rules]
-    driver = {
-        "name": "flatout",
-        "rules": [
-            {
-                "id": code,
-                "name": name,
-                "shortDescription": {"text": title},
-                "fullDescription": {"text": one_line(what, 2000)},
-                "help": {"text": one_line(fix, 2000)},
-                "defaultConfiguration": {"level": LEVELS[severity]},
-                "properties": {"tags": [severity]},
-            }
-            for code, name, title, what, fix, severity in rules
-        ],
-    }
-    results = [_result(finding, order) for finding in findings]
-    run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": results}
-    return json.dumps({"$schema": SARIF, "version": "2.1.0", "runs": [run]}, indent=1)
-
-
-def _result(finding: Finding, order: Sequence[str]) -> dict[str, Any]:
-    result: dict[str, Any] = {
-        "ruleId": finding.rule,
-        "level": LEVELS[finding.severity],
-        "message": {"text": sentence(finding.said) + (f"\n{finding.fix}" if finding.fix else "")},
-    }
-    if finding.rule in order:
-        result["ruleIndex"] = order.index(finding.rule)
-    if finding.place is not None:
-        result["locations"] = [{"physicalLocation": _location(finding.place)}]
-    if finding.others:
-        result["relatedLocations"] = [
-            {"id": number, "physicalLocation": _location(place)}
-            for number, place in enumerate(finding.others)
-        ]
-    if finding.place is not None and finding.edits:
-        result["fixes"] = [_fix(finding.place.file, finding.edits)]
-    return result
-
-
-def _fix(file: str, edits: Sequence[Edit]) -> dict[str, Any]:
-    replacements = [
-        {
-            "deletedRegion": {
-                "startLine": edit.line,
-                "startColumn": edit.column,
-                "endLine": edit.end_line,
-                "endColumn": edit.end_column,
-            },
-            "insertedContent": {"text": edit.text},
-        }
-        for edit in edits
-    ]
-    change = {"artifactLocation": {"uri": quote(file)}, "replacements": replacements}
-    return {"description": {"text": "flatout fix --apply"}, "artifactChanges": [change]}
-
-
-def _location(place: SourceLocation) -> dict[str, Any]:
-    region: dict[str, Any] = {"startLine": max(1, place.line), "snippet": {"text": place.text}}
-    if place.column:
-        region["startColumn"] = place.column
-    return {"artifactLocation": {"uri": quote(place.file)}, "region": region}
