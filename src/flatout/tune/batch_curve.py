@@ -53,7 +53,6 @@ class BatchOptions:
     budget_s: float = 300.0
     limit_bytes: int | None = None
     at_step: int = 0
-    seed: int = 0
 
 
 class BatchCurve:
@@ -78,7 +77,7 @@ class BatchCurve:
         self.explore_until_s = seconds() + EXPLORE_SHARE * requested.budget_s
         self.passes: list[dict[int, list[float]]] = []
         self.again: list[list[Round]] = []
-        self.programs = Programs(command, job, facts, record, requested.seed, self.end_s)
+        self.programs = Programs(command, job, facts, record, self.end_s)
 
     def run(self) -> BatchRecord:
         explored: dict[int, list[float]] = {}

@@ -12,7 +12,6 @@ from flatout.schema.enums import Origin
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Choice, Plan
 from flatout.trial.parent import ProgramGone, Trial
-from flatout.trial.spec import TrialOptions
 from flatout.tune.batch_visit import TIMEOUT_S, BatchTrial, DidNotRun, did_not_run
 from flatout.tune.gone import why_gone
 
@@ -27,9 +26,9 @@ class Programs:
     """
 
     def __init__(
-        self, command: Command, job: JobFolder, facts: Facts, record: BatchRecord, seed: int, end_s: float
+        self, command: Command, job: JobFolder, facts: Facts, record: BatchRecord, end_s: float
     ) -> None:
-        self.command, self.job, self.facts, self.record, self.seed = command, job, facts, record, seed
+        self.command, self.job, self.facts, self.record = command, job, facts, record
         self.end_s = end_s
         self.costs_s: dict[int, float] = {}
         self.alive: list[BatchTrial] = []  # paused and ready to be measured
@@ -38,7 +37,7 @@ class Programs:
 
     def own(self) -> Trial:
         """Return the program as it is, not started yet."""
-        return Trial(self.command, self.job.new_trial(), Plan(), self.facts, TrialOptions(seed=self.seed))
+        return Trial(self.command, self.job.new_trial(), Plan(), self.facts)
 
     def enter(self, size: int) -> BatchTrial:
         """Return a program at this size, steady and paused. Raises DidNotRun."""
@@ -49,7 +48,7 @@ class Programs:
                 (Choice("batch_size", {"size": size, "loader": self.record.loader or 0}, Origin.TUNER),)
             )
         )
-        trial = Trial(self.command, self.job.new_trial(), plan, self.facts, TrialOptions(seed=self.seed))
+        trial = Trial(self.command, self.job.new_trial(), plan, self.facts)
         start_s = seconds()
         try:
             trial.start()
