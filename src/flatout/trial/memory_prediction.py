@@ -14,7 +14,8 @@ were never changed.
 from __future__ import annotations
 
 import os
-from functools import partial, wraps
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.batches import resized, samples_in
@@ -59,11 +60,10 @@ class MemoryPredictor(TrackedStep):
     # -- batches --------------------------------------------------------------------------------------------------------
 
     def _observe_fetching(self) -> None:
-        data = self.torch.utils.data
-        iterator_class, loader_class = data.dataloader._BaseDataLoaderIter, data.DataLoader
-        take, begin = iterator_class.__next__, loader_class.__iter__
+        self.context.around_loaders("batch", self._wrap_batch, self.ledger)
+        self.context.around_loaders("epoch", self._wrap_epoch, self.ledger)
 
-        @wraps(take)
+    def _wrap_batch(self, take: Callable[..., Any]) -> Callable[..., Any]:
         def next_pretended(iterator: object) -> Any:
             training = self.torch.is_grad_enabled() and not self.context.asleep
             if self.pretended is None:
@@ -81,15 +81,16 @@ class MemoryPredictor(TrackedStep):
                 return self._again(iterator)
             return batch
 
-        @wraps(begin)
+        return next_pretended
+
+    def _wrap_epoch(self, begin: Callable[..., Any]) -> Callable[..., Any]:
         def iter_pretended(loader: DataLoader) -> Any:
             if self.pretended is None:
                 return begin(loader)
             with self.pretended.really():
                 return begin(loader)
 
-        self.ledger.set(iterator_class, "__next__", next_pretended)
-        self.ledger.set(loader_class, "__iter__", iter_pretended)
+        return iter_pretended
 
     def _again(self, iterator: object) -> Any:
         """Return the batch of this iterator, in the requested size, without memory."""
