@@ -17,7 +17,7 @@ from flatout.render.svg import Scale, Ticks, element, percent
 
 HEIGHT = 300
 UNITS = 1000  # SVG paths cannot use percentages: they lie in a box of this size, which is stretched
-SHAPES = {"diamond": "M-8 0L0 -8L8 0L0 8Z", "cross": "M-5-5L5 5M-5 5L5-5"}
+SHAPES = {"diamond": "M-8 0L0 -8L8 0L0 8Z"}
 LETTER = 7.2  # pixels, mean width of a letter of the labels
 NARROW = 320  # pixels, width of a plot on a phone
 ROW, BAR, LINE = 62, 32, 46  # pixels: a bar with its name, a bar, a row of intervals
