@@ -20,10 +20,9 @@ from flatout import __version__
 from flatout.agent.bootstrap import say, show
 from flatout.agent.live_figures import LiveFigures, Repeated
 from flatout.agent.step_counters import StepCounters, counters
-from flatout.job.claims import speaks_first, sums_up_first
+from flatout.job.claims import REPORT, SUMMARY, claim
 from flatout.job.folder import JobFolder, write_json
 from flatout.job.rank_environment import rank_number, this_rank
-from flatout.job.runs import remove_old
 from flatout.schema.errors import StorageError, first_line
 from flatout.schema.facts import untested
 from flatout.schema.run_summary import FAILED, LIVE, RunSummary, SummaryRequest
@@ -36,7 +35,7 @@ def count(job: dict[str, Any]) -> None:
     """Count a run without levers. The bootstrap calls this right after ``import torch``."""
     import torch
 
-    if (sentence := untested(str(torch.__version__))) and speaks_first(os.environ["FLATOUT_JOB"]):
+    if (sentence := untested(str(torch.__version__))) and claim(os.environ["FLATOUT_JOB"] + REPORT):
         say(sentence)
     Summarizer(SummaryRequest.from_json(job["summary"]), {}, counters(torch), torch)
 
@@ -124,11 +123,9 @@ class Summarizer:
                 path = self._free_path(record.rank)
                 write_json(path, record.to_json())
                 where = min(os.path.relpath(path), str(path), key=len)
-                if record.rank == 0 and self.request.keeps:
-                    remove_old(Path(self.request.folder), self.request.keeps, self.request.name)
         except (OSError, StorageError) as error:
             where = f"not written: {first_line(error)}"
-        if self.request.shows and record.rank == 0 and sums_up_first(os.environ.get("FLATOUT_JOB", "")):
+        if self.request.shows and record.rank == 0 and claim(os.environ.get("FLATOUT_JOB", "") + SUMMARY):
             from flatout.render.run_box import box
 
             show(box(record, where, self._failed_trackers()))

@@ -111,7 +111,6 @@ def command(
     summary: bool,
     export: tuple[str, ...],
     export_every: float,
-    keep_runs: int,
     ray: str | None,
     words: tuple[str, ...],
     **elsewhere: object,
@@ -135,7 +134,7 @@ def command(
     choose(device, cmd, "run", asked.procs, asked.gpus, "--ray" if ray is not None else "")
     facts = hardware()
     _look_at_folder(cmd, alone=not asked.several and place is None)
-    left = exports.summary_of(cmd, facts.machine, summary, export, export_every, keep_runs)
+    left = exports.summary_of(cmd, facts.machine, summary, export, export_every)
     if asked.shard == "always" and not asked.several and place is None:
         raise UsageError(
             "--shard splits weights between ranks, but there is only one rank. Give their number: --procs 2 --shard always."
