@@ -94,7 +94,6 @@ def test_kinds_of_values(flatout, config, script):
             "[tool.flatout.leverz]\njson = true",
             "[tool.flatout] has the unknown key 'leverz'; did you mean levers?",
         ),
-        ('[tool.flatout]\nbudgt = "3m"', "[tool.flatout] has the unknown key 'budgt'; did you mean budget?"),
         ("[tool.flatout.levers]\njson = 'ja'", "[tool.flatout.levers] json: 'ja' is not a valid boolean"),
         ("[tool]\nflatout = 3", "tool.flatout is not a table"),
         ("[tool.flatout", "cannot be read"),
@@ -107,16 +106,6 @@ def test_a_mistake_names_the_file_and_the_key(flatout, config, text, says):
     assert done.said[0].startswith(f"flatout: {flatout.folder / 'pyproject.toml'}")
     assert says in done.said[0]
     assert flatout.here("levers", "--help").code == 0
-
-
-def test_an_unknown_variable(flatout):
-    done = flatout.here("tune", env={"FLATOUT_TUNE_BUDGT": "3m"})
-    assert done.code == 2
-    assert (
-        "FLATOUT_TUNE_BUDGT belongs to no option of `flatout tune`; did you mean FLATOUT_TUNE_BUDGET?"
-        in done.err
-    )
-    assert flatout.here("levers", env={"FLATOUT_TUNE_BUDGT": "3m", "FLATOUT_VERSION": "7"}).code == 0
 
 
 def test_every_option_can_be_set(flatout, config):
