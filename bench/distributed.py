@@ -16,7 +16,6 @@ script computes, step by step. A distance is the mean of their differences over 
     speed     N ranks compared with one process, interleaved block by block in one session (`flatout tune
               --procs N` does the same), with a 95 % interval: one process uses all cores for its threads,
               each rank its share of them
-    exchange  the share of a rank's step that it waits for the gradient exchange, including slower ranks
     verdict   *the same* where `own` is rounding, *other random numbers* where it is at most 1.5 times the
               difference between seeds, otherwise **other**. One run each: `exact` is the stricter test; `own`
               shows that the real job loses nothing compared with it
@@ -153,7 +152,7 @@ def row(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
         "the same" if own <= ROUNDING else "other random numbers" if own <= SPREADS * spread else "**other**"
     )
     how = HOW[found.division["batches"]].format(found.division["reduction"])
-    fast, exchange = pace(entry.get("speed"))
+    fast = speed_column(entry.get("speed"))
     return (
         name,
         how,
@@ -163,22 +162,17 @@ def row(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
         f"{spread:.1e}",
         verdict,
         fast,
-        exchange,
         "; ".join(found.notes),
     )
 
 
-def pace(metadata: dict[str, Any] | None) -> tuple[str, str]:
-    """Returns the columns *speed* and *exchange*."""
+def speed_column(metadata: dict[str, Any] | None) -> str:
+    """Returns the column *speed*."""
     found = RanksRecord.from_json(metadata) if metadata else None
     if found is None or found.ratio is None:
-        return "*not run*" if found is None else found.why_not, ""
-    share = [pace.exchange_ms / pace.step_ms for pace in found.paces if pace.step_ms]
+        return "*not run*" if found is None else found.why_not
     ratio = found.ratio
-    return (
-        f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]",
-        f"{min(share):.0%} to {max(share):.0%}".replace("%", " %") if share else "",
-    )
+    return f"{ratio.median:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
 
 
 def page(entries: dict[str, dict[str, Any]], procs: int) -> str:
@@ -191,7 +185,6 @@ def page(entries: dict[str, dict[str, Any]], procs: int) -> str:
         "spread",
         "verdict",
         "speed",
-        "exchange",
         "why, notes",
     )
     steps = [len(entry["ranks"]) for entry in entries.values() if "ranks" in entry]

@@ -35,12 +35,12 @@ sys.path[:0] = [str(HERE)]
 import doctor_page  # noqa: E402
 import packages_page  # noqa: E402
 import templates_page  # noqa: E402
+from record_schemas import PUBLISHED, json_schema  # noqa: E402
 
 from flatout.cli.main import GROUPS  # noqa: E402
 from flatout.cli.skill import PAGE as SKILL  # noqa: E402
 from flatout.diagnose import failures, rules  # noqa: E402
 from flatout.levers import TABLE as LEVERS  # noqa: E402
-from flatout.schema.json_schema import PUBLISHED, json_schema  # noqa: E402
 
 CODE_SECTIONS = ("Bad", "Good", "Fix")
 
@@ -244,7 +244,7 @@ def records() -> str:
         "are in bytes. A reader must ignore fields that it does not know. `schema` grows when the meaning of a field changes.",
         "",
         "With `--json`, a command prints one record on standard output, and everything else on standard error. If it fails, it prints no record. "
-        "A number that is not finite is printed as null. `flatout schema NAME` prints the JSON Schema of a record.",
+        "A number that is not finite is printed as null. The table links to the JSON Schema of each record.",
         "",
         "| schema | file | printed by |",
         "|---|---|---|",

@@ -220,15 +220,3 @@ def test_a_plan_that_cannot_be_written_beside_the_script_is_in_the_job(tune, fla
 
 
 # -- leftovers of earlier sessions ---------------------------------------------------------------------------------------
-
-
-@NEEDS_TORCH
-@pytest.mark.slow
-def test_run_with_a_budget_runs_the_program_whatever_tuning_finds(flatout, script):
-    """A program too short to tune still runs to its own end, with its own exit code."""
-    script(STEPS_BY_HAND + "steps(2)\nprint('ran', flush=True)\nsys.exit(6)\n")
-    done = flatout("run", "--budget", "20s", "python", "train.py", timeout=150)
-    assert done.left == []
-    assert done.code == 6
-    assert done.out == "ran\n"
-    assert any("tuning ended without a plan" in line for line in done.said)

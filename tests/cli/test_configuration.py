@@ -1,4 +1,4 @@
-"""Options from pyproject.toml and environment variables, `flatout init`, and completion in bash."""
+"""Options from pyproject.toml and environment variables, and completion in bash."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ import flatout as package
 from flatout.cli.main import COMMANDS
 from flatout.cli.options.configuration import options_of
 from flatout.levers import TABLE
-from flatout.schema.toml import read_toml
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -44,7 +43,9 @@ def test_the_precedence(flatout, config, script):
     script("pass")
     config('[tool.flatout]\nbudget = "1s"\n')
     assert budget(flatout.here(*TUNE)) == 1
-    config('[tool.flatout]\nbudget = "1s"\n[tool.flatout.tune]\nbudget = 2\n[tool.flatout.run]\nbudget = 9\n')
+    config(
+        '[tool.flatout]\nbudget = "1s"\n[tool.flatout.tune]\nbudget = 2\n[tool.flatout.batch]\nbudget = 9\n'
+    )
     assert budget(flatout.here(*TUNE)) == 2
     variable = {"FLATOUT_TUNE_BUDGET": "3s"}
     assert budget(flatout.here(*TUNE, env=variable)) == 3
@@ -93,7 +94,6 @@ def test_kinds_of_values(flatout, config, script):
             "[tool.flatout.leverz]\njson = true",
             "[tool.flatout] has the unknown key 'leverz'; did you mean levers?",
         ),
-        ('[tool.flatout]\nbudgt = "3m"', "[tool.flatout] has the unknown key 'budgt'; did you mean budget?"),
         ("[tool.flatout.levers]\njson = 'ja'", "[tool.flatout.levers] json: 'ja' is not a valid boolean"),
         ("[tool]\nflatout = 3", "tool.flatout is not a table"),
         ("[tool.flatout", "cannot be read"),
@@ -106,16 +106,6 @@ def test_a_mistake_names_the_file_and_the_key(flatout, config, text, says):
     assert done.said[0].startswith(f"flatout: {flatout.folder / 'pyproject.toml'}")
     assert says in done.said[0]
     assert flatout.here("levers", "--help").code == 0
-
-
-def test_an_unknown_variable(flatout):
-    done = flatout.here("tune", env={"FLATOUT_TUNE_BUDGT": "3m"})
-    assert done.code == 2
-    assert (
-        "FLATOUT_TUNE_BUDGT belongs to no option of `flatout tune`; did you mean FLATOUT_TUNE_BUDGET?"
-        in done.err
-    )
-    assert flatout.here("levers", env={"FLATOUT_TUNE_BUDGT": "3m", "FLATOUT_VERSION": "7"}).code == 0
 
 
 def test_every_option_can_be_set(flatout, config):
@@ -158,47 +148,6 @@ def test_settings_of_another_user_are_not_used(flatout, config):
     assert "is not used: anyone can write to it" in done.said[0]
 
 
-# -- init -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "old", [None, b"", b"[project]\nname = 'x'  # here", b"[tool.ruff]\r\nline-length=99\r\n"]
-)
-def test_init_adds_a_section_and_keeps_the_rest(flatout, old):
-    path = flatout.folder / "pyproject.toml"
-    if old is not None:
-        path.write_bytes(old)
-    done = flatout.here("init")
-    assert (done.code, done.out) == (0, f"{path}: added [tool.flatout]\n")
-    new = path.read_bytes()
-    assert new.startswith(old or b"")
-    assert set(read_toml(new.decode())["tool"]["flatout"]) <= set(COMMANDS)
-    if b"\r\n" in (old or b""):
-        assert b"\n" not in new.replace(b"\r\n", b"")
-    again = flatout.here("init")
-    assert again.code == 2
-    assert "already has [tool.flatout]" in again.err
-    assert path.read_bytes() == new
-
-
-def test_what_init_proposes_is_valid(flatout, script):
-    flatout.here("init")
-    path = flatout.folder / "pyproject.toml"
-    path.write_text(re.sub(r"^# (?=[\w-]+ = )", "", path.read_text(), flags=re.MULTILINE))
-    held = read_toml(path.read_text())["tool"]["flatout"]
-    assert {name for name, value in held.items() if isinstance(value, dict) and value} >= {"tune", "run"}
-    for name in held:
-        assert "pyproject.toml" not in (flatout.here(name).err if name in COMMANDS else "")
-
-
-@pytest.mark.parametrize("text", ["[tool", "tool = {ruff = 1}\n", "tool = 3\n"])
-def test_init_leaves_a_file_that_takes_no_section(flatout, config, text):
-    config(text)
-    done = flatout.here("init")
-    assert done.code == 2
-    assert (flatout.folder / "pyproject.toml").read_text() == text
-
-
 # -- completion -----------------------------------------------------------------------------------------------------
 
 
@@ -212,7 +161,6 @@ def test_completion_in_bash(flatout, script):
         "flatout run --with cha": {"channels_last"},
         "flatout levers chan": {"channels_last"},
         "flatout tune --levers tf32,chan": {"tf32,channels_last"},
-        "flatout schema sess": {"session"},
         "flatout run --resc": {"--rescue"},
     }
     lines = ['eval "$(_FLATOUT_COMPLETE=bash_source flatout)"', "compopt() { echo files; }"]

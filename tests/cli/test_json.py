@@ -6,10 +6,14 @@ from pathlib import Path
 
 import pytest
 from jsonschema import Draft202012Validator
+from schemas import PUBLISHED, json_schema
 
 import flatout as package
-from flatout.schema.json_schema import PUBLISHED, json_schema
-from flatout.schema.session import SessionOutcome
+from flatout.cli.options.json_output import print_json
+from flatout.diagnose.doctor.checks import examine
+from flatout.schema.machine_snapshot import MachineSnapshot
+from flatout.schema.outputs import DoctorRecord
+from flatout.schema.session import SessionOutcome, SessionRecord
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -25,14 +29,12 @@ SNAPSHOTS = Path(__file__).parent.parent / "diagnose" / "recorded"
 
 
 @pytest.fixture
-def valid(flatout):
-    """``valid(name, text)`` parses the text strictly and checks it against `flatout schema name`."""
+def valid():
+    """``valid(name, text)`` parses the text strictly and checks it against its schema."""
 
     def check(name, text):
-        schema = json.loads(flatout.here("schema", name).out)
-        Draft202012Validator.check_schema(schema)
         data = json.loads(text, parse_constant=lambda word: pytest.fail(f"{word} is not JSON"))
-        assert [each.message for each in Draft202012Validator(schema).iter_errors(data)] == []
+        assert [each.message for each in Draft202012Validator(json_schema(name)).iter_errors(data)] == []
         return data
 
     return check
@@ -48,27 +50,19 @@ def job(flatout):
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_schema_describes_its_record_and_no_other(flatout, name):
-    schema = json.loads(flatout.here("schema", name).out)
+def test_a_schema_describes_its_record_and_no_other(name):
+    schema = json_schema(name)
     Draft202012Validator.check_schema(schema)
     assert schema["properties"]["schema"] == {"const": PUBLISHED[name].number}
     assert not Draft202012Validator(schema).is_valid({"schema": PUBLISHED[name].number + 1})
     assert not Draft202012Validator(schema).is_valid([])
 
 
-def test_the_list_of_schemas(flatout):
-    done = flatout.here("schema")
-    assert [line.split()[0] for line in done.out.splitlines()[1:]] == list(PUBLISHED)
-    wrong = flatout.here("schema", "sesion")
-    assert (wrong.code, wrong.out) == (2, "")
-    assert "did you mean session? `flatout schema` lists them." in wrong.err
-
-
-def test_a_recorded_session_fits_its_schema(flatout, valid):
+def test_a_recorded_session_fits_its_schema(valid):
     data = valid("session", RECORDED.read_text())
     assert data["speedup"]["median"]
     data["speedup"]["median"] = "fast"
-    errors = Draft202012Validator(json.loads(flatout.here("schema", "session").out)).iter_errors(data)
+    errors = Draft202012Validator(json_schema("session")).iter_errors(data)
     assert [list(each.absolute_path) for each in errors] == [["speedup"]]
 
 
@@ -78,7 +72,6 @@ def test_a_recorded_session_fits_its_schema(flatout, valid):
         ("levers", "levers", 0),
         ("levers tf32", "levers", 0),
         ("levers --why", "left_out", 0),
-        ("report", "report", 0),
         ("plan --plan .flatout/train-01234567/flatout.toml", "plan", 0),
         ("plan --template", "plan", 0),
         ("explain --list", "pages", 0),
@@ -105,7 +98,7 @@ def test_findings_and_explanations(flatout, valid, script):
 
 
 def test_a_failure_prints_no_record(flatout):
-    for words in (("levers", "--json", "nonesuch"), ("report", "--json"), ("plan", "--json")):
+    for words in (("levers", "--json", "nonesuch"), ("plan", "--json")):
         done = flatout.here(*words)
         assert (done.code, done.out) == (2, ""), words
 
@@ -121,18 +114,13 @@ def test_a_trial_prints_its_record_alone(flatout, valid, script, by_hand):
 
 
 @pytest.mark.parametrize("path", sorted(SNAPSHOTS.glob("*.json")), ids=lambda path: path.stem)
-def test_the_checks_of_a_recorded_machine(flatout, valid, path):
-    recorded = json.loads(path.read_text())
-    data = recorded if "snapshot" in recorded else {"snapshot": recorded}
-    (flatout.folder / "machine.json").write_text(json.dumps(data))
-    done = flatout.here("doctor", "--replay", "machine.json", "--json")
-    assert valid("doctor", done.out)["checks"]
+def test_the_checks_of_a_recorded_machine(valid, capsys, path):
+    snapshot = MachineSnapshot.from_json(json.loads(path.read_text()))
+    print_json(DoctorRecord(snapshot, examine(snapshot)))
+    assert valid("doctor", capsys.readouterr().out)["checks"]
 
 
 def test_numbers_that_are_not_finite(flatout, valid, job, capsys):
-    from flatout.cli.options.json_output import print_json
-    from flatout.schema.session import SessionRecord
-
     data = json.loads(RECORDED.read_text())
     data["guard"]["plain_losses"] = [[1.0, float("nan"), float("inf")]]
     print_json(SessionRecord.from_json(data))

@@ -99,7 +99,7 @@ def test_run_takes_a_script_from_a_pipe(flatout):
         ("tune python missing.py", 127, "no script 'missing.py'"),
         ("run nonesuch x", 127, "no program 'nonesuch'"),
         ("run --plan missing.toml python -c 1", 2, "no plan 'missing.toml'"),
-        ("run --budget soon python -c 1", 2, "is not a time"),
+        ("run --supervise --grace soon python -c 1", 2, "is not a time"),
         ("tune --budget 0 python train.py", 2, "cannot measure anything"),
         ("tune --budget -5s python train.py", 2, "is negative or too long"),
         ("tune --budget nan python train.py", 2, "is negative or too long"),

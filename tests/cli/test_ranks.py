@@ -132,9 +132,6 @@ def test_a_script_for_one_process_as_two(flatout, script):
     ranks = json.loads((job / "session.json").read_text())["ranks"]
     assert ranks["division"]["batches"] == "index"
     assert ranks["ratio"]["median"] > 0
-    assert [pace["rank"] for pace in ranks["paces"]] == [0, 1]
-    assert all(pace["exchange_ms"] > 0 and 8 <= pace["samples"] <= 10 for pace in ranks["paces"])
-    assert ranks["sent_bytes"] >= 4 * 195
     assert "2 ranks are " in tune.out
     assert "flatout run --procs 2 python train.py" in tune.out
     assert "Ranks compared with one process" in (job / "report.html").read_text()

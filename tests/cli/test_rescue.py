@@ -14,8 +14,7 @@ import signal
 import pytest
 from jsonschema import Draft202012Validator
 from processes import working_in
-
-from flatout.schema.json_schema import json_schema
+from schemas import json_schema
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.timeout(120)

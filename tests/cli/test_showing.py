@@ -1,4 +1,4 @@
-"""`flatout levers`, `plan` and `report`, and the help of the command."""
+"""`flatout levers` and `plan`, and the help of the command."""
 
 import json
 import os
@@ -25,8 +25,6 @@ RECORDED = Path(__file__).parent.parent / "render" / "session.json"
         "levers nonesuch",
         "levers a b",
         "plan --nonesuch",
-        "report nonesuch",
-        "report",
         "levers --why",
     ],
 )
@@ -202,7 +200,7 @@ def test_no_plan(flatout, script):
         assert "flatout tune" in done.said[0]
 
 
-# -- report ---------------------------------------------------------------------------------------------------------
+# -- sessions ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -211,14 +209,6 @@ def job(flatout):
     folder.mkdir(parents=True)
     shutil.copy(RECORDED, folder / "session.json")
     return folder
-
-
-@pytest.mark.parametrize("named", [True, False])
-def test_the_report_is_written_again(flatout, job, named):
-    done = flatout.here("report", *([str(job)] if named else []))
-    assert done.code == 0
-    assert (flatout.folder / done.out.strip()).resolve() == (job / "report.html").resolve()
-    assert (job / "report.html").read_text().startswith("<!doctype html>")
 
 
 @pytest.mark.parametrize(
@@ -238,11 +228,10 @@ def test_the_report_is_written_again(flatout, job, named):
 )
 def test_a_broken_session_is_reported(flatout, job, content):
     (job / "session.json").write_bytes(content)
-    done = flatout.here("report", str(job))
+    done = flatout.here("levers", "--why", "--job", str(job))
     assert done.code == 2
     assert "Traceback" not in done.err
     assert "there is no session" in done.said[0]
-    assert not (job / "report.html").exists()
 
 
 def test_a_session_of_a_newer_flatout_is_shown(flatout, job):
@@ -250,4 +239,4 @@ def test_a_session_of_a_newer_flatout_is_shown(flatout, job):
     data["of tomorrow"] = {"x": 1}
     data["levers"][0]["of tomorrow"] = 1
     (job / "session.json").write_text(json.dumps(data))
-    assert flatout.here("report", str(job)).code == 0
+    assert flatout.here("levers", "--why", "--job", str(job)).code == 0

@@ -7,10 +7,10 @@ import re
 
 import pytest
 from click.exceptions import BadParameter
+from options import as_option
 
 from flatout.cli.options.arguments import LeverByName
 from flatout.schema.enums import Origin
-from flatout.schema.plan import as_option
 
 pytestmark = pytest.mark.timeout(150)
 

@@ -128,18 +128,12 @@ def openers():
         {"command": "python train.py"},
     )
     session = (TESTS / "render" / "session.json").read_bytes()
-    snapshot = (TESTS / "diagnose" / "recorded" / "virtual_machine.json").read_bytes()
     profile = json.dumps(healthy().to_json()).encode()
     log = (
         b'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    model(x)\n'
         b"RuntimeError: mat1 and mat2 shapes cannot be multiplied (64x512 and 256x10)\n"
     )
     script = b"import torch\nmodel = torch.nn.Linear(4, 4)\nfor x in range(9):\n    loss = model(torch.ones(4)).sum()\n    loss.backward()\n"
-    sound = (
-        json.loads(snapshot)
-        if b'"snapshot"' in snapshot[:200]
-        else {"snapshot": json.loads(snapshot), "checks": []}
-    )
     ranks = {"key": None, "rehearsed": {"procs": 2, "division": {"batches": "same"}, "losses": [1.0]}}
     ceilings = {
         "schema": 1,
@@ -150,15 +144,13 @@ def openers():
         each.kind: each
         for each in (
             Opener("plan", "flatout.toml", plan.to_toml().encode(), ("plan", "--plan", "FILE"), json=False),
-            Opener("session", "session.json", session, ("report", "FOLDER")),
-            Opener("profile", "profile.json", profile, ("report", "FOLDER")),
+            Opener("session", "session.json", session, ("levers", "--why", "--job", "FOLDER")),
             Opener(
                 "profile to scale",
                 "profile.json",
                 profile,
                 ("scale", "--network", "ib-ndr", "--from", "FILE", "--gpus", "8"),
             ),
-            Opener("snapshot", "sight.json", json.dumps(sound).encode(), ("doctor", "--replay", "FILE")),
             Opener("log", "train.log", log, ("explain", "FILE"), json=False),
             Opener("script", "train.py", script, ("check", "FILE"), json=False),
             Opener("ranks", "ranks.json", json.dumps(ranks).encode(), call=_ranks),
@@ -477,7 +469,6 @@ def warm():
     torch.zeros(1)
     for name in (
         "cli.plan",
-        "cli.report",
         "cli.scale",
         "cli.doctor",
         "cli.explain",

@@ -8,6 +8,7 @@ import pytest
 from click.exceptions import BadParameter
 from hypothesis import given
 from hypothesis import strategies as st
+from options import as_option
 from test_every_lever import BF16, OLD, WITH_GPU, values_of
 
 from flatout.cli.options.arguments import LeverByName, read_plan
@@ -16,7 +17,7 @@ from flatout.schema.accepted import Number, Table, Text, listed, refusal
 from flatout.schema.enums import Moment
 from flatout.schema.errors import PlanError
 from flatout.schema.lever import Options
-from flatout.schema.plan import Choice, Plan, as_option
+from flatout.schema.plan import Choice, Plan
 
 LEVERS = pytest.mark.parametrize("lever", TABLE, ids=lambda lever: lever.name)
 

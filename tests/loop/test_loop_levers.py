@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset  # noqa: E402
 
 from flatout import Loop, Plan  # noqa: E402
-from flatout.agent.loader_arguments import arguments_of  # noqa: E402
+from flatout.agent.loaders import arguments_of  # noqa: E402
 from flatout.schema.errors import LoopError, PlanError  # noqa: E402
 from flatout.schema.plan import Choice  # noqa: E402
 

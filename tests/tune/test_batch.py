@@ -15,7 +15,7 @@ from flatout.render.batch_page import batch_page, noise_sentence, sentences
 from flatout.render.page import html
 from flatout.schema.batch import BatchPoint, BatchRecord, NoiseSeen
 from flatout.schema.records import TrialRecord
-from flatout.tune.batch_visit import did_not_run
+from flatout.tune.batch_programs import did_not_run
 
 NOISE = (1.0, 1.02, 0.99, 1.01)
 

@@ -14,7 +14,7 @@ from flatout.agent.bootstrap import say, say_at_once
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener, Several
 from flatout.agent.training_context import TrainingContext
-from flatout.job.claims import speaks_first
+from flatout.job.claims import REPORT, claim
 from flatout.job.rank_environment import first_on_node, rank_number, this_rank
 from flatout.levers import TABLE
 from flatout.schema.plan import Plan
@@ -96,7 +96,7 @@ class Attached(Listener):
                 self.checkpoints.begin(self.context)
             # on every node, so that none says at its end that nothing was applied; rank 0 alone speaks
             with self.real_files():
-                claimed = first_on_node() and speaks_first(os.environ["FLATOUT_JOB"])
+                claimed = first_on_node() and claim(os.environ["FLATOUT_JOB"] + REPORT)
             self.speaks = self.rank == 0 and claimed
             if not self.replaying:  # a replay shows nothing
                 self._tell_what_is_applied(say)

@@ -125,9 +125,9 @@ def _leave(path: str, pid: int, applies: bool) -> None:
     """At the end of a run's first process, remove the job. Report if levers were to be applied and none was."""
     if pid != os.getpid():
         return
-    from flatout.job.claims import speaks_first
+    from flatout.job.claims import REPORT, claim
 
-    if applies and speaks_first(path):
+    if applies and claim(path + REPORT):
         never = "finished a training step" if "torch" in sys.modules else "imported torch"
         say(f"nothing was applied: this program never {never}")
     folder, name = os.path.split(path)

@@ -89,7 +89,11 @@ class CrashReport:
             ):
                 return
             lines = self._lines(error)
-            if lines and self._may_speak():
+            if not lines:
+                return
+            from flatout.job.claims import claim
+
+            if claim(self.info) or self._is_first():
                 from flatout.agent.bootstrap import say
 
                 for line in lines:
@@ -112,15 +116,6 @@ class CrashReport:
                 if not left:
                     raise
         return []
-
-    def _may_speak(self) -> bool:
-        try:
-            os.close(
-                os.open(self.info, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0), 0o600)
-            )
-        except OSError:
-            return self._is_first()
-        return True
 
     def _is_first(self) -> bool:
         return self.first == str(os.getpid())

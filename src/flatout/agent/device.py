@@ -26,7 +26,7 @@ from flatout.agent.bootstrap import AfterImport, say
 from flatout.agent.frames import is_users
 from flatout.agent.host_answers import host_answers, zero
 from flatout.agent.ledger import Ledger
-from flatout.job.claims import speaks_first
+from flatout.job.claims import REPORT, claim
 from flatout.job.rank_environment import rank_number
 
 if TYPE_CHECKING:
@@ -57,10 +57,10 @@ def redirect(torch: ModuleType) -> None:
 
 def tell_first(sentence: str) -> None:
     """Print a line once for all processes of a run that live at the same time."""
-    claim = f"{os.environ.get('FLATOUT_CRASH_REPORTS', os.devnull)}.device"
-    if rank_number() == 0 and "FLATOUT_CRASH_REPORTS" in os.environ and speaks_first(claim):
+    path = f"{os.environ.get('FLATOUT_CRASH_REPORTS', os.devnull)}.device{REPORT}"
+    if rank_number() == 0 and "FLATOUT_CRASH_REPORTS" in os.environ and claim(path):
         say(sentence)
-        atexit.register(_remove, f"{claim}.reported", os.getpid())
+        atexit.register(_remove, path, os.getpid())
 
 
 def _remove(path: str, pid: int) -> None:

@@ -48,7 +48,9 @@ class FailureReporter:
                 # writing imports code that calls eval(); CPython then exits with 1, not by SIGINT
                 # (run_eval_code_obj)
                 return False
-            first = self.is_rank and self._claim()
+            from flatout.job.claims import claim
+
+            first = self.is_rank and claim(os.path.join(self.local_launcher, CLAIM))
             self._ring(FAILING, FIRST if first else "")
             self._write(error)
             self._ring(WORDS)
@@ -72,41 +74,26 @@ class FailureReporter:
         finally:
             os.close(event_fifo)
 
-    def _claim(self) -> bool:
-        try:
-            os.close(
-                os.open(os.path.join(self.local_launcher, CLAIM), os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-            )
-        except FileExistsError:
-            return False
-        return True
-
     def _write(self, error: BaseException) -> None:
-        import json
         import traceback
+        from pathlib import Path
 
-        said = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        words = {
+        from flatout.job.folder import write_json
+
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        report = {
             "rank": self.rank,
             "host": os.uname().nodename,
             "pid": os.getpid(),
-            "traceback": said[-MOST_CHARACTERS:],
+            "traceback": text[-MOST_CHARACTERS:],
         }
-        path = os.path.join(self.local_launcher, f"rank{self.rank}.failed")
-        beside = f"{path}.{os.getpid()}"
-        with open(
-            os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600),
-            "w",
-            encoding="utf-8",
-            errors="replace",
-        ) as out:
-            json.dump(words, out)
-        os.replace(beside, path)
+        path = Path(self.local_launcher, f"rank{self.rank}.failed")
+        write_json(path, report)
         error_file = os.environ.get("FLATOUT_ERROR_FILE")
         if error_file and self.is_rank:
-            self._tell_torchrun(error_file, error, said, int(os.stat(path).st_mtime))
+            self._tell_torchrun(error_file, error, text, int(path.stat().st_mtime))
 
-    def _tell_torchrun(self, error_file: str, error: BaseException, said: str, timestamp: int) -> None:
+    def _tell_torchrun(self, error_file: str, error: BaseException, text: str, timestamp: int) -> None:
         """Write the file that torchrun shows in its own report of this rank."""
         import json
 
@@ -114,7 +101,7 @@ class FailureReporter:
         more = f"The output of this rank is in {log}\n" if os.path.exists(log) else ""
         message = {
             "message": f"{type(error).__name__}: {error}"[:MOST_CHARACTERS],
-            "extraInfo": {"py_callstack": said[-MOST_CHARACTERS:] + more, "timestamp": str(timestamp)},
+            "extraInfo": {"py_callstack": text[-MOST_CHARACTERS:] + more, "timestamp": str(timestamp)},
         }
         out = self._open(error_file, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
         os.write(out, json.dumps({"message": message}).encode())

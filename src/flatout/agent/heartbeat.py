@@ -155,8 +155,10 @@ def failed(error: BaseException) -> None:
     if _installed is None:
         return
     try:
-        import json
         import traceback
+        from pathlib import Path
+
+        from flatout.job.folder import write_json
 
         places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
         info = {
@@ -165,14 +167,6 @@ def failed(error: BaseException) -> None:
             "message": str(error)[:2000],
             "places": places[-60:],
         }
-        path = os.path.join(_installed.folder, f"failed.{os.getpid()}")
-        with open(
-            os.open(f"{path}.new", os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600),
-            "w",
-            encoding="utf-8",
-            errors="replace",
-        ) as out:
-            json.dump(info, out)
-        os.replace(f"{path}.new", path)
+        write_json(Path(_installed.folder, f"failed.{os.getpid()}"), info)
     except Exception:
         return

@@ -1,38 +1,54 @@
-"""Tracks DataLoaders: finds them as they are made, applies rules, feeds batches, and reports batches."""
+"""DataLoaders: finds them as they are made, applies rules, feeds batches, and reports batches.
+
+Only `around` patches DataLoaders and their iterators: whoever counts, divides, replaces or observes their batches
+asks for it here.
+"""
 
 from __future__ import annotations
 
 import inspect
+import random
 import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from functools import wraps
+from operator import attrgetter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.frames import place_of, users_line
-from flatout.agent.loader_arguments import (
-    arguments_of,
-    describe,
-    draws_random_numbers,
-    is_map_style,
-    way_of,
-    weakly,
-)
 from flatout.schema.program import Ledger, TrainingContext
 
 if TYPE_CHECKING:
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, Dataset
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 
-class LoaderRule:
-    """Chooses arguments of a DataLoader that is being made: ``change(dataset, arguments) -> arguments``."""
+HUGE = 2**40  # limit: endless samplers report a huge length
+# what is wrapped -> class below torch.utils.data, method
+METHODS = {
+    "making": ("DataLoader", "__init__"),
+    "epoch": ("DataLoader", "__iter__"),
+    "iterator": ("dataloader._BaseDataLoaderIter", "__init__"),
+    "batch": ("dataloader._BaseDataLoaderIter", "__next__"),
+    "indices": ("dataloader._BaseDataLoaderIter", "_next_index"),
+    "next epoch": ("dataloader._MultiProcessingDataLoaderIter", "_reset"),
+}
 
-    def __init__(self, change: Callable[[Any, dict[str, Any]], dict[str, Any]]) -> None:
-        self.change = change
 
+def around(
+    torch: ModuleType, what: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], ledger: Ledger
+) -> None:
+    """Wrap one of ``METHODS`` of all DataLoaders, until the ledger is restored."""
+    path, name = METHODS[what]
+    owner: Any = attrgetter(path)(torch.utils.data)
+    really = getattr(owner, name)
+    ledger.set(owner, name, wraps(really)(wrap(really)))
+
+
+LoaderRule = Callable[[Any, "dict[str, Any]"], "dict[str, Any]"]
+"""Chooses arguments of a DataLoader that is being made: ``rule(dataset, arguments) -> arguments``."""
 
 FeedRule = Callable[[Any, "dict[str, Any]", Any], Any]
 """Chooses how the batches of a DataLoader are made, per iterator: ``rule(loader, asked, feed) -> feed``.
@@ -58,7 +74,7 @@ class Loaders:
         )  # loader -> what the script asked for
         # loader -> position of the first one made with equal arguments
         self.alike: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._ways: dict[tuple[Any, ...], int] = {}
+        self._firsts: dict[tuple[Any, ...], int] = {}
         self._first: list[int] = []
         # position in ``seen`` -> backward passes after a batch of this loader
         self.fed: Counter[int] = Counter()
@@ -71,11 +87,13 @@ class Loaders:
 
     def observe_making(self, ledger: Ledger) -> None:
         """Wrap ``DataLoader.__init__``: persistent workers and the batch size cannot be changed later."""
-        loader_class = self.torch.utils.data.DataLoader
-        init = loader_class.__init__
+        around(self.torch, "making", self._wrap_making, ledger)
+        self._keep_the_draw(ledger)
+        self._feed_iterators(ledger)
+
+    def _wrap_making(self, init: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(init)
 
-        @wraps(init)
         def hooked_init(loader: DataLoader, *args: object, **kwargs: object) -> None:
             try:
                 bound = signature.bind(loader, *args, **kwargs)
@@ -90,14 +108,12 @@ class Loaders:
                 init(loader, **changed)
             self._note(loader, asked, changed, place_of(users_line(sys._getframe(1))))
 
-        ledger.set(loader_class, "__init__", hooked_init)
-        self._keep_the_draw(ledger)
-        self._feed_iterators(ledger)
+        return hooked_init
 
     def _changed(self, asked: dict[str, Any]) -> dict[str, Any]:
         changed = dict(asked)
         for rule in self.rules:
-            changed = rule.change(asked.get("dataset"), changed)
+            changed = rule(asked.get("dataset"), changed)
         return changed
 
     def _note(
@@ -110,7 +126,7 @@ class Loaders:
         if changed.get("persistent_workers") and not asked.get("persistent_workers"):
             self._made_persistent.add(loader)
         self.number[loader] = len(self.seen)
-        self.alike[loader] = first = self._ways.setdefault(way_of(dataset, asked), len(self.seen))
+        self.alike[loader] = first = self._firsts.setdefault(loader_key(dataset, asked), len(self.seen))
         self._first.append(first)
         self.seen.append(
             {**describe(loader, dataset, asked), "place": place.to_json() if place is not None else None}
@@ -138,22 +154,23 @@ class Loaders:
         del self.alive[loader]
         self.seen.clear()
         self._first.clear()
-        self._ways.clear()
+        self._firsts.clear()
         self._note(other, asked, changed)
         return other
 
     def _keep_the_draw(self, ledger: Ledger) -> None:
         """Keep drawing one seed per epoch: persistent workers draw none, which would shift later draws."""
-        torch, iterator_class = self.torch, self.torch.utils.data.dataloader._MultiProcessingDataLoaderIter
-        reset = iterator_class._reset
+        torch = self.torch
 
-        @wraps(reset)
-        def hooked_reset(iterator: object, loader: DataLoader, first_iter: bool = False) -> None:
-            if not first_iter and loader in self._made_persistent:
-                torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-            reset(iterator, loader, first_iter)
+        def wrap(reset: Callable[..., Any]) -> Callable[..., Any]:
+            def hooked_reset(iterator: object, loader: DataLoader, first_iter: bool = False) -> None:
+                if not first_iter and loader in self._made_persistent:
+                    torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+                reset(iterator, loader, first_iter)
 
-        ledger.set(iterator_class, "_reset", hooked_reset)
+            return hooked_reset
+
+        around(torch, "next epoch", wrap, ledger)
 
     def feed_by(self, rule: FeedRule) -> Callable[[], None]:
         """Feed iterators that are created from now on by this rule; return the function that ends it."""
@@ -167,10 +184,9 @@ class Loaders:
 
     def _feed_iterators(self, ledger: Ledger) -> None:
         """Wrap the creation of an iterator, where both kinds of iterators take data set and collation."""
-        iterator_class = self.torch.utils.data.dataloader._BaseDataLoaderIter
-        init = iterator_class.__init__
+        around(self.torch, "iterator", self._wrap_iterator, ledger)
 
-        @wraps(init)
+    def _wrap_iterator(self, init: Callable[..., Any]) -> Callable[..., Any]:
         def init_fed(iterator: _BaseDataLoaderIter, loader: DataLoader) -> None:
             init(iterator, loader)
             if loader in self.number:  # a subclass may make its iterator without `__iter__`
@@ -184,45 +200,41 @@ class Loaders:
                 if source is not None:
                     iterator._dataset, iterator._collate_fn = source, feed.collate
 
-        ledger.set(iterator_class, "__init__", init_fed)
+        return init_fed
 
     def observe_batches(self, ledger: Ledger, context: TrainingContext) -> None:
-        """Wrap the fetch of a batch while gradients are enabled: evaluation usually disables them."""
-        iterator_class = self.torch.utils.data.dataloader._BaseDataLoaderIter
-        take = iterator_class.__next__
+        """Report batches while gradients are enabled, as evaluation usually disables them, and epochs."""
 
-        @wraps(take)
-        def hooked_next(iterator: object) -> Any:
-            if context.asleep or not context.torch.is_grad_enabled():
-                return take(iterator)
-            context.listener.data_begin(iterator)
-            batch = take(iterator)
-            self._last = self._numbers.get(iterator)
-            context.listener.data_end(iterator, batch)
-            return batch
+        def wrap_batch(take: Callable[..., Any]) -> Callable[..., Any]:
+            def hooked_next(iterator: object) -> Any:
+                if context.asleep or not context.torch.is_grad_enabled():
+                    return take(iterator)
+                context.listener.data_begin(iterator)
+                batch = take(iterator)
+                self._last = self._numbers.get(iterator)
+                context.listener.data_end(iterator, batch)
+                return batch
 
-        ledger.set(iterator_class, "__next__", hooked_next)
-        self._observe_iterators(ledger, context)
+            return hooked_next
 
-    def _observe_iterators(self, ledger: Ledger, context: TrainingContext) -> None:
-        """Wrap the start of an epoch, where workers start."""
-        loader_class = self.torch.utils.data.DataLoader
-        begin = loader_class.__iter__
+        def wrap_epoch(begin: Callable[..., Any]) -> Callable[..., Any]:
+            def hooked_iter(loader: DataLoader) -> Any:
+                if context.asleep:
+                    return begin(loader)
+                context.listener.iterator_begin(loader)
+                iterator = begin(loader)
+                if loader in self.number:
+                    self._numbers[iterator] = self.number[loader]
+                    if not loader.persistent_workers:  # such loaders hold their iterator
+                        # `for batch in DataLoader(...)` holds only the iterator
+                        iterator.flatout_loader = loader
+                context.listener.iterator_end(loader, iterator)
+                return iterator
 
-        @wraps(begin)
-        def hooked_iter(loader: DataLoader) -> Any:
-            if context.asleep:
-                return begin(loader)
-            context.listener.iterator_begin(loader)
-            iterator = begin(loader)
-            if loader in self.number:
-                self._numbers[iterator] = self.number[loader]
-                if not loader.persistent_workers:  # such loaders hold their iterator
-                    iterator.flatout_loader = loader  # `for batch in DataLoader(...)` holds only the iterator
-            context.listener.iterator_end(loader, iterator)
-            return iterator
+            return hooked_iter
 
-        ledger.set(loader_class, "__iter__", hooked_iter)
+        around(self.torch, "batch", wrap_batch, ledger)
+        around(self.torch, "epoch", wrap_epoch, ledger)
 
     def backward_begins(self) -> None:
         """Count the loader of the last batch as training.
@@ -241,3 +253,133 @@ class Loaders:
         """Whether fetching a sample of the first map-style data set draws random numbers; True if unknown."""
         dataset = self._dataset() if self._dataset is not None else None
         return dataset is None or draws_random_numbers(dataset, self.torch)
+
+
+def draws_random_numbers(dataset: Dataset, torch: ModuleType) -> bool:
+    """Whether fetching a sample draws random numbers or gives another result when repeated.
+
+    Fetches two samples twice, and restores the generators.
+    """
+    numpy = sys.modules.get("numpy")
+    before: Any = torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None
+    try:
+        for index in (0, 1):
+            # e.g. a generator of its own, copied into each worker
+            if not _alike(dataset[index], dataset[index]):
+                return True
+        moved = not torch.equal(before[0], torch.get_rng_state()) or before[1] != random.getstate()
+        if numpy is not None:
+            now = numpy.random.get_state()
+            moved = moved or now[2] != before[2][2] or not (now[1] == before[2][1]).all()
+        return bool(moved)
+    except Exception:
+        return True  # unknown counts as random
+    finally:
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        if numpy is not None:
+            numpy.random.set_state(before[2])
+
+
+def _alike(a: Any, b: Any) -> bool:
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_alike(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    if hasattr(a, "shape") and hasattr(a, "tolist"):  # tensors and arrays
+        return a is b or repr(a.tolist()) == repr(b.tolist())
+    return a is b or hasattr(a, "getbands") or type(a).__eq__ is object.__eq__ or bool(a == b)  # type: ignore[comparison-overlap]
+
+
+def arguments_of(loader: DataLoader, torch: ModuleType) -> dict[str, Any]:
+    """Return the arguments to rebuild this DataLoader, without the samplers that it made for itself."""
+    data = torch.utils.data
+    asked: dict[str, Any] = {"dataset": loader.dataset, "collate_fn": loader.collate_fn}
+    sampler, batches = loader.sampler, loader.batch_sampler
+    if type(batches) is not data.BatchSampler and batches is not None:
+        asked["batch_sampler"] = batches
+    else:
+        asked["batch_size"], asked["drop_last"] = loader.batch_size, loader.drop_last
+        own_shuffle = (
+            type(sampler) is data.RandomSampler and not sampler.replacement and sampler._num_samples is None
+        )
+        if own_shuffle and sampler.generator is loader.generator:
+            asked["shuffle"] = True
+        elif type(sampler) is not data.SequentialSampler and is_map_style(loader.dataset):
+            asked["sampler"] = sampler
+    defaults = {
+        "num_workers": 0,
+        "pin_memory": False,
+        "timeout": 0,
+        "worker_init_fn": None,
+        "generator": None,
+        "persistent_workers": False,
+        "pin_memory_device": "",
+        "in_order": True,
+        "multiprocessing_context": None,
+    }
+    asked.update(
+        {
+            name: value
+            for name, default in defaults.items()
+            if (value := getattr(loader, name, default)) != default
+        }
+    )
+    if loader.num_workers and loader.prefetch_factor is not None:
+        asked["prefetch_factor"] = loader.prefetch_factor
+    return asked
+
+
+def loader_key(dataset: Dataset, asked: dict[str, Any]) -> tuple[Any, ...]:
+    """Return a key of loaders that the script treats as one, e.g. a new one for each epoch."""
+    plain = [
+        asked.get(name, default)
+        for name, default in (("batch_size", 1), ("shuffle", None), ("drop_last", False), ("num_workers", 0))
+    ]
+    return (
+        type(dataset),
+        _length(dataset),
+        *plain,
+        type(asked.get("sampler")),
+        type(asked.get("batch_sampler")),
+    )
+
+
+def weakly(thing: object) -> Callable[[], Any]:
+    try:
+        return weakref.ref(thing)
+    except TypeError:  # e.g. a list: hold it strongly
+        return lambda: thing
+
+
+def describe(loader: DataLoader, dataset: Dataset, asked: dict[str, Any]) -> dict[str, Any]:
+    length = _length(dataset)
+    return {
+        "dataset": type(dataset).__name__,
+        "length": length if length is None or length < HUGE else None,
+        "batch_size": loader.batch_size
+        if loader.batch_size is not None
+        else getattr(loader.batch_sampler, "batch_size", None),
+        "num_workers": loader.num_workers,
+        "asked_workers": asked.get("num_workers", 0),
+        "pin_memory": bool(loader.pin_memory),
+        "persistent_workers": bool(loader.persistent_workers),
+        "prefetch_factor": loader.prefetch_factor,
+        "iterable": not is_map_style(dataset),
+    }
+
+
+def _length(dataset: Any) -> int | None:
+    try:
+        return len(dataset)
+    except Exception:
+        return None
+
+
+def is_map_style(dataset: Dataset) -> bool:
+    """Whether samples are fetched by index; an IterableDataset inherits a raising ``__getitem__``."""
+    return hasattr(dataset, "__getitem__") and not any(
+        kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__
+    )

@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.attached import Attached, MakeCheckpointing
+from flatout.agent.live_figures import LiveFigures
 from flatout.agent.run_summary import Summarizer
 from flatout.agent.step_counters import counters
 from flatout.schema.run_request import RunRequest
@@ -39,4 +40,4 @@ class MonitoredRun(Attached):
         if request.watch is not None and self.speaks and sys.stderr is not None:
             from flatout.agent.live_line import LiveLine
 
-            LiveLine(sys.stderr, counts, torch, request.watch, self.context.device)
+            LiveLine(sys.stderr, LiveFigures(torch, counts), request.watch)

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.agent.batches import rows, samples_in
 from flatout.agent.compilers import compiler_off
 from flatout.agent.layers import layer_counts
-from flatout.agent.loader_arguments import way_of
-from flatout.agent.loaders import FeedRule, LoaderRule, Loaders
+from flatout.agent.loaders import FeedRule, LoaderRule, Loaders, around, loader_key
 from flatout.agent.names import variables_of
 from flatout.agent.optimizers import Optimizers
 from flatout.agent.pickles import without_hooks
@@ -138,9 +137,8 @@ class ProgramView:
         """Whether fetching a sample of the first map-style data set draws random numbers; True if unknown."""
         return self._loaders.data_is_random()
 
-    def change_loaders(self, change: Callable[[Any, dict[str, Any]], dict[str, Any]], ledger: Ledger) -> None:
-        """Make DataLoaders with ``change(dataset, arguments)`` from now on, until the ledger is restored."""
-        rule = LoaderRule(change)
+    def change_loaders(self, rule: LoaderRule, ledger: Ledger) -> None:
+        """Make DataLoaders with ``rule(dataset, arguments)`` from now on, until the ledger is restored."""
         self._loaders.rules.append(rule)
         ledger.call("loader rule", lambda: self._loaders.rules.remove(rule))
 
@@ -181,9 +179,15 @@ class ProgramView:
         return self._loaders.alike.get(loader)
 
     @staticmethod
-    def way_of_loader(dataset: Dataset, arguments: dict[str, Any]) -> tuple[Any, ...]:
+    def loader_key(dataset: Dataset, arguments: dict[str, Any]) -> tuple[Any, ...]:
         """Return a key that loaders made alike have in common."""
-        return way_of(dataset, arguments)
+        return loader_key(dataset, arguments)
+
+    def around_loaders(
+        self, what: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], ledger: Ledger
+    ) -> None:
+        """Wrap a method of all DataLoaders (`agent/loaders.py`, METHODS), until the ledger is restored."""
+        around(self.torch, what, wrap, ledger)
 
     @staticmethod
     def samples_in(batch: object, asked: int | None = None) -> int | None:

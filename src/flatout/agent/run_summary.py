@@ -9,9 +9,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import resource
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -20,12 +18,11 @@ from typing import Any, TextIO
 
 from flatout import __version__
 from flatout.agent.bootstrap import say, show
+from flatout.agent.live_figures import LiveFigures, Repeated
 from flatout.agent.step_counters import StepCounters, counters
-from flatout.job.claims import speaks_first, sums_up_first
+from flatout.job.claims import REPORT, SUMMARY, claim
 from flatout.job.folder import JobFolder, write_json
 from flatout.job.rank_environment import rank_number, this_rank
-from flatout.job.runs import remove_old
-from flatout.measure.clock import seconds
 from flatout.schema.errors import StorageError, first_line
 from flatout.schema.facts import untested
 from flatout.schema.run_summary import FAILED, LIVE, RunSummary, SummaryRequest
@@ -38,7 +35,7 @@ def count(job: dict[str, Any]) -> None:
     """Count a run without levers. The bootstrap calls this right after ``import torch``."""
     import torch
 
-    if (sentence := untested(str(torch.__version__))) and speaks_first(os.environ["FLATOUT_JOB"]):
+    if (sentence := untested(str(torch.__version__))) and claim(os.environ["FLATOUT_JOB"] + REPORT):
         say(sentence)
     Summarizer(SummaryRequest.from_json(job["summary"]), {}, counters(torch), torch)
 
@@ -62,47 +59,35 @@ class Summarizer:
             self.folder = os.getcwd()
         except FileNotFoundError:  # it was removed
             self.folder = ""
-        self.gpu = GpuShare(torch)
-        self.stopped = threading.Event()
+        self.figures = LiveFigures(torch, counts)
         self.live: TextIO | None = None
-        self.first = self.last = self._now()
-        self.thread: threading.Thread | None = None
+        self.first = self.last = self.figures.now()
+        self.sampling: Repeated | None = None
+        self.closed = False
         counts.at_first = self._begin
         atexit.register(self.close)
 
     def _begin(self) -> None:
         """Start the thread, if there is anything to sample: a process with threads is less safe to fork."""
-        if self.request.every_s or _on_cuda(self.torch):
-            self.thread = threading.Thread(target=self._watch, name="flatout-summary", daemon=True)
-            self.thread.start()
+        if self.request.every_s or self.figures.on_cuda:
+            every_s = self.request.every_s or GPU_EVERY_S
+            self.sampling = Repeated(every_s, self._sample, "flatout-summary")
 
     # -- live figures -----------------------------------------------------------------------------------------------
 
-    def _watch(self) -> None:
+    def _sample(self) -> None:
         """Sample the GPU, and write live figures if they are asked for."""
-        every_s = self.request.every_s or GPU_EVERY_S
-        while not self.stopped.wait(every_s):
-            self.gpu.sample()
-            if self.request.every_s:
-                self._write_live()
-
-    def _now(self) -> tuple[float, int, int, float]:
-        return seconds(), self.counts.steps, self.counts.waited_ns, _cpu_s()
+        if self.request.every_s:
+            self._write_live()
+        else:
+            self.figures.sample()
 
     def _write_live(self) -> None:
-        now = self._now()
-        passed_s, steps, waited_ns, cpu_s = (new - old for new, old in zip(now, self.last, strict=True))
-        if not steps:
+        now = self.figures.now()
+        if now[1] == self.last[1]:
             return
+        figures = self.figures.between(self.last, now)
         self.last = now
-        figures = {
-            "steps_per_s": steps / passed_s,
-            "samples_per_s": steps * self.counts.samples_a_step / passed_s or None,
-            "data_wait": min(1.0, waited_ns / 1e9 / passed_s),
-            "cores_used": cpu_s / passed_s,
-            "memory_bytes": _memory(self.torch),
-            "gpu_busy": self.gpu.latest,
-        }
         self._line({"step": now[1], "seconds": now[0], **{name: figures[name] for name in LIVE}})
 
     def _line(self, data: dict[str, Any]) -> None:
@@ -120,11 +105,11 @@ class Summarizer:
 
     def close(self) -> None:
         """Write and show the record. Does nothing in a forked process."""
-        if os.getpid() != self.pid or self.stopped.is_set():
+        if os.getpid() != self.pid or self.closed:
             return
-        self.stopped.set()
-        if self.thread is not None:
-            self.thread.join(timeout=2)
+        self.closed = True
+        if self.sampling is not None:
+            self.sampling.stop()
         if self.counts.last_ns <= self.counts.first_ns:
             return
         record = self.record()
@@ -138,11 +123,9 @@ class Summarizer:
                 path = self._free_path(record.rank)
                 write_json(path, record.to_json())
                 where = min(os.path.relpath(path), str(path), key=len)
-                if record.rank == 0 and self.request.keeps:
-                    remove_old(Path(self.request.folder), self.request.keeps, self.request.name)
         except (OSError, StorageError) as error:
             where = f"not written: {first_line(error)}"
-        if self.request.shows and record.rank == 0 and sums_up_first(os.environ.get("FLATOUT_JOB", "")):
+        if self.request.shows and record.rank == 0 and claim(os.environ.get("FLATOUT_JOB", "") + SUMMARY):
             from flatout.render.run_box import box
 
             show(box(record, where, self._failed_trackers()))
@@ -177,13 +160,13 @@ class Summarizer:
         counts, here = self.counts, this_rank()
         passed_s = max((counts.last_ns - counts.first_ns) / 1e9, 1e-9)
         steps_per_s = (counts.steps - counts.first_step) / passed_s
-        alive_s, cpu_s = seconds() - self.first[0], _cpu_s() - self.first[3]
+        whole = self.figures.between(self.first, self.figures.now())
         return RunSummary(
             list(self.request.command),
             self.folder,
             created=self.request.created,
             status="done",
-            device="cuda" if _on_cuda(self.torch) else "cpu",
+            device="cuda" if self.figures.on_cuda else "cpu",
             versions={"python": sys.version.split()[0], "torch": str(self.torch.__version__)},
             untested=untested(str(self.torch.__version__)),
             machine=self.request.machine,
@@ -197,35 +180,12 @@ class Summarizer:
             steps_per_s=steps_per_s,
             samples_per_s=steps_per_s * counts.samples_a_step or None,
             data_wait=min(1.0, counts.waited_ns / 1e9 / passed_s),
-            cores_used=cpu_s / max(alive_s, 1e-9),
-            cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-            peak_memory_bytes=_memory(self.torch),
-            gpu_busy=self.gpu.mean,
+            cores_used=whole["cores_used"] or 0.0,
+            cores=self.figures.cores,
+            peak_memory_bytes=self.figures.memory_bytes,
+            gpu_busy=self.figures.gpu_busy,
             piped=self.request.piped,
         )
-
-
-class GpuShare:
-    """Samples how busy the GPU is, through NVML if it is installed; None without a GPU."""
-
-    def __init__(self, torch: ModuleType) -> None:
-        self.torch = torch
-        self.latest: float | None = None
-        self._sum, self._n, self._works = 0.0, 0, True
-
-    def sample(self) -> None:
-        if not self._works or not _on_cuda(self.torch):
-            return
-        try:
-            self.latest = self.torch.cuda.utilization() / 100
-        except Exception:  # no NVML, or a driver that does not tell
-            self._works = False
-            return
-        self._sum, self._n = self._sum + self.latest, self._n + 1
-
-    @property
-    def mean(self) -> float | None:
-        return self._sum / self._n if self._n else None
 
 
 def _end_as_interrupted() -> None:
@@ -236,18 +196,3 @@ def _end_as_interrupted() -> None:
     """
     with suppress(KeyboardInterrupt):
         exec("raise KeyboardInterrupt")
-
-
-def _on_cuda(torch: ModuleType) -> bool:
-    return bool(torch.cuda.is_initialized())
-
-
-def _memory(torch: ModuleType) -> int:
-    if _on_cuda(torch):
-        return int(torch.cuda.max_memory_allocated())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _cpu_s() -> float:
-    """CPU seconds of this process and of its loader workers that have ended."""
-    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.ledger import Ledger
+from flatout.agent.loaders import around
 from flatout.agent.steps import StepBoundaries
 from flatout.job.heartbeat import BACKWARDS, BATCHES, HEARTBEATS, STEPS
 from flatout.measure.clock import HostClock
@@ -67,8 +68,7 @@ class StepCounters:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         ledger.call("optimizer step hook", register_optimizer_step_post_hook(self._stepped).remove)
-        iterator = torch.utils.data.dataloader._BaseDataLoaderIter
-        ledger.set(iterator, "__next__", self._waited(iterator.__next__))
+        around(torch, "batch", self._waited, ledger)
         self._backwards.set(torch.autograd, "backward", self._passed(torch.autograd.backward, torch.autograd))
 
     def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -123,7 +123,6 @@ class StepCounters:
     def _waited(self, take: Callable[..., Any]) -> Callable[..., Any]:
         mark = HostClock.mark
 
-        @wraps(take)
         def next_counted(iterator: object) -> Any:
             start = mark()
             try:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from functools import wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.ledger import Ledger
+from flatout.agent.loaders import around
 from flatout.agent.training_context import TrainingContext
 
 if TYPE_CHECKING:
@@ -27,8 +27,7 @@ class EpochCounter:
         self._last: Any = None
         self._trains: Any = None
         self._ways: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        kind = torch.utils.data.DataLoader
-        ledger.set(kind, "__iter__", self._observed(kind.__iter__))
+        around(torch, "epoch", self._observed, ledger)
 
     def first_step_ended(self) -> None:
         """Take the last iterated loader as the training loader."""
@@ -39,11 +38,10 @@ class EpochCounter:
         return self._begun[self._trains] if self._trains is not None else 0
 
     def _observed(self, begin: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(begin)
         def hooked_iter(loader: DataLoader) -> Any:
             way = self._ways.get(loader)
             if way is None:
-                way = self._ways[loader] = TrainingContext.way_of_loader(
+                way = self._ways[loader] = TrainingContext.loader_key(
                     loader.dataset,
                     {
                         "batch_size": loader.batch_size,

@@ -31,20 +31,12 @@ from flatout.tune.batch_curve import BatchCurve, BatchOptions
 @click.option(
     "--at-step", default=0, type=click.IntRange(0), help="Training steps before the gradients are measured."
 )
-@click.option(
-    "--seed",
-    default=0,
-    show_default=True,
-    type=click.IntRange(0),
-    help="Seed for torch, numpy and random, set when they are imported.",
-)
 @measurement_options
 def command(
     sizes: list[int],
     budget: float,
     memory_limit: int | None,
     at_step: int,
-    seed: int,
     job: Path | None,
     as_json: bool,
     words: tuple[str, ...],
@@ -56,7 +48,7 @@ def command(
     """
     asked = Measurement("batch", words, job)
     record = BatchRecord(**asked.header, budget_s=budget)
-    requested = BatchOptions(tuple(sizes), budget, memory_limit, at_step, seed)
+    requested = BatchOptions(tuple(sizes), budget, memory_limit, at_step)
     asked.answer(
         record,
         budget,

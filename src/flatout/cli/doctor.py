@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 
 import click
 from rich.console import Console
@@ -11,7 +10,6 @@ from rich.text import Text
 
 from flatout.cli.options.json_output import json_option, print_json
 from flatout.diagnose.doctor.snapshot import SnapshotTaker
-from flatout.job.folder import read_json
 from flatout.schema.ceilings import CeilingsRecord
 from flatout.schema.errors import UsageError
 from flatout.schema.machine_snapshot import MachineSnapshot, Verdict
@@ -31,22 +29,15 @@ QUOTE_LIMIT_S = 120.0  # collect_env lists the packages of pip and conda
     help="Also quote torch.utils.collect_env and nvidia-smi -q: clocks, power, ECC, NVLink, MIG, versions.",
 )
 @json_option
-@click.option(
-    "--replay",
-    type=click.Path(path_type=Path),
-    help="Check a snapshot that --json printed on another machine.",
-)
-def command(bench: bool, everything: bool, as_json: bool, replay: Path | None) -> int:
+def command(bench: bool, everything: bool, as_json: bool) -> int:
     """Check whether this machine is ready to train.
 
     Shows each problem, why it matters, and the command that fixes it. Works even if torch is broken or
     missing. The exit code is 1 if there is a problem.
     """
-    if bench and replay:
-        raise UsageError("--bench measures this machine, but --replay checks another. Use one of them.")
-    if everything and (replay or as_json):
-        raise UsageError("--all quotes texts of this machine. Run it without --replay and --json.")
-    snapshot = _recorded(replay) if replay else _seen()
+    if everything and as_json:
+        raise UsageError("--all quotes texts, which are no JSON. Run it without --json.")
+    snapshot = _seen()
     from flatout.diagnose.doctor.checks import examine
     from flatout.render.doctor import doctor_page
 
@@ -104,13 +95,3 @@ def _bench(console: Console, quiet: bool) -> CeilingsRecord:
         console.print(ceilings_table(record), crop=False)
         console.print(Text(str(path), style="dim"), soft_wrap=True)
     return record
-
-
-def _recorded(path: Path) -> MachineSnapshot:
-    data = read_json(path)
-    try:
-        return MachineSnapshot.from_json(data["snapshot"])
-    except (TypeError, AttributeError, KeyError):
-        raise UsageError(
-            f"{path} is not the output of `flatout doctor --json`. Create it with `flatout doctor --json > {path}`."
-        ) from None

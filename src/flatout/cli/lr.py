@@ -32,20 +32,12 @@ RATE = click.FloatRange(0, min_open=True)
     type=Duration(),
     help="Time for all steps; slow programs run fewer steps.",
 )
-@click.option(
-    "--seed",
-    default=0,
-    show_default=True,
-    type=click.IntRange(0),
-    help="PYTHONHASHSEED of the program; its own seeds stay unchanged.",
-)
 @measurement_options
 def command(
     low: float,
     high: float,
     steps: int,
     budget: float,
-    seed: int,
     job: Path | None,
     as_json: bool,
     words: tuple[str, ...],
@@ -64,7 +56,7 @@ def command(
         record,
         budget,
         lambda stage, save: lr_range(
-            asked.command, asked.folder, asked.facts, record, low, high, steps, budget, seed, stage
+            asked.command, asked.folder, asked.facts, record, low, high, steps, budget, stage
         ),
     )
     from flatout.render.lr_page import lr_page

@@ -21,7 +21,6 @@ GROUPS = {
         "tune": "Find the fastest plan, and check that it learns the same.",
         "run": "Run a program under its plan, on one device or many.",
         "plan": "Show a plan, its evidence, and the same as code.",
-        "report": "Write the report of a session or a profile again.",
         "levers": "List the optimisations, or say why one was left out.",
     },
     "Compare": {
@@ -33,7 +32,6 @@ GROUPS = {
         "fix": "Edit the script where a finding has a certain fix.",
         "explain": "Explain a crash: the cause, your line, the fix.",
         "doctor": "Check that this machine is ready to train.",
-        "ui": "Show all runs and reports of a project as one page.",
     },
     "Sizes and large models": {
         "memory": "Predict the peak memory of a step, for any batch size.",
@@ -46,9 +44,7 @@ GROUPS = {
         "trial": "Measure one run: steps, phases, exact losses.",
         "kernel": "Check, measure or start a kernel, ours or your own.",
     },
-    "Settings, scripts and agents": {
-        "init": "Write a section for options into pyproject.toml.",
-        "schema": "Print the JSON Schema of a record.",
+    "Agents": {
         "skill": "Print how a coding agent works with flatout.",
     },
 }

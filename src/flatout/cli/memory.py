@@ -40,13 +40,6 @@ from flatout.tune.memory_forecast import Forecast, ForecastOptions
 @click.option(
     "--budget", default="5m", show_default=True, type=Duration(), help="Time limit for each measurement."
 )
-@click.option(
-    "--seed",
-    default=0,
-    show_default=True,
-    type=click.IntRange(0),
-    help="PYTHONHASHSEED of the program; its own seeds stay unchanged.",
-)
 @measurement_options
 def command(
     sizes: list[int],
@@ -54,7 +47,6 @@ def command(
     allocator: str,
     measure: bool,
     budget: float,
-    seed: int,
     job: Path | None,
     as_json: bool,
     words: tuple[str, ...],
@@ -67,7 +59,7 @@ def command(
     """
     asked = Measurement("memory", words, job)
     record = MemoryForecast(**asked.header)
-    wanted = ForecastOptions(sizes, allocator == "cuda", memory_limit, measure, budget, seed)
+    wanted = ForecastOptions(sizes, allocator == "cuda", memory_limit, measure, budget)
     asked.answer(
         record,
         budget,

@@ -164,18 +164,7 @@ def command(
 
 def profile(cmd: Command, folder: JobFolder, facts: Facts, requested: ProfileOptions) -> ProfileRecord:
     """Run a profile, and write its record and page to the folder. Raises FlatoutError, KeyboardInterrupt."""
-    machine = {
-        "cpu": facts.cpu,
-        "cores": facts.cores,
-        "memory_bytes": facts.memory_bytes,
-        "system": facts.system,
-        "device": facts.asked_device,
-        "gpus": [
-            {"name": g.name, "memory_bytes": g.memory_bytes, "capability": list(g.capability)}
-            for g in facts.gpus
-        ],
-    }
-    record = ProfileRecord(**header(cmd.shown, facts), machine=machine)
+    record = ProfileRecord(**header(cmd.shown, facts), machine=facts.described)
     with (
         kept(record, folder.profile) as save,
         LiveProgress(Console(stderr=True), requested.budget_s) as progress,

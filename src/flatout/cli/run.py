@@ -37,7 +37,7 @@ from flatout.launch.torchrun import Torchrun, torchrun_of
 from flatout.levers import TABLE
 from flatout.probe.machine import hardware, with_software
 from flatout.render.formatting import shell
-from flatout.schema.errors import FlatoutError, NothingMeasured, ProgramNotFound, UsageError
+from flatout.schema.errors import NothingMeasured, ProgramNotFound, UsageError
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.run_request import ResumeOptions, RunRequest
@@ -62,12 +62,6 @@ RESCUE = "rescue"  # subfolder of a job's folder
     type=LeverByName(),
     metavar="NAME[=VALUE]",
     help="Add or override a lever: --with autocast, --with 'batch_size={size = 64}'. Repeatable.",
-)
-@click.option(
-    "--budget",
-    default=None,
-    type=Duration(),
-    help="Tune first for this long, if this command has no plan yet.",
 )
 @device_option
 @click.option(
@@ -108,7 +102,6 @@ RESCUE = "rescue"  # subfolder of a job's folder
 def command(
     plan_path: str | None,
     chosen: tuple[Choice, ...],
-    budget: float | None,
     device: str | None,
     watch: bool,
     rescue: bool,
@@ -118,7 +111,6 @@ def command(
     summary: bool,
     export: tuple[str, ...],
     export_every: float,
-    keep_runs: int,
     ray: str | None,
     words: tuple[str, ...],
     **elsewhere: object,
@@ -142,17 +134,15 @@ def command(
     choose(device, cmd, "run", asked.procs, asked.gpus, "--ray" if ray is not None else "")
     facts = hardware()
     _look_at_folder(cmd, alone=not asked.several and place is None)
-    left = exports.summary_of(cmd, facts.machine, summary, export, export_every, keep_runs)
+    left = exports.summary_of(cmd, facts.machine, summary, export, export_every)
     if asked.shard == "always" and not asked.several and place is None:
         raise UsageError(
             "--shard splits weights between ranks, but there is only one rank. Give their number: --procs 2 --shard always."
         )
     made_for = asked.title if place is None else ""
-    if plan_path or chosen or budget or asked.several or place is not None or plan_files(cmd, made_for):
+    if plan_path or chosen or asked.several or place is not None or plan_files(cmd, made_for):
         facts = warned(with_software(facts, cmd.argv))
     plan, remark, other = _plan_for(cmd, facts, plan_path, made_for)
-    if plan is None and budget:
-        plan = _tune_first(words, budget, asked)
     for choice in chosen:
         plan = (plan or Plan()).with_choice(choice)
     if plan is None and not asked.several and place is None:
@@ -309,22 +299,6 @@ def _how_to_tune(cmd: Command, device: str | None) -> str:
         return f"To tune: flatout tune {hint(device)}{shell(measurable(cmd).shown)}"
     except NothingMeasured as why:
         return f"It cannot be tuned: {why}"
-
-
-def _tune_first(words: tuple[str, ...], budget: float, asked: ranks.RankOptions) -> Plan | None:
-    from flatout.cli.tune import tune
-    from flatout.tune.goal import Goal
-    from flatout.tune.session import plan_of
-
-    try:
-        session, *_ = tune(words, Goal(budget), beside=False, asked=asked)
-    except ProgramNotFound:
-        raise
-    except FlatoutError as error:
-        say(f"tuning ended without a plan ({str(error).splitlines()[0]}); running the program as it is")
-        return Plan()
-    say(session.message)
-    return plan_of(session)
 
 
 def _environment(request: RunRequest) -> dict[str, str]:

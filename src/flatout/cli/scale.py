@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 
-from flatout.cli.options.arguments import PROGRAM, Duration
+from flatout.cli.options.arguments import PROGRAM, Duration, Share
 from flatout.cli.options.measurement import Measurement, header, measurement_options
 from flatout.cli.options.messages import warned
 from flatout.diagnose.profiled_program import ProfiledProgram, ProfileOptions
@@ -24,22 +25,6 @@ from flatout.trial.blocks import Watcher
 # all other runs.
 OVERHEAD = 0.062
 STEPS = 40
-
-
-class ShareParam(click.ParamType):
-    """A share from 0 to 1: ``6%`` or ``0.06``."""
-
-    name = "share"
-
-    def convert(self, value: object, param: object, ctx: object) -> float:
-        text = str(value).strip()
-        try:
-            number = float(text[:-1]) / 100 if text.endswith("%") else float(text)
-        except ValueError:
-            number = -1.0
-        if not 0 <= number <= 1:
-            self.fail(f"{value!r} is not a share; write 6% or 0.06")
-        return number
 
 
 @click.command(context_settings=PROGRAM)
@@ -93,13 +78,13 @@ class ShareParam(click.ParamType):
     "--fixed",
     default="10%",
     show_default=True,
-    type=ShareParam(),
+    type=Share(whole=True),
     help="Share of a step's compute that does not depend on the batch size, for strong scaling.",
 )
 @click.option(
     "--overhead",
     default=None,
-    type=ShareParam(),
+    type=Share(whole=True),
     help="Cost of further devices beyond transfers, as a share of compute.  [default: 6.2%; on a CPU 0]",
 )
 @click.option(
@@ -148,7 +133,7 @@ def command(
         )
     seen = _read_profile(profile) if profile is not None else None
 
-    def run(stage: object, save: object) -> None:
+    def run(stage: Callable[[str, str], None], save: object) -> None:
         found = seen if seen is not None else _measured(asked, budget, stage)
         take_profile(record, found, str(profile) if profile is not None else "")
         record.overhead = (
@@ -226,18 +211,12 @@ class OfProfile(Measurement):
         self.header = {**header(seen.command, self.facts), "cwd": seen.cwd}
 
 
-class Telling(Watcher):
-    def __init__(self, stage: object) -> None:
-        self.tell = stage
-
-    def stage(self, name: str, detail: str = "") -> None:
-        self.tell(name, detail)  # type: ignore[operator]
-
-
-def _measured(asked: Measurement, budget: float, stage: object) -> ProfileRecord:
+def _measured(asked: Measurement, budget: float, stage: Callable[[str, str], None]) -> ProfileRecord:
     """Measure unprofiled steps of the program only. Raises ProgramFailed, NothingMeasured."""
     record = ProfileRecord(**asked.header)
+    watcher = Watcher()
+    watcher.stage = stage  # type: ignore[assignment,method-assign]
     requested = ProfileOptions(STEPS, budget_s=budget, stages=frozenset())
     return run_profile(
-        ProfiledProgram(asked.command, asked.folder, asked.facts, requested, record, {}, Telling(stage))
+        ProfiledProgram(asked.command, asked.folder, asked.facts, requested, record, {}, watcher)
     )

@@ -31,19 +31,15 @@ from flatout.cli.options.messages import warned
 from flatout.cli.options.progress import LiveProgress
 from flatout.cli.options.signals import stop_on_sigterm
 from flatout.diagnose.crash_explanation import of_death
-from flatout.diagnose.stored_profile import load_profile
-from flatout.job.folder import JobFolder, write_json, write_whole
+from flatout.job.folder import JobFolder, write_whole
 from flatout.job.sanitize import harmless
 from flatout.launch.command import Command, measurable, understand
 from flatout.launch.restart_policy import oom_kills
-from flatout.levers import TABLE
 from flatout.probe.machine import look
 from flatout.schema.enums import Effect
 from flatout.schema.errors import FlatoutError, ProgramFailed, UsageError
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Choice
-from flatout.schema.predictions import levers_first, predictions, with_measured
-from flatout.schema.profile import ProfileRecord
 from flatout.schema.session import RanksRecord, SessionRecord
 from flatout.trial.blocks import Watcher
 from flatout.tune.budget import USUAL_BUDGET_S
@@ -188,8 +184,6 @@ def tune(
 ) -> tuple[SessionRecord, JobFolder, Path]:
     """Run one tuning session, and return it with its folder and the file of the plan.
 
-    `flatout run --budget` calls this too.
-
     ``asked`` gives the number of ranks, ``ray`` the address of a cluster."""
     if ray is not None and asked is not None and asked.several:
         raise UsageError(
@@ -211,9 +205,6 @@ def tune(
         goal.memory_limit_bytes,
         made_for,
     )
-    profile = load_profile(folder)
-    if profile is not None:
-        goal = replace(goal, first=tuple(levers_first(profile.findings, TABLE.names)))
     save_session(folder, session)
     how = {} if asked is None or not asked.several else _as_ranks(cmd, facts, asked, session)
 
@@ -230,9 +221,6 @@ def tune(
 
     _search(tuning, session, folder, elsewhere)
     session.status, session.message = "done", verdict(session)
-    if profile is not None:
-        session.predictions = predictions(profile.findings, session.levers)
-        _tell_the_profile(folder, profile, session)
     written = write_plan(folder, session, cmd, beside)
     session.plan_path = str(folder.plan) if written is None and job is not None else ""
     _finish(folder, session)
@@ -308,15 +296,6 @@ def _as_ranks(cmd: Command, facts: Facts, asked: ranks.RankOptions, session: Ses
         "base": base_plan(division, found.shards),
         "facts": each,
     }
-
-
-def _tell_the_profile(folder: JobFolder, profile: ProfileRecord, session: SessionRecord) -> None:
-    """Add the measured speed-ups to the profile's findings, in its record and on its page."""
-    from flatout.render.profile_page import profile_html
-
-    profile.findings = with_measured(profile.findings, session.levers)
-    write_json(folder.profile, profile.to_json())
-    write_whole(folder.profile_page, profile_html(profile))
 
 
 def _finish(folder: JobFolder, session: SessionRecord) -> None:

@@ -81,7 +81,6 @@ def found(
         list(rule.levers if levers is None else levers),
         predicted,
         how if predicted else "",
-        None,
         list(others),
     )
 

@@ -34,11 +34,13 @@ class RankBatches:
 
     def install(self, ledger: Ledger) -> None:
         torch = self.torch
-        base, loader_class = torch.utils.data.dataloader._BaseDataLoaderIter, torch.utils.data.DataLoader
-        ledger.set(base, "__init__", self._wrap_iterator_init(base.__init__))
-        ledger.set(base, "__next__", self._wrap_next(base.__next__))
-        ledger.set(base, "_next_index", self._wrap_common(base._next_index))
-        ledger.set(loader_class, "__iter__", self._wrap_common(loader_class.__iter__))
+        for what, wrap in (
+            ("iterator", self._wrap_iterator_init),
+            ("batch", self._wrap_next),
+            ("indices", self._wrap_common),
+            ("epoch", self._wrap_common),
+        ):
+            self.context.around_loaders(what, wrap, ledger)
         if self.division.draws == OWN:
             fetcher = torch.utils.data._utils.fetch._MapDatasetFetcher
             ledger.set(fetcher, "fetch", self._wrap_fetch(fetcher.fetch))
@@ -72,7 +74,6 @@ class RankBatches:
     def _wrap_iterator_init(self, init: Callable[..., Any]) -> Callable[..., Any]:
         batches, here, division = self, self.here, self.division
 
-        @wraps(init)
         def init_divided(iterator: _BaseDataLoaderIter, loader: DataLoader) -> None:
             init(iterator, loader)
             if not batches._trains(loader):
@@ -89,7 +90,6 @@ class RankBatches:
     def _wrap_next(self, take: Callable[..., Any]) -> Callable[..., Any]:
         batches = self
 
-        @wraps(take)
         def next_divided(iterator: _BaseDataLoaderIter) -> Any:
             batch = take(iterator)
             way = getattr(iterator, "flatout_way", None)
@@ -108,7 +108,6 @@ class RankBatches:
     def _wrap_common(self, really: Callable[..., Any]) -> Callable[..., Any]:
         streams = self.streams
 
-        @wraps(really)
         def drawn_alike(*args: object) -> Any:
             with streams.common():
                 return really(*args)

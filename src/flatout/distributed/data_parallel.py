@@ -254,14 +254,6 @@ class DataParallelScript:
         return [root for ref in self.roots if (root := ref()) is not None]
 
     @property
-    def part_of_inputs(self) -> float:
-        """The fraction of the model's input that this rank computes."""
-        part = self.batches.share
-        return (
-            part.size / part.samples if part is not None and self.division.batches in (INPUT, WHOLE) else 1.0
-        )
-
-    @property
     def whole_of_seen(self) -> float:
         """The size of a whole batch relative to the part that the script sees."""
         part = self.batches.share

@@ -4,5 +4,5 @@ Also what is done to text and files of others: trust, masking of secrets, remova
 
 Runs in: every process.
 Imports: schema.
-Start with: folder.py (JobFolder), runs.py, claims.py, heartbeat.py.
+Start with: folder.py (JobFolder), claims.py, heartbeat.py.
 """

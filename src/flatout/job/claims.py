@@ -1,37 +1,18 @@
-"""Claims: files by which one of several processes of a run takes a task that only one may have."""
+"""Claims: files by which one of several processes takes a task that only one may have."""
 
 from __future__ import annotations
 
 import os
 
-
-def speaks_first(path: str) -> bool:
-    """Whether this process tells the user what was applied: the first process of a run that asks."""
-    return _is_first(f"{path}.reported")
-
-
-def sums_up_first(path: str) -> bool:
-    """Whether this process shows the summary of a run: the first of it that ends after training."""
-    return _is_first(f"{path}.summary")
+# Tasks of a run: to say what was applied; to show the summary, after training; to save the training; to be recorded
+# for exact resume.
+REPORT, SUMMARY, CHECKPOINTS, RECORDING = ".reported", ".summary", ".kept", ".exactly"
 
 
-def keeps_first(path: str) -> bool:
-    """Whether this process saves its training: the first of a run that asks, or its successor."""
-    return _is_first_alive(f"{path}.kept")
-
-
-def records_first(path: str) -> bool:
-    """Whether this process is recorded for exact resume; processes that the script starts are not."""
-    return _is_first_alive(f"{path}.exactly")
-
-
-def _is_first_alive(claim: str) -> bool:
-    return _is_first(claim) or (_owner_has_ended(claim) and _is_first(claim))
-
-
-def _is_first(claim: str) -> bool:
+def claim(path: str) -> bool:
+    """Take a task. Return whether this process is the first that does."""
     try:
-        handle = os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     except OSError:
         return False
     try:
@@ -42,14 +23,19 @@ def _is_first(claim: str) -> bool:
     return True
 
 
-def _owner_has_ended(claim: str) -> bool:
+def claim_or_succeed(path: str) -> bool:
+    """Take a task, also from a process that has ended."""
+    return claim(path) or (_owner_has_ended(path) and claim(path))
+
+
+def _owner_has_ended(path: str) -> bool:
     """Whether the process that made a claim is dead; then the claim is void."""
     try:
-        with open(claim, encoding="ascii") as file:
+        with open(path, encoding="ascii") as file:
             owner = int(file.read())
         if os.path.exists(f"/proc/{owner}") or not os.path.isdir("/proc/self"):
             return False
-        os.unlink(claim)
+        os.unlink(path)
     except (OSError, ValueError):
         return False
     return True

@@ -262,10 +262,6 @@ class TrialFolder:
         """Return the file with the instructions of the measured rank to the others, and their steps."""
         return self.path / "options.json"
 
-    def of_rank(self, rank: int) -> Path:
-        """Return the file with the recordings of a rank that is not measured."""
-        return self.path / f"rank{rank}.json"
-
     @property
     def handed_on(self) -> Path:
         """Return the folder in which the programs of a search share cached samples while the search runs."""

@@ -86,7 +86,7 @@ class _Rule:
         self.meant: tuple[Any, ...] | None = None
 
     def __call__(self, dataset: Dataset, arguments: dict[str, Any]) -> dict[str, Any]:
-        way = self.context.way_of_loader(dataset, arguments)
+        way = self.context.loader_key(dataset, arguments)
         if self.made == self.loader:
             self.meant = way
         self.made += 1

@@ -36,7 +36,7 @@ from flatout.render.page import (
 )
 from flatout.render.phases import Side, kind_of, phase_figure
 from flatout.render.summary import spelled
-from flatout.schema.findings import Finding, Severity, SourceLocation
+from flatout.schema.findings import Severity, SourceLocation
 from flatout.schema.profile import LoaderSeen, MemoryGrowth, MemorySeen, Operation, ProfileRecord, SyncRecord
 
 MAX_OPERATIONS = 20
@@ -126,11 +126,10 @@ def next_step(profile: ProfileRecord) -> tuple[str, str]:
 def _findings(profile: ProfileRecord) -> Section:
     parts: list[PagePart] = []
     for finding in profile.findings:
+        predicted = f" up to {spelled(finding.predicted)} predicted" if finding.predicted is not None else ""
         wrong = " bad" if finding.severity == Severity.WRONG else ""
         title = f"{capital(finding.name.replace('_', ' '))} ({finding.rule}, {finding.severity})"
-        parts.append(
-            Words(f"{title}: {sentence(finding.said)} {prediction(finding)}".rstrip(), f"verdict{wrong}")
-        )
+        parts.append(Words(f"{title}: {sentence(finding.said)}{predicted}", f"verdict{wrong}"))
         if finding.place:
             parts.append(Words(f"{place_of(finding.place, profile.cwd)}  `{finding.place.text}`"))
         parts += [Words(line, "note") for line in finding.evidence[:8]]
@@ -138,14 +137,6 @@ def _findings(profile: ProfileRecord) -> Section:
         tried = f"Without editing: `flatout tune` tries {', '.join(finding.levers)}" if finding.levers else ""
         parts.append(Words("; ".join(filter(None, (tried, finding.how)))))
     return Section("Findings", parts)
-
-
-def prediction(finding: Finding) -> str:
-    """Return ``up to 1.80x (1.60-2.00) predicted, 1.72x measured``, or "" if both are missing."""
-    predicted = [f"up to {spelled(finding.predicted)} predicted"] if finding.predicted is not None else []
-    return ", ".join(
-        predicted + ([f"{spelled(finding.measured)} measured"] if finding.measured is not None else [])
-    )
 
 
 def place_of(place: SourceLocation | None, cwd: str = "") -> str:

@@ -58,7 +58,6 @@ def session_page(session: SessionRecord) -> Page:
         _phases(session),
         _frontier(session),
         *_levers(session),
-        _predictions(session),
         _guard(session),
         _named(session),
         _closing(session),
@@ -240,15 +239,6 @@ def _lever_row(lever: LeverRecord, whole: bool = False) -> tuple[str | Cell, ...
 
 def _status(lever: LeverRecord) -> str:
     return lever.status if lever.status in set(Status) else "skipped"
-
-
-def _predictions(session: SessionRecord) -> Section:
-    note = (
-        "Predicted is the speed-up without the bottleneck, measured in the running program: an upper bound for any lever. Measured is "
-        "the lever alone, against the plain program."
-    )
-    table = Table(("finding", "predicted", "measured", "with"), summary.predicted_and_measured(session))
-    return Section("Predictions of the profile", [table, Words(note, "note")])
 
 
 def _guard(session: SessionRecord) -> Section:

@@ -130,20 +130,6 @@ def because(lever: LeverRecord) -> str:
     )
 
 
-def predicted_and_measured(session: SessionRecord) -> list[tuple[str, str, str, str]]:
-    """Return rows of finding, predicted speed-up, measured speed-up and lever, largest prediction first."""
-    rows = sorted(session.predictions, key=lambda p: -(drawable(p.predicted.median) or 0.0))
-    return [
-        (
-            p.name.replace("_", " "),
-            spelled(p.predicted),
-            spelled(p.measured) if p.measured else "not measured",
-            p.lever,
-        )
-        for p in rows
-    ]
-
-
 def with_interval(ratio: object, low: object, high: object, n: object) -> str:
     """Format a ratio with its interval: ``1.31x (1.28–1.35, n=6)``."""
     inside = spread_of(low, high, n)

@@ -56,6 +56,18 @@ class Facts:
         return machine_name(self.cpu, self.cores, (gpu.name for gpu in self.gpus))
 
     @property
+    def described(self) -> dict[str, Any]:
+        """Return what records say of the machine."""
+        return {
+            "cpu": self.cpu,
+            "cores": self.cores,
+            "memory_bytes": self.memory_bytes,
+            "system": self.system,
+            "device": self.asked_device,
+            "gpus": [{**vars(gpu), "capability": list(gpu.capability)} for gpu in self.gpus],
+        }
+
+    @property
     def cuda(self) -> bool:
         return bool(self.gpus)
 

@@ -58,8 +58,7 @@ class Finding(Record):
 
     ``said`` is one sentence with the figures. ``evidence`` are further lines, most important first. ``fix``
     is the fix, as lines of code or one command. ``levers`` are the levers that apply the fix without editing
-    the script. ``predicted`` is the speed-up measured by a what-if, which ``how`` names. ``measured`` is the
-    speed-up of a lever. ``edits`` of the file in ``place`` are the fix, where it is certain; `flatout fix`
+    the script. ``predicted`` is the speed-up measured by a what-if, which ``how`` names. ``edits`` of the file in ``place`` are the fix, where it is certain; `flatout fix`
     applies them. ``weight`` is above 0 for a fault that certainly costs more than others of its severity, and
     below 0 for one that may cost little.
     """
@@ -74,7 +73,6 @@ class Finding(Record):
     levers: list[str] = field(default_factory=list)
     predicted: Ratio | None = None
     how: str = ""
-    measured: Ratio | None = None
     others: list[SourceLocation] = field(default_factory=list)  # further places with the same problem
     edits: list[Edit] = field(default_factory=list)
     weight: int = 0

@@ -1,7 +1,6 @@
 """Records of `flatout doctor`: the machine snapshot and the checks.
 
-A machine snapshot keeps texts as found (files of /proc, output of programs, tracebacks). So a snapshot of another
-machine is checked like this one. A value that is not available is absent or None, never invented: a check
+A machine snapshot keeps texts as found (files of /proc, output of programs, tracebacks). A value that is not available is absent or None, never invented: a check
 must be able to tell "none" from "not checked".
 """
 
@@ -12,7 +11,6 @@ from typing import Any
 
 from flatout.schema.enums import StrEnum
 from flatout.schema.records import Record
-from flatout.schema.shapes import MISFIT, fitted
 
 SNAPSHOT_SCHEMA = 1
 
@@ -81,30 +79,6 @@ class MachineSnapshot(Record):
     runs: dict[str, CommandResult] = field(default_factory=dict)
     disks: dict[str, Disk] = field(default_factory=dict)
 
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> MachineSnapshot:
-        """Read a snapshot.
-
-        Parts of another shape count as missing. Raises TypeError if the JSON is not a snapshot.
-        """
-        kept = fitted(data, SHAPE)
-        if kept is MISFIT or data.get("schema") != SNAPSHOT_SCHEMA:
-            raise TypeError(f"expected a table with the schema {SNAPSHOT_SCHEMA}")
-        kept["packages"] = (
-            [package for package in kept["packages"] if len(package) == 3] if "packages" in kept else None
-        )
-        kept["runs"] = {
-            name: CommandResult.from_json(run)
-            for name, run in kept.get("runs", {}).items()
-            if run.get("command")
-        }
-        kept["disks"] = {
-            name: Disk.from_json(disk)
-            for name, disk in kept.get("disks", {}).items()
-            if {"path", "total_bytes", "free_bytes"} <= set(disk)
-        }
-        return super().from_json(kept)
-
     def text(self, path: str) -> str | None:
         """Return the text of a file, or None if it is missing or was not read."""
         return self.files.get(path)
@@ -129,59 +103,6 @@ class MachineSnapshot(Record):
             ).strip() == "0x10de" and kind.startswith("0x03"):
                 return True
         return False
-
-
-NONE = type(None)
-_STAGES: dict[str, dict[str, Any]] = {
-    "found": {"origin": (str, NONE), "places": [str], "compiled": [str]},
-    "imported": {"import_s": float, "file": (str, NONE)},
-    "import failed": {"kind": str, "message": str, "traceback": str},
-    "build": {"version": str, "cuda": (str, NONE), "hip": (str, NONE)},
-    "host": {"threads": int},
-    "libraries": {"loaded": [str]},
-    "cuda": {
-        "available": bool,
-        "computes": bool,
-        "devices": [{"name": str, "capability": [int], "memory_bytes": int}],
-    },
-}
-SHAPE: dict[str, Any] = {
-    "schema": int,
-    "flatout": str,
-    "created": str,
-    "working_folder": str,
-    "home_cache": str,
-    "temporary_folder": str,
-    "files": {str: (str, NONE)},
-    "folders": {str: [str]},
-    "environment": {str: str},
-    "packages": [[str]],
-    "python": {
-        "version": str,
-        "implementation": str,
-        "executable": str,
-        "machine": str,
-        "prefix": str,
-        "path": [str],
-        "free_threaded": bool,
-        "libc": [str],
-        "header": bool,
-        "root": bool,
-    },
-    "torch": {name: {**stage, "raised": str, "warnings": [str]} for name, stage in _STAGES.items()},
-    "runs": {
-        str: {"command": [str], "code": (int, NONE), "out": str, "err": str, "there": bool, "timed_out": bool}
-    },
-    "disks": {
-        str: {
-            "path": str,
-            "total_bytes": int,
-            "free_bytes": int,
-            "free_files": (int, NONE),
-            "writable": (bool, NONE),
-        }
-    },
-}
 
 
 @dataclass

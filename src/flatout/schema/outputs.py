@@ -142,14 +142,6 @@ class LeftOutRecord(Record):
 
 
 @dataclass
-class ReportRecord(Record):
-    """Output of `flatout report --json`: the files that were written."""
-
-    files: list[str]
-    schema: int = OUTPUT_SCHEMA
-
-
-@dataclass
 class CheckpointSeen(Record):
     """One checkpoint. ``why_not`` is why it is not valid; then the other fields are empty."""
 

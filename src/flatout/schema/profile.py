@@ -213,8 +213,7 @@ class ProfileRecord(ProgramRecord):
     notes: list[str] = field(
         default_factory=list
     )  # sentences: what was not checked, and the command that would
-    # Keys: anomaly, deterministic, cudnn_benchmark, matmul_precision, default_dtype, threads,
-    # interop_threads, cores, gc, autocast, scalers, optimizers [{kind, groups, tensors, lr, fused, foreach,
+    # Keys: anomaly, cudnn_benchmark, matmul_precision, threads, cores, gc, autocast, scalers, optimizers [{kind, groups, tensors, lr, fused, foreach,
     # ...}], modules {class name: count}, training {mode: modules}, dtypes {dtype: bytes}
     settings: dict[str, Any] = field(default_factory=dict)
     # Counted calls: name -> {"calls": a step, "ms": a step, "most": calls of the busiest line over the whole

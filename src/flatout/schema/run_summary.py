@@ -22,7 +22,7 @@ LIVE = ("steps_per_s", "samples_per_s", "data_wait", "cores_used", "memory_bytes
 class SummaryRequest:
     """``folder`` and ``name`` of the record. ``shows``: print it. ``every_s``: seconds between live figures; 0 for none.
 
-    ``machine``: its name (`Facts.machine`). ``keeps``: how many runs of the job keep their record; 0 for all.
+    ``machine``: its name (`Facts.machine`).
     ``piped``: the program came through a pipe, so that no other command can start it again.
     """
 
@@ -33,7 +33,6 @@ class SummaryRequest:
     shows: bool = True
     every_s: float = 0.0
     machine: str = ""
-    keeps: int = 0
     piped: bool = False
 
     @classmethod

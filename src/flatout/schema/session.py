@@ -104,59 +104,18 @@ class TimeMemoryPoint(Record):
 
 
 @dataclass
-class Prediction(Record):
-    """Prediction of a profile's finding, and the measured ratio of its fastest lever.
-
-    ``measured`` is None if none was measured.
-    """
-
-    rule: str
-    name: str
-    predicted: Ratio
-    how: str = ""
-    lever: str = ""
-    measured: Ratio | None = None
-
-
-@dataclass
-class RankPace(Record):
-    """Step of one rank.
-
-    Times are medians of the whole step, of the waits for data, of its own work, and of the exchange that was
-    not hidden. ``samples`` and ``elements`` are means: its samples, and the elements that it passes to the
-    model.
-    """
-
-    rank: int
-    host: str
-    step_ms: float
-    data_ms: float
-    compute_ms: float
-    exchange_ms: float
-    samples: float
-    elements: float
-
-
-@dataclass
 class RanksRecord(Record):
     """Comparison of a program as ``procs`` ranks with the same program as one process.
 
-    ``ratio`` is how many times as fast the ranks are. ``sent_bytes`` is what a rank contributes to the
-    exchange per step. ``lost_ms`` of a step are spent waiting for the slowest rank. ``imbalance`` names that
-    rank and the cause, if relevant.
+    ``ratio`` is how many times as fast the ranks are.
     """
 
     procs: int
     division: dict[str, Any] = field(default_factory=dict)
     gpus: bool = False
     shards: bool = False  # each rank keeps a part of the weights
-    one_process_ms: float | None = None
     ratio: Ratio | None = None
-    sent_bytes: float = 0.0
-    lost_ms: float = 0.0
-    imbalance: str = ""
-    paces: list[RankPace] = field(default_factory=list)
-    why_not: str = ""  # reason for a missing comparison or recording
+    why_not: str = ""  # reason for a missing comparison
 
 
 @dataclass
@@ -223,7 +182,6 @@ class SessionRecord(Record):
     plan_path: str = ""  # to be named with --plan, where `flatout run` would not find the plan
     ranks: RanksRecord | None = None  # if the program was tuned as several ranks
     named: list[NamedRecord] = field(default_factory=list)
-    predictions: list[Prediction] = field(default_factory=list)  # of the profile that the search started from
     machine: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     untested: str = ""  # as in ProgramRecord

@@ -1,9 +1,9 @@
-"""Makes all ranks of a program do the same thing after the same step.
+"""Makes all ranks of a program switch levers after the same step.
 
-The measured rank writes each command and its step; the others look for it after each step. A lever active in
+The measured rank writes each switch and its step; the others look for it after each step. A lever active in
 one rank alone would show no gain, and a lever that changes messages between ranks would break the exchange.
-So a command takes effect one step later: no rank reaches the end of that step before the measured one has
-written, because all exchange gradients in it. On a GPU the host runs ahead of the exchange. There the command
+So a switch takes effect one step later: no rank reaches the end of that step before the measured one has
+written, because all exchange gradients in it. On a GPU the host runs ahead of the exchange. There it
 takes effect two steps later, and each other rank waits at the end of a step until the step before it is
 computed.
 """
@@ -17,13 +17,9 @@ from typing import Any
 
 from flatout.job.folder import TrialFolder, read_json, write_json
 from flatout.job.rank_environment import this_rank
-from flatout.measure.clock import Clock, seconds, sleep
+from flatout.measure.clock import Clock
 from flatout.schema.enums import Origin
 from flatout.schema.plan import Choice
-from flatout.trial.probes.active import ActiveProbe
-
-OBSERVED_S = 30.0  # for the results of the other ranks, which are at the end of the same step
-POLL_S = 0.01
 
 
 class RankSync:
@@ -34,9 +30,7 @@ class RankSync:
     what all do at the end of the current step.
     """
 
-    def __init__(
-        self, folder: TrialFolder, listening: ActiveProbe, outside: Callable[[], AbstractContextManager[Any]]
-    ) -> None:
+    def __init__(self, folder: TrialFolder, outside: Callable[[], AbstractContextManager[Any]]) -> None:
         here = this_rank()
         of_torchrun = [
             int(os.environ.get(name, default))
@@ -47,9 +41,7 @@ class RankSync:
         )
         self.measurable = self.rank == 0 if here is not None else os.environ.get("LOCAL_RANK", "0") == "0"
         self.due: dict[str, Any] | None = None
-        self._folder, self._listening, self._outside = folder, listening, outside
-        self._since = 0  # the step after which all have opened a probe
-        self._ticks_left = 0  # of that probe, in a rank that is not measured
+        self._folder, self._outside = folder, outside
         self._known = 0
         self.lead_steps = 1
         self._clock: Clock | None = None  # of a GPU
@@ -66,11 +58,11 @@ class RankSync:
     # -- the measured rank ------------------------------------------------------------------------------------------
 
     def concerns_all(self, command: dict[str, Any]) -> bool:
-        return self.several and bool(command["do"] == "switch" or command.get("everywhere"))
+        return self.several and bool(command["do"] == "switch")
 
     def tell(self, command: dict[str, Any], step: int) -> None:
         """Announce what all ranks do after ``step``."""
-        self.due, self._since = command, step
+        self.due = command
         with self._outside():
             write_json(self._folder.info, {**command, "step": step})
 
@@ -78,46 +70,17 @@ class RankSync:
         due, self.due = self.due, None
         return due
 
-    def reached_by_all(self, recorded: dict[str, Any]) -> dict[str, Any]:
-        """Combine ``recorded``, this rank's results, with the results of the other ranks in the same steps."""
-        late_s = seconds() + OBSERVED_S
-        while True:
-            with self._outside():
-                others = [
-                    read_json(self._folder.of_rank(rank)) for rank in range(self.world) if rank != self.rank
-                ]
-            info = [each for each in others if each is not None and each["since"] == self._since]
-            if len(info) == len(others):
-                return {"ranks": [recorded, *info]}
-            if seconds() > late_s:
-                return {"why_not": f"a rank did not report its measurements within {OBSERVED_S:.0f} s"}
-            sleep(POLL_S)
-
     # -- the other ranks ---------------------------------------------------------------------------------------------
 
     def follow(self, step: int, switch: Callable[[Sequence[Choice]], Any]) -> None:
-        """At the end of each step: tick the probe, report its results, and run the command that is due."""
+        """At the end of each step: switch the levers that are due."""
         if self._clock is not None:
             if self._step_before is not None:
                 self._clock.wait_for(self._step_before)
             self._step_before = self._clock.mark()
-        if self._listening.probe is not None:
-            self._listening.tick()
-            self._ticks_left -= 1
-            if not self._ticks_left:
-                self._report(self._listening.end())
         command = self._due_after(step)
-        if command is None:
-            return
-        if command["do"] == "switch":
+        if command is not None:
             switch(choices_of(command["choices"]))
-            return
-        self._since = command["step"]
-        failed = self._listening.begin(command)
-        if self._listening.probe is not None:
-            self._ticks_left = self._listening.probe.ticks
-        else:
-            self._report({"why_not": failed})
 
     def _due_after(self, step: int) -> dict[str, Any] | None:
         with self._outside():
@@ -131,10 +94,6 @@ class RankSync:
             return None
         due, self._next = self._next, None
         return due
-
-    def _report(self, recorded: dict[str, Any]) -> None:
-        with self._outside():
-            write_json(self._folder.of_rank(self.rank), {"since": self._since, **recorded})
 
 
 def choices_of(data: list[dict[str, Any]]) -> list[Choice]:

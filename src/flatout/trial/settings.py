@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
+from contextlib import suppress
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,6 @@ OF_AN_OPTIMIZER = (
     "fused",
     "capturable",
     "differentiable",
-    "amsgrad",
     "momentum",
     "weight_decay",
 )
@@ -30,17 +30,13 @@ def settings(torch: ModuleType, context: TrainingContext) -> dict[str, Any]:
     modules = [module for root in context.roots for module in root.modules()]
     found: dict[str, Any] = {
         "anomaly": bool(torch.is_anomaly_enabled()),
-        "deterministic": bool(torch.are_deterministic_algorithms_enabled()),
         "cudnn_benchmark": bool(torch.backends.cudnn.benchmark),
-        "default_dtype": str(torch.get_default_dtype()).removeprefix("torch."),
         "threads": torch.get_num_threads(),
-        "interop_threads": torch.get_num_interop_threads(),
         "cores": len(os.sched_getaffinity(0)),
         "gc": gc.isenabled(),
         "autocast": bool(context.autocast_seen),
         "scalers": len(context.scalers),
         "compiled": bool(context.compiled_by_script),
-        "create_graph": bool(context.create_graph_seen),
         "optimizers": [_optimizer(optimizer) for optimizer in context.optimizers],
         "modules": dict(Counter(type(module).__name__ for module in modules)),
         "training": {
@@ -54,14 +50,8 @@ def settings(torch: ModuleType, context: TrainingContext) -> dict[str, Any]:
     for parameter in context.parameters:
         name = str(parameter.dtype).removeprefix("torch.")
         found["dtypes"][name] = found["dtypes"].get(name, 0) + parameter.numel() * parameter.element_size()
-    for name, ask in (
-        ("matmul_precision", torch.get_float32_matmul_precision),
-        ("profiler", lambda: bool(torch.autograd._profiler_enabled())),
-    ):
-        try:
-            found[name] = ask()
-        except (RuntimeError, AttributeError):  # set in both ways, or unknown to this torch
-            pass
+    with suppress(RuntimeError):  # set in both ways
+        found["matmul_precision"] = torch.get_float32_matmul_precision()
     return found
 
 
@@ -86,6 +76,5 @@ def _optimizer(optimizer: Optimizer) -> dict[str, Any]:
         "groups": len(optimizer.param_groups),
         "tensors": len(tensors),
         "parameters": sum(p.numel() for p in tensors),
-        "without_gradient": sum(p.grad is None for p in tensors),
         **info,
     }

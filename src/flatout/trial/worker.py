@@ -8,8 +8,7 @@ Commands (one JSON object a line), each answered with one object:
     {"do": "options"}                   return what every lever says about this program
     {"do": "replica", "choices": [...]} run the guard's step replica with these live levers, the most valuable first;
                                           "rest": false does not judge what is left of them
-    {"do": "listen", "probe": name, ...}  run some ticks with a probe (trial/probes/), in all ranks if
-                                        "everywhere", and return its results
+    {"do": "listen", "probe": name, ...}  run some ticks with a probe (trial/probes/), and return its results
     {"do": "watch"}                     return the monitor's results since the last call (trial/monitor.py)
     {"do": "record"}                    return the record so far
     {"do": "fetch"}                     fetch some batches repeatedly; return slow lines of the data set
@@ -17,8 +16,7 @@ Commands (one JSON object a line), each answered with one object:
                                         samples repeatedly
 
 Only one process of the program is measured: the first rank of a machine, or, without a launcher, the first
-process that finishes a step. The others use the same levers, and switch and probe after the same step
-(trial/rank_sync.py).
+process that finishes a step. The others use the same levers, and switch after the same step (trial/rank_sync.py).
 """
 
 from __future__ import annotations
@@ -44,7 +42,7 @@ from flatout.measure.steady import is_steady
 from flatout.trial.channel import Channel, Hangup
 from flatout.trial.monitor import ProgramMonitor
 from flatout.trial.spec import TrialSpec
-from flatout.trial.worker_commands import StopTrial, obey, observed
+from flatout.trial.worker_commands import StopTrial, obey
 from flatout.trial.worker_record import WorkerRecord
 
 if TYPE_CHECKING:
@@ -292,7 +290,7 @@ class Worker(WorkerRecord):
             ms = [self.clock.elapsed_ms(a, b) for a, b in self.block]
             self.block = []
             if self.listening.probe is not None:
-                self.answer({**observed(self), "ms": ms})
+                self.answer({**self.listening.end(), "ms": ms})
             else:
                 self.measured.extend(ms)
                 self.measured_samples += self.block_samples

@@ -47,9 +47,7 @@ def obey(worker: WorkerRecord) -> None:
             failed = worker.listening.begin(command)
             if worker.listening.probe is not None:
                 worker.block_left = worker.listening.probe.ticks
-                worker.block_until_s = seconds() + (
-                    float("inf") if command.get("everywhere") else float(command.get("seconds", "inf"))
-                )
+                worker.block_until_s = seconds() + float(command.get("seconds", "inf"))
                 break
             worker.answer({"why_not": failed})
             continue
@@ -96,13 +94,6 @@ def _do(worker: WorkerRecord, do: str, command: dict[str, Any]) -> dict[str, Any
     if do == "fetch":
         return {"fetches": fetches(worker.torch, worker.context)}
     return {"error": f"unknown command {do!r}"}
-
-
-def observed(worker: WorkerRecord) -> dict[str, Any]:
-    """Return the results of the probe, of all ranks if they ran it together."""
-    everywhere = worker.listening.probe is not None and worker.listening.probe.requested.get("everywhere")
-    recorded = worker.listening.end()
-    return worker.ranks.reached_by_all(recorded) if everywhere else recorded
 
 
 def finish(worker: WorkerRecord, draws: bool = False) -> NoReturn:

@@ -16,6 +16,7 @@ from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
 from flatout.guard.replica import StepReplica
 from flatout.guard.sample_draws import SampleDrawProbe
+from flatout.job.claims import claim
 from flatout.job.folder import TrialFolder, write_json
 from flatout.measure.clock import Clock, HostClock, seconds
 from flatout.measure.load import peak_bytes
@@ -57,7 +58,7 @@ class WorkerRecord(Listener):
         self.peak_bytes: int | None = None  # measured before a replica
         self.watch: ProgramMonitor | None = None
         self.listening = ActiveProbe(ProbeContext(torch, self.context, self.looking, self.notes.kept))
-        self.ranks = RankSync(self.folder, self.listening, self.looking)
+        self.ranks = RankSync(self.folder, self.looking)
         self.channel: Channel | None = None
         self.owner = os.getpid()
         self.claimed: bool | None = None  # None until the first step
@@ -105,13 +106,8 @@ class WorkerRecord(Listener):
                 os._exit(1)
 
     def _claim(self) -> None:
-        try:
-            if not self.ranks.measurable:
-                raise FileExistsError("rank 0 is the one")
-            os.close(os.open(self.folder.claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
-            self.claimed = True
-        except OSError:
-            self.claimed = False
+        self.claimed = self.ranks.measurable and claim(str(self.folder.claim))
+        if not self.claimed:
             self.phases.forget()
 
     def record(self, status: str, reason: str) -> TrialRecord:

@@ -2,8 +2,8 @@
 
     own        the unchanged program: the training loader, its batch size, memory of a step, gradient noise
     explore    each other size in its own program, smaller and larger: does it run, fit, and gain speed
-    passes     all sizes that fit are interleaved, one runs while the others are paused: first the existing
-               programs, then fresh programs of each size, as often as time allows
+    passes     fresh programs of all sizes that fit are interleaved, one runs while the others are paused, as
+               often as time allows
 
 A GPU's memory belongs to one program at a time; on a CPU as many programs live side by side as fit.
 """
@@ -26,14 +26,23 @@ from flatout.schema.facts import Facts
 from flatout.schema.records import TrialRecord
 from flatout.trial.blocks import PREFETCHED_BATCHES
 from flatout.trial.parent import ProgramGone
-from flatout.tune.batch_programs import TURNS, Programs
-from flatout.tune.batch_visit import MARGIN, TIMEOUT_S, TURN_S, BatchTrial, DidNotRun, did_not_run, judge
+from flatout.tune.batch_programs import (
+    MARGIN,
+    TIMEOUT_S,
+    TURN_S,
+    TURNS,
+    BatchTrial,
+    DidNotRun,
+    Programs,
+    did_not_run,
+    judge,
+)
 from flatout.tune.gone import why_gone, why_not
 from flatout.tune.gradient_noise import observe_noise
 
 START_S = 600.0
 EXPLORING_TURNS = 2
-EXPLORE_SHARE = 0.55  # of the budget, if programs cannot stay alive between turns; the rest is for passes
+EXPLORE_SHARE = 0.45  # of the budget; the rest is for passes
 OVERRUN_S = 60.0  # by which the first comparison may exceed the budget
 MEMORY_TICKS = 4
 MOST_PASSES = 5
@@ -53,7 +62,6 @@ class BatchOptions:
     budget_s: float = 300.0
     limit_bytes: int | None = None
     at_step: int = 0
-    seed: int = 0
 
 
 class BatchCurve:
@@ -78,7 +86,7 @@ class BatchCurve:
         self.explore_until_s = seconds() + EXPLORE_SHARE * requested.budget_s
         self.passes: list[dict[int, list[float]]] = []
         self.again: list[list[Round]] = []
-        self.programs = Programs(command, job, facts, record, requested.seed, self.end_s)
+        self.programs = Programs(command, job, facts, record, self.end_s)
 
     def run(self) -> BatchRecord:
         explored: dict[int, list[float]] = {}
@@ -128,8 +136,7 @@ class BatchCurve:
             )
         except ProgramGone as gone:
             record.noise.why_not = f"the program ended during the measurement: {why_gone(gone)}"
-            self.programs.dismiss([visit])
-        self.programs.keep(visit)
+        self.programs.dismiss([visit])
         self.save()
 
     def _whose_size(self, info: dict[str, Any], ready: dict[str, Any]) -> None:
@@ -216,10 +223,7 @@ class BatchCurve:
                     self.programs.dismiss([visit])
                     raise did_not_run(gone.record) from None
                 explored[size] = self._per_sample(visit)
-                if point.fits:
-                    self.programs.keep(visit)
-                else:
-                    self.programs.dismiss([visit])
+                self.programs.dismiss([visit])
             except DidNotRun as error:
                 point.status, point.why = error.status, error.why
             if larger and point.status in ("too big", "out of memory"):
@@ -251,12 +255,12 @@ class BatchCurve:
                     f"extrapolated from smaller sizes, its peak is about {sizes.size(peak)}, and {sizes.size(record.limit_bytes)} "
                     f"are {'the limit' if record.limit == 'given' else record.limit}",
                 )
-        turns_s = TURNS * sum(visit.turn_s for visit in self.programs.alive)
         # One point is no curve
         alone = not any(point.step_ms for point in record.points if point.size != record.own)
         cost_s = self._cost_s(size) + 2 * MEMORY_TICKS * self._step_s(size)
-        until_s = self.end_s - turns_s if self.programs.together else self.explore_until_s
-        if cost_s > self.requested.budget_s + OVERRUN_S or (not alone and seconds() + cost_s > until_s):
+        if cost_s > self.requested.budget_s + OVERRUN_S or (
+            not alone and seconds() + cost_s > self.explore_until_s
+        ):
             raise DidNotRun("no time", "the budget ran out first; increase --budget")
 
     def _cost_s(self, size: int) -> float:
@@ -277,26 +281,9 @@ class BatchCurve:
     # -- all sizes in turns -----------------------------------------------------------------------------------------------
 
     def _take_turns(self) -> None:
-        """Run a pass of the existing programs, and passes of fresh ones.
-
-        In each, the own size runs twice, against itself.
-        """
+        """Run passes of fresh programs. In each, the own size runs twice, against itself."""
         own = self.own.size
         sizes = [point.size for point in self.record.points if point.fits]
-        if (
-            self.programs.alive
-            and any(visit.size == own for visit in self.programs.alive)
-            and len(self.programs.alive) > 1
-        ):
-            self.stage(
-                "comparing", f"{', '.join(str(visit.size) for visit in self.programs.alive)} samples a batch"
-            )
-            turns_s = TURNS * sum(visit.turn_s for visit in self.programs.alive)
-            group = [
-                *self.programs.alive,
-                *self.programs.entered([own] if seconds() + turns_s + self._cost_s(own) < self.end_s else []),
-            ]
-            self._note_pass(self.programs.take_turns(group), own)
         cost_s = sum(map(self._cost_s, [*sizes, own]))
         while len(self.passes) < MOST_PASSES and seconds() + cost_s < self.end_s and len(sizes) > 1:
             start_s = seconds()

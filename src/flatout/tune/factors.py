@@ -15,7 +15,6 @@ from flatout.tune.tuning import Tuning
 VALUES_A_LEVER = 3
 ALL_OF_IT = 0.7  # of the wait for data, in log time: what a good lever on the data path saves
 LEAST_SD = 0.05  # of a data lever, which can also take cores away from the step
-HINTED = -0.05  # log time: levers that a profile suggests are tried earlier
 CLOSURE = "a step of this program is a closure that lasts seconds; levers cannot be switched inside it"
 EARLIER = "an earlier part of this search"
 KNOWN_PAIRS = frozenset(
@@ -60,7 +59,6 @@ def make_space(tuning: Tuning) -> None:
             mean, sd, _ = prior(lever.name, value)
             if lever.moment is Moment.LOADER and alone:
                 mean, sd = max(mean, -ALL_OF_IT * most), min(sd, max(LEAST_SD, ALL_OF_IT * most))
-            mean += HINTED if lever.name in tuning.goal.first else 0.0
             tuning.choices[key] = Choice(lever.name, value)
             factors.append(Factor(key, lever.name, lever.live and not closure, mean, sd, lever.warms_up))
     levers = {factor.lever for factor in factors}

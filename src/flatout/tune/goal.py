@@ -15,8 +15,7 @@ class Goal:
     """What you asked for.
 
     ``budget_s`` None means a default for this kind of program. ``horizon_s`` is the duration of the real job;
-    a warm-up must pay off within it. ``first`` lists the levers to try first, most promising first, from a
-    profile of the program. ``memory_limit_bytes`` limits the tensors of a step; the search then looks for the
+    a warm-up must pay off within it. ``memory_limit_bytes`` limits the tensors of a step; the search then looks for the
     fastest plan that fits. ``named`` levers are measured alongside the search and never adopted.
     """
 
@@ -26,7 +25,6 @@ class Goal:
     )
     only: frozenset[str] | None = None
     horizon_s: float = 3600.0
-    first: tuple[str, ...] = ()
     memory_limit_bytes: int | None = None
     named: tuple[Choice, ...] = ()
 

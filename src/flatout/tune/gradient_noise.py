@@ -8,7 +8,7 @@ from flatout.measure.clock import seconds
 from flatout.measure.noise_scale import noise_scale
 from flatout.schema.batch import NoiseSeen
 from flatout.trial.parent import Trial
-from flatout.tune.batch_visit import TIMEOUT_S
+from flatout.tune.batch_programs import TIMEOUT_S
 
 SHARE = 0.15  # of the budget
 OBSERVED = 2.0  # times the length of an undisturbed step

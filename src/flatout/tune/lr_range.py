@@ -14,7 +14,6 @@ from flatout.schema.facts import Facts
 from flatout.schema.lr_range import LrPoint, LrRecord
 from flatout.schema.plan import Plan
 from flatout.trial.parent import ProgramGone, Trial
-from flatout.trial.spec import TrialOptions
 from flatout.tune.gone import why_not
 
 START_S = 600.0  # until the steps are steady
@@ -31,12 +30,11 @@ def lr_range(
     high: float,
     steps: int,
     budget_s: float,
-    seed: int,
     stage: Stage,
 ) -> None:
     """Fill the record. Raises NothingMeasured and ProgramFailed."""
     stage("starting", "the program as it is, until its steps are steady")
-    with Trial(command, job.new_trial(), Plan(), facts, TrialOptions(seed=seed)) as trial:
+    with Trial(command, job.new_trial(), Plan(), facts) as trial:
         try:
             ready = trial.wait_ready(seconds() + START_S)
             if ready["unit"] != "step":

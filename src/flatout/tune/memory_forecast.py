@@ -45,7 +45,6 @@ class ForecastOptions:
     limit_bytes: int | None = None
     measure: bool = True
     budget_s: float = 300.0  # for measuring
-    seed: int = 0
 
 
 class Forecast:
@@ -146,7 +145,7 @@ class Forecast:
             self.job.new_trial(),
             Plan(),
             self.facts,
-            TrialOptions(seed=self.question.seed, entry=ENTRY, requested={"cuda": self.question.cuda}),
+            TrialOptions(entry=ENTRY, requested={"cuda": self.question.cuda}),
         )
         trial.start()
         self.ready = trial.wait_ready(seconds() + START_S)
@@ -245,9 +244,7 @@ class Forecast:
         )
         deadline_s = seconds() + self.question.budget_s
         try:
-            with Trial(
-                self.command, self.job.new_trial(), plan, self.facts, TrialOptions(seed=self.question.seed)
-            ) as trial:
+            with Trial(self.command, self.job.new_trial(), plan, self.facts) as trial:
                 ready = trial.wait_ready(deadline_s)
                 if len(plan) and not ready["applied"]:
                     point.measured_why_not = (

@@ -1,7 +1,7 @@
-"""Compares several ranks with one process: the speed-up, the losses, and the ranks that others wait for.
+"""Compares several ranks with one process.
 
 One process of the program alternates with its ranks, block by block at the same ticks, so both compute the
-same batches. Then all ranks record their own pace for some steps (`flatout.trial.probes.pace`).
+same batches.
 """
 
 from __future__ import annotations
@@ -10,13 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from flatout.measure.clock import seconds
-from flatout.measure.rank_balance import imbalance, lost_ms, paces
-from flatout.measure.statistics import mean
 from flatout.schema.enums import Moment, Origin
 from flatout.schema.lever import Lever
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import Ratio
-from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone
 from flatout.tune.comparison import compared
 from flatout.tune.gone import why_gone
@@ -33,9 +30,7 @@ OF_ONE_PROCESS = (
     "its first steps compile or try algorithms; flatout measures such levers in a single process only"
 )
 OF_WHOLE_WEIGHTS = "needs whole weights and optimizer state, but each rank keeps only a shard (--shard)"
-SHARE = 0.15  # of the budget, for both together
-PACE_STEPS = 40
-PACE_S = 10.0
+SHARE = 0.15  # of the budget
 
 
 def base_plan(division: Mapping[str, Any], shards: bool) -> Plan:
@@ -76,7 +71,6 @@ def beside_one_process(tuning: Tuning) -> None:
             found.why_not = f"one process could not be measured together with the ranks: {why_gone(gone)}"
         else:
             found.ratio = _compared(tuning, alone, start_s + SHARE * tuning.budget_s)
-            found.one_process_ms = alone.trial.ready["tick_ms"] if found.ratio is not None else None
             tuning.note(
                 f"{found.procs} ranks",
                 "processes",
@@ -86,7 +80,6 @@ def beside_one_process(tuning: Tuning) -> None:
                 against="one process",
             )
             tuning.interleaver.dismiss(alone.trial)
-    _listen(tuning)
     tuning.save()
 
 
@@ -98,22 +91,3 @@ def _compared(tuning: Tuning, alone: RunningCandidate, until_s: float) -> Ratio 
     except ProgramGone as gone:
         tuning.session.ranks.why_not = f"the ranks could not be compared with one process: {why_gone(gone)}"
         return None
-
-
-def _listen(tuning: Tuning) -> None:
-    found, trial, interleaver = tuning.session.ranks, tuning.observed, tuning.interleaver
-    if found is None or trial is None or trial not in interleaver.running or interleaver.unit != "step":
-        return
-    steps = max(2, min(PACE_STEPS, int(PACE_S * 1000 / max(interleaver.tick_ms, 1e-3))))
-    tuning.stage("ranks", "the pace of each rank")
-    try:
-        answer = trial.listen("pace", interleaver.deadline(steps + 2), everywhere=True, ticks=steps)
-    except (ProgramGone, LeverFailed) as error:
-        answer = {"why_not": why_gone(error)}
-    if "ranks" not in answer or any("why_not" in each for each in answer["ranks"]):
-        said = answer.get("why_not") or next(each["why_not"] for each in answer["ranks"] if "why_not" in each)
-        found.why_not = found.why_not or f"the pace of the ranks could not be measured: {said}"
-        return
-    recorded = answer["ranks"]
-    found.paces, found.lost_ms, found.imbalance = paces(recorded), lost_ms(recorded), imbalance(recorded)
-    found.sent_bytes = mean([sent for each in recorded for sent in each["sent_bytes"]])

@@ -1,7 +1,7 @@
 """The search: observe, explore, check a step, confirm in fresh processes.
 
     observe    run one plain program until its steps are steady; every lever says whether it applies
-    ranks      with several ranks: compare them with one process, and measure the pace of each rank
+    ranks      with several ranks: compare them with one process
     by name    measure levers that you named although they change training: speed and both loss curves
     explore    measure all levers by an experimental design: live ones by block, others across processes
     fit        if memory is limited: add memory-saving levers one after another, by time and peak memory

@@ -49,17 +49,6 @@ def open_session(
         # The old budget may be used up; resuming needs at least the budget of this call.
         old.spent_s = min(old.spent_s, 0.5 * old.budget_s)
         return old
-    machine = {
-        "cpu": facts.cpu,
-        "cores": facts.cores,
-        "memory_bytes": facts.memory_bytes,
-        "system": facts.system,
-        "device": facts.asked_device,
-        "gpus": [
-            {"name": g.name, "memory_bytes": g.memory_bytes, "capability": list(g.capability)}
-            for g in facts.gpus
-        ],
-    }
     session = SessionRecord(
         list(command.shown),
         os.getcwd(),
@@ -69,7 +58,7 @@ def open_session(
         budget_s=budget_s,
         effects=effects,
         memory_limit_bytes=memory_limit_bytes,
-        machine=machine,
+        machine=facts.described,
         versions={"python": facts.python, "flatout": __version__, **facts.versions},
         untested=untested(facts.versions.get("torch", "")),
     )

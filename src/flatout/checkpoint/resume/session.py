@@ -48,7 +48,7 @@ from flatout.checkpoint.resume.value_hooks import ValueHooks
 from flatout.checkpoint.resume.value_log import ValueLog
 from flatout.data.streams import own_generators
 from flatout.job import heartbeat
-from flatout.job.claims import keeps_first
+from flatout.job.claims import CHECKPOINTS, claim_or_succeed
 from flatout.measure.clock import seconds
 from flatout.schema.errors import CannotResume, FlatoutError, StorageError
 from flatout.schema.run_request import ResumeOptions
@@ -87,12 +87,12 @@ class ExactSession(Listener):
         self.meta = CheckpointMeta.from_json(self.save.manifest.metadata) if self.save is not None else None
         exact = self.meta.exact if self.meta is not None else None
         self.journal = folder / (exact.journal if exact else f"{JOURNAL}{uuid.uuid4().hex[:8]}")
-        claim = os.environ["FLATOUT_JOB"]
+        claim = os.environ["FLATOUT_JOB"] + CHECKPOINTS
         self.rescue = Rescue(
             torch,
             folder,
             say_at_once,
-            lambda: keeps_first(claim),
+            lambda: claim_or_succeed(claim),
             ledger,
             exact=self,
             resumed=self.save.step if self.save is not None else None,

@@ -26,29 +26,18 @@ MOST_BYTES = 1 << 20
 
 def configure(ctx: click.Context, name: str, command: click.Command) -> None:
     """Give ``command`` the values of its environment variables and of pyproject.toml. Raises UsageError."""
-    variables = dict(_variables(command, f"{PREFIX}_{name}"))
-    for variable, option in variables.items():
+    for variable, option in _variables(command, f"{PREFIX}_{name}"):
         option.envvar = variable
-    for variable in os.environ:
-        if variable.startswith(f"{PREFIX}_{name.upper()}_") and variable not in variables:
-            raise UsageError(
-                f"the environment variable {variable} belongs to no option of `flatout {name}`{did_you_mean(variable, variables)} "
-                f"`flatout {name} --help` lists the options."
-            )
     path = nearest()
     settings = read(path) if path is not None else {}
-    if not settings:
-        return
-    tables = {key: value for key, value in settings.items() if isinstance(value, dict)}
-    shared = {key: value for key, value in settings.items() if key not in tables}
-    group = ctx.command
-    assert isinstance(group, click.Group)
-    names = group.list_commands(ctx)
-    _must_be_known(path, SECTION, tables, names)
-    if not set(shared) <= set(_keys(command)):  # the other commands need not be imported otherwise
-        commands = filter(None, (group.get_command(ctx, each) for each in names))
-        _must_be_known(path, SECTION, shared, {key for one in commands for key in _keys(one)})
-    ctx.default_map = {name: _defaults(path, f"{SECTION}.{name}", command, tables.get(name, {}), shared)}
+    if settings:
+        group = ctx.command
+        assert isinstance(group, click.Group)
+        tables = {key: value for key, value in settings.items() if isinstance(value, dict)}
+        _must_be_known(path, SECTION, tables, group.list_commands(ctx))
+        shared = {key: value for key, value in settings.items() if key not in tables}
+        table = _defaults(path, f"{SECTION}.{name}", command, tables.get(name, {}), shared)
+        ctx.default_map = {name: table}
 
 
 def nearest() -> Path | None:
@@ -73,7 +62,7 @@ def read(path: Path) -> dict[str, Any]:
         ) from None
     found = tool.get("flatout", {}) if isinstance(tool, dict) else {}
     if not isinstance(found, dict):
-        raise UsageError(f"{path}: {SECTION} is not a table. `flatout init` shows how to write it.")
+        raise UsageError(f"{path}: {SECTION} is not a table. Write [{SECTION}] above its keys.")
     if found and (why := distrusted(path, whose=Path.cwd())):
         sys.stderr.write(f"flatout: [{SECTION}] of {path} is not used: {why}\n")
         return {}
@@ -97,14 +86,6 @@ def _variables(command: click.Command, prefix: str) -> Iterator[tuple[str, click
         return
     for key, option in options_of(command).items():
         yield f"{prefix}_{key}".replace("-", "_").upper(), option
-
-
-def _keys(command: click.Command) -> Iterator[str]:
-    if isinstance(command, click.Group):
-        for part in command.commands.values():
-            yield from _keys(part)
-    else:
-        yield from options_of(command)
 
 
 def _must_be_known(path: Path | None, table: str, keys: Iterable[str], known: Iterable[str]) -> None:

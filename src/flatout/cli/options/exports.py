@@ -15,7 +15,6 @@ from click.core import ParameterSource
 
 from flatout.cli.options.arguments import Duration, did_you_mean, writable
 from flatout.export.trackers import MODULES, wrong_target
-from flatout.job.runs import RUNS
 from flatout.launch.command import Command
 from flatout.measure.clock import today
 from flatout.render.formatting import shell
@@ -23,22 +22,14 @@ from flatout.schema.errors import UsageError
 from flatout.schema.run_summary import SummaryRequest
 from flatout.tune.plan_files import job_folder
 
-JSONL = "jsonl"
+JSONL, RUNS = "jsonl", "runs"  # RUNS: subfolder of a job's folder
 NAMES = (JSONL, *MODULES)
-KEPT_RUNS = 200
 LEAST_EVERY_S = 0.1
 
 
 def options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add ``summary``, ``export``, ``export_every`` and ``keep_runs``."""
+    """Add ``summary``, ``export`` and ``export_every``."""
     for option in (
-        click.option(
-            "--keep-runs",
-            default=KEPT_RUNS,
-            show_default=True,
-            type=click.IntRange(0),
-            help="How many runs of a command keep their record; older ones are removed. 0 keeps all.",
-        ),
         click.option(
             "--export-every",
             default="5s",
@@ -64,7 +55,7 @@ def options(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def summary_of(
-    cmd: Command, machine: str, shows: bool, export: Sequence[str], every_s: float, keeps: int
+    cmd: Command, machine: str, shows: bool, export: Sequence[str], every_s: float
 ) -> SummaryRequest | None:
     """Return the request for the record of this run; None without one.
 
@@ -92,7 +83,7 @@ def summary_of(
     job = job_folder(cmd)
     folder = (writable(job, asked=False) if export else job).path.resolve() / RUNS
     live_s = every_s if export else 0.0
-    return SummaryRequest(str(folder), name, cmd.shown, now, shows, live_s, machine, keeps, cmd.piped)
+    return SummaryRequest(str(folder), name, cmd.shown, now, shows, live_s, machine, cmd.piped)
 
 
 def _reject_without_effect(export: Sequence[str], every_s: float) -> None:

@@ -14,9 +14,7 @@ from flatout.schema.records import Record
 
 def json_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add ``--json`` to a command, as ``as_json``."""
-    return click.option("--json", "as_json", is_flag=True, help="Print a JSON record; see `flatout schema`.")(
-        function
-    )
+    return click.option("--json", "as_json", is_flag=True, help="Print a JSON record.")(function)
 
 
 def print_json(data: Record | dict[str, Any]) -> None:

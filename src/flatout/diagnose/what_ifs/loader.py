@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
+from flatout.agent.loaders import around
 from flatout.measure.nests import mapped, tensors_in
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
@@ -70,8 +71,6 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    iterator_class = context.torch.utils.data.dataloader._BaseDataLoaderIter
-    take = iterator_class.__next__
     kept = _KEPT.setdefault(context, {})
     # iterator -> backward passes so far, and its batches since the last one
     unused: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
@@ -81,19 +80,22 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
         unused[iterator] = context.backwards, count + 1 if backwards == context.backwards else 0
         return unused[iterator][1] > MOST_UNUSED
 
-    def next_kept(iterator: Any) -> Any:
-        if context.asleep or not context.torch.is_grad_enabled():
-            return take(iterator)
-        mine = kept.get(id(iterator._dataset))
-        if mine is None:
-            mine = kept[id(iterator._dataset)] = CachedBatches(iterator._dataset)
-        if mine.full:
-            return take(iterator) if evaluates(iterator) else mine.give()
-        batch = take(iterator)
-        mine.take(batch)
-        return batch
+    def wrap(take: Callable[..., Any]) -> Callable[..., Any]:
+        def next_kept(iterator: Any) -> Any:
+            if context.asleep or not context.torch.is_grad_enabled():
+                return take(iterator)
+            mine = kept.get(id(iterator._dataset))
+            if mine is None:
+                mine = kept[id(iterator._dataset)] = CachedBatches(iterator._dataset)
+            if mine.full:
+                return take(iterator) if evaluates(iterator) else mine.give()
+            batch = take(iterator)
+            mine.take(batch)
+            return batch
 
-    ledger.set(iterator_class, "__next__", next_kept)
+        return next_kept
+
+    around(context.torch, "batch", wrap, ledger)
     undo: Undo = ledger.restore
     return undo
 

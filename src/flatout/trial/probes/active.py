@@ -71,7 +71,6 @@ def make_probe(name: str, around: ProbeContext, requested: dict[str, Any]) -> Pr
     from flatout.trial.probes.lines import LineProbe
     from flatout.trial.probes.lr_range import LrRangeProbe
     from flatout.trial.probes.memory import MemoryProbe
-    from flatout.trial.probes.pace import PaceProbe
     from flatout.trial.probes.peak_memory import PeakMemoryProbe
 
     probes = {
@@ -82,7 +81,6 @@ def make_probe(name: str, around: ProbeContext, requested: dict[str, Any]) -> Pr
         "leak": LeakProbe,
         "lr range": LrRangeProbe,
         "noise": GradientNoiseProbe,
-        "pace": PaceProbe,
         "peak": PeakMemoryProbe,
     }
     return probes[name](around, requested)

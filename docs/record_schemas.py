@@ -1,4 +1,4 @@
-"""The published records, and the JSON Schema (draft 2020-12) of each, made from its fields."""
+"""The records that flatout writes or prints, and the JSON Schema (draft 2020-12) of each, made from its fields."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
-
-from flatout.schema.errors import FlatoutError
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -58,8 +56,6 @@ PUBLISHED = {
     "plan": Published("outputs:PlanRecord", printed="plan --json"),
     "levers": Published("outputs:LeversRecord", printed="levers --json"),
     "left_out": Published("outputs:LeftOutRecord", printed="levers --why --json"),
-    "history": Published("history:HistoryRecord", printed="ui --json"),
-    "report": Published("outputs:ReportRecord", printed="report --json"),
     "checkpoints": Published("outputs:CheckpointsRecord", printed="rescue --json"),
     "export": Published("outputs:ExportRecord", printed="rescue --to DIR --json"),
     "kernel_check": Published("outputs:KernelChecksRecord", printed="kernel check --json"),
@@ -74,10 +70,6 @@ SIMPLE: dict[Any, dict[str, Any]] = {
     float: {"type": ["number", "null"]},  # null: not finite
     NoneType: {"type": "null"},
 }
-
-
-class NoSchema(FlatoutError):
-    """A field has a type that no JSON Schema stands for: a mistake of flatout."""
 
 
 def json_schema(name: str) -> dict[str, Any]:
@@ -130,4 +122,4 @@ def _kind(kind: Any, inner: dict[str, Any], where: str) -> dict[str, Any]:
         return {"type": "array", "prefixItems": [_kind(each, inner, where) for each in arguments]}
     if origin is dict:
         return {"type": "object", "additionalProperties": _kind(arguments[1], inner, where)}
-    raise NoSchema(f"{where} has the type {kind}, which has no JSON Schema. Please report it.")
+    raise TypeError(f"{where} has the type {kind}, which has no JSON Schema")

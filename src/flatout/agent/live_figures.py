@@ -1,0 +1,91 @@
+"""Figures of a running program between two moments, from the counters of its steps and from the machine."""
+
+from __future__ import annotations
+
+import os
+import resource
+import threading
+from collections.abc import Callable
+from types import ModuleType
+
+from flatout.agent.step_counters import StepCounters
+from flatout.measure.clock import seconds
+
+Moment = tuple[float, int, int, float]  # seconds, steps, nanoseconds of waiting for data, CPU seconds
+
+
+class LiveFigures:
+    """``gpu_busy`` is the mean share of the samples that ``sample`` took through NVML; None without a GPU or NVML."""
+
+    def __init__(self, torch: ModuleType, counts: StepCounters) -> None:
+        self.torch, self.counts = torch, counts
+        self.cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._shares: list[float] = []
+        self._no_nvml = False
+
+    def now(self) -> Moment:
+        # CPU seconds: of this process and of its loader workers that have ended
+        cpu_s = sum(
+            sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        )
+        return seconds(), self.counts.steps, self.counts.waited_ns, cpu_s
+
+    def between(self, before: Moment, now: Moment) -> dict[str, float | None]:
+        """Return the live figures (`schema/run_summary.py`, LIVE)."""
+        passed_s, steps, waited_ns, cpu_s = (new - old for new, old in zip(now, before, strict=True))
+        passed_s = max(passed_s, 1e-9)
+        return {
+            "steps_per_s": steps / passed_s,
+            "samples_per_s": steps * self.counts.samples_a_step / passed_s or None,
+            "data_wait": min(1.0, waited_ns / 1e9 / passed_s),
+            "cores_used": cpu_s / passed_s,
+            "memory_bytes": self.memory_bytes,
+            "gpu_busy": self.sample(),
+        }
+
+    @property
+    def on_cuda(self) -> bool:
+        return bool(self.torch.cuda.is_initialized())
+
+    @property
+    def memory_bytes(self) -> int:
+        """The peak memory of the device, or of the process."""
+        if self.on_cuda:
+            return int(self.torch.cuda.max_memory_allocated())
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    @property
+    def gpu_busy(self) -> float | None:
+        return sum(self._shares) / len(self._shares) if self._shares else None
+
+    def sample(self) -> float | None:
+        """Return how busy the GPU is now."""
+        if self._no_nvml or not self.on_cuda:
+            return None
+        try:
+            self._shares.append(self.torch.cuda.utilization() / 100)
+        except Exception:  # no NVML, or a driver that does not tell
+            self._no_nvml = True
+            return None
+        return self._shares[-1]
+
+
+class Repeated:
+    """Calls a function at intervals in a daemon thread, until it is stopped or the function raises OSError."""
+
+    def __init__(self, every_s: float, call: Callable[[], object], name: str) -> None:
+        self._every_s, self._call = every_s, call
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopped.wait(self._every_s):
+                self._call()
+        except (OSError, ValueError):
+            return  # the stream is closed, or the disk full; the program continues
+
+    def stop(self) -> None:
+        self._stopped.set()
+        self._thread.join(timeout=2)
