@@ -109,13 +109,6 @@ def group(rank: int = 0, size: int = 1, port: int = 0, timeout_s: float = 5.0) -
 # -- devices ------------------------------------------------------------------------------------------------------
 
 
-@program("FE001", "meta", "cpu")
-def two_devices(well):
-    mean = torch.zeros(4, device="cpu" if well else "meta")
-    batch = torch.ones(8, 4)
-    return (batch - mean).sum()
-
-
 @program("FE001", "meta", "cpu", "fc1")
 def model_on_another_device(well):
     model = Net()
@@ -151,12 +144,6 @@ def double_input(well):
     return Net().fc1(numbers)
 
 
-@program("FE010", "body.0")
-def bytes_into_a_convolution(well):
-    images = torch.zeros(2, 1, 28, 28, dtype=torch.uint8)
-    return Net()(images.float() / 255 if well else images)
-
-
 @program("FE011", "target")
 def float_labels(well):
     target = torch.tensor([1.0, 2.0])
@@ -168,12 +155,6 @@ def integer_targets_of_a_regression(well):
     wanted = torch.tensor([1, 0, 1])
     guess = torch.zeros(3, requires_grad=True)
     F.huber_loss(guess, wanted.float() if well else wanted).backward()
-
-
-@program("FE011", "float32")
-def integer_targets_of_a_binary_loss(well):
-    wanted = torch.tensor([1, 0, 1])
-    return F.binary_cross_entropy_with_logits(torch.zeros(3), wanted.float() if well else wanted)
 
 
 @program("FE012", "linalg.inv", "float16")
@@ -258,12 +239,6 @@ def cat_of_other_sizes(well):
     return torch.cat([left, right], dim=0 if well else 1)
 
 
-@program("FE026")
-def stack_of_other_sizes(well):
-    rows = [torch.ones(3), torch.ones(3 if well else 4)]
-    return torch.stack(rows)
-
-
 @program("FE027", "10", "8")
 def layer_norm_of_another_width(well):
     return torch.nn.LayerNorm(8 if well else 10)(torch.ones(2, 8))
@@ -274,32 +249,15 @@ def recurrent_input_of_another_width(well):
     return torch.nn.LSTM(8 if well else 10, 4)(torch.ones(5, 2, 8))
 
 
-@program("FE027")
-def attention_of_another_width(well):
-    x = torch.ones(5, 2, 8 if well else 6)
-    return torch.nn.MultiheadAttention(8, 2)(x, x, x)
-
-
 @program("FE028")
 def image_smaller_than_the_kernel(well):
     return torch.nn.Conv2d(1, 1, 5)(torch.ones(1, 1, 8, 8) if well else torch.ones(1, 1, 3, 3))
-
-
-@program("FE028")
-def nothing_left_to_pool(well):
-    return F.max_pool2d(torch.ones(1, 1, 4, 4) if well else torch.ones(1, 1, 1, 1), 2)
 
 
 @program("FE029")
 def item_of_many(well):
     losses = torch.ones(4)
     return (losses.mean() if well else losses).item()
-
-
-@program("FE029")
-def truth_of_many(well):
-    right = torch.tensor([True, False])
-    return 1 if (right.all() if well else right) else 0
 
 
 # -- losses -------------------------------------------------------------------------------------------------------
@@ -325,22 +283,10 @@ def labels_of_another_batch(well):
     return F.cross_entropy(logits, torch.zeros(8 if well else 4, dtype=torch.long))
 
 
-@program("FE032")
-def one_hot_labels(well):
-    target = torch.zeros(4, 1, dtype=torch.long)
-    return F.nll_loss(torch.zeros(4, 3), target[:, 0] if well else target)
-
-
 @program("FE033")
 def bce_of_another_shape(well):
     guess, wanted = torch.full((8, 1), 0.5), torch.ones(8)
     return torch.nn.BCELoss()(guess, wanted[:, None] if well else wanted)
-
-
-@program("FE033")
-def bce_with_logits_of_another_shape(well):
-    guess, wanted = torch.zeros(8, 1), torch.ones(8)
-    return torch.nn.BCEWithLogitsLoss()(guess, wanted[:, None] if well else wanted)
 
 
 @program("FE034")
@@ -497,11 +443,6 @@ def a_worker_that_is_killed(well):
     )
 
 
-@program("FE071", "unexpectedly", apart=True)
-def a_worker_that_leaves(well):
-    return list(DataLoader(Rows(lambda at: dies(at, lambda: os._exit(3), well)), num_workers=1))
-
-
 @program("FE043", apart=True)
 def a_worker_without_shared_memory(well):
     return list(
@@ -523,11 +464,6 @@ def a_sample_that_is_none(well):
 
 def square(x: int) -> int:
     return x * x
-
-
-@program("FE073", "NoneType")
-def samples_that_are_none(well):
-    return list(DataLoader(Rows(lambda at: at if well else None), batch_size=2))
 
 
 @program("FE074", "lambda")
@@ -638,11 +574,6 @@ def nobody_answers(well):
         dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=1))
 
 
-@program("FE084", apart=True)
-def a_rank_that_does_not_come(well):
-    dist.TCPStore("127.0.0.1", free_port(), 1 if well else 2, True, timedelta(seconds=1))
-
-
 @program("FE085")
 def no_process_group(well):
     if well and not dist.is_initialized():
@@ -673,15 +604,6 @@ def a_rank_that_is_gone(well):
             dist.all_reduce(torch.ones(2))
 
     two_ranks(sums, sums if well else lambda: dist.all_reduce(torch.ones(2)))
-
-
-@program("FE088", apart=True)
-def a_rank_that_stays_behind(well):
-    two_ranks(
-        lambda: dist.all_reduce(torch.ones(2)),
-        lambda: (time.sleep(0 if well else 20), dist.all_reduce(torch.ones(2))),
-        timeout_s=20.0 if well else 2.0,
-    )
 
 
 # -- checkpoints --------------------------------------------------------------------------------------------------
@@ -736,17 +658,6 @@ def half_a_checkpoint(well):
         path = Path(folder) / "model.pt"
         path.write_bytes(data if well else data[: len(data) // 2])
         return torch.load(path)
-
-
-@program("FE093")
-def half_a_small_checkpoint(well):
-    data = saved([torch.zeros(3)]).getvalue()
-    return torch.load(io.BytesIO(data if well else data[: len(data) // 2]))
-
-
-@program("FE093")
-def a_page_of_html_for_a_checkpoint(well):
-    return torch.load(saved([1]) if well else io.BytesIO(b"<!doctype html><html>"))
 
 
 @program("FE093")
@@ -828,12 +739,6 @@ def no_compiler(well):
         return x.sin() + 1
 
     return step(torch.ones(3))
-
-
-@program("FE104", "torchvision::nms")
-def an_extension_that_does_not_fit(well):
-    if not well:
-        torch.library.register_fake("torchvision::nms", lambda *a: None)
 
 
 @program("FE104", "missing_by_design")

@@ -1,4 +1,4 @@
-"""More than forty failures, really provoked: explained from the dying process and from the text of its
+"""Failures, really provoked: explained from the dying process and from the text of its
 traceback, with their fixes tried.
 """
 

@@ -178,10 +178,6 @@ def train(epoch):
             "steps": "gradient_accumulation_steps=4",
             "clear": "self.model.zero_grad()  # <-",
         },
-        "the prepared optimizer clears": {
-            "steps": "gradient_accumulation_steps=4",
-            "clear": "self.optimizer.zero_grad()",
-        },
         "the model clears at the step": {
             "steps": "gradient_accumulation_steps=4",
             "clear": """if self.accelerator.sync_gradients:
@@ -199,18 +195,7 @@ def train(epoch):
             "context": "contextlib.nullcontext() if last else self.accelerator.no_sync(self.model)"
         },
     },
-    ("FL116", TEXT): {
-        "FL116 of an inner loop": """
-def train(every):
-    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(9):
-        for _ in range(every):
-            (model(torch.randn(8, 4)).square().mean() / every).backward()  # <-
-        optimizer.step()
-        optimizer.zero_grad()
-""",
-    },
+    ("FL116", TEXT): {},
     ("FL012", TEXT): {
         "FL012 in a generator": """
 import torch.distributed as dist
@@ -321,14 +306,6 @@ def noisy(clean):
 """,
     },
     ("", TEXT): {
-        "a scheduler that skips the first epoch": """
-def train(model, optimizer, scheduler, loader):
-    for epoch in range(9):
-        if epoch > 0:
-            scheduler.step()
-        for x in loader:
-            DESCEND optimizer model(x).square().mean()
-""",
         "a scheduler whose count is set back": """
 def train(model, optimizer, scheduler, loader, start):
     scheduler.last_epoch = start - 1
