@@ -3,8 +3,6 @@
 unchanged.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import json
@@ -30,7 +28,7 @@ OLD = "what the person had\n"
 
 def contents(folder):
     """Names, content, links and times of everything below a folder."""
-    found: dict[str, object] = {}
+    found = {}
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         found[name] = (

@@ -1,7 +1,5 @@
 """Checkpoints in the background: their cost, the single writer, and the messages when they fail."""
 
-from __future__ import annotations
-
 import math
 import random
 import threading

@@ -1,7 +1,5 @@
 """Whole tensors are restored from the slices that ranks saved, whatever the slices are."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -2,8 +2,6 @@
 edited for it.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import signal
@@ -181,7 +179,7 @@ PROGRAMS = {
 }
 
 
-def by_hand(source: str, edits: dict[str, str]) -> str:
+def by_hand(source, edits):
     """The edited copy, which no longer mentions CUDA."""
     for before, after in edits.items():
         assert before in source, before

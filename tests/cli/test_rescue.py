@@ -2,8 +2,6 @@
 bit for bit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -2,8 +2,6 @@
 process does. Also when sharding is chosen, and what is reported.
 """
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """`flatout run --supervise`: real programs that die, hang or get SIGTERM, under the real command line."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

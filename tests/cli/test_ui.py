@@ -1,7 +1,5 @@
 """`flatout ui`: real runs on one page, with the records of other commands; what is broken is skipped and named."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal
@@ -34,7 +32,7 @@ for step in range(40):
 """
 
 
-def shown(flatout, *words: str) -> dict:
+def shown(flatout, *words):
     done = flatout.here("ui", "--json", *words)
     assert done.code == 0, done.err
     data = json.loads(done.out)

@@ -1,7 +1,5 @@
 """ColorJitter, Grayscale and RandomGrayscale compared with torchvision, image by image."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

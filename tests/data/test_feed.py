@@ -3,8 +3,6 @@
 Real loaders, a real training context, the real levers.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import OrderedDict, namedtuple

@@ -2,8 +2,6 @@
 loader, bit for bit.
 """
 
-from __future__ import annotations
-
 import random
 import traceback
 

@@ -1,7 +1,5 @@
 """Which transforms of a pipeline run on batches, which stay with the single image, and why."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Resize and RandomResizedCrop compared with torchvision, image by image."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

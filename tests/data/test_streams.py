@@ -2,8 +2,6 @@
 have had.
 """
 
-from __future__ import annotations
-
 import random
 
 import numpy as np

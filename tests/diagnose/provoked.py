@@ -53,13 +53,11 @@ class Program:
     of_cuda: bool  # only a torch that was built with CUDA fails so
 
 
-PROGRAMS: dict[str, Program] = {}
+PROGRAMS = {}
 
 
-def program(
-    code: str, *says: str, apart: bool = False, tried: str = "", slow: bool = False, of_cuda: bool = False
-) -> Callable:
-    def keep(run: Callable[[bool], object]) -> Callable[[bool], object]:
+def program(code, *says, apart=False, tried="", slow=False, of_cuda=False):
+    def keep(run):
         PROGRAMS[run.__name__] = Program(run.__name__, code, says, run, apart, tried, slow, of_cuda)
         return run
 
@@ -69,7 +67,7 @@ def program(
 class Net(torch.nn.Module):
     """A small classifier of 28x28 images; its second part expects ``features``."""
 
-    def __init__(self, features: int = 392, channels: int = 1) -> None:
+    def __init__(self, features=392, channels=1):
         super().__init__()
         self.body = torch.nn.Sequential(
             torch.nn.Conv2d(channels, 8, 3, stride=4), torch.nn.ReLU(), torch.nn.Flatten()
@@ -83,23 +81,23 @@ class Net(torch.nn.Module):
 class Rows(Dataset):
     """Ten rows; ``make(at)`` gives one."""
 
-    def __init__(self, make: Callable[[int], object]) -> None:
+    def __init__(self, make):
         self.make = make
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 10
 
     def __getitem__(self, at):
         return self.make(at)
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def group(rank: int = 0, size: int = 1, port: int = 0, timeout_s: float = 5.0) -> None:
+def group(rank=0, size=1, port=0, timeout_s=5.0):
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port or free_port()), RANK=str(rank), WORLD_SIZE=str(size)
     )
@@ -426,7 +424,7 @@ def an_error_in_a_worker(well):
     ]
 
 
-def dies(at: int, how: Callable[[], object], well: bool) -> int:
+def dies(at, how, well):
     if (
         at == 0 and not well
     ):  # before any batch is handed over: what the main process would meet then depends on timing
@@ -462,7 +460,7 @@ def a_sample_that_is_none(well):
     return list(DataLoader(Rows(lambda at: at if well or at != 3 else None), batch_size=2))
 
 
-def square(x: int) -> int:
+def square(x):
     return x * x
 
 
@@ -516,7 +514,7 @@ def a_loader_that_waits_too_long(well):
 class Half(torch.nn.Module):
     """Uses the second of its layers or not."""
 
-    def __init__(self, both: bool) -> None:
+    def __init__(self, both):
         super().__init__()
         self.first, self.second, self.both = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), both
 
@@ -581,7 +579,7 @@ def no_process_group(well):
     return dist.get_rank()
 
 
-def two_ranks(first: Callable[[], object], second: Callable[[], object], timeout_s: float = 20.0) -> None:
+def two_ranks(first, second, timeout_s=20.0):
     """Rank 0 is this process."""
     port = free_port()
     number = os.fork()
@@ -637,7 +635,7 @@ class Settings:
     lr = 0.1
 
 
-def saved(what: object) -> io.BytesIO:
+def saved(what):
     file = io.BytesIO()
     torch.save(what, file)
     file.seek(0)
@@ -760,7 +758,7 @@ def a_symbol_that_is_not_there(well):
 _CARRIED = os.path.join(tempfile.gettempdir(), f"flatout-provoked-{os.getpid()}")
 
 
-def raise_in_child(fails: Callable[[], object]) -> None:
+def raise_in_child(fails):
     try:
         fails()
     except Exception as error:
@@ -773,13 +771,13 @@ class Carried(Exception):
     """The record of a child of a program."""
 
 
-def reraise_from_child() -> None:
+def reraise_from_child():
     data = Path(_CARRIED).read_text()
     Path(_CARRIED).unlink()
     raise Carried(data)
 
 
-def _seen(error: BaseException) -> tuple[dict, str]:
+def _seen(error):
     from flatout.agent.failure_details import look
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's own would raise again for a second worker here
@@ -791,7 +789,7 @@ def _seen(error: BaseException) -> tuple[dict, str]:
     )
 
 
-def _die(one: Program, well: bool) -> dict:
+def _die(one, well):
     try:
         one.run(well)
     except Carried as carried:
@@ -806,7 +804,7 @@ def _die(one: Program, well: bool) -> dict:
     return {}
 
 
-def _apart(one: Program, well: bool) -> dict:
+def _apart(one, well):
     """Run it in a forked process. A process ended by a signal reports only the signal."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "seen.json"
@@ -824,7 +822,7 @@ def _apart(one: Program, well: bool) -> dict:
         return json.loads(out.read_text())
 
 
-def provoke(one: Program) -> dict:
+def provoke(one):
     run = _apart if one.apart else _die
     ill = run(one, False)
     fixed = {} if one.tried else run(one, True)
@@ -837,7 +835,7 @@ def provoke(one: Program) -> dict:
     }
 
 
-def main() -> None:
+def main():
     names = sys.argv[2:] or [name for name, one in PROGRAMS.items() if not one.slow]
     results = []
     for name in names:

@@ -2,8 +2,6 @@
 for what it could not see.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -27,7 +25,7 @@ JUNK = st.one_of(
 )
 
 
-def spoiled(need: str, text: str | None) -> MachineSnapshot:
+def spoiled(need, text):
     """The healthy machine, with one input of a check removed (None) or replaced by a meaningless text."""
     snapshot = healthy()
     kind, _, rest = need.partition(" ")

@@ -2,8 +2,6 @@
 must stay unknown.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import sys

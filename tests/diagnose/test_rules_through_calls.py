@@ -3,8 +3,6 @@
 Each program of FOUND has one fault, on its marked lines. Each program of CLEAN looks like one of them and is right.
 """
 
-from __future__ import annotations
-
 import textwrap
 
 import pytest

@@ -6,8 +6,6 @@ g_r, and the mean of these over the ranks is w - a G: the result of the synchron
 optimizer that is not linear in the gradient.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The programs of the page about models over several devices learn what one process learns."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -17,7 +15,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "howto" / "parallel.md"
 PROGRAMS = re.findall(r"```python\n(# torchrun.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
 
 
-def plain(clip: float | None) -> list[float]:
+def plain(clip):
     """The losses of the same model and batches in this process."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))

@@ -2,8 +2,6 @@
 result sees the written computation.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import math

@@ -1,7 +1,5 @@
 """The typed command: which program, which script, and whether Python allows flatout."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

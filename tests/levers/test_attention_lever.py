@@ -2,8 +2,6 @@
 replaced, combined with other levers.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math

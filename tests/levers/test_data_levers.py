@@ -2,8 +2,6 @@
 values.
 """
 
-from __future__ import annotations
-
 import threading
 import traceback
 

@@ -1,7 +1,5 @@
 """The rules for every lever: its page, its reasons, its undo, its lines of code."""
 
-from __future__ import annotations
-
 import ast
 import copy
 import functools
@@ -14,10 +12,8 @@ import random
 import re
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from known_bad_levers import KNOWN_BAD
@@ -30,7 +26,7 @@ from flatout.job.rank_environment import this_rank
 from flatout.levers import TABLE
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts, Gpu
-from flatout.schema.lever import Lever, Options, Skip, Value
+from flatout.schema.lever import Lever, Options, Skip
 from flatout.schema.plan import Choice, Plan
 
 torch = pytest.importorskip("torch")
@@ -104,7 +100,7 @@ AMONG_RANKS = {
 BY_NAME = {lever.name: lever for lever in TABLE}
 
 
-def values_of(lever: Lever) -> list[Value]:
+def values_of(lever):
     return VALUES.get(lever.name, [True])
 
 
@@ -129,7 +125,7 @@ LIVE_HERE = [
 ]
 
 
-def as_a_rank(lever: Lever, monkeypatch, context) -> None:
+def as_a_rank(lever, monkeypatch, context):
     """Levers for several ranks need to know that they are on one; they contact the others in the first
     forward pass.
     """
@@ -306,7 +302,7 @@ PATCHED = (
 
 
 @functools.cache
-def getters() -> dict[str, Callable[[], Any]]:
+def getters():
     """Name -> function that reads it, for every setting of torch that this test can find by its name or type."""
     found = {}
     for owner in (torch, torch._C):
@@ -334,7 +330,7 @@ def getters() -> dict[str, Callable[[], Any]]:
     return found
 
 
-def read(getter: Callable[[], Any]) -> Any:
+def read(getter):
     try:
         return getter()
     except (

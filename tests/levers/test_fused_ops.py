@@ -2,8 +2,6 @@
 it must be.
 """
 
-from __future__ import annotations
-
 import pytest
 from known_bad_levers import KNOWN_BAD
 

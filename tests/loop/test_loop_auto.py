@@ -1,7 +1,5 @@
 """plan="auto": the search with given times, a real loop that tunes itself, and a Loop in notebook cells."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

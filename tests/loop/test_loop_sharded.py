@@ -3,8 +3,6 @@
 As many ranks continue to the last bit; more or fewer continue the same training.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Digests and distances: the memory layout does not count, everything else does."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -112,7 +110,7 @@ def test_tensors_are_found_in_order_in_any_batch(shape):
 
 
 def test_a_batch_that_holds_itself_ends():
-    batch: list = [torch.zeros(1)]
+    batch = [torch.zeros(1)]
     batch.append(batch)
     assert len(list(tensors_in(batch))) >= 1
 

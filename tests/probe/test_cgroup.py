@@ -2,8 +2,6 @@
 above this process applies.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from flatout.probe.cgroup import CgroupLimits, group

@@ -2,21 +2,19 @@
 together.
 """
 
-from __future__ import annotations
-
 import ast
 
 import pytest
 
 from flatout.probe.program import ScriptProgram
-from flatout.probe.step_loops import ProgramEvent, implies, loops_over, together
+from flatout.probe.step_loops import implies, loops_over, together
 
 BEGIN = (
     "import torch\nmodel = torch.nn.Linear(4, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
 )
 
 
-def events(code: str) -> dict[str, ProgramEvent]:
+def events(code):
     """The calls of one-letter functions, by name."""
     found = ScriptProgram.of_text(code).events
     return {

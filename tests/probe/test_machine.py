@@ -1,7 +1,5 @@
 """The machine, inspected without torch: found parts are named, and unknown ones keep their default."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

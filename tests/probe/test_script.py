@@ -1,7 +1,5 @@
 """What is read from a script: names, values, the contents of each loop, and files that are no scripts."""
 
-from __future__ import annotations
-
 import ast
 import json
 from pathlib import Path
@@ -12,7 +10,7 @@ from flatout.probe.program import ScriptProgram
 from flatout.probe.script import MAX_BYTES, SourceFile, Unreadable
 
 
-def named(source: SourceFile, text: str) -> ast.AST:
+def named(source, text):
     """The last expression with this spelling."""
     return max(
         (node for node in source.nodes if isinstance(node, ast.expr) and ast.unparse(node) == text),
@@ -20,7 +18,7 @@ def named(source: SourceFile, text: str) -> ast.AST:
     )
 
 
-def kinds(code: str, text: str) -> set[str]:
+def kinds(code, text):
     program = ScriptProgram.of_text(code)
     return set(program.values.kinds(program.main, named(program.main, text)))
 
@@ -103,7 +101,7 @@ def test_a_parameter_has_the_values_of_its_callers():
     assert [type(origin.node) for origin in lonely.origins(lonely.main, named(lonely.main, "o"))] == [ast.arg]
 
 
-def test_modules_that_import_each_other_are_read_once(tmp_path: Path):
+def test_modules_that_import_each_other_are_read_once(tmp_path):
     (tmp_path / "train.py").write_text("import a\n")
     (tmp_path / "a.py").write_text("import b, train\n")
     (tmp_path / "b.py").write_text("import a\n")
@@ -156,7 +154,7 @@ def test_functions_that_call_each_other_end():
     assert len(program.events) < 50
 
 
-def test_modules_of_the_scripts_own_folder_are_read_and_no_others(tmp_path: Path):
+def test_modules_of_the_scripts_own_folder_are_read_and_no_others(tmp_path):
     (tmp_path / "train.py").write_text(
         "import torch, os\nfrom parts import net\nimport parts.loop as loop\nm = net.make()\nloop.run(m)\n"
     )
@@ -181,7 +179,7 @@ def test_modules_of_the_scripts_own_folder_are_read_and_no_others(tmp_path: Path
     assert "Module" in program.values.kinds(loop, model), "followed from the call in another file"
 
 
-def test_a_broken_module_is_reported_and_the_rest_is_read(tmp_path: Path):
+def test_a_broken_module_is_reported_and_the_rest_is_read(tmp_path):
     (tmp_path / "train.py").write_text("import broken\n")
     (tmp_path / "broken.py").write_text("def (:\n")
     program = ScriptProgram.read(tmp_path / "train.py")
@@ -201,7 +199,7 @@ def test_a_broken_module_is_reported_and_the_rest_is_read(tmp_path: Path):
     ],
     ids=["syntax", "binary", "latin", "brackets", "deep", "huge"],
 )
-def test_other_files_are_explained(tmp_path: Path, content: bytes, words: str):
+def test_other_files_are_explained(tmp_path, content, words):
     file = tmp_path / "train.py"
     file.write_bytes(content)
     with pytest.raises(Unreadable, match=words):
@@ -212,7 +210,7 @@ def test_long_scripts_of_many_terms_are_read():
     assert SourceFile("a.py", "x = " + " + ".join(["1"] * 150) + "\n").lines
 
 
-def test_a_notebook_names_its_cells(tmp_path: Path):
+def test_a_notebook_names_its_cells(tmp_path):
     cells = [
         {"cell_type": "markdown", "source": ["# hello"]},
         {"cell_type": "code", "source": ["%matplotlib inline\n", "!pip install x\n", "import torch"]},

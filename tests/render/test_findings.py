@@ -1,7 +1,5 @@
 """Findings in four forms: for users, for programs, for GitHub and as SARIF."""
 
-from __future__ import annotations
-
 import io
 import json
 
@@ -52,7 +50,7 @@ RULES = [
 ]
 
 
-def shown(findings: list[Finding], width: int = 100) -> str:
+def shown(findings, width=100):
     out = io.StringIO()
     Console(file=out, width=width, highlight=False, soft_wrap=True).print(
         finding_lines(findings, {"FL001": "Gradients"})
@@ -108,13 +106,13 @@ def test_github_commands_are_one_line_each_and_escaped():
     assert [line.split()[0] for line in lines] == ["::error", "::warning", "::notice"]
 
 
-def sarif_complaints(log: dict) -> list[str]:
+def sarif_complaints(log):
     """The requirements of SARIF 2.1.0 for a log, for the objects used here (with the standard's own names and
     types).
     """
     found = []
 
-    def want(condition: bool, words: str) -> None:
+    def want(condition, words):
         if not condition:
             found.append(words)
 

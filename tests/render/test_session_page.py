@@ -1,7 +1,5 @@
 """The page of a session: what it says of each outcome, and its words and figures."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -15,10 +13,10 @@ from flatout.render.report import frontier_plot, report_html, session_page
 from flatout.render.svg import Scale, element, ratio_scale, ratio_ticks, round_ticks
 from flatout.schema.enums import Effect
 from flatout.schema.records import PhaseTime, Ratio
-from flatout.schema.session import LeverRecord, Prediction, SessionRecord
+from flatout.schema.session import LeverRecord, Prediction
 
 
-def page_text(record: SessionRecord) -> str:
+def page_text(record):
     return Parsed(report_html(record)).text
 
 

@@ -2,8 +2,6 @@
 state that exact resume could miss. These are a few of each kind; ``bench/traps.py`` runs all.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

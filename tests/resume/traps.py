@@ -70,19 +70,19 @@ class Trap:
     fresh: bool = False  # requires its own process
 
     @property
-    def source(self) -> str:
+    def source(self):
         return self.before + HEAD + textwrap.dedent(self.body)
 
     @property
-    def in_a_process_of_its_own(self) -> Trap:
+    def in_a_process_of_its_own(self):
         return replace(self, fresh=True)
 
 
 STEPS = 24  # of each
-TRAPS: dict[str, Trap] = {}
+TRAPS = {}
 
 
-def trap(name: str, body: str, **more) -> None:
+def trap(name, body, **more):
     TRAPS[name] = Trap(body, **more)
 
 

@@ -1,7 +1,5 @@
 """What is measured next: rows keep the rules, balance the unknown effects, and leave settled ones alone."""
 
-from __future__ import annotations
-
 import itertools
 import math
 
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 from flatout.tune.design import live_rows, next_processes, worth_more_time
 from flatout.tune.effects import Factor, Space, TimedBlock, fit
 
-NONE: frozenset[str] = frozenset()
+NONE = frozenset()
 
 
 def mixed_space(live=5, process=5, **kwargs):
@@ -53,15 +51,9 @@ def ruled_spaces(draw):
     return Space(tuple(factors), excludes, needs)
 
 
-def measured(
-    space,
-    rng,
-    processes,
-    rows=8,
-    effects=None,
-):
+def measured(space, rng, processes, rows=8, effects=None):
     """Blocks of designed processes of a program with these effects; 0 for all other effects."""
-    blocks: list[TimedBlock] = []
+    blocks = []
     for process in range(processes):
         on = next_processes(space, fit(space, blocks), blocks, 1, rng, always_plain=False)[0]
         luck = 0.04 * rng.standard_normal()
