@@ -66,6 +66,9 @@ OF_FLATOUT = (
     "agent.bootstrap",
     "agent.entry",
     "agent.attached",
+    "checkpoint.attach",
+    "checkpoint.rescue",
+    "checkpoint.resume.session",
     "trial.worker",
     "trial.parent",
     "levers",
@@ -373,7 +376,9 @@ def execve(path: Any, argv: Sequence[str], env: Mapping[str, str]) -> None:
     if threading.current_thread() is not threading.main_thread() or not can_become([path, *argv[1:]], env):
         _execve(path, argv, env)
     close_all_but((), closes_inheritable=False)
-    run_at_depth(argv, env)
+    command = [argv, env]
+    del argv, env
+    run_at_depth(command)
 
 
 def fork_exec(args, executables, close_fds, pass_fds, cwd, env_list, *rest) -> int:
@@ -413,17 +418,21 @@ def fork_exec(args, executables, close_fds, pass_fds, cwd, env_list, *rest) -> i
             if handle != errpipe_write:
                 os.set_inheritable(handle, True)
         close_all_but(pass_fds, closes_inheritable=close_fds)
-        run_at_depth(argv, env)
+        run_at_depth([argv, env])
     finally:
         os._exit(255)
 
 
-def run_at_depth(argv: Sequence[str], env: Mapping[str, str]) -> NoReturn:
-    """Run the program above the frames of the one that started it, which never go on."""
+def run_at_depth(command: list[Any]) -> NoReturn:
+    """Run the program above the frames of the one that started it, which never go on.
+
+    ``command``, argv and environment, is emptied: exact resume compares the variables of all frames.
+    """
     atexit._clear()
     weakref.finalize._registry.clear()
     gc.freeze()
-    settle(argv, env)
+    settle(*command)
+    command.clear()
     code = 255
     try:
         code = run()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from limits import hang_s
 from traps import STEPS
+from warm import Warm, starts_warm
 
 HERE = Path(__file__).parent
 SITE = str(HERE / "site")
@@ -37,10 +38,7 @@ class Done:
 
 
 class Programs:
-    """Runs programs in forks of a process that has imported torch, because the import takes four seconds."""
-
-    def __init__(self):
-        self._warm: subprocess.Popen[str] | None = None
+    """Runs programs; where that can be, as forks of a process that has imported torch, because that takes seconds."""
 
     def __call__(self, folder, argv, more, fresh):
         kept = {
@@ -48,55 +46,25 @@ class Programs:
             for name, value in os.environ.items()
             if not name.startswith(("FLATOUT_", "PYTEST_", "MALLOC_", "PYTHON"))
         }
-        env = {
-            **kept,
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "OMP_NUM_THREADS": "1",
-            "COLUMNS": "120",
-            **more,
-        }
-        if fresh:
-            command = [
-                sys.executable,
-                *(["-m"] if argv[0] == "flatout" else []),
-                *(argv if argv[0] == "flatout" else argv[1:]),
-            ]
-            done = subprocess.run(
-                command,
-                cwd=folder,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=hang_s(LIMIT_S),
-                check=False,
-            )
-            return Done(done.returncode, done.stdout, done.stderr)
-        if self._warm is None:
-            self._warm = subprocess.Popen(
-                [sys.executable, str(HERE / "warm.py")],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**env, "PYTHONHASHSEED": "0"},
-            )
-        out, err = folder.parent / "out", folder.parent / "err"
-        asked = {
-            "argv": list(argv),
-            "cwd": str(folder),
-            "env": env,
-            "out": str(out),
-            "err": str(err),
-            "limit_s": LIMIT_S,
-        }
-        print(json.dumps(asked), file=self._warm.stdin, flush=True)
-        code = int(self._warm.stdout.readline())
-        return Done(code, out.read_text(), err.read_text())
-
-    def close(self):
-        if self._warm is not None:
-            self._warm.kill()  # its end of the pipe may stay open in processes forked from this one
-            self._warm.wait()
+        env = {**kept, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "COLUMNS": "120", **more}
+        env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        command = [sys.executable, *(["-m", *argv] if argv[0] == "flatout" else argv[1:])]
+        kind = Warm if not fresh and starts_warm(command, env) else subprocess.Popen
+        process = kind(
+            command,
+            cwd=folder,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            out, err = process.communicate(timeout=hang_s(LIMIT_S))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+        return Done(process.returncode, out, err)
 
 
 @dataclass
@@ -111,13 +79,13 @@ class Lives:
 
 
 def live(programs, folder, trap, kills=ONCE, off=""):
-    """``off``: checks of ``mutants.py`` that are switched off."""
-    work = folder / "work"
+    """``off``: checks of ``mutants.py`` that are switched off, before flatout is imported."""
+    work, fresh = folder / "work", trap.fresh or bool(off)
     write(work, trap)
     said = []  # printed by the killed runs, each up to the step at which the next one resumed
     for number, (save, kill) in enumerate(kills):
         saves = {"PYTHONPATH": SITE, "TRAP_SAVE": str(save), "TRAP_OFF": off}
-        killed = programs(work, ["flatout", *COMMAND], {**saves, "TRAP_KILL": str(kill)}, trap.fresh)
+        killed = programs(work, ["flatout", *COMMAND], {**saves, "TRAP_KILL": str(kill)}, fresh)
         if number and killed.code in (0, REFUSED):  # it has already completed
             return judged(
                 trap,
@@ -140,7 +108,7 @@ def live(programs, folder, trap, kills=ONCE, off=""):
         json.loads(path.read_text())["metadata"]
         for path in sorted(work.glob(".flatout/*/rescue/step-*/manifest.json"))
     ]
-    again = programs(work, ["flatout", *COMMAND], {**saves, **trap.later}, trap.fresh)
+    again = programs(work, ["flatout", *COMMAND], {**saves, **trap.later}, fresh)
     lines = undisturbed(programs, folder, trap) if again.code == 0 and not trap.itself else []
     return judged(trap, lines, said, again, [each.get("exact", "no exact part") for each in metadata])
 

@@ -49,11 +49,9 @@ REFUSED = {  # program -> part of its error
 }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def programs():
-    found = Programs()
-    yield found
-    found.close()
+    return Programs()
 
 
 @pytest.mark.sampled(4)
