@@ -12,7 +12,6 @@ from flatout.measure.parity import STATISTICS_SAMPLES, batch_statistics, digest,
 torch = pytest.importorskip("torch")
 
 seeds = st.integers(0, 2**31)
-shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
 def random_tensor(seed, shape):
@@ -25,12 +24,6 @@ def test_the_memory_layout_does_not_count(seed, shape):
     assert digest([x], torch) == digest([x.contiguous(memory_format=torch.channels_last)], torch)
     assert digest([x], torch) == digest([x.transpose(0, 1).contiguous().transpose(0, 1)], torch)
     assert digest([x], torch) == digest([torch.cat([x, x])[: shape[0]]], torch)
-
-
-@given(seeds, shapes)
-def test_equal_content_has_an_equal_digest(seed, shape):
-    x = random_tensor(seed, shape)
-    assert digest([x], torch) == digest([x.clone()], torch) == digest([torch.nn.Parameter(x)], torch)
 
 
 @given(seeds, st.integers(1, 20), st.data())
@@ -61,10 +54,6 @@ def test_dtype_shape_and_order_count():
     assert len(set(digests)) == len(digests)
     y = torch.ones(4)
     assert digest([x, y], torch) != digest([y, x], torch)
-
-
-def test_negative_zero_is_another_bit_pattern():
-    assert digest([torch.zeros(1)], torch) != digest([-torch.zeros(1)], torch)
 
 
 @pytest.mark.parametrize(
@@ -152,12 +141,6 @@ def test_batches_of_every_kind(batch, rows):
 
 
 # -- distances ------------------------------------------------------------------------------------------------------
-
-
-@given(seeds, st.lists(shapes, min_size=1, max_size=3))
-def test_the_distance_from_itself_is_zero(seed, found):
-    tensors = [random_tensor(seed + at, shape) for at, shape in enumerate(found)]
-    assert relative_distance(tensors, [t.clone() for t in tensors], torch) == 0.0
 
 
 @given(seeds, st.floats(0.01, 100), st.floats(0.001, 10))

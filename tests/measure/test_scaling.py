@@ -20,7 +20,6 @@ from flatout.measure.scaling import (
     buckets,
     evenly,
     predict,
-    scaled,
 )
 from flatout.render.page import html
 from flatout.render.scale_page import headline, plot, rows, scale_page
@@ -158,14 +157,6 @@ def test_an_all_reduce_by_hand():
     assert all_reduce(Fabric(NETWORKS["ethernet-10g"]), 512, 1e9).how == "ring"
 
 
-@pytest.mark.parametrize(("contention", "total"), [(0.0, 10.0), (0.5, 12.0), (1.0, 14.0)])
-def test_two_queues(contention, total):
-    assert finish_ms([Task(10.0)], [Task(4.0, contention=contention)]) == pytest.approx(total)
-    assert finish_ms(
-        [Task(6.0), Task(4.0, after=1)], [Task(4.0, after=1, contention=contention)]
-    ) == pytest.approx(14.0)  # one after the other
-
-
 def test_queues_that_wait_for_each_other_are_rejected():
     with pytest.raises(ValueError, match="wait for each other"):
         finish_ms([Task(1.0, after=1)], [Task(1.0, after=1)])
@@ -207,10 +198,6 @@ def test_strong_scaling_splits_the_batch(work, devices):
     assert near(
         point.step_ms, (work.timing.step_ms - work.timing.optimizer_ms) / devices + work.timing.optimizer_ms
     )
-
-
-def test_a_faster_device_leaves_the_host():
-    assert scaled(Timing(60, 120, 6, host_ms=7), 60) == Timing(1, 2, 0.1, host_ms=7)
 
 
 @given(st.floats(0.001, 9999).map(lambda value: f"{value:.3f}"), st.sampled_from("KMGT"))

@@ -127,13 +127,6 @@ def test_blocks_are_balanced_at_first(seed):
         assert len({tuple(key in row for key in pair) for row in rows}) >= 3
 
 
-def test_some_blocks_have_all_that_is_likely():
-    space = Space(
-        (*(Factor(key, key, True, mean=-0.01) for key in "abcde"), Factor("f", "f", True, mean=0.1))
-    )
-    assert live_rows(space, None, NONE, 12, np.random.default_rng(0)).count(frozenset("abcde")) >= 3
-
-
 def test_few_switches():
     """There are fewer switches than in the same rows in random order."""
     rng = np.random.default_rng(0)
@@ -208,13 +201,3 @@ def test_more_time_is_worth_less_and_less():
     assert worth_more_time(few, few.best())
     assert not worth_more_time(many, many.best())
     assert worth_more_time(many, NONE)
-
-
-def test_the_same_seed_gives_the_same_design():
-    space = mixed_space()
-    one, other = (
-        next_processes(space, None, (), 6, np.random.default_rng(3), always_plain=False) for _ in range(2)
-    )
-    assert one == other
-    one, other = (live_rows(space, None, one[2], 6, np.random.default_rng(3)) for _ in range(2))
-    assert one == other

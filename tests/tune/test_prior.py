@@ -172,10 +172,6 @@ def test_values_are_spelled_without_sizes(lever, value, expected):
     assert value_key(lever, value, cores=2) == expected
 
 
-def test_threads_are_a_share_of_the_cores():
-    assert value_key("threads", 4, cores=8) != value_key("threads", 1, cores=8)
-
-
 @given(
     entries,
     st.dictionaries(st.sampled_from(["a", "b", "c"]), entries),
