@@ -119,7 +119,10 @@ class Warm(subprocess.Popen):
         theirs_of_pipes = [rest[number] for number in (3, 6, 8)]  # p2cread, c2pwrite, errwrite
         handles = [number if handle == -1 else handle for number, handle in enumerate(theirs_of_pipes)]
         self._exit, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        mask = os.umask(0)
+        os.umask(mask)
         asked = {
+            "umask": mask,
             "argv": [os.fspath(word) for word in args],
             "cwd": os.fspath(cwd or os.getcwd()),
             "env": dict(env),
@@ -196,6 +199,7 @@ class Preloaded:
             for group in groups.values()
             for name, module in group.items()
         }
+        self._group_of["torch"] = {**groups["numpy"], **groups["torch"]}  # torch imports numpy
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if (group := self._group_of.get(name)) is None or name in sys.modules:
@@ -260,6 +264,7 @@ def start(asked: dict[str, Any], handles: Sequence[int]) -> None:
     for number, handle in enumerate(handles):
         os.dup2(handle, number)
     close_all_but(())
+    os.umask(asked["umask"])
     os.chdir(asked["cwd"])
     settle(asked["argv"], asked["env"])
 
