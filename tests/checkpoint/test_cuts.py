@@ -6,7 +6,7 @@ import random
 import shutil
 
 import pytest
-from cutting import AFTER, BEFORE, MIDDLE, Disk, copied, in_a_child, killed_at, points
+from cutting import AFTER, BEFORE, MIDDLE, Disk, copied, killed_at, points
 
 from flatout.checkpoint.checkpoint import verified
 from flatout.checkpoint.checkpoints import CheckpointFolder
@@ -119,10 +119,3 @@ def test_a_loss_of_power_at_any_time(tmp_path, how):
         newest = is_one_of(fresh, (2, 3))
         assert newest == 3 or at <= flushed
         assert newest == 2 or at > renamed
-
-
-def test_the_child_really_does_it(tmp_path):
-    """The harness itself: without an interruption the child's checkpoint is complete."""
-    assert in_a_child(lambda: save(tmp_path / "saves", 1)) == 0
-    assert is_one_of(tmp_path / "saves", [1]) == 1
-    assert killed_at(10**6, BEFORE, lambda: save(tmp_path / "saves", 2)) == 0

@@ -108,10 +108,8 @@ def test_by_name_with_ranks(flatout, script):
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("autocast", True),
         ("comm_compression=bf16", "bf16"),
         ('comm_compression="bf16"', "bf16"),
-        ("threads=2", 2),
         ("memory_budget=0.5", 0.5),
         ("local_sgd={every=8}", {"every": 8}),
         ('comm_compression={kind = "powersgd", rank = 1}', {"kind": "powersgd", "rank": 1}),
@@ -129,16 +127,13 @@ def test_texts_that_name_a_lever(text, value):
     ("text", "says"),
     [
         ("autocats", "no lever 'autocats'; did you mean autocast?"),
-        ("=3", "no lever ''"),
         ("nothing_like_it=3", "`flatout levers` lists them"),
         ("threads=", "not a value for threads"),
-        ("threads=[1, 2]", "not a value for threads"),
         ("threads=2\nother=1", "not a value for threads"),
         (
             "local_sgd={every=0}",
             "'every' in the value of local_sgd must be a whole number from 1 to 1000000, not 0",
         ),
-        ("comm_compression=bf17", "powersgd"),
         ("gradient_buckets=-1", "a number from 1e-06 to 1048576, not -1"),
         (
             "data_parallel={reduction='product'}",
@@ -146,9 +141,7 @@ def test_texts_that_name_a_lever(text, value):
         ),
         ("batch_size", "a table {size = a whole number from 1 to 2147483647, loader ="),
         ("threads=99999", f"must be a whole number from 1 to {os.cpu_count()}, not 99999"),
-        ("threads=1.0", "whole number"),
         ("memory_budget=nan", "must be a number from 0 to 1, not 'nan'"),
-        ("gc_pause=false", "must be true, not False"),
         ("ddp_flags={}", "gradient_as_bucket_view = true"),
     ],
 )
