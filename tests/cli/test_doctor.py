@@ -65,7 +65,7 @@ def test_replay_says_the_same(here):
     """A printed record gives the same text and the same exit code when it is judged here."""
     cli, done = here
     (cli.folder / "machine.json").write_text(done.out, encoding="utf-8")
-    again = cli("doctor", "--replay", "machine.json", "--json")
+    again = cli.here("doctor", "--replay", "machine.json", "--json")
     assert json.loads(again.out) == json.loads(done.out)
     assert again.code == done.code
 
@@ -82,7 +82,7 @@ def test_a_problem_is_shown_with_its_command(here):
     data["snapshot"]["environment"]["CUDA_LAUNCH_BLOCKING"] = "1"
     data["snapshot"]["python"]["libc"] = ["glibc", "2.17"]
     (cli.folder / "small.json").write_text(json.dumps(data), encoding="utf-8")
-    shown = cli("doctor", "--replay", "small.json", env={"COLUMNS": "60"})
+    shown = cli.here("doctor", "--replay", "small.json", env={"COLUMNS": "60"})
     assert shown.code == 1
     lines = shown.out.splitlines()
     assert lines[0].startswith("2 problems and ")
@@ -96,15 +96,14 @@ def test_a_problem_is_shown_with_its_command(here):
     assert "      docker run --shm-size=8g ..." in lines
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"snapshot": []}', '{"snapshot": {"schema": 99}}'])
-def test_invalid_records_are_rejected(here, text):
-    cli, _ = here
-    (cli.folder / "other.json").write_text(text, encoding="utf-8")
-    done = cli("doctor", "--replay", "other.json")
-    assert done.code == 2
-    assert done.said == [
-        "flatout: other.json is not the output of `flatout doctor --json`. Create it with `flatout doctor --json > other.json`."
-    ]
+def test_invalid_records_are_rejected(flatout):
+    for text in ("", "{}", '{"snapshot": []}', '{"snapshot": {"schema": 99}}'):
+        (flatout.folder / "other.json").write_text(text, encoding="utf-8")
+        done = flatout.here("doctor", "--replay", "other.json")
+        assert done.code == 2
+        assert done.said == [
+            "flatout: other.json is not the output of `flatout doctor --json`. Create it with `flatout doctor --json > other.json`."
+        ]
 
 
 @pytest.fixture

@@ -32,7 +32,11 @@ def test_an_option_that_disables_flatout_is_named_before_a_program_runs(flatout,
 
 @pytest.mark.parametrize(
     ("command", "program"),
-    [*((command, program) for command in MEASURE for program in PIPED), ("compare", "python -")],
+    [
+        ("compare", "python -"),
+        *((command, PIPED[0]) for command in MEASURE),
+        *(("tune", program) for program in PIPED[1:]),
+    ],
 )
 def test_a_program_from_a_pipe_cannot_be_measured(flatout, command, program):
     words = (

@@ -125,15 +125,10 @@ def test_a_word_that_is_no_option(flatout):
     ]
 
 
-@pytest.mark.parametrize("lever", TABLE, ids=lambda lever: lever.name)
-def test_the_page_of_a_lever(lever):
-    from click.testing import CliRunner
-
-    from flatout.cli.main import flatout
-
-    shown = CliRunner().invoke(flatout, ["levers", lever.name])
-    assert shown.exit_code == 0
-    assert shown.output == lever.page.strip() + "\n"
+def test_the_pages_of_levers(flatout):
+    for lever in TABLE:
+        shown = flatout.here("levers", lever.name)
+        assert (shown.code, shown.out) == (0, lever.page.strip() + "\n")
 
 
 # -- plan -----------------------------------------------------------------------------------------------------------
