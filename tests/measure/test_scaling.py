@@ -76,39 +76,10 @@ def test_more_bandwidth_is_never_slower(work, fabric, way, devices, factor):
     assert after.step_ms <= before.step_ms * (1 + 1e-9)
 
 
-@given(WORKS, FABRICS, ALL, DEVICES)
-def test_no_more_waits_than_is_communicated(work, fabric, way, devices):
-    point = predict(work, fabric, way, devices)
-    assume(not point.why_not)
-    assert 0 <= point.exposed_ms <= point.communication_ms * (1 + 1e-9) + 1e-9
-    assert near(point.step_ms, point.compute_ms + point.exposed_ms)
-    if way != "local" and not (way == "ddp" and work.overlap):
-        assert point.exposed_ms > 0
-
-
-@given(WORKS, ALL, DEVICES)
-def test_without_communication_nothing_is_lost(work, way, devices):
-    point = predict(work, Fabric(Link("ideal", float("inf"), 0.0)), way, devices)
-    assert near(point.exposed_ms, 0)
-    assert (
-        near(point.efficiency, 1) if way in ("ddp", "local") else point.efficiency >= 1 - 1e-9
-    )  # a sharded optimizer has less to do
-
-
 @given(WORKS, FABRICS, ALL, st.sampled_from(["weak", "strong"]), st.floats(0, 1))
 def test_one_device_makes_the_measured_step(work, fabric, way, scaling, overhead):
     point = predict(replace(work, overhead=overhead), fabric, way, 1, scaling)
     assert (point.step_ms, point.efficiency, point.wire_bytes) == (work.timing.step_ms, 1.0, 0.0)
-
-
-@given(WORKS, FABRICS, DEVICES, st.floats(0, 1))
-def test_overhead_costs_its_share(work, fabric, devices, overhead):
-    plain, costly = (
-        predict(work, fabric, "ddp", devices),
-        predict(replace(work, overhead=overhead), fabric, "ddp", devices),
-    )
-    assert near(costly.step_ms, plain.step_ms + overhead * work.timing.step_ms)
-    assert costly.efficiency <= 1 + 1e-9
 
 
 @given(FABRICS, DEVICES, st.floats(1, 1e10))

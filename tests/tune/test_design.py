@@ -115,30 +115,6 @@ def test_processes_are_balanced_at_first(seed):
         assert len({tuple(key in row for key in pair) for row in rows}) == 4
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_blocks_are_balanced_at_first(seed):
-    """Of sixteen blocks each live lever is on in four to twelve, and each pair occurs in at least three
-    combinations.
-    """
-    rows = live_rows(mixed_space(), None, frozenset({"p", "q"}), 16, np.random.default_rng(seed))
-    for key in "abcde":
-        assert 4 <= sum(key in row for row in rows) <= 12
-    for pair in itertools.combinations("abcde", 2):
-        assert len({tuple(key in row for key in pair) for row in rows}) >= 3
-
-
-def test_few_switches():
-    """There are fewer switches than in the same rows in random order."""
-    rng = np.random.default_rng(0)
-    rows = live_rows(mixed_space(), None, NONE, 16, rng)
-    shuffled = np.mean([switches([rows[at] for at in rng.permutation(16)]) for _ in range(50)])
-    assert switches(rows) < 0.9 * shuffled
-
-
-def switches(rows):
-    return sum(len(a ^ b) for a, b in itertools.pairwise(rows))
-
-
 def test_settled_levers_are_not_varied():
     """Clear winners stay on and clear losers stay off; unmeasured levers are varied."""
     rng, effects = (

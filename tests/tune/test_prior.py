@@ -20,14 +20,12 @@ from flatout.tune.prior import (
     ANY_VALUE,
     CPU,
     CPU_BF16,
-    CUDA,
     NEUTRAL,
     OTHER_PROCESSOR,
     TABLE_FILE,
     Prior,
     clearest,
     committed_entries,
-    device_kind,
     kinds_of,
     priors,
     value_key,
@@ -113,20 +111,6 @@ def test_records_of_the_other_kind_of_cpu_count_with_a_wider_spread_where_they_s
 def test_records_of_a_cpu_do_not_apply_to_a_gpu():
     assert priors(CPU_FACTS, {"device": "cpu"}, {})("malloc", "tcmalloc").n > 0
     assert priors(GPU_FACTS, {"device": "cuda"}, {})("malloc", "tcmalloc") == NEUTRAL
-
-
-@pytest.mark.parametrize(
-    ("facts", "device", "expected"),
-    [
-        (CPU_FACTS, None, CPU),
-        (BF16_FACTS, None, CPU_BF16),
-        (GPU_FACTS, None, CUDA),
-        (GPU_FACTS, "cpu", CPU),
-        (GPU_FACTS, "cuda", CUDA),
-    ],
-)
-def test_the_device_is_where_the_program_trains(facts, device, expected):
-    assert device_kind(facts, device) == expected
 
 
 @pytest.mark.parametrize(
