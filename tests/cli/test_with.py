@@ -14,31 +14,6 @@ from flatout.schema.plan import as_option
 
 pytestmark = pytest.mark.timeout(150)
 
-LEARNS = """
-import os, sys, torch
-from torch import nn
-torch.manual_seed(0)
-loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(96, 8), torch.arange(96) % 3), batch_size=16, shuffle=True)
-model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-
-def step(x, y):
-    optimizer.zero_grad()
-    nn.functional.cross_entropy(model(x), y).backward()
-    optimizer.step()
-
-for epoch in range(3):
-    for x, y in loader:
-        step(x, y)
-    print("loss", len(x), flush=True)
-rank = os.environ.get("FLATOUT_RANK")
-print("sum", sum(p.double().sum().item() for p in model.state_dict().values()).hex(), file=sys.stderr)
-if rank == os.environ.get("MORE"):  # one rank decides to go on
-    for x, y in loader:
-        step(x, y)
-print("done")
-"""
-
 
 @pytest.mark.processes
 def test_it_is_a_choice_of_this_run(flatout):
@@ -64,45 +39,6 @@ def test_it_is_a_choice_of_this_run(flatout):
     assert done.out.splitlines() == [
         "[('gc_pause', True, 'file'), ('comm_compression', 'bf16', 'user'), ('threads', 1, 'user')]"
     ]
-
-
-@pytest.mark.full
-@pytest.mark.processes
-def test_by_name_with_ranks(flatout, script):
-    """Ranks that step by themselves, an option of data_parallel in the text, levers by name only, and a rank
-    that loses the others.
-    """
-    script(LEARNS)
-    words = [
-        "run",
-        "--procs",
-        "2",
-        "--with",
-        'data_parallel={reduction = "mean"}',
-        "--with",
-        "comm_compression",
-        "--with",
-        "local_sgd={every = 4}",
-        "--with",
-        "fused_optimizer",
-        "--with",
-        "loader",
-        "python",
-        "train.py",
-    ]
-    ranks = flatout(*words)
-    assert ranks.code == 0, ranks.err
-    assert "rehearsing" not in ranks.err
-    assert "local_sgd(every=4), comm_compression=bf16, fused_optimizer=" in ranks.err
-    assert "left out" not in ranks.err  # a lever of the plan for loaders would be
-    assert "each rank reads the loss of its own share" in ranks.err
-    assert ranks.out.endswith("done\n")
-    assert len(re.findall(r"^sum ", ranks.err, re.MULTILINE)) == 1
-
-    lost = flatout(*words, env={"MORE": "1"})
-    assert lost.code != 0
-    assert "the ranks did different numbers of steps (rank 0 18 and has ended, rank 1 22)" in lost.err
-    assert lost.left == []
 
 
 @pytest.mark.parametrize(

@@ -441,15 +441,6 @@ def a_worker_that_is_killed(well):
     )
 
 
-@program("FE043", apart=True)
-def a_worker_without_shared_memory(well):
-    return list(
-        DataLoader(
-            Rows(lambda at: dies(at, lambda: os.kill(os.getpid(), signal.SIGBUS), well)), num_workers=1
-        )
-    )
-
-
 @program("FE072", "[3]", "[4]")
 def samples_of_other_sizes(well):
     return list(DataLoader(Rows(lambda at: torch.ones(3 if well else 3 + at)), batch_size=4))
@@ -737,20 +728,6 @@ def no_compiler(well):
         return x.sin() + 1
 
     return step(torch.ones(3))
-
-
-@program("FE104", "missing_by_design")
-def a_symbol_that_is_not_there(well):
-    import ctypes
-
-    with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder) / "ext.c", Path(folder) / "_C.so"
-        source.write_text(
-            "int _ZN3c10missing_by_designEv(void);\nint f(void) { return _ZN3c10missing_by_designEv(); }\n"
-            + ("int _ZN3c10missing_by_designEv(void) { return 0; }\n" if well else "")
-        )
-        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
-        ctypes.CDLL(str(library), os.RTLD_NOW)
 
 
 # -- running them -------------------------------------------------------------------------------------------------

@@ -221,13 +221,6 @@ FAULTS = [
         "/home/ada/other/bin/python -m pip install flatout",
     ),
     (
-        "FD002",
-        "note",
-        set_python(prefix="/usr"),
-        "no virtual environment",
-        "python3 -m venv .venv && . .venv/bin/activate",
-    ),
-    (
         "FD003",
         "problem",
         lambda s: s.folders.__setitem__(".", ["torch.py"]),
@@ -445,7 +438,6 @@ FAULTS = [
     ),
     # the GPUs
     ("FD030", "warning", gpu({"used": 31000, "processes": PROCESS}), "by python (4242)", "ps -o"),
-    ("FD030", "warning", gpu({"used": 31000}), "not shown here", "fuser"),
     (
         "FD030",
         "note",
@@ -454,7 +446,6 @@ FAULTS = [
         "multi-user",
     ),
     # compilers and the system
-    ("FD040", "warning", run("c++", there=False), "torch.compile does not work", "apt-get install g++"),
     (
         "FD040",
         "warning",
@@ -466,7 +457,6 @@ FAULTS = [
     ("FD050", "problem", set_python(libc=["glibc", "2.17"]), "the last torch for it is 2.6", "docker run"),
     ("FD050", "warning", set_python(libc=["", ""]), "musl", "docker run"),
     # the processor
-    ("FD060", "warning", docker, "torch uses 16 threads and gets 2 cores", "export OMP_NUM_THREADS=2"),
     (
         "FD060",
         "ok",
@@ -496,7 +486,6 @@ FAULTS = [
         "not a number of threads",
         "unset MKL_NUM_THREADS",
     ),
-    ("FD064", "note", variables(OMP_NUM_THREADS="1"), "one thread", "flatout tune"),
     (
         "FD066",
         "warning",
@@ -534,7 +523,6 @@ FAULTS = [
         "limited to 8 GiB",
         "ulimit -v unlimited",
     ),
-    ("FD090", "problem", disk("working folder", GIB // 4), "256 MiB left", "du -xh"),
     ("FD090", "problem", disk("working folder", 90 * GIB, free_files=3), "inodes", "du -xh"),
     ("FD090", "problem", disk("working folder", 90 * GIB, writable=False), "cannot be written", "du -xh"),
     ("FD090", "warning", disk("working folder", 4 * GIB), "4 GiB of 900 GiB left", "du -xh"),
@@ -560,10 +548,7 @@ FAULTS = [
         "unset CUDA_LAUNCH_BLOCKING",
     ),
     ("FD100", "ok", variables(CUDA_LAUNCH_BLOCKING="0"), "", ""),
-    ("FD100", "note", variables(TORCH_USE_CUDA_DSA="1"), "TORCH_USE_CUDA_DSA=1", "unset TORCH_USE_CUDA_DSA"),
     ("FD100", "warning", variables(PYTHONDEVMODE="1"), "slows every line", "unset PYTHONDEVMODE"),
-    ("FD100", "note", variables(PYTHONHASHSEED="0"), "PYTHONHASHSEED=0", "unset PYTHONHASHSEED"),
-    ("FD100", "warning", variables(NCCL_P2P_DISABLE="1"), "slower path", "unset NCCL_P2P_DISABLE"),
     ("FD100", "warning", variables(NVIDIA_TF32_OVERRIDE="0"), "Tensor Cores", "unset NVIDIA_TF32_OVERRIDE"),
 ]
 

@@ -121,7 +121,6 @@ model = {model}
 FORMS = {
     ("FL101", UNIT): {
         "the norm in a unit's step": "self.last = float(norm)  # <-",
-        "a norm that stays": "self.last = norm",
         "a log that returns early": "self.log(state.step, loss)",
     },
     ("FL101", VALIDATES): {
@@ -148,10 +147,6 @@ FORMS = {
             "inner": "kept.mul_(rate).add_(weight, alpha=1 - rate)  # <-",
         },
         "an average by assignment": "kept.data = kept.data * self.decay + weights[name].data * (1.0 - self.decay)  # <-",
-        "an average in one operation": {
-            "line": "kept.lerp_(weights[name], 1 - self.decay)",
-            "inner": "kept.lerp_(weight, 1 - rate)",
-        },
     },
     ("FL123", COMPILED): {
         "a read below a compiled model": {
@@ -160,7 +155,6 @@ FORMS = {
             "model": "torch.compile(Net())",
         },
         "a compiled model without reads": {"model": "torch.compile(Net())"},
-        "a read without compiling": {"read": ".item()", "model": "Net()"},
     },
 }
 

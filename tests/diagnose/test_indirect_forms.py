@@ -194,7 +194,6 @@ FORMS = {
     ("FL101", READS): {
         "a read in a fixed arm": "if self.args.log: self.total += loss.item()  # <-",
         "a read for debugging": "if self.args.debug: self.total += loss.item()",
-        "a total on the device": "self.total += loss.detach()",
     },
     ("FL109", GIVEN): {
         "a copy that blocks": "x = x.to(device)  # <-",
@@ -210,7 +209,6 @@ FORMS = {
     },
     ("FL101", LOSS): {
         "a test in a loss": "return error.sum() / mask.sum() if mask.sum() > 0 else error.sum()  # <-",
-        "a clamp in a loss": "return error.sum() / mask.sum().clamp(min=1)",
     },
     ("FL206", CYCLED): {
         "a cycle over a loader": "batches = cycle(DataLoader(torch.randn(64, 4), batch_size=8))  # <-",
@@ -218,7 +216,6 @@ FORMS = {
     },
     ("FL111", CONVERTS): {
         "a function that converts": "return torch.as_tensor(array).to(device)  # <-",
-        "one that makes it there": "return torch.as_tensor(array, device=device)",
     },
 }
 

@@ -122,7 +122,6 @@ class Trainer:
 """
 IN_MODE = {
     "a mode": ("self.model.train()", "pass", "self.model.train(False)"),
-    "a mode of a variable": ("self.model.train(epoch > 0)", "pass", "pass"),
     "a hook": ("self.model.train()", "self.hooks.on_validation(self)", "pass"),
 }
 MARK = "  # <-"
@@ -143,7 +142,6 @@ FROZEN = {
     "a comprehension": ("p", "[each for each in resnet.modules() if isinstance(each, nn.BatchNorm2d)]"),
 }
 THAWED = {
-    "parameters in a list": ("p", "list(resnet.parameters())[:-2]"),
     "weights": ("p", "[resnet.fc.weight, *(q for m in net for q in m.parameters())]"),
     "a list of parameters": ("p", "nn.ParameterList([nn.Parameter(torch.zeros(2))])"),
 }

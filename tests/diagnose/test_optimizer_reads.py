@@ -36,11 +36,9 @@ class Own(torch.optim.Optimizer):
 """
 FETCHED = {
     "a sum": "self.total += first.abs().sum().item()",
-    "a conversion": "self.total += float(grad.norm())",
     "a condition": "if grad.norm() > group['limit']: grad.div_(2)",
 }
 NOT_FETCHED = {
-    "a count on the host": "self.total += state['step'].item()",
     "a sum on the device": "self.total = self.total + first.abs().sum()",
     "now and then": "if state['n'] % 100 == 0: self.total = grad.norm().item()",
     "an error": "if grad.is_sparse: raise ValueError(grad.norm().item())",

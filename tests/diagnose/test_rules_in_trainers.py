@@ -189,10 +189,6 @@ def fit(model, file, warm):
 FORMS = {
     ("FL016", INSIDE_THE_EPOCH): {
         "FL016 through a callback": {"mark": "  # <-"},
-        "FL016: the callback restores what was": {
-            "before": "was = self.model.training",
-            "after": "self.model.train(was)",
-        },
         "FL016: the evaluation ends the epoch": {"end": "break"},
     },
     ("FL015", BACK): {
@@ -236,10 +232,6 @@ def fit(model, optimizer, criterion=functools.partial(F.cross_entropy, label_smo
 """,
     },
     ("FL004", LIGHTNING): {
-        "FL004 in Lightning": {
-            "early": "optimizer.zero_grad()  # <-",
-            "test": "(batch_idx + 1) % self.every == 0:",
-        },
         "FL004 in Lightning: as it is meant": {"test": "(batch_idx + 1) % self.every == 0:"},
     },
     ("FL040", LIGHTNING): {
@@ -250,7 +242,6 @@ def fit(model, optimizer, criterion=functools.partial(F.cross_entropy, label_smo
         "FL007 in Ignite: as it is meant": {"clip": "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"},
     },
     ("FL040", WINDOW): {
-        "FL040 through a method": {"test": "at % self.every == 0:  # <-"},
         "FL040 of a counter": {"test": "not self.count % self.every:  # <-", "after": "self.count += 1"},
         "FL040 of an index from 1": {"start": ", 1", "test": "(at + 1) % self.every == 0:  # <-"},
         "FL040: an index from 1": {"start": ", start=1", "test": "at % self.every == 0:"},
@@ -259,9 +250,6 @@ def fit(model, optimizer, criterion=functools.partial(F.cross_entropy, label_smo
         "FL041 in __init__": {
             "first": "self.load(file)\n        self.optimizer = self.build()",
             "mark": "  # <-",
-        },
-        "FL041: loaded after it is made": {
-            "second": "self.optimizer = self.build()\n        self.load('last.pt')"
         },
         "FL041: made only if there is none": {
             "second": "if self.optimizer is None:\n            self.optimizer = self.build()"

@@ -185,7 +185,6 @@ def train(epoch):
     },
     ("FL004", APART): {
         "FL004 in a method apart from the step": {"early": "self.optimizer.zero_grad()  # <-"},
-        "the method that steps clears": {"late": "self.optimizer.zero_grad()"},
     },
     ("FL116", LAUNCHED): {
         "FL116 through an Accelerator": {"context": "contextlib.nullcontext()", "mark": "  # <-"},
@@ -253,9 +252,6 @@ for _ in range(100):
         "FL038 of a loss that says what it ignores": {
             "loss": 'self.loss_fn(self.model(batch["tokens"]), labels.masked_fill(labels == self.pad_id, self.loss_fn.ignore_index))',
             "mark": "  # <-",
-        },
-        "a sum over tokens": {
-            "loss": 'F.cross_entropy(self.model(batch["tokens"]), labels, ignore_index=self.pad_id, reduction="sum")'
         },
     },
     ("FL038", TEXT): {

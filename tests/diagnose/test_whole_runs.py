@@ -113,13 +113,9 @@ def fit(model, loader, stats: Stats):
 """
 KEEPS = {
     "a container as an argument": {"inside": 'stats["loss"] = loss', "set": "  # <-"},
-    "a container that detaches": {"inside": 'stats["loss"] = loss', "detach": ".detach()"},
     "a meter as an argument": {"inside": "stats.update(loss, len(x))", "updated": "  # <-"},
-    "a meter in a function": {"function": "log(stats, loss)", "updated": "  # <-"},
     "an entry of the step": {"line": 'losses["last"] = loss'},
     "a pair": {"line": "history.append((step, loss))  # <-"},
-    "a record": {"line": 'history.append({"step": step, "loss": loss})  # <-'},
-    "a record of numbers": {"line": 'history.append({"step": step, "loss": loss.item()})'},
 }
 MODES = """
 class Net(nn.Module):
@@ -159,7 +155,6 @@ def fine_tune(build, batches):
 AWAKE = {
     "a model by from_pretrained": {"model": 'AutoModel.from_pretrained("gpt2")', "mark": "  # <-"},
     "a part by from_pretrained": {"model": "Net()", "mark": "  # <-"},
-    "a model after eval": {"before": "model.eval()", "mark": "  # <-"},
     "a model in training mode": {},
 }
 SCHEDULE = """
@@ -179,8 +174,6 @@ def train(args, model, optimizer, loader):
 PREPARED = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 LENGTHS = {
     "a schedule before prepare": {"mark": "  # <-"},
-    "a length that is divided": {"length": "len(loader) // accelerator.num_processes"},
-    "a schedule of one process": {"total": "args.steps"},
 }
 SAMPLES = """
 class Samples(Dataset):
@@ -209,7 +202,6 @@ ONE_SAMPLE = {
     "a row of a file": "at, row = divmod(index, 9); return np.load(self.rows[at])[row]  # <-",
     "a volume of slices": 'item = self.rows[index]; return nib.load(item["file"]).get_fdata()[..., item["z"]]  # <-',
     "an array of a file": 'return self.file["x"][:][index]  # <-',
-    "a file for each sample": "return np.load(self.rows[index])",
     "a part of a sample": "x = np.load(self.rows[index]); at = len(x) // 2; return x[at : at + self.size]",
     "a mask of a sample": "path, which = self.rows[index]; mask = np.load(path); return mask[mask == which]",
     "a file that is mapped": 'path, row = self.rows[index]; return np.load(path, mmap_mode="r")[row]',
@@ -264,7 +256,6 @@ FORMS = {
     },
     ("FL044", RESUMES): {
         "a trainer that resumes": {"mark": "  # <-"},
-        "a trainer that loads all": {"more": "self.opt.load_state_dict(state['opt'])"},
         "a trainer of parts": {"more": "for name in state: getattr(self, name).load_state_dict(state[name])"},
     },
     ("FL045", TEXT): {
@@ -285,9 +276,7 @@ FORMS = {
         "a sample through a method": "path, row = self.rows[index]; return self.read(path), row",
     },
     ("FL042", WINDOW): {
-        "an index of the epoch": {"mark": "  # <-"},
         "a counter of the run": {"start": "k = 0", "count": "k += 1", "test": "k % n == 0"},
-        "the last batch": {"test": "(i + 1) % n == 0 or i + 1 == len(loader)"},
         "cleared for each epoch": {"before": "optimizer.zero_grad()"},
         "a loader without end": {"loader": "itertools.cycle(loader)"},
     },

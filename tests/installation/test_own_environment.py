@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -102,19 +101,6 @@ def test_it_tunes_and_runs_with_the_same_bits(train, own, tmp_path):
         assert "flatout run --" in run.stderr
         assert "Traceback" not in run.stderr
         assert "could not" not in run.stderr
-
-
-def test_a_killed_run_is_resumed_to_the_same_bits(train, own):
-    plain = train(epochs=200)
-    first = train(own, "run", "--resume", epochs=200, until="0x")  # killed after its first loss
-    assert first.returncode == -signal.SIGTERM
-    second = train(own, "run", "--resume", epochs=200)
-    assert second.returncode == 0, second.stderr
-    assert "replaying the program up to step" in second.stderr
-    seen = len(first.stdout.splitlines())
-    assert [*first.stdout.splitlines(), *second.stdout.splitlines()[-(80 - seen + 1) :]][
-        :81
-    ] == plain.stdout.splitlines()
 
 
 def test_its_doctor_checks_the_programs_python(own, program, tmp_path):

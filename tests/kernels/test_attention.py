@@ -90,21 +90,6 @@ def bloom(q, k, v):
     return torch.bmm(F.dropout(weights, 0.0).view(B * H, T, S), v).view(B, H, T, D).transpose(1, 2)
 
 
-def neox(q, k, v):
-    q, k, v = (each.transpose(1, 2).reshape(B * H, -1, D) for each in (q, k, v))
-    scores = torch.baddbmm(torch.zeros(B * H, T, S), q, k.transpose(1, 2), beta=0.0, alpha=D**-0.5).view(
-        B, H, T, S
-    )
-    weights = torch.softmax(scores + BIAS, -1)
-    return torch.matmul(weights, v.view(B, H, S, D)).transpose(1, 2)
-
-
-def einsum_heads_third(q, k, v):
-    energy = torch.einsum("nqhd,nkhd->nhqk", [q, k])
-    energy = energy.masked_fill(KEPT == 0, float("-1e20"))
-    return torch.einsum("nhql,nlhd->nqhd", [torch.softmax(energy, dim=3), v])
-
-
 def einsum_spaces(q, k, v):
     q, k, v = split(q, k, v)
     sim = torch.einsum("b h i d, b h j d -> b h i j", q, k) * D**-0.5
@@ -154,8 +139,6 @@ WAYS = {
         gpt2,
         fairseq,
         bloom,
-        neox,
-        einsum_heads_third,
         einsum_spaces,
         einsum_dots,
         windows,

@@ -300,60 +300,6 @@ def test_asking_moves_no_generator_and_touches_no_data_set(seen, name):
     assert vars(dataset) == own
 
 
-class Stream(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        return iter([fixed_one(image) for image in pil_images()])
-
-
-fixed_one = v1.ToTensor()
-
-
-@pytest.mark.parametrize(
-    ("name", "make", "arguments", "says"),
-    [
-        ("batched_transforms", lambda: Images(fixed()), {"batch_size": None}, "makes its batches itself"),
-        ("cached_prefix", lambda: Images(fixed()), {"batch_size": None}, "makes its batches itself"),
-        ("cached_prefix", Stream, {}, "IterableDataset"),
-        (
-            "batched_transforms",
-            lambda: [(torch.ones(2), 1)] * 20,
-            {},
-            "calls no transform object of torchvision",
-        ),
-        (
-            "batched_transforms",
-            lambda: Images(lambda image: v1.functional.to_tensor(image)),
-            {},
-            "functional calls are not followed",
-        ),
-        (
-            "batched_transforms",
-            lambda: Images(lambda image: v1.Compose([v1.ToTensor()])(image)),
-            {},
-            "recreates its transforms for each sample",
-        ),
-        (
-            "batched_transforms",
-            lambda: Images(lambda image: fixed_one(image) * 2),
-            {},
-            "looks at the images that ToTensor returns",
-        ),
-        (
-            "batched_transforms",
-            lambda: Images(v1.Compose([v1.ToTensor(), v1.RandomPerspective(0.4)])),
-            {},
-            "RandomPerspective",
-        ),
-        ("cached_prefix", lambda: Drawing(augmented()), {}, "draws random numbers"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_why_it_is_not_offered(seen, name, make, arguments, says):
-    answer = LEVER[name].applies(FACTS, seen(make(), **arguments))
-    assert says in answer.reason
-    assert len(answer.reason.split()) >= 4
-
-
 def test_offered_values(seen):
     images = pil_images(24, 64, 64)
     answer = LEVER["batched_transforms"].applies(FACTS, seen(Images(augmented(), images)))

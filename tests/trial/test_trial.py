@@ -316,36 +316,3 @@ def test_a_timeout_keeps_the_steps_there_were(measure, script, by_hand):
     assert 5 < record["steps"] < 100000
     assert len(record["losses"]) >= record["steps"]
     assert f"measured only {record['steps']} of 100000 steps within --timeout" in done.err
-
-
-@pytest.mark.full
-def test_a_perturbed_program_starts_like_the_plain_one_and_diverges_after_the_first_step(
-    flatout, script, by_hand, tmp_path, monkeypatch
-):
-    from flatout.job.folder import TrialFolder
-    from flatout.launch.command import understand
-    from flatout.measure.clock import seconds
-    from flatout.probe.machine import look
-    from flatout.schema.plan import Plan
-    from flatout.trial.parent import Trial
-    from flatout.trial.parent import measure as run
-    from flatout.trial.spec import TrialOptions
-
-    script(by_hand)
-    monkeypatch.chdir(flatout.folder)
-    losses = []
-    for at, perturbation in enumerate((0.0, 2.0**-21, 2.0**-21)):
-        (tmp_path / str(at)).mkdir()
-        with Trial(
-            understand(("python", "train.py")),
-            TrialFolder(tmp_path / str(at)),
-            Plan(),
-            look(),
-            TrialOptions(perturbation=perturbation),
-        ) as trial:
-            losses.append([float.fromhex(x) for x in run(trial, 4, seconds() + 60).losses[:8]])
-    plain, perturbed, again = losses
-    assert perturbed == again
-    assert perturbed[0] == plain[0]
-    assert perturbed != plain
-    assert all(abs(a - b) < 1e-3 * abs(b) for a, b in zip(perturbed, plain, strict=True))
