@@ -93,6 +93,7 @@ def test_kinds_of_values(flatout, config, script):
         ),
         ('[tool.flatout]\nbudgt = "3m"', "[tool.flatout] has the unknown key 'budgt'; did you mean budget?"),
         ("[tool.flatout.levers]\njson = 'ja'", "[tool.flatout.levers] json: 'ja' is not a valid boolean"),
+        ("[tool]\nflatout = 3", "tool.flatout is not a table"),
         ("[tool.flatout", "cannot be read"),
     ],
 )

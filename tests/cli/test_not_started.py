@@ -119,6 +119,7 @@ def test_run_takes_a_script_from_a_pipe(flatout):
 
         ("profile --budget 1s python train.py", 2, "cannot measure"),
 
+        ("profile --memory --trace t python train.py", 2, "no trace"),
         ("batch --sizes 8,none python train.py", 2, "list of batch sizes"),
         ("batch --memory-limit eight python train.py", 2, "amount of memory"),
 
