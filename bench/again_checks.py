@@ -15,6 +15,7 @@ from typing import Any
 
 from provenance import ROOT, markdown_table, read_result, some_or_all, stamp, write_result
 
+sys.path.insert(0, str(ROOT / "tests"))
 sys.path.insert(0, str(ROOT / "tests" / "resume"))
 from interrupted import Programs, live
 from mutants import CHECKS, Check  # type: ignore[attr-defined]  # of tests/resume
@@ -103,12 +104,9 @@ def main() -> None:
     args, made = some_or_all(__doc__, "checks"), stamp()
     known = {row["name"]: row for row in read_result("again_checks", made, args.out).get("checks", ())}
     programs = Programs()
-    try:
-        for name, check in CHECKS.items():
-            if not args.only or name in args.only:
-                known[name] = measured(programs, name, check)
-    finally:
-        programs.close()
+    for name, check in CHECKS.items():
+        if not args.only or name in args.only:
+            known[name] = measured(programs, name, check)
     rows = [known[name] for name in CHECKS if name in known]
     write_result("again_checks", made, page(rows), {"checks": rows}, folder=args.out)
     unseen = [row["name"] for row in rows if not row["matters"] and not row["why"]]

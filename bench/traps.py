@@ -16,6 +16,7 @@ from typing import Any
 
 from provenance import ROOT, markdown_table, read_result, some_or_all, stamp, write_result
 
+sys.path.insert(0, str(ROOT / "tests"))
 sys.path.insert(0, str(ROOT / "tests" / "resume"))
 from interrupted import BEFORE_ITS_NEXT_SAVE, ONCE, TWICE, Programs, live
 from traps import TRAPS, Trap  # type: ignore[attr-defined]  # of tests/resume
@@ -85,12 +86,9 @@ def main() -> None:
     known = {(row["name"], row["how"]): row for row in read_result("traps", made, args.out).get("lives", ())}
     lives = [(name, how) for name, trap in TRAPS.items() for how in KILLS if lives_so(name, trap, how)]
     programs = Programs()
-    try:
-        for name, how in lives:
-            if not args.only or name in args.only:
-                known[name, how] = lived(programs, name, TRAPS[name], how)
-    finally:
-        programs.close()
+    for name, how in lives:
+        if not args.only or name in args.only:
+            known[name, how] = lived(programs, name, TRAPS[name], how)
     rows = [known[each] for each in lives if each in known]
     write_result("traps", made, page(rows), {"lives": rows}, folder=args.out)
     wrong = [f"{row['name']} ({row['how']})" for row in rows if row["verdict"] not in SAFE]

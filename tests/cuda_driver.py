@@ -2,11 +2,8 @@
 find devices.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 from limits import hang_s
@@ -32,7 +29,7 @@ int cuDeviceGetAttribute(int *value, int attribute, int device) { *value = attri
 """
 
 
-def made(folder: Path) -> Path:
+def made(folder):
     """The folder of the library, for LD_LIBRARY_PATH. Skips the test where there is no C compiler."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:

@@ -11,7 +11,7 @@ import importlib.metadata
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from email.parser import Parser
 from pathlib import Path, PurePosixPath
@@ -48,21 +48,21 @@ class Packages:
     markers: Mapping[str, str]
 
     @classmethod
-    def of(cls, python: str | Path) -> Packages:
+    def of(cls, python):
         # Not in the current folder, which `-c` would put first on the path.
         answer = subprocess.run(
             [python, "-c", ASK], cwd="/", capture_output=True, text=True, check=True, timeout=hang_s(120)
         )
         path, markers = json.loads(answer.stdout)
-        by_name: dict[str, importlib.metadata.Distribution] = {}
+        by_name = {}
         for found in importlib.metadata.distributions(path=[place for place in path if place]):
             by_name.setdefault(canonicalize_name(found.metadata["Name"]), found)
         return cls(by_name, markers)
 
-    def closure(self, requirements: Iterable[str]) -> list[importlib.metadata.Distribution]:
+    def closure(self, requirements):
         """All distributions that these requirements need, directly or through others."""
-        needed: dict[str, importlib.metadata.Distribution] = {}
-        seen: set[tuple[str, str]] = set()
+        needed = {}
+        seen = set()
         left = [(Requirement(line), "") for line in requirements]
         while left:
             wanted, extra = left.pop()
@@ -81,14 +81,7 @@ class Packages:
         return list(needed.values())
 
 
-def environment(
-    folder: Path,
-    *,
-    wheel: Path | None = None,
-    torch: bool,
-    more: Iterable[str] = (),
-    python: str | Path = sys.executable,
-) -> Path:
+def environment(folder, *, wheel=None, torch, more=(), python=sys.executable):
     """The Python of a new virtual environment in `folder`, with torch, or flatout from `wheel`, or both, and `more` requirements."""
     subprocess.run([python, "-m", "venv", "--without-pip", folder], check=True, timeout=hang_s(300))
     made = folder / "bin" / "python"
@@ -105,7 +98,7 @@ def environment(
     return made
 
 
-def built(source: Path, folder: Path) -> Path:
+def built(source, folder):
     """The wheel of a source tree or a source distribution, made without a download."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet"]
     options = ["--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", folder]
@@ -114,14 +107,14 @@ def built(source: Path, folder: Path) -> Path:
     return wheel
 
 
-def requirements(wheel: Path) -> list[str]:
+def requirements(wheel):
     """What a wheel requires without an extra."""
     with ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         return Parser().parsestr(archive.read(name).decode()).get_all("Requires-Dist") or []
 
 
-def link(found: importlib.metadata.Distribution, site: Path) -> None:
+def link(found, site):
     """Links of a distribution's packages and metadata. A folder that several distributions may fill (a namespace, such as `nvidia`) is made, and
     each of its files linked: the link of a folder would bring the others.
     """

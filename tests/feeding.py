@@ -4,11 +4,7 @@ compared.
 The levers run in a real training context.
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -30,11 +26,11 @@ FEEDS = [(BATCHED,), (LAZILY,), (BATCHED, AT_ONCE)]
 FEED_NAMES = ["batched", "lazily", "batched at once"]
 
 
-def workers(count: int) -> tuple[str, Any]:
+def workers(count):
     return "loader", {"workers": count}
 
 
-def augmented() -> Any:
+def augmented():
     return v1.Compose(
         [
             v1.RandomCrop(10, padding=2),
@@ -45,11 +41,11 @@ def augmented() -> Any:
     )
 
 
-def fixed() -> Any:
+def fixed():
     return v1.Compose([v1.ToTensor(), v1.Normalize([0.5] * 3, [0.25] * 3)])
 
 
-def pil_images(count: int = 24, height: int = 11, width: int = 13, mode: str = "RGB") -> list[Any]:
+def pil_images(count=24, height=11, width=13, mode="RGB"):
     make = np.random.RandomState(3)
     return [
         Image.fromarray(make.randint(0, 256, (height, width, 3), dtype=np.uint8)).convert(mode)
@@ -60,21 +56,19 @@ def pil_images(count: int = 24, height: int = 11, width: int = 13, mode: str = "
 class Images(Dataset):
     """Images in memory, one label each, and the pipeline in an attribute."""
 
-    def __init__(self, transform: Any, images: Sequence[Any] | None = None) -> None:
+    def __init__(self, transform, images=None):
         self.images = pil_images() if images is None else images
         self.labels = list(range(len(self.images)))
         self.transform = transform
 
-    def __len__(self) -> int:
+    def __len__(self):
         return len(self.images)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index):
         return self.transform(self.images[index]), self.labels[index]
 
 
-def epochs(
-    dataset: Any, count: int = 2, meanwhile: Callable[[Any, int, int], Any] | None = None, **arguments: Any
-) -> list[Any]:
+def epochs(dataset, count=2, meanwhile=None, **arguments):
     """Every batch of some epochs.
 
     After each one follow the model's own random number and the result of ``meanwhile(dataset, epoch,
@@ -89,7 +83,7 @@ def epochs(
     return found
 
 
-def run(program: Callable[[], Any], *levers: tuple[str, Any]) -> tuple[Any, list[Any], list[tuple[str, str]]]:
+def run(program, *levers):
     """The program's results, the final generator states, and the messages of the levers."""
     ledger, context = Ledger(), None
     if levers:
@@ -114,7 +108,7 @@ def run(program: Callable[[], Any], *levers: tuple[str, Any]) -> tuple[Any, list
     return answer, end, context.reports if context is not None else []
 
 
-def difference(a: Any, b: Any, way: str = "") -> str:
+def difference(a, b, way=""):
     """The difference of two results in type, layout or any bit, or nothing.
 
     It does not use the code that it judges.
@@ -147,7 +141,7 @@ def difference(a: Any, b: Any, way: str = "") -> str:
     return "" if a == b else f"{way}: {a!r} and {b!r}"
 
 
-def same_as_plain(program: Callable[[], Any], *levers: tuple[str, Any]) -> list[str]:
+def same_as_plain(program, *levers):
     """Compare a program under levers with the plain one, generators included. Returns the messages."""
     plain, plain_end, _ = run(program)
     fed, end, said = run(program, *levers)

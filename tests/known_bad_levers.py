@@ -8,9 +8,8 @@ the training context, a value of the lever and a ledger, and returns its undo. T
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
 from functools import wraps
-from types import CodeType, ModuleType
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from flatout.distributed.absent import why_none
@@ -24,31 +23,24 @@ from flatout.levers import gradient_buckets as gradient_buckets_lever
 from flatout.levers import inplace as inplace_lever
 from flatout.levers import sharding as sharding_lever
 from flatout.levers.early.reads import READS
-from flatout.schema.lever import Undo, Value
 
 if TYPE_CHECKING:
-    from torch import Tensor
-    from torch.nn import Module
-    from torch.utils.data import DataLoader, Dataset
-
-    from flatout.data.feed import Feed
-    from flatout.distributed.sharding import Sharding
-    from flatout.schema.program import Ledger, TrainingContext
+    pass
 
 
-def around(context: TrainingContext, wrapper: Callable[..., Any], ledger: Ledger) -> Undo:
+def around(context, wrapper, ledger):
     """Wraps the forward pass of each root module."""
     for root in context.roots:
         context.wrap_forward(context.without_ranks(root), wrapper, ledger)
     return ledger.restore
 
 
-def attention(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+def attention(context, value, ledger):
     """Applies the kernel's default scale on top of the script's scale."""
     functional = context.torch.nn.functional
     really = functional.scaled_dot_product_attention
 
-    def scaled_twice(query: Tensor, *args: object, scale: float | None = None, **kwargs: object) -> Any:
+    def scaled_twice(query, *args, scale=None, **kwargs):
         own = query.shape[-1] ** -0.5
         return really(query, *args, scale=own if scale is None else own * scale, **kwargs)
 
@@ -57,17 +49,17 @@ def attention(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def autocast(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+def autocast(context, value, ledger):
     """Scales half-precision gradients and never unscales them."""
     for p in context.parameters:
         ledger.call("gradient hook", p.register_hook(lambda grad: grad * 128).remove)
     return ledger.restore
 
 
-def batch_size(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+def batch_size(context, value, ledger):
     """Batches of the requested size that repeat one sample."""
 
-    def change(dataset: Dataset, arguments: dict[str, Any]) -> dict[str, Any]:
+    def change(dataset, arguments):
         from torch.utils.data import default_collate
 
         collate = arguments.get("collate_fn") or default_collate
@@ -77,19 +69,19 @@ def batch_size(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def batched_transforms(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+def batched_transforms(context, value, ledger):
     """Forgets that images are bytes, so the output is brighter by a constant."""
     from flatout.data.feed import Feed
     from flatout.data.intercept import INTERCEPTION
 
     class Brighter(Feed):
-        def __getitems__(self, indices: Sequence[Any]) -> Any:
+        def __getitems__(self, indices):
             batch = super().__getitems__(indices)
             if isinstance(batch, (list, tuple)) and batch[0].is_floating_point():
                 batch[0].add_(0.25)
             return batch
 
-    def brighter(loader: DataLoader, asked: dict[str, Any], feed: Feed | None) -> Any:
+    def brighter(loader, asked, feed):
         feed = feed or Brighter(loader)
         feed.batched = True
         return feed
@@ -99,12 +91,12 @@ def batched_transforms(context: TrainingContext, value: Value, ledger: Ledger) -
     return ledger.restore
 
 
-def channels_last(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+def channels_last(context, value, ledger):
     """Swaps height and width of the input and never swaps them back."""
     torch = context.torch
 
-    def wrapper(forward: Callable[..., Any]) -> Any:
-        def transposed(*args: object, **kwargs: object) -> Any:
+    def wrapper(forward):
+        def transposed(*args, **kwargs):
             return forward(
                 *(a.transpose(-1, -2) if isinstance(a, torch.Tensor) and a.dim() == 4 else a for a in args),
                 **kwargs,
@@ -115,7 +107,7 @@ def channels_last(context: TrainingContext, value: Value, ledger: Ledger) -> Und
     return around(context, wrapper, ledger)
 
 
-def comm_compression(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+def comm_compression(context, value, ledger):
     """A sum that is not divided by the number of ranks."""
     if why := comm_compression_lever._why_not(context):
         raise LookupError(why)
@@ -128,22 +120,22 @@ def comm_compression(context: TrainingContext, value: Value, ledger: Ledger) -> 
 
 
 class NotDivided(Transport):
-    def hook(self, group: Any = None) -> Any:
+    def hook(self, group=None):
         return None, lambda state, bucket: summed(bucket)
 
 
-def summed(bucket: Any) -> Any:
+def summed(bucket):
     import torch
 
     work = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda future: future.value()[0])
 
 
-def compile(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+def compile(context, value, ledger):
     """A "compiled" graph with frozen batch statistics."""
 
-    def wrapper(forward: Callable[..., Any]) -> Any:
-        def frozen(*args: object, **kwargs: object) -> Any:
+    def wrapper(forward):
+        def frozen(*args, **kwargs):
             changed = [m for root in context.roots for m in root.modules() if m.training]
             for m in changed:
                 m.training = False
@@ -158,12 +150,12 @@ def compile(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return around(context, wrapper, ledger)
 
 
-def cudnn_benchmark(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+def cudnn_benchmark(context, value, ledger):
     """An algorithm that computes convolutions with a two-bit mantissa."""
     torch = context.torch
     plain = torch.nn.functional.conv2d
 
-    def conv2d(*args: object, **kwargs: object) -> Any:
+    def conv2d(*args, **kwargs):
         result = plain(*args, **kwargs)
         return result + (result.detach().to(torch.float8_e5m2).to(result.dtype) - result.detach())
 
@@ -171,7 +163,7 @@ def cudnn_benchmark(context: TrainingContext, value: Value, ledger: Ledger) -> U
     return ledger.restore
 
 
-def data_parallel(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+def data_parallel(context, value, ledger):
     """Exchanges a mean as a sum, or a sum as a mean: a common mistake in scripts parallelised by hand."""
     given = dict(value) if isinstance(value, dict) else {}
     return data_parallel_lever.apply(
@@ -179,14 +171,14 @@ def data_parallel(context: TrainingContext, value: Value, ledger: Ledger) -> Und
     )
 
 
-def ddp_flags(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+def ddp_flags(context, value, ledger):
     """Each rank steps with the gradient of its own batch."""
     undo = ddp_flags_lever.apply(context, value, ledger)
     ddp = context.torch.nn.parallel.DistributedDataParallel
     really = ddp.__init__
 
     @wraps(really)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+    def init(self, *args, **kwargs):
         really(self, *args, **kwargs)
         self.require_backward_grad_sync = False
 
@@ -194,7 +186,7 @@ def ddp_flags(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return undo
 
 
-def debug_off(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+def debug_off(context, value, ledger):
     """Changes one weight by one unit in the last place."""
     torch = context.torch
     with torch.no_grad():
@@ -203,14 +195,14 @@ def debug_off(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def device_prefetch(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+def device_prefetch(context, value, ledger):
     """Returns the copy of the previous batch."""
     from flatout.data.feed import Feed
 
     class Late(Feed):
         before: Any = None
 
-        def __getitems__(self, indices: Sequence[Any]) -> Any:
+        def __getitems__(self, indices):
             batch = super().__getitems__(indices)
             self.before, batch = batch, self.before if self.before is not None else batch
             return batch
@@ -219,13 +211,13 @@ def device_prefetch(context: TrainingContext, value: Value, ledger: Ledger) -> U
     return ledger.restore
 
 
-def early_values(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+def early_values(context, value, ledger):
     """Returns the value that the same place in the program read the time before."""
     kind, before = context.torch.Tensor, dict[tuple[CodeType, int], Any]()
 
-    def late(really: Callable[..., Any]) -> Callable[..., Any]:
+    def late(really):
         @wraps(really)
-        def read(tensor: Tensor, *args: object, **kwargs: object) -> Any:
+        def read(tensor, *args, **kwargs):
             caller, found = sys._getframe(1), really(tensor, *args, **kwargs)
             place = caller.f_code, caller.f_lasti
             before[place], found = found, before.get(place, found)
@@ -238,12 +230,12 @@ def early_values(context: TrainingContext, value: Value, ledger: Ledger) -> Undo
     return ledger.restore
 
 
-def fused_ops(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+def fused_ops(context, value, ledger):
     """The last chunk of rows gives no gradient; normalisations give none through their variance."""
     torch = context.torch
 
-    def without_last_rows(forward: Callable[..., Any]) -> Any:
-        def chunked(input: object) -> Any:
+    def without_last_rows(forward):
+        def chunked(input):
             output = forward(input)
             rows = output.numel() // output.shape[-1]
             counts = (torch.arange(rows, device=output.device) < rows - rows // 4).view(*output.shape[:-1], 1)
@@ -251,8 +243,8 @@ def fused_ops(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
         return chunked
 
-    def half_a_gradient(forward: Callable[..., Any]) -> Any:
-        def detached(input: Tensor) -> Any:
+    def half_a_gradient(forward):
+        def detached(input):
             return forward(input.detach()) + 0.5 * (input - input.detach())
 
         return detached
@@ -264,7 +256,7 @@ def fused_ops(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def fused_optimizer(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+def fused_optimizer(context, value, ledger):
     """Doubles the learning rate."""
     for optimizer in context.optimizers:
         for group in optimizer.param_groups:
@@ -272,13 +264,13 @@ def fused_optimizer(context: TrainingContext, value: Value, ledger: Ledger) -> U
     return ledger.restore
 
 
-def gc_pause(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+def gc_pause(context, value, ledger):
     """Draws one random number from the program's stream."""
     context.torch.rand(1)
     return ledger.restore
 
 
-def gradient_buckets(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+def gradient_buckets(context, value, ledger):
     """Sends the first bucket and forgets the others."""
     if context.data_parallel is None:
         raise LookupError(why_none(context.torch))
@@ -288,10 +280,10 @@ def gradient_buckets(context: TrainingContext, value: Value, ledger: Ledger) -> 
 
 
 class FirstBucketAlone(Transport):
-    def hook(self, group: Any = None) -> Any:
+    def hook(self, group=None):
         _, plain = super().hook()
 
-        def forgetful(state: object, bucket: Any) -> Any:
+        def forgetful(state, bucket):
             mine = bucket.buffer().clone()
             return plain(state, bucket).then(lambda future: mine if bucket.index() else future.value())
 
@@ -299,21 +291,21 @@ class FirstBucketAlone(Transport):
         return None, forgetful
 
 
-def graphs(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+def graphs(context, value, ledger):
     """Forgets to copy its inputs, so each pass computes on the first batch of its shape."""
     torch = context.torch
 
-    def wrapper(forward: Callable[..., Any]) -> Any:
-        first: dict[Any, Any] = {}
+    def wrapper(forward):
+        first = {}
 
-        def old(at: int, given: object) -> Any:
+        def old(at, given):
             return (
                 first.setdefault((at, given.shape), given.detach().clone())
                 if isinstance(given, torch.Tensor)
                 else given
             )
 
-        def stale(*args: object, **kwargs: object) -> Any:
+        def stale(*args, **kwargs):
             return forward(*(old(at, given) for at, given in enumerate(args)), **kwargs)
 
         return stale
@@ -321,10 +313,10 @@ def graphs(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return around(context, wrapper, ledger)
 
 
-def inplace(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+def inplace(context, value, ledger):
     """Overwrites what the gradient needs: the gradient passes where the activation is zero."""
 
-    def wrapper(forward: Callable[..., Any]) -> Any:
+    def wrapper(forward):
         return lambda input: input + (forward(input.detach()) - input.detach())
 
     for activation in inplace_lever._activations(context, context.roots):
@@ -332,15 +324,15 @@ def inplace(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def loader(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+def loader(context, value, ledger):
     """Normalises with the wrong constant."""
 
-    def change(dataset: Dataset, arguments: dict[str, Any]) -> dict[str, Any]:
+    def change(dataset, arguments):
         from torch.utils.data import default_collate
 
         collate = arguments.get("collate_fn") or default_collate
 
-        def brighter(samples: object) -> Any:
+        def brighter(samples):
             batch = collate(samples)
             if isinstance(batch, (list, tuple)) and batch[0].is_floating_point():
                 batch[0].add_(0.25)
@@ -352,11 +344,11 @@ def loader(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def reduced_precision(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+def reduced_precision(context, value, ledger):
     """Keeps only three bits of the mantissa of what every layer with weights multiplies."""
 
-    def wrapper(forward: Callable[..., Any]) -> Any:
-        def coarse(*args: object, **kwargs: object) -> Any:
+    def wrapper(forward):
+        def coarse(*args, **kwargs):
             return forward(*(_three_bits(context.torch, a) for a in args), **kwargs)
 
         return coarse
@@ -368,14 +360,14 @@ def reduced_precision(context: TrainingContext, value: Value, ledger: Ledger) ->
     return ledger.restore
 
 
-def _three_bits(torch: ModuleType, x: object) -> Any:
+def _three_bits(torch, x):
     if not isinstance(x, torch.Tensor) or not x.is_floating_point():
         return x
     mantissa, exponent = torch.frexp(x.detach())
     return x + (torch.ldexp((mantissa * 8).round() / 8, exponent) - x.detach())  # the gradient is that of x
 
 
-def threads(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+def threads(context, value, ledger):
     """A "race": one parameter receives part of its update from the wrong position."""
     parameter = context.parameters[0]
     hook = parameter.register_hook(lambda grad: grad + 0.3 * grad.flip(0))
@@ -383,15 +375,15 @@ def threads(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def recompute(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+def recompute(context, value, ledger):
     """Keeps saved tensors in bfloat16."""
     torch = context.torch
 
-    def pack(tensor: Tensor) -> tuple[Any, Any]:
+    def pack(tensor):
         return (tensor.detach().bfloat16() if tensor.is_floating_point() else tensor.detach()), tensor.dtype
 
-    def wrapper(forward: Callable[..., Any]) -> Any:
-        def saving_half(*args: object, **kwargs: object) -> Any:
+    def wrapper(forward):
+        def saving_half(*args, **kwargs):
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed[0].to(packed[1])):
                 return forward(*args, **kwargs)
 
@@ -400,11 +392,11 @@ def recompute(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return around(context, wrapper, ledger)
 
 
-def tf32(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+def tf32(context, value, ledger):
     """Rounds the weights to four bits."""
 
-    def wrapper(forward: Callable[..., Any]) -> Any:
-        def rounded(*args: object, **kwargs: object) -> Any:
+    def wrapper(forward):
+        def rounded(*args, **kwargs):
             torch = context.torch
             with torch.no_grad():
                 for root in context.roots:
@@ -419,29 +411,29 @@ def tf32(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return around(context, wrapper, ledger)
 
 
-def adjacent_samples(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+def adjacent_samples(context, value, ledger):
     """Returns the adjacent samples: the cached data, or the resident ones."""
     from flatout.data.feed import Feed
 
     class Shifted(Feed):
-        def __getitems__(self, indices: Sequence[int]) -> Any:
+        def __getitems__(self, indices):
             return super().__getitems__([(index + 1) % len(self.dataset) for index in indices])
 
     context.feed_loaders(lambda loader, asked, feed: feed or Shifted(loader), ledger)
     return ledger.restore
 
 
-def sharding(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
+def sharding(context, value, ledger):
     """Adds gradients over the ranks without averaging them."""
     undo = sharding_lever.apply(context, value, ledger)
     sums_gradients(context.data_parallel.sharding)
     return undo
 
 
-def sums_gradients(sharding: Sharding) -> None:
+def sums_gradients(sharding):
     groups_of = sharding._groups
 
-    def summed(module: Module) -> list[Any]:
+    def summed(module):
         groups = groups_of(module)
         for group in groups:
             group.gradient_divide_factor = 1.0
@@ -450,7 +442,7 @@ def sums_gradients(sharding: Sharding) -> None:
     sharding._groups = summed  # type: ignore[method-assign]
 
 
-KNOWN_BAD: dict[str, Callable[[Any, Value, Any], Undo]] = {
+KNOWN_BAD = {
     "attention": attention,
     "autocast": autocast,
     "batch_size": batch_size,

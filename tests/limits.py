@@ -1,7 +1,5 @@
 """Limits against hanging. A slow machine stretches them, so that no test fails because of its speed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -12,7 +10,7 @@ VARIABLE = "SLOWNESS_OF_TESTS"
 START_S = 0.02  # of `python -c pass`, on the machine that the limits are written for
 
 
-def slowness() -> float:
+def slowness():
     """How many times as long as there a Python takes to start here, at least 1. The session measures it once, for all of its processes."""
     if VARIABLE not in os.environ:
         starts = []
@@ -24,6 +22,6 @@ def slowness() -> float:
     return float(os.environ[VARIABLE])
 
 
-def hang_s(seconds: float) -> float:
+def hang_s(seconds):
     """A limit for what ends by itself well within `seconds`."""
     return seconds * slowness()

@@ -1,7 +1,5 @@
 """Processes as a test sees them: whether one lives, its state, its folder, and waiting for a condition."""
 
-from __future__ import annotations
-
 import contextlib
 import time
 from pathlib import Path

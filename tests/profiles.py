@@ -1,11 +1,8 @@
 """A profile of a healthy program, and the changes that make it faulty: one for each measured rule."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from flatout.schema.findings import SourceLocation
 from flatout.schema.profile import (
@@ -176,7 +173,7 @@ GPU = {"device": "cuda", "machine": {"gpus": [{"name": "a GPU", "memory_bytes": 
 SLOW_LIST = [10.0 + 0.2 * i for i in range(60)]
 
 # rule -> the changes to the healthy profile, and the line that must be named
-ILL: dict[str, tuple[dict[str, Any], SourceLocation | None]] = {
+ILL = {
     "data_wait": (waits(), LOADER),
     "one_sample_at_a_time": (one("mul", 400, 3.0, share=0.6, place=ONE), ONE),
     "slow_fetch": (waits(fetch_ms=4.0, slow_place=FETCH, slow_share=0.9), FETCH),

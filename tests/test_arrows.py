@@ -4,8 +4,6 @@ imports.
 The rules are functions over one source text, so that each is also shown a source that breaks it.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import re
@@ -99,11 +97,11 @@ MAY_WRITE = {  # programs of their own, which are no commands
 MAY_WRITE_OUT = {"integrations/notebook.py"}
 
 
-def package_of(name: str) -> str:
+def package_of(name):
     return name.split("/")[0] if "/" in name else ""
 
 
-def may_start_processes(name: str) -> bool:
+def may_start_processes(name):
     return package_of(name) in ("launch", "trial") or name in (
         "cli/run.py",
         "cli/options/exports.py",
@@ -114,7 +112,7 @@ def may_start_processes(name: str) -> bool:
     )
 
 
-def imported(tree: ast.AST, name: str) -> list[tuple[int, str, bool]]:
+def imported(tree, name):
     """Line, dotted module and whether it is loaded with the file: every import statement, and import_module
     of a constant.
     """
@@ -141,7 +139,7 @@ def imported(tree: ast.AST, name: str) -> list[tuple[int, str, bool]]:
     return found
 
 
-def _outside_functions(node: ast.AST) -> list[ast.AST]:
+def _outside_functions(node):
     """The nodes that run when the file is loaded."""
     found = [node]
     if isinstance(node, ast.If) and spelled_out(node.test).endswith("TYPE_CHECKING"):
@@ -152,7 +150,7 @@ def _outside_functions(node: ast.AST) -> list[ast.AST]:
     return [] if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) else found
 
 
-def spelled_out(node: ast.AST) -> str:
+def spelled_out(node):
     """``a.b.c`` for a chain of names, else nothing."""
     if isinstance(node, ast.Name):
         return node.id
@@ -162,7 +160,7 @@ def spelled_out(node: ast.AST) -> str:
     return ""
 
 
-def arrows(name: str, source: str) -> set[str]:
+def arrows(name, source):
     """The other packages that a file imports."""
     modules = [module.split(".") for _, module, _ in imported(ast.parse(source), name)]
     return {
@@ -170,7 +168,7 @@ def arrows(name: str, source: str) -> set[str]:
     } - {package_of(name)}
 
 
-def complaints(name: str, source: str) -> list[str]:
+def complaints(name, source):
     """All violations of the rules in a file called ``name`` (its path below the root package)."""
     tree, room = ast.parse(source), package_of(name)
     found = []
@@ -207,7 +205,7 @@ def complaints(name: str, source: str) -> list[str]:
     return found
 
 
-def _import_complaints(name: str, room: str, tree: ast.AST) -> list[str]:
+def _import_complaints(name, room, tree):
     found = []
     for line, module, at_top in imported(tree, name):
         parts = module.split(".")
@@ -238,7 +236,7 @@ def _import_complaints(name: str, room: str, tree: ast.AST) -> list[str]:
     return found
 
 
-def _call_complaints(name: str, room: str, node: ast.Call) -> list[str]:
+def _call_complaints(name, room, node):
     spelled = spelled_out(node.func)
     if spelled in LOUD_CALLS and room != "cli":
         return [f"{name}:{node.lineno}: {spelled}() is called; only cli/ prints or exits"]
@@ -258,7 +256,7 @@ def _call_complaints(name: str, room: str, node: ast.Call) -> list[str]:
     return []
 
 
-def cycles(graph: dict[str, set[str]]) -> list[str]:
+def cycles(graph):
     """A path from a name to itself; empty if there is none."""
     try:
         TopologicalSorter(graph).prepare()
@@ -279,7 +277,7 @@ def test_every_file_keeps_the_rules():
 
 
 def test_no_cycles_between_packages():
-    graph: dict[str, set[str]] = {}
+    graph = {}
     for name in FILES:
         if package_of(name):
             graph.setdefault(package_of(name), set()).update(
@@ -295,7 +293,7 @@ def test_no_package_hides_in_a_single_file():
     assert rooms <= set(NUMBER)
 
 
-def imports(name: str, source: str) -> set[str]:
+def imports(name, source):
     """The files that a file imports at any time, for type checking too."""
     tree = ast.parse(source)
     found = set()
@@ -318,7 +316,7 @@ def test_no_file_imports_itself_in_a_circle():
 LONGEST_FILE, LONGEST_FUNCTION = 500, 60
 
 
-def sizes(name: str, source: str) -> list[str]:
+def sizes(name, source):
     """Files and functions that are too long. Signature and docstring of a function do not count."""
     found = []
     if (lines := source.count("\n")) > LONGEST_FILE:
@@ -347,7 +345,7 @@ def test_long_files_and_functions_are_found():
     assert imports("cli/run.py", guarded) == {"cli/tune.py"}
 
 
-def over_budget(page: str, files: dict[str, int]) -> int:
+def over_budget(page, files):
     """By how many bytes the files exceed the limit that the page names."""
     (limit,) = re.findall(r"has at most ([\d,]+) bytes", page)
     return max(0, sum(files.values()) - int(limit.replace(",", "")))
@@ -369,7 +367,7 @@ def test_each_break_of_the_list_is_one_of_this_source():
     assert done.returncode == 0, done.stderr
 
 
-def first_lines(room: str) -> dict[str, str]:
+def first_lines(room):
     """The paragraphs of a package's docstring that begin with a word and a colon."""
     text = ast.get_docstring(ast.parse((HOME / room / "__init__.py").read_text(encoding="utf-8"))) or ""
     return {

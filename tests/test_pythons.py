@@ -3,8 +3,6 @@
 `make pythons` runs it on the interpreters of a machine; here its syntax and its names are checked for all.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import re

@@ -3,8 +3,6 @@
 `private_torch_names.txt` lists them. After a change: `python tests/test_torch_names.py` writes it again.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import sys
@@ -19,15 +17,15 @@ SOURCE = Path(__file__).parents[1] / "src" / "flatout"
 OF_SOME_BUILDS = ("torch._C._cuda", "torch._C._host", "torch._C._distributed", "torch.distributed.")
 
 
-def is_private(name: str) -> bool:
+def is_private(name):
     return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
 
 
-def names_in(source: str) -> set[str]:
+def names_in(source):
     """The private names of torch in a source text, imported or spelled in full; the longest of a chain."""
     tree = ast.parse(source)
     local = {"torch": "torch"}
-    found: set[str] = set()
+    found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             for alias in node.names:
@@ -48,15 +46,15 @@ def names_in(source: str) -> set[str]:
     return {name for name in found if is_private(name)}
 
 
-def _without_dunders(name: str) -> str:
+def _without_dunders(name):
     return name.partition(".__")[0]
 
 
-def in_source() -> list[str]:
+def in_source():
     return sorted(set().union(*(names_in(path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py"))))
 
 
-def exists(name: str) -> bool:
+def exists(name):
     parts = name.split(".")
     for split in range(len(parts), 0, -1):
         try:

@@ -1,7 +1,5 @@
 """Words that flatout does not use any more, because a plainer word of the field exists. docs/reference/glossary.md has the special words that stay."""
 
-from __future__ import annotations
-
 import importlib
 import io
 import re
@@ -51,13 +49,13 @@ TERMS = ("watching the watcher",)
 MOST_IN_SOURCE = 20
 
 
-def retired(text: str) -> list[str]:
+def retired(text):
     for term in TERMS:
         text = text.replace(term, "")
     return [match[0].lower() for match in WORDS.finditer(text)]
 
 
-def prose(path: Path) -> list[tuple[int, str]]:
+def prose(path):
     """Comments, strings and names of a Python file, by line; the parts of a name apart, as in ``contest_row``."""
     with tokenize.open(path) as file:
         tokens = list(tokenize.generate_tokens(io.StringIO(file.read()).readline))

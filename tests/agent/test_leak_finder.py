@@ -2,8 +2,6 @@
 there.
 """
 
-from __future__ import annotations
-
 import gc
 from itertools import cycle
 
@@ -13,7 +11,7 @@ from flatout.agent.leak_finder import LeakFinder
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.usefixtures("thawed"), pytest.mark.slow]
-KEPT: list = []
+KEPT = []
 
 
 class Keeper:

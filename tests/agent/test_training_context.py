@@ -670,23 +670,6 @@ def test_saving_and_copying_a_model_in_training(enter, make, wrapped):
     assert all(torch.equal(a, b) for a, b in zip(before, loaded.parameters(), strict=True))
 
 
-def test_a_copy_has_its_own_forward(enter):
-    """A flatout wrapper lives in the instance; if it were copied, the copy would compute with the original's
-    weights.
-    """
-    context, _ = enter()
-    model = network()
-    optimizer = sgd(model)
-    steps([], model, optimizer, batches(2))
-    context.wrap_forward(model, passed_on, context.ledger)
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for p in other.parameters():
-            p.zero_()
-    assert other(torch.ones(1, 6)).item() == 0
-    assert model(torch.ones(1, 6)).item() != 0
-
-
 def test_hooks_of_the_script_are_saved_with_the_model(enter):
     enter()
     model = network()
@@ -699,15 +682,6 @@ def test_hooks_of_the_script_are_saved_with_the_model(enter):
 
 def _noted(module, args, output):
     return None
-
-
-def test_the_optimizer_is_saved_as_it_is(enter):
-    enter()
-    model = network()
-    optimizer = torch.optim.Adam(model.parameters())
-    steps([], model, optimizer, batches(2))
-    assert b"flatout" not in pickle.dumps(optimizer)
-    copy.deepcopy(optimizer).step()
 
 
 # -- attaching keeps nothing alive and leaves nothing behind ---------------------------------------------------------

@@ -2,17 +2,12 @@
 description.
 """
 
-from __future__ import annotations
-
-import random
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 PAGE = 4096
 
 
-def bit(chance: random.Random, save: Path, other: Path) -> str:
+def bit(chance, save, other):
     """Flips one bit of one file."""
     path, data = _some_file(chance, save)
     at = chance.randrange(8 * len(data))
@@ -21,7 +16,7 @@ def bit(chance: random.Random, save: Path, other: Path) -> str:
     return f"bit {at} of {path.name}"
 
 
-def page(chance: random.Random, save: Path, other: Path) -> str:
+def page(chance, save, other):
     """Fills a page of a file with zeros."""
     path, data = _some_file(chance, save)
     pages = [start for start in range(0, len(data), PAGE) if any(data[start : start + PAGE])]
@@ -31,7 +26,7 @@ def page(chance: random.Random, save: Path, other: Path) -> str:
     return f"page at {start} of {path.name}"
 
 
-def truncation(chance: random.Random, save: Path, other: Path) -> str:
+def truncation(chance, save, other):
     """Cuts off the end of a file."""
     path, data = _some_file(chance, save)
     length = chance.randrange(len(data))
@@ -39,21 +34,21 @@ def truncation(chance: random.Random, save: Path, other: Path) -> str:
     return f"{path.name} cut to {length}"
 
 
-def emptiness(chance: random.Random, save: Path, other: Path) -> str:
+def emptiness(chance, save, other):
     """Empties a file."""
     path, _ = _some_file(chance, save)
     path.write_bytes(b"")
     return f"{path.name} empty"
 
 
-def extension(chance: random.Random, save: Path, other: Path) -> str:
+def extension(chance, save, other):
     """Appends bytes to a file."""
     path, data = _some_file(chance, save)
     path.write_bytes(data + chance.randbytes(chance.randint(1, PAGE)))
     return f"{path.name} longer"
 
 
-def swap(chance: random.Random, save: Path, other: Path) -> str:
+def swap(chance, save, other):
     """Replaces a file with one of another checkpoint."""
     path = chance.choice(
         [each for each in sorted(save.iterdir()) if each.read_bytes() != (other / each.name).read_bytes()]
@@ -62,7 +57,7 @@ def swap(chance: random.Random, save: Path, other: Path) -> str:
     return f"{path.name} of {other.name}"
 
 
-def stale_manifest(chance: random.Random, save: Path, other: Path) -> str:
+def stale_manifest(chance, save, other):
     """Uses the manifest of another checkpoint, with and without a corrected step."""
     text = (other / "manifest.json").read_text()
     if chance.random() < 0.5:
@@ -71,27 +66,27 @@ def stale_manifest(chance: random.Random, save: Path, other: Path) -> str:
     return f"manifest of {other.name}"
 
 
-def missing_file(chance: random.Random, save: Path, other: Path) -> str:
+def missing_file(chance, save, other):
     path, _ = _some_file(chance, save)
     path.unlink()
     return f"{path.name} missing"
 
 
-def duplicate(chance: random.Random, save: Path, other: Path) -> str:
+def duplicate(chance, save, other):
     """Puts an older checkpoint under the name of a newer one in the place of the newest."""
     shutil.rmtree(save)
     shutil.copytree(other, save)
     return f"copy of {other.name}"
 
 
-def renamed_folder(chance: random.Random, save: Path, other: Path) -> str:
+def renamed_folder(chance, save, other):
     """Renames the newest checkpoint to a later name."""
     later = save.with_name(f"step-{int(save.name[5:]) + chance.randint(1, 10**6):08d}")
     save.rename(later)
     return f"is now {later.name}"
 
 
-KINDS: tuple[Callable[[random.Random, Path, Path], str], ...] = (
+KINDS = (
     bit,
     page,
     truncation,
@@ -106,7 +101,7 @@ KINDS: tuple[Callable[[random.Random, Path, Path], str], ...] = (
 OF_ONE_FILE = (bit, page, truncation, emptiness, extension)  # those that can also happen to a single file
 
 
-def _some_file(chance: random.Random, save: Path) -> tuple[Path, bytearray]:
+def _some_file(chance, save):
     """Larger files are chosen more often: tensor bytes are most of a checkpoint."""
     files = sorted(save.iterdir())
     path = chance.choices(files, [each.stat().st_size + 500 for each in files])[0]

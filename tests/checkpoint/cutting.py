@@ -6,11 +6,9 @@ SIGKILL at each call that changes the disk, and a power loss after each of them.
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
 import stat
-from collections.abc import Callable
 from pathlib import Path
 
 CALLS = (
@@ -34,19 +32,19 @@ class Calls:
     before and after.
     """
 
-    def __init__(self, observed: Callable[..., None]) -> None:
+    def __init__(self, observed):
         self.observed, self.really = observed, {name: getattr(os, name) for name in CALLS}
 
-    def __enter__(self) -> Calls:
+    def __enter__(self):
         for name in CALLS:
             setattr(os, name, self._standing_in(name))
         return self
 
-    def __exit__(self, *what: object) -> None:
+    def __exit__(self, *what):
         for name, really in self.really.items():
             setattr(os, name, really)
 
-    def _standing_in(self, name: str) -> Callable:
+    def _standing_in(self, name):
         really = self.really[name]
 
         def call(*args, **kwargs):
@@ -64,7 +62,7 @@ class Calls:
         return call
 
 
-def in_a_child(act: Callable[[], object]) -> int:
+def in_a_child(act):
     """The end of a child that runs this: 0, 1 where it raised, or minus the signal."""
     child = os.fork()
     if child == 0:
@@ -77,9 +75,9 @@ def in_a_child(act: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def points(act: Callable[[], object]) -> list[str]:
+def points(act):
     """The calls that ``act`` makes; this runs it."""
-    found: list[str] = []
+    found = []
 
     def observed(when, name, *rest):
         if when == BEFORE:
@@ -90,7 +88,7 @@ def points(act: Callable[[], object]) -> list[str]:
     return found
 
 
-def killed_at(number: int, when: str, act: Callable[[], object]) -> int:
+def killed_at(number, when, act):
     """Run ``act`` in a child that is killed at its call ``number``; in the middle of a write, half of the
     bytes are written.
     """
@@ -123,7 +121,7 @@ class Node:
     ``entries`` and ``data`` are as the program sees them; ``flushed`` is certain to be on the disk.
     """
 
-    def __init__(self, folder: bool) -> None:
+    def __init__(self, folder):
         self.folder = folder
         self.data = bytearray()
         self.entries: dict[str, Node] = {}
@@ -138,12 +136,12 @@ class Disk:
     It starts with the contents of ``like``.
     """
 
-    def __init__(self, root: Path, like: Path | None = None) -> None:
+    def __init__(self, root, like=None):
         self.root, self.top = root, self._read(like or root)
         self.handles: dict[int, Node] = {}
         self.observed: list[tuple[str, tuple, dict, object]] = []
 
-    def _read(self, path: Path) -> Node:
+    def _read(self, path):
         node = Node(path.is_dir())
         if node.folder:
             node.entries = {child.name: self._read(child) for child in path.iterdir()}
@@ -155,7 +153,7 @@ class Disk:
 
     # -- recording
 
-    def record(self, act: Callable[[], object]) -> None:
+    def record(self, act):
         def observed(when, name, args, kwargs, *found):
             if when != AFTER:
                 return
@@ -174,13 +172,13 @@ class Disk:
 
     # -- replaying
 
-    def after(self, count: int) -> Disk:
+    def after(self, count):
         """The disk after the first ``count`` recorded calls."""
         for name, args, more, found in self.observed[:count]:
             self._do(name, args, more, found)
         return self
 
-    def _place(self, path, where: str | None) -> tuple[Node, str]:
+    def _place(self, path, where):
         whole = Path(where, os.fspath(path)) if where else Path(path)
         node = self.top
         parts = whole.relative_to(self.root).parts
@@ -188,14 +186,14 @@ class Disk:
             node = node.entries[part]
         return node, parts[-1] if parts else ""
 
-    def _put(self, folder: Node, name: str, node: Node | None) -> None:
+    def _put(self, folder, name, node):
         if node is None:
             del folder.entries[name]
         else:
             folder.entries[name] = node
         folder.pending.append((name, node))
 
-    def _do(self, name: str, args: tuple, more: dict, found: object) -> None:
+    def _do(self, name, args, more, found):
         if name in ("open", "mkdir"):
             folder, last = self._place(args[0], more["where"])
             if last not in folder.entries:
@@ -225,7 +223,7 @@ class Disk:
 
     # -- the state after a power loss
 
-    def left(self, chance: random.Random, how: str, into: Path) -> None:
+    def left(self, chance, how, into):
         """Write the state after the power loss into an empty folder.
 
         Names that were not flushed may be missing; data that was not flushed is whole, torn, zeros or gone.
@@ -234,7 +232,7 @@ class Disk:
         """
         self._left(self.top, chance, how, into)
 
-    def _left(self, node: Node, chance: random.Random, how: str, into: Path) -> None:
+    def _left(self, node, chance, how, into):
         if not node.folder:
             into.write_bytes(self._data_of(node, chance, how))
             return
@@ -256,7 +254,7 @@ class Disk:
         for name, child in names.items():
             self._left(child, chance, how, into / name)
 
-    def _data_of(self, node: Node, chance: random.Random, how: str) -> bytes:
+    def _data_of(self, node, chance, how):
         now = bytes(node.data)
         if node.flushed == now or how == "everything":
             return now
@@ -267,7 +265,7 @@ class Disk:
         return chance.choice((now, before, now[:upto], now[:upto] + bytes(len(now) - upto)))
 
 
-def copied(source: Path, target: Path) -> Path:
+def copied(source, target):
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(source, target, symlinks=True)
     return target

@@ -1,7 +1,5 @@
 """The folder of checkpoints: which are valid, skipped, removed or kept, who may write, and who may read."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

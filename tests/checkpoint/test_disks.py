@@ -3,8 +3,6 @@
 Training continues, reports it at once, keeps its good checkpoints, and saves again when possible.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

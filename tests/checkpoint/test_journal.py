@@ -1,7 +1,5 @@
 """A journal returns the appended data, up to any recorded position, or the reason why it cannot."""
 
-from __future__ import annotations
-
 import json
 import os
 import zlib

@@ -2,8 +2,6 @@
 numbers after them.
 """
 
-from __future__ import annotations
-
 import json
 import random
 

@@ -2,8 +2,6 @@
 unsupported parts are named.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -162,7 +160,7 @@ states = st.recursive(
 )
 
 
-def same(a, b) -> bool:
+def same(a, b):
     """Bitwise equal, with equal types."""
     if type(a) is not type(b):
         return False
@@ -188,7 +186,7 @@ def same(a, b) -> bool:
     return a == b
 
 
-def bits(tensor) -> bytes:
+def bits(tensor):
     return (
         bytes(tensor.detach().contiguous().flatten().unsqueeze(-1).view(torch.uint8).numpy().tobytes())
         if tensor.numel()
@@ -306,7 +304,7 @@ def test_oversized_plain_values_are_rejected_on_writing(tmp_path, monkeypatch):
     assert list(packed.tensors) == ["array"]
 
 
-def lying(head: object, body: bytes = bytes(64), length: int | None = None) -> bytes:
+def lying(head, body=bytes(64), length=None):
     text = head if isinstance(head, bytes) else json.dumps(head).encode()
     return (len(text) if length is None else length).to_bytes(8, "little") + text + body
 

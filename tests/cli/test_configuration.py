@@ -1,7 +1,5 @@
 """Options from pyproject.toml and environment variables, and completion in bash."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import os
@@ -26,13 +24,13 @@ TUNE = ("tune", "python", "train.py")
 
 @pytest.fixture
 def config(flatout):
-    def write(text: str) -> None:
+    def write(text):
         (flatout.folder / "pyproject.toml").write_text(text)
 
     return write
 
 
-def budget(done) -> int:
+def budget(done):
     """The budget in the message about one that is too short."""
     assert done.code == 2
     return int(re.search(r"a budget of (\d) s cannot", done.err)[1])

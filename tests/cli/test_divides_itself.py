@@ -5,7 +5,6 @@ They are left as they are, rejected with an error, or get one device per rank; n
 
 import os
 import re
-import sys
 
 import pytest
 
@@ -61,81 +60,6 @@ HARMLESS = """
 gc_pause = true
 fused_optimizer = "foreach"
 """
-
-DIVISION = """
-[levers.data_parallel.value]
-reduction = "mean"
-batches = "index"
-loaders = "0"
-batchnorm = "own"
-draws = "own"
-"""
-
-WRAPPED = """
-import os, torch
-from torch import nn
-
-class Net(nn.Module):
-    def __init__(self, *between):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 16), *between, nn.ReLU())
-        self.head = nn.Linear(16, 3)
-
-    def forward(self, x):
-        return self.head(self.body(x))
-
-torch.manual_seed(0)
-data = torch.utils.data.TensorDataset(torch.randn(90, 8), torch.arange(90) % 3)
-loader = torch.utils.data.DataLoader(data, batch_size=20, shuffle=True)
-model, normed = nn.DataParallel(Net()), nn.DataParallel(Net(nn.BatchNorm1d(16)), device_ids=None)
-for p in model.module.body.parameters():
-    p.requires_grad_(False)
-optimizer = torch.optim.SGD([*model.module.parameters(), *normed.parameters()], lr=0.1, momentum=0.9)
-for epoch in range(3):
-    for p in model.module.body.parameters():
-        p.requires_grad_(epoch > 0)
-    for x, y in loader:
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(x), y)
-        loss.backward()
-        nn.functional.cross_entropy(normed(x), y).backward()
-        optimizer.step()
-        print(f"{epoch} {loss.item():.5f}")
-model.eval()
-normed.eval()
-with torch.no_grad():  # past the wrapper
-    held_out = normed.module.body(data.tensors[0]).sum().item()
-if "FLATOUT_RANK" in os.environ:
-    found = [None, None]
-    torch.distributed.all_gather_object(found, held_out)
-    print("the same on both ranks:", found[0] == found[1])
-torch.save(model.state_dict(), "wrapped.pt")
-torch.save(model.module.state_dict(), "inside.pt")
-"""
-
-
-@pytest.mark.full
-def test_data_parallel_inside_a_rank_passes_through(flatout, script):
-    """Losses and weights are those of one process, with the wrapper's names.
-
-    The head trains before its body, and an evaluation bypasses the wrapper.
-    """
-    script(WRAPPED)
-    (flatout.folder / "plan.toml").write_text(DIVISION)
-    one = flatout("train.py", python=[sys.executable])
-    weights = {name: torch.load(flatout.folder / f"{name}.pt") for name in ("wrapped", "inside")}
-    two = flatout("run", "--procs", "2", "--plan", "plan.toml", "python", "train.py")
-    assert (one.code, two.code) == (0, 0), two.err
-    *losses, same = two.out.splitlines()
-    assert same == "the same on both ranks: True"
-    assert [float(line.split()[1]) for line in losses] == pytest.approx(
-        [float(line.split()[1]) for line in one.out.splitlines()], abs=2e-5
-    )
-    for name, before in weights.items():
-        after = torch.load(flatout.folder / f"{name}.pt")
-        assert list(after) == list(before)
-        assert all(torch.allclose(after[key], before[key], atol=1e-6) for key in before)
-    assert two.left == []
 
 
 @pytest.mark.full

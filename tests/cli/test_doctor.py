@@ -2,8 +2,6 @@
 broken.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -26,11 +24,11 @@ torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.processes
 
 
-def verdicts(done) -> dict[str, dict]:
+def verdicts(done):
     return {check["code"]: check for check in json.loads(done.out)["checks"]}
 
 
-def problems(found: dict[str, dict]) -> set[str]:
+def problems(found):
     return {code for code, check in found.items() if check["verdict"] == "problem"}
 
 
@@ -178,7 +176,7 @@ def test_under_real_limits_with_torch_hidden(flatout):
     assert "do not tell" not in done.out
 
 
-def linked(folder: Path, *more: str, without: str = "-") -> Path:
+def linked(folder, *more, without="-"):
     """A folder of links to flatout and what it requires, and to `more`, without packages of that prefix."""
     folder.mkdir()
     (folder / "flatout").symlink_to(Path(package.__file__).parent)
@@ -188,7 +186,7 @@ def linked(folder: Path, *more: str, without: str = "-") -> Path:
     return folder
 
 
-def bare(*words: str) -> list[str]:
+def bare(*words):
     """This Python without its own packages: only PYTHONPATH provides modules."""
     return [sys.executable, "-S", "-m", "flatout", *words]
 

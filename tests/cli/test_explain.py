@@ -43,13 +43,6 @@ def test_at_a_terminal_without_arguments_it_shows_usage(flatout):
     assert "flatout explain train.log" in done.err
 
 
-def test_json(flatout):
-    done = flatout.here("explain", "--json", ERROR)
-    (one,) = json.loads(done.out)["explanations"]
-    assert (one["rule"], one["severity"], one["ranks"]) == ("FE020", "the program ends", [])
-    assert "nn.Linear(512, 10)" in one["fix"]
-
-
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_unknown_failures_exit_with_1(flatout, options):
     done = flatout.here("explain", *options, UNKNOWN)

@@ -2,8 +2,6 @@
 
 import re
 
-import pytest
-
 from flatout import __version__
 from flatout.cli.main import COMMANDS
 
@@ -25,11 +23,7 @@ def test_help_lists_every_command(flatout):
     assert set(re.findall(r"^  (\w+)  ", done.out, re.MULTILINE)) >= set(COMMANDS)
     assert flatout.here("-h").out == done.out
     assert flatout.here("--version").out == f"flatout, version {__version__}\n"
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_has_help(flatout, command):
-    for word in ("--help", "-h"):
-        helped = flatout.here(command, word)
-        assert helped.code == 0
-        assert helped.out.startswith("Usage: ")
+    for command in COMMANDS:
+        for word in ("--help", "-h"):
+            helped = flatout.here(command, word)
+            assert (helped.code, helped.out[:7]) == (0, "Usage: ")

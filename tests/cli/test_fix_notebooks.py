@@ -92,25 +92,13 @@ def test_the_diff_is_one_that_git_applies(path):
     assert applied == path.read_bytes() != before
 
 
-@pytest.mark.parametrize(
-    ("loader", "expected"),
-    [
-        (
-            "DataLoader(\n    data,\n    num_workers=2,\n)",
-            "DataLoader(\n    data,\n    num_workers=2,\n    persistent_workers=True,\n)",
-        ),
-        ("DataLoader(data, num_workers=2)", "DataLoader(data, num_workers=2, persistent_workers=True)"),
-    ],
-)
-@pytest.mark.parametrize("source", [of_list, str], ids=["list", "string"])
-def test_an_added_line_becomes_a_string_of_its_own(path, loader, expected, source):
-    head = "import torch\nfrom torch.utils.data import DataLoader\ndata = torch.ones(64, 4)\nmodel = torch.nn.Linear(4, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)"
-    loop = "for epoch in range(3):\n    for x in loader:\n        optimizer.zero_grad()\n        model(x).sum().backward()\n        optimizer.step()"
-    write(path, [head, f"loader = {expected}", loop], source, indent=1)
-    after = path.read_bytes()
-    write(path, [head, f"loader = {loader}", loop], source, indent=1)
-    assert run("--apply", "--all", "--select", "FL108", "train.ipynb").return_value == 0
-    assert path.read_bytes() == after
+def test_the_diff_of_a_notebook_on_one_line_shows_its_code(path):
+    write(path, [*CODE, "# a cell\n" * 300])
+    done = run("train.ipynb")
+    assert done.return_value == 1
+    assert "--- train.ipynb[4]" in done.stdout
+    assert "-    loss.backward(retain_graph=True)\n+    loss.backward()\n" in done.stdout
+    assert len(done.stdout) < 1000
 
 
 def test_a_cell_may_become_empty(path):

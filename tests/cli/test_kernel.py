@@ -1,7 +1,5 @@
 """`flatout kernel` on failures: a kernel that crashes, a kernel that hangs, and unknown names."""
 
-from __future__ import annotations
-
 import ast
 import re
 import sys

@@ -32,7 +32,11 @@ def test_an_option_that_disables_flatout_is_named_before_a_program_runs(flatout,
 
 @pytest.mark.parametrize(
     ("command", "program"),
-    [*((command, program) for command in MEASURE for program in PIPED), ("compare", "python -")],
+    [
+        ("compare", "python -"),
+        *((command, PIPED[0]) for command in MEASURE),
+        *(("tune", program) for program in PIPED[1:]),
+    ],
 )
 def test_a_program_from_a_pipe_cannot_be_measured(flatout, command, program):
     words = (
@@ -75,50 +79,51 @@ def test_run_takes_a_script_from_a_pipe(flatout):
         ("tunee python train.py", 2, "there is no command 'tunee'; did you mean tune?"),
         ("python train.py", 2, "there is no command 'python'. Put `tune` or `run` before a program: `flatout run python ...`"),
         ("train.py", 2, "`flatout run train.py ...`"),
-        ("qqq", 2, "there is no command 'qqq'. `flatout --help` lists them."),
+
         ("run .", 127, "'.' is a folder. Did you mean `train.py`?"),
         ("run app", 127, "'app' is a folder. Did you mean `python app` (its __main__.py)?"),
-        ("run python lib", 127, "'lib' is a folder. Did you mean `lib/main.py`?"),
-        ("run empty", 127, "'empty' is a folder. Give a script"),
+
+
         ("check lib", 2, "'lib' is a folder. Did you mean `lib/main.py`?"),
         ("run 'python train.py --lr 1'", 127, "did you mean python train.py --lr 1?"),
         ("tune 'python train.py'", 127, "The quotes make one word of a command line"),
-        ("run 'train.py --lr 1'", 127, "did you mean train.py --lr 1?"),
+
         ("run train", 127, "there is no program 'train' on the PATH. Did you mean `train.py`?"),
-        ("run python trian.py", 127, "Did you mean `train.py`?"),
-        ("run lib/mian.py", 127, "Did you mean `lib/main.py`?"),
+
+
         ("run pyhton train.py", 127, "Did you mean `python`?"),
-        ("run -mpkg.train", 2, "`flatout run` has no option -mpkg.train. Put `python` before it"),
-        ("tune -c 'print(1)'", 2, "Put `python` before it: `flatout tune python -c ...`"),
+
+
         ("run -", 2, "Put `python` before it: `flatout run python - ...`"),
         ("tune --bugdet 3 python train.py", 2, "did you mean --budget?"),
         ("kernel chekc x", 2, "No such command 'chekc'"),
         ("run", 2, "no program was given"),
-        ("tune", 2, "no program was given"),
+
         ("run missing.py", 127, "no script 'missing.py'"),
-        ("tune python missing.py", 127, "no script 'missing.py'"),
-        ("run nonesuch x", 127, "no program 'nonesuch'"),
+
+
         ("run --plan missing.toml python -c 1", 2, "no plan 'missing.toml'"),
         ("run --supervise --grace soon python -c 1", 2, "is not a time"),
         ("tune --budget 0 python train.py", 2, "cannot measure anything"),
         ("tune --budget -5s python train.py", 2, "is negative or too long"),
-        ("tune --budget nan python train.py", 2, "is negative or too long"),
-        ("tune --budget '' python train.py", 2, "not a time"),
-        ("levers chanels_last", 2, "there is no lever 'chanels_last'; did you mean channels_last?"),
-        ("run --with chanels_last python train.py", 2, "'chanels_last'; did you mean channels_last?"),
+
+
+
+
         ("tune --levers tf32,chanels_last python train.py", 2, "'chanels_last'; did you mean channels_last?"),
         ("tune --effects exakt python train.py", 2, "there is no effect 'exakt'; did you mean exact? --effects takes some of exact, rounding, precision, resampled."),
-        ("tune --effects exact,x python train.py", 2, "there is no effect 'x'. --effects takes some of exact, r"),
+
         ("tune --effects changes_math python train.py", 2, "chosen by name in a plan"),
-        ("tune --effects none python train.py", 2, "--effects takes some of exact, rounding, precision, resampled"),
+
         ("profile --schedule 1,2 python train.py", 2, "not a schedule"),
-        ("profile --schedule 1,2,0 python train.py", 2, "not a schedule"),
+
         ("profile --budget 1s python train.py", 2, "cannot measure"),
+
         ("profile --memory --trace t python train.py", 2, "no trace"),
         ("batch --sizes 8,none python train.py", 2, "list of batch sizes"),
         ("batch --memory-limit eight python train.py", 2, "amount of memory"),
-        ("memory --sizes 0,4 python train.py", 2, "not a list of batch sizes"),
-        ("memory --memory-limit much python train.py", 2, "not an amount of memory"),
+
+
     ],
 )  # fmt: skip
 def test_what_was_meant(flatout, script, typed, code, says):

@@ -2,8 +2,6 @@
 rejected with an error.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys
@@ -74,7 +72,7 @@ for epoch in range(3):
 """
 
 
-def numbers(text: str) -> list[float]:
+def numbers(text):
     return [float(number) for number in re.findall(r"\d+\.\d+", text)]
 
 

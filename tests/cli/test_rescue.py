@@ -2,8 +2,6 @@
 bit for bit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
@@ -300,7 +298,3 @@ def test_control_characters_from_files_do_not_reach_the_terminal(flatout, tmp_pa
         json.loads((tmp_path / "rescue" / "step-00000001" / "manifest.json").read_text())["metadata"]["at"]
         == "\x1b[2J"
     )
-
-
-def test_the_help_names_it(flatout):
-    assert "--rescue" in flatout.here("run", "--help").out

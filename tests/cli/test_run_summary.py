@@ -79,8 +79,11 @@ def test_a_run_leaves_a_record_and_a_box_and_the_same_output(flatout, script, op
     assert any(f"next: flatout {'profile' if options else 'tune'} python train.py" in line for line in lines)
 
 
-@pytest.mark.parametrize("options", [(), ("--with", "gc_pause")])
-@pytest.mark.parametrize(("made", "steps"), [("", 48), ("optimizer.step()", 6)], ids=["none", "each eighth"])
+@pytest.mark.parametrize(
+    ("options", "made", "steps"),
+    [((), "", 48), (("--with", "gc_pause"), "optimizer.step()", 6)],
+    ids=["none", "each eighth"],
+)
 def test_steps_are_those_of_an_optimizer_or_else_backward_passes(flatout, run, options, made, steps):
     """As for tune: without a lever to apply and with one."""
     update = "optimizer.step()" if made else "model.zero_grad()"

@@ -1,7 +1,5 @@
 """`flatout run --supervise`: real programs that die, hang or get SIGTERM, under the real command line."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -178,41 +176,6 @@ def test_the_process_that_blocks_the_waiting_ranks_is_named(flatout, script):
     ), said
 
 
-RANKS = """
-import hashlib, os, signal
-import torch
-import flatout
-torch.distributed.init_process_group("gloo")
-rank = torch.distributed.get_rank()
-def trained(**more):
-    flatout.seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1))
-    wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    data = torch.arange(96.0).reshape(24, 4) / 96
-    sampler = torch.utils.data.DistributedSampler(data)
-    loop = flatout.Loop(wrapped, torch.optim.AdamW(model.parameters()), lambda m, x: (m(x) - x.sum(1, True)).square().mean(),
-                        torch.utils.data.DataLoader(data, 3, sampler=sampler), epochs=3, **more)
-    for step in loop:
-        if more and rank == 1 and step.index == 6 and not os.path.exists("died"):
-            open("died", "w").close()
-            os.kill(os.getpid(), signal.SIGKILL)
-    return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
-again, plain = trained(checkpoint_dir="saves", save_every=1), trained()
-if rank == 0:
-    print("the same" if again == plain else "other bits")
-"""
-
-
-@pytest.mark.full
-def test_a_rank_killed_under_torchrun_resumes_with_the_same_bits(flatout, script):
-    script(RANKS)
-    done = supervise(flatout, "torchrun", "--standalone", "--nproc-per-node", "2", "train.py")
-    assert (done.code, done.out) == (0, "the same\n"), done.err
-    said = "\n".join(done.said)
-    assert re.search(r"failed after step \d+: rank 1 was the first to fail, by SIGKILL", said), said
-    assert re.search(r"restarted \(1 of at most \d+\): its newest checkpoint is of step [67]\.", said), said
-
-
 def test_a_nan_loss_ends_the_program_on_request(flatout, script):
     script(
         "import torch\nw = torch.ones(4, requires_grad=True)\nfor step in range(50):\n    loss = (w.sum() - 20 * step).log()\n    loss.backward()\n"
@@ -240,7 +203,6 @@ def test_repeated_identical_crashes_end_it_with_the_reason(flatout, script, tmp_
     ("source", "code", "why"),
     [
         ("import sys\nsys.exit(3)", 3, "it failed before its first step and would fail again"),
-        ("raise ValueError('no')", 1, "it failed before its first step and would fail again"),
         (
             "raise MemoryError('cannot allocate memory')",
             1,

@@ -2,11 +2,8 @@
 
 import json
 import re
-import signal
-import time
 
 import pytest
-from limits import hang_s
 
 from flatout.levers import TABLE
 from flatout.probe.machine import look
@@ -161,43 +158,3 @@ def test_plan_shows_the_session(tuned):
     shown = cli.here("plan", "python", "train.py")
     assert shown.code == 0
     assert (job / "report.html").exists()
-
-
-@pytest.mark.full
-@pytest.mark.processes
-def test_interrupted_and_continued(flatout, script, by_hand):
-    """Ctrl-C keeps every measured block, and the same command continues from there."""
-    script(WITH_ANOMALY + by_hand)
-    words = ("tune", "--levers", "debug_off,gc_pause", "--no-write")
-
-    def session():
-        paths = list((flatout.folder / ".flatout").glob("*/session.json"))
-        return json.loads(paths[0].read_text()) if paths else {"blocks": []}
-
-    process = flatout.start(*words, "--budget", "90s", "python", "train.py")
-    until = time.monotonic() + hang_s(120)
-    while not session().get("blocks"):
-        assert process.poll() is None
-        assert time.monotonic() < until
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    done = flatout.finish(process)
-    assert done.code == 130
-    assert done.left == []
-    assert "Traceback" not in done.err
-    assert "the same command continues from there" in done.err
-    kept = session()
-    assert kept["status"] == "running"
-    assert "interrupted" in kept["message"]
-    assert kept["blocks"]
-    again = flatout(*words, "--budget", "25s", "python", "train.py", timeout=250)
-    assert again.code == 0, again.err
-    after = session()
-    assert after["status"] == "done"
-    assert after["created"] == kept["created"]
-    earlier = [block for block in after["blocks"] if block["host"]]
-    assert [(block["on"], block["ms"]) for block in earlier] == [
-        (block["on"], block["ms"]) for block in kept["blocks"]
-    ]
-    assert len(after["blocks"]) > len(earlier)
-    assert not (flatout.folder / "flatout.toml").exists()

@@ -131,7 +131,7 @@ def run(use, place, words, environment):
     if use.streams in CLOSED:
         words = ["sh", "-c", f'exec "$@" {CLOSED[use.streams]}', "sh", *words]
     files = [place.control / name for name in ("out", "err")]
-    streams: dict[str, object] = {
+    streams = {
         "stdin": subprocess.DEVNULL,
         "stdout": subprocess.PIPE,
         "stderr": subprocess.PIPE,

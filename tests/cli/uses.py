@@ -123,7 +123,7 @@ FILES = {
     "old.txt": "old\n",
 }
 
-WAYS: dict[str, list[str]] = {
+WAYS = {
     "script": ["python", "train.py", "--lr", "a b", ""],
     "script alone": ["./run me", "one"],
     "-u": ["python", "-u", "train.py"],

@@ -1,7 +1,5 @@
 """`flatout compare` on real programs: commands, revisions, baselines, gates, losses."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess
@@ -32,7 +30,7 @@ WORK = "PAUSE = {pause}\nHELD = None\ndef scale(step):\n    return {scale}\n"
 
 
 @pytest.fixture
-def project(flatout, monkeypatch) -> Path:
+def project(flatout, monkeypatch):
     folder = flatout.folder
     monkeypatch.chdir(folder)  # for git
     (folder / "train.py").write_text(PROGRAM)
@@ -40,12 +38,12 @@ def project(flatout, monkeypatch) -> Path:
     return folder
 
 
-def git(*words: str) -> str:
+def git(*words):
     who = ("-c", "user.name=t", "-c", "user.email=t@example.org")
     return subprocess.run(["git", *who, *words], check=True, capture_output=True, text=True).stdout.strip()
 
 
-def commit(folder: Path, message: str, **work: object) -> str:
+def commit(folder, message, **work):
     if work:
         (folder / "work.py").write_text(WORK.format(**{"pause": 0.004, "scale": "1.0", **work}))
     (folder / "log.txt").open("a").write(f"{message}\n")
@@ -54,7 +52,7 @@ def commit(folder: Path, message: str, **work: object) -> str:
     return git("rev-parse", "HEAD")
 
 
-def record_of(folder: Path, name: str = "compare.json") -> dict:
+def record_of(folder, name="compare.json"):
     found = sorted(folder.glob(f".flatout/*/{name}"))
     assert len(found) == 1
     return json.loads(found[0].read_text())

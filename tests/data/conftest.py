@@ -4,7 +4,6 @@ same numbers, same end.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ FORMS = {
 CHANNELS = {"pil-l": 1, "bytes-1": 1, "floats-1": 1}
 
 
-def read(transform: Any, form: ImageForm) -> BatchOperation | Sequence[BatchOperation]:
+def read(transform, form):
     family = "v1" if type(transform).__module__ == "torchvision.transforms.transforms" else "v2"
     return READERS[f"{family}.{type(transform).__name__}"](transform, form)
 
@@ -42,7 +41,7 @@ def read(transform: Any, form: ImageForm) -> BatchOperation | Sequence[BatchOper
 READERS = {**color.READERS, **resample.READERS}
 
 
-def pil_images(name: str, height: int, width: int, count: int, seed: int = 0) -> Tensor:
+def pil_images(name, height, width, count, seed=0):
     """[B, C, H, W] of the form's dtype: noise, ramps and a flat image; values that round, saturate or have no
     hue.
     """
@@ -57,7 +56,7 @@ def pil_images(name: str, height: int, width: int, count: int, seed: int = 0) ->
     return images.to(torch.uint8)
 
 
-def as_items(name: str, images: Tensor) -> list[Any]:
+def as_items(name, images):
     """As a data set would hold them."""
     if name.startswith("pil"):
         arrays = [np.ascontiguousarray(each.permute(1, 2, 0).numpy()) for each in images]
@@ -65,7 +64,7 @@ def as_items(name: str, images: Tensor) -> list[Any]:
     return [tv_tensors.Image(each.clone()) if FORMS[name].tv else each.clone() for each in images]
 
 
-def plain(transform: Any, items: list[Any], seed: int) -> tuple[Tensor, Tensor]:
+def plain(transform, items, seed):
     """torchvision's own images, and the generator's state after them."""
     torch.manual_seed(seed)
     done = [transform(each) for each in items]
@@ -75,7 +74,7 @@ def plain(transform: Any, items: list[Any], seed: int) -> tuple[Tensor, Tensor]:
     ), state
 
 
-def lowered(operations: Sequence[BatchOperation], images: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+def lowered(operations, images, seed):
     """The same by these operations, applied to the batch."""
     torch.manual_seed(seed)
     shapes = [ImageShape(*images.shape[1:])]
@@ -111,14 +110,7 @@ def same():
     ``most`` at most) and the final generator state.
     """
 
-    def check(
-        transform: Any,
-        name: str,
-        size: tuple[int, int] = (33, 47),
-        count: int = 9,
-        seeds: Sequence[int] = (1, 2),
-        most: float = 0.0,
-    ) -> Tensor:
+    def check(transform, name, size=(33, 47), count=9, seeds=(1, 2), most=0.0):
         found = read(transform, FORMS[name])
         operations = [found] if isinstance(found, BatchOperation) else list(found)
         declared = sum(operation.apart for operation in operations)

@@ -1,7 +1,5 @@
 """Random pipelines of known and unknown transforms of both families, compared with the plain loader."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np
@@ -23,7 +21,7 @@ from torchvision.transforms import v2
 from flatout.data.lowering import lower
 
 PIPELINES = 130
-taken: list[bool] = []  # whether each pipeline ran on batches
+taken = []  # whether each pipeline ran on batches
 
 
 class Mine:

@@ -1,7 +1,5 @@
 """ColorJitter, Grayscale and RandomGrayscale compared with torchvision, image by image."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -14,8 +12,7 @@ from PIL import Image
 from torchvision.transforms import transforms as v1
 from torchvision.transforms import v2
 
-from flatout.data.color import FLOAT_MEAN, READERS, _places
-from flatout.data.draws import BulkNumbers
+from flatout.data.color import FLOAT_MEAN, READERS
 from flatout.data.hue import turn_bytes
 from flatout.data.operation import ImageForm, ImageShape, NotBatchable
 
@@ -86,12 +83,6 @@ def test_grey(same, family, name, kind, value):
     same(getattr(family, kind)(value), name)
 
 
-@pytest.mark.parametrize(("channels", "mode"), [(1, "L"), (3, "RGB")])
-def test_grey_declares_the_mode_of_a_pil_image(channels, mode):
-    read = READERS["v2.Grayscale"](v2.Grayscale(channels), ImageForm("pil", mode="RGB"))
-    assert read.form(ImageForm("pil", mode="RGB")) == ImageForm("pil", mode=mode)
-
-
 @pytest.mark.parametrize(
     "form",
     [
@@ -110,16 +101,3 @@ def test_other_images_are_left_alone(form):
 def test_four_channels_are_rejected():
     with pytest.raises(ValueError, match="1 or 3 channels"):
         READERS["v2.ColorJitter"](v2.ColorJitter(0.1), ImageForm("tensor")).shape(ImageShape(4, 8, 8))
-
-
-def test_the_order_of_steps_is_torchs():
-    """The permutation made from single words equals the one of torch.randperm."""
-    jitter = READERS["v2.ColorJitter"](v2.ColorJitter(0.1), ImageForm("tensor"))
-    kinds = jitter.draws(ImageShape(3, 4, 4))[:3]
-    for seed in range(40):
-        with BulkNumbers(torch.Generator().manual_seed(seed)) as words:
-            drawn = [torch.tensor([words.draw(kind)]) for kind in kinds]
-        assert (
-            _places(drawn, 1)[0].argsort().tolist()
-            == torch.randperm(4, generator=torch.Generator().manual_seed(seed)).tolist()
-        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -54,7 +53,7 @@ class Joint(Images):
         return self.transforms(self.images[index], self.labels[index])
 
 
-def folder(tmp: Path):
+def folder(tmp):
     for at, image in enumerate(pil_images(12)):
         (tmp / f"{at % 3}").mkdir(parents=True, exist_ok=True)
         image.save(tmp / f"{at % 3}" / f"{at}.png")

@@ -3,8 +3,6 @@
 Streams and pinned memory need a GPU (tests/levers/test_gpu.py).
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 

@@ -2,8 +2,6 @@
 (BinaryDivTrueKernel.cu of torch 2.14).
 """
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

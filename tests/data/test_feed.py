@@ -3,8 +3,6 @@
 Real loaders, a real training context, the real levers.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections import OrderedDict, namedtuple
@@ -23,7 +21,6 @@ from feeding import (
     LAZILY,
     Images,
     augmented,
-    difference,
     epochs,
     fixed,
     pil_images,
@@ -34,10 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
-from flatout.agent.ledger import Ledger
 from flatout.data.batch_comparison import different
-from flatout.data.feed import Feed
-from flatout.data.intercept import INTERCEPTION
 
 each_feed = pytest.mark.parametrize("levers", FEEDS, ids=FEED_NAMES)
 KEEPING, KEEPING_NAMES = FEEDS[1:], FEED_NAMES[1:]
@@ -177,18 +171,6 @@ def test_a_generator_that_a_transform_finds_in_its_module(levers):
         return [*epochs(Images(v1.Compose([v1.ToTensor(), Noisy()]))), GLOBAL.normal()]
 
     same_as_plain(program, *levers)
-
-
-class TwoViews(Images):
-    """As in contrastive learning: the pipeline runs twice for each sample."""
-
-    def __getitem__(self, index):
-        return self.transform(self.images[index]), self.transform(self.images[index]), index
-
-
-@each_feed
-def test_two_views_of_each_image(levers):
-    assert same_as_plain(lambda: epochs(TwoViews(augmented())), *levers) == []
 
 
 class Wild(Images):
@@ -478,23 +460,6 @@ def test_tensors_that_are_replaced(levers):
     assert any("has changed its data set" in sentence for sentence in said)
 
 
-class WithEpoch(Images):
-    epoch = 0
-
-    def __getitem__(self, index):
-        return self.transform(self.images[index]), index + 100 * self.epoch
-
-
-@each_feed
-@each_pipeline
-def test_set_epoch(pipeline, levers):
-    def next_epoch(dataset, epoch, at):
-        if at == 4:
-            dataset.epoch = epoch + 1
-
-    same_as_plain(lambda: epochs(WithEpoch(pipeline()), 3, next_epoch), *levers)
-
-
 @each_feed
 @pytest.mark.parametrize(
     "last",
@@ -560,12 +525,6 @@ def test_late_images_of_another_mode_that_a_transform_converts(mode, levers):
         ),
         *levers,
     )
-
-
-@each_feed
-def test_images_of_different_sizes(levers):
-    images = [image.resize((11 + index % 5, 12 + index % 3)) for index, image in enumerate(pil_images())]
-    same_as_plain(lambda: epochs(Images(augmented(), images)), *levers)
 
 
 # -- which loaders -------------------------------------------------------------------------------------------------------
@@ -774,15 +733,3 @@ def test_difference_between_two_batches():
     assert different([x[0], {"a": 1}], [x[0] + 0.26, {"a": 1}], 0.25)
     for other in ([x], [x, {"b": 1}], (x, {"a": 1}), [x, {"a": 2}]):
         assert different([x, {"a": 1}], other, 0.0)
-
-
-def test_trying_a_loader_leaves_the_generators_unchanged():
-    before, ledger = torch.get_rng_state(), Ledger()
-    INTERCEPTION.hold(ledger)
-    feed = Feed(DataLoader(Images(augmented()), 5))
-    feed.batched = True
-    feed.prepare()
-    assert feed.try_out() == ""
-    ledger.restore()
-    assert torch.equal(before, torch.get_rng_state())
-    assert difference([1], [1]) == ""

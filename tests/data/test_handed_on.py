@@ -1,7 +1,5 @@
 """Samples that one program of a search has kept reach the next one, but never samples of another data set."""
 
-from __future__ import annotations
-
 import time
 from contextlib import nullcontext
 
@@ -33,7 +31,7 @@ class Numbers(Dataset):
         return self.rows[index].clone(), index % 7
 
 
-asked: list[int] = []
+asked = []
 
 
 def kept(dataset, folder):

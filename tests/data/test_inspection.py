@@ -1,7 +1,5 @@
 """A copy of a data set for inspection: the original is unaffected."""
 
-from __future__ import annotations
-
 import pytest
 from torch.utils.data import ConcatDataset, Dataset, Subset
 

@@ -1,7 +1,5 @@
 """Which calls a recorder gets, in which thread, and for how long."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Which transforms of a pipeline run on batches, which stay with the single image, and why."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -10,12 +8,10 @@ pytest.importorskip("torchvision")
 
 from feeding import pil_images
 from torchvision import transforms as v1
-from torchvision import tv_tensors
 from torchvision.transforms import v2
 
-from flatout.data.images import copied, form_of, same_pixels, shape_of, stack
 from flatout.data.lowering import deterministic, flat, lower, name_of, read
-from flatout.data.operation import ImageForm, ImageShape, NotBatchable
+from flatout.data.operation import ImageForm, NotBatchable
 from flatout.data.operations import Flip
 
 IMAGES = pil_images(3)
@@ -147,37 +143,3 @@ def test_heavy_transforms_stay_with_the_single_image_on_request():
 )
 def test_the_number_of_steps_without_random_numbers(steps, count):
     assert deterministic(steps, IMAGES) == count
-
-
-@pytest.mark.parametrize(
-    ("image", "form"),
-    [
-        (IMAGES[0], ImageForm("pil", mode="RGB")),
-        (IMAGES[0].convert("L"), ImageForm("pil", mode="L")),
-        (IMAGES[0].convert("RGBA"), ImageForm("pil", mode="RGBA")),
-        (IMAGES[0].convert("P"), None),
-        (IMAGES[0].convert("1"), None),
-        (IMAGES[0].convert("CMYK"), None),
-        (IMAGES[0].convert("LA"), None),
-        (np.zeros((3, 4), np.uint8), ImageForm("numpy")),
-        (np.zeros((3, 4, 3), np.uint8), ImageForm("numpy")),
-        (np.zeros((3, 4, 3), np.float32), None),
-        (np.zeros(3, np.uint8), None),
-        (torch.zeros(3, 4, 5), ImageForm("tensor", torch.float32)),
-        (torch.zeros(3, 4, 5, dtype=torch.uint8), ImageForm("tensor")),
-        (tv_tensors.Image(torch.zeros(3, 4, 5)), ImageForm("tensor", torch.float32, tv=True)),
-        (tv_tensors.Mask(torch.zeros(1, 4, 5)), None),
-        (torch.zeros(4, 5), None),
-        (torch.zeros(3, 4, 5, requires_grad=True), None),
-        (torch.nn.Parameter(torch.zeros(3, 4, 5)), None),
-        ("words", None),
-        (None, None),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_kinds_of_images(image, form):
-    assert form_of(image) == form
-    if form is not None:
-        assert shape_of(image) == ImageShape(*stack([image])[0].shape)
-        assert same_pixels(image, copied(image))
-        assert copied(image) is not image

@@ -1,7 +1,5 @@
 """A deferred image answers what is certain, and becomes the real image when its content is read."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

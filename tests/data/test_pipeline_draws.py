@@ -2,8 +2,6 @@
 those calls.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

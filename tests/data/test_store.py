@@ -2,8 +2,6 @@
 rejects them.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict, namedtuple
 from types import SimpleNamespace
 

@@ -2,8 +2,6 @@
 have had.
 """
 
-from __future__ import annotations
-
 import random
 
 import numpy as np
@@ -21,7 +19,6 @@ from flatout.data.streams import (
     same_states,
     seeds_itself,
     states,
-    without_workers,
 )
 
 OURS = np.random.default_rng(5)
@@ -147,18 +144,6 @@ def test_streams_leave_the_seeds_of_every_device_alone():
 )
 def test_loaders_whose_workers_can_be_replaced(workers, asked, can):
     assert can_stand_in(workers, asked) is can
-
-
-def test_arguments_without_workers():
-    asked = {
-        "batch_size": 4,
-        "num_workers": 2,
-        "persistent_workers": True,
-        "prefetch_factor": 4,
-        "timeout": 3,
-        "multiprocessing_context": "spawn",
-    }
-    assert without_workers(asked) == {"batch_size": 4, "num_workers": 0}
 
 
 class Mine(torch.utils.data.Sampler):

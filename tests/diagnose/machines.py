@@ -3,10 +3,7 @@
 The texts use the formats of the kernel, nvidia-smi and torch; names and numbers are invented.
 """
 
-from __future__ import annotations
-
 import copy
-from typing import Any
 
 from flatout.schema.machine_snapshot import CommandResult, Disk, MachineSnapshot
 
@@ -48,7 +45,7 @@ Mems_allowed_list:\t0
 CXX = "g++ (Debian 12.2.0-14+deb12u1) 12.2.0\nCopyright (C) 2022 Free Software Foundation, Inc.\n"
 ENVIRON = "/opt/venv/lib/python3.12/site-packages"
 
-FILES: dict[str, str | None] = {
+FILES = {
     "/proc/meminfo": MEMINFO,
     "/proc/loadavg": "0.42 0.30 0.25 2/812 4711\n",
     "/proc/self/limits": LIMITS,
@@ -87,10 +84,10 @@ PROCESS = """\t\t\t<process_info>
 \t\t\t\t<used_memory>30000 MiB</used_memory>
 \t\t\t</process_info>
 """
-FINE: dict[str, Any] = {"name": "NVIDIA H100 80GB HBM3", "used": 1, "processes": ""}
+FINE = {"name": "NVIDIA H100 80GB HBM3", "used": 1, "processes": ""}
 
 
-def smi(*gpus: dict[str, Any], driver: str = "580.95.05", cuda: str = "13.0") -> CommandResult:
+def smi(*gpus, driver="580.95.05", cuda="13.0"):
     """The output of `nvidia-smi -q -x` for healthy GPUs, apart from the given values of each."""
     body = "".join(GPU.format(**{**FINE, "index": number, **gpu}) for number, gpu in enumerate(gpus))
     out = (
@@ -173,12 +170,12 @@ _HEALTHY = MachineSnapshot(
 )
 
 
-def healthy() -> MachineSnapshot:
+def healthy():
     """A machine with one GPU and nothing to fix."""
     return copy.deepcopy(_HEALTHY)
 
 
-def without_gpu() -> MachineSnapshot:
+def without_gpu():
     """The same without a GPU and its driver, and with the CPU build of torch."""
     snapshot = healthy()
     for path in (

@@ -53,13 +53,11 @@ class Program:
     of_cuda: bool  # only a torch that was built with CUDA fails so
 
 
-PROGRAMS: dict[str, Program] = {}
+PROGRAMS = {}
 
 
-def program(
-    code: str, *says: str, apart: bool = False, tried: str = "", slow: bool = False, of_cuda: bool = False
-) -> Callable:
-    def keep(run: Callable[[bool], object]) -> Callable[[bool], object]:
+def program(code, *says, apart=False, tried="", slow=False, of_cuda=False):
+    def keep(run):
         PROGRAMS[run.__name__] = Program(run.__name__, code, says, run, apart, tried, slow, of_cuda)
         return run
 
@@ -69,7 +67,7 @@ def program(
 class Net(torch.nn.Module):
     """A small classifier of 28x28 images; its second part expects ``features``."""
 
-    def __init__(self, features: int = 392, channels: int = 1) -> None:
+    def __init__(self, features=392, channels=1):
         super().__init__()
         self.body = torch.nn.Sequential(
             torch.nn.Conv2d(channels, 8, 3, stride=4), torch.nn.ReLU(), torch.nn.Flatten()
@@ -83,23 +81,23 @@ class Net(torch.nn.Module):
 class Rows(Dataset):
     """Ten rows; ``make(at)`` gives one."""
 
-    def __init__(self, make: Callable[[int], object]) -> None:
+    def __init__(self, make):
         self.make = make
 
-    def __len__(self) -> int:
+    def __len__(self):
         return 10
 
     def __getitem__(self, at):
         return self.make(at)
 
 
-def free_port() -> int:
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def group(rank: int = 0, size: int = 1, port: int = 0, timeout_s: float = 5.0) -> None:
+def group(rank=0, size=1, port=0, timeout_s=5.0):
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port or free_port()), RANK=str(rank), WORLD_SIZE=str(size)
     )
@@ -107,13 +105,6 @@ def group(rank: int = 0, size: int = 1, port: int = 0, timeout_s: float = 5.0) -
 
 
 # -- devices ------------------------------------------------------------------------------------------------------
-
-
-@program("FE001", "meta", "cpu")
-def two_devices(well):
-    mean = torch.zeros(4, device="cpu" if well else "meta")
-    batch = torch.ones(8, 4)
-    return (batch - mean).sum()
 
 
 @program("FE001", "meta", "cpu", "fc1")
@@ -151,12 +142,6 @@ def double_input(well):
     return Net().fc1(numbers)
 
 
-@program("FE010", "body.0")
-def bytes_into_a_convolution(well):
-    images = torch.zeros(2, 1, 28, 28, dtype=torch.uint8)
-    return Net()(images.float() / 255 if well else images)
-
-
 @program("FE011", "target")
 def float_labels(well):
     target = torch.tensor([1.0, 2.0])
@@ -168,12 +153,6 @@ def integer_targets_of_a_regression(well):
     wanted = torch.tensor([1, 0, 1])
     guess = torch.zeros(3, requires_grad=True)
     F.huber_loss(guess, wanted.float() if well else wanted).backward()
-
-
-@program("FE011", "float32")
-def integer_targets_of_a_binary_loss(well):
-    wanted = torch.tensor([1, 0, 1])
-    return F.binary_cross_entropy_with_logits(torch.zeros(3), wanted.float() if well else wanted)
 
 
 @program("FE012", "linalg.inv", "float16")
@@ -240,12 +219,6 @@ def cat_of_other_sizes(well):
     return torch.cat([left, right], dim=0 if well else 1)
 
 
-@program("FE026")
-def stack_of_other_sizes(well):
-    rows = [torch.ones(3), torch.ones(3 if well else 4)]
-    return torch.stack(rows)
-
-
 @program("FE027", "10", "8")
 def layer_norm_of_another_width(well):
     return torch.nn.LayerNorm(8 if well else 10)(torch.ones(2, 8))
@@ -285,22 +258,10 @@ def labels_of_another_batch(well):
     return F.cross_entropy(logits, torch.zeros(8 if well else 4, dtype=torch.long))
 
 
-@program("FE032")
-def one_hot_labels(well):
-    target = torch.zeros(4, 1, dtype=torch.long)
-    return F.nll_loss(torch.zeros(4, 3), target[:, 0] if well else target)
-
-
 @program("FE033")
 def bce_of_another_shape(well):
     guess, wanted = torch.full((8, 1), 0.5), torch.ones(8)
     return torch.nn.BCELoss()(guess, wanted[:, None] if well else wanted)
-
-
-@program("FE033")
-def bce_with_logits_of_another_shape(well):
-    guess, wanted = torch.zeros(8, 1), torch.ones(8)
-    return torch.nn.BCEWithLogitsLoss()(guess, wanted[:, None] if well else wanted)
 
 
 @program("FE034")
@@ -410,7 +371,7 @@ def an_error_in_a_worker(well):
     ]
 
 
-def dies(at: int, how: Callable[[], object], well: bool) -> int:
+def dies(at, how, well):
     if (
         at == 0 and not well
     ):  # before any batch is handed over: what the main process would meet then depends on timing
@@ -427,20 +388,6 @@ def a_worker_that_is_killed(well):
     )
 
 
-@program("FE071", "unexpectedly", apart=True)
-def a_worker_that_leaves(well):
-    return list(DataLoader(Rows(lambda at: dies(at, lambda: os._exit(3), well)), num_workers=1))
-
-
-@program("FE043", apart=True)
-def a_worker_without_shared_memory(well):
-    return list(
-        DataLoader(
-            Rows(lambda at: dies(at, lambda: os.kill(os.getpid(), signal.SIGBUS), well)), num_workers=1
-        )
-    )
-
-
 @program("FE072", "[3]", "[4]")
 def samples_of_other_sizes(well):
     return list(DataLoader(Rows(lambda at: torch.ones(3 if well else 3 + at)), batch_size=4))
@@ -451,13 +398,8 @@ def a_sample_that_is_none(well):
     return list(DataLoader(Rows(lambda at: at if well or at != 3 else None), batch_size=2))
 
 
-def square(x: int) -> int:
+def square(x):
     return x * x
-
-
-@program("FE073", "NoneType")
-def samples_that_are_none(well):
-    return list(DataLoader(Rows(lambda at: at if well else None), batch_size=2))
 
 
 @program("FE074", "lambda")
@@ -510,7 +452,7 @@ def a_loader_that_waits_too_long(well):
 class Half(torch.nn.Module):
     """Uses the second of its layers or not."""
 
-    def __init__(self, both: bool) -> None:
+    def __init__(self, both):
         super().__init__()
         self.first, self.second, self.both = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), both
 
@@ -598,15 +540,6 @@ def a_rank_that_is_gone(well):
     two_ranks(sums, sums if well else lambda: dist.all_reduce(torch.ones(2)))
 
 
-@program("FE088", apart=True)
-def a_rank_that_stays_behind(well):
-    two_ranks(
-        lambda: dist.all_reduce(torch.ones(2)),
-        lambda: (time.sleep(0 if well else 20), dist.all_reduce(torch.ones(2))),
-        timeout_s=20.0 if well else 2.0,
-    )
-
-
 # -- checkpoints --------------------------------------------------------------------------------------------------
 
 
@@ -638,7 +571,7 @@ class Settings:
     lr = 0.1
 
 
-def saved(what: object) -> io.BytesIO:
+def saved(what):
     file = io.BytesIO()
     torch.save(what, file)
     file.seek(0)
@@ -652,17 +585,6 @@ def half_a_checkpoint(well):
         path = Path(folder) / "model.pt"
         path.write_bytes(data if well else data[: len(data) // 2])
         return torch.load(path)
-
-
-@program("FE093")
-def half_a_small_checkpoint(well):
-    data = saved([torch.zeros(3)]).getvalue()
-    return torch.load(io.BytesIO(data if well else data[: len(data) // 2]))
-
-
-@program("FE093")
-def a_page_of_html_for_a_checkpoint(well):
-    return torch.load(saved([1]) if well else io.BytesIO(b"<!doctype html><html>"))
 
 
 @program("FE093")
@@ -713,32 +635,12 @@ def no_compiler(well):
     return step(torch.ones(3))
 
 
-@program("FE104", "torchvision::nms")
-def an_extension_that_does_not_fit(well):
-    if not well:
-        torch.library.register_fake("torchvision::nms", lambda *a: None)
-
-
-@program("FE104", "missing_by_design")
-def a_symbol_that_is_not_there(well):
-    import ctypes
-
-    with tempfile.TemporaryDirectory() as folder:
-        source, library = Path(folder) / "ext.c", Path(folder) / "_C.so"
-        source.write_text(
-            "int _ZN3c10missing_by_designEv(void);\nint f(void) { return _ZN3c10missing_by_designEv(); }\n"
-            + ("int _ZN3c10missing_by_designEv(void) { return 0; }\n" if well else "")
-        )
-        subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
-        ctypes.CDLL(str(library), os.RTLD_NOW)
-
-
 # -- running them -------------------------------------------------------------------------------------------------
 
 _CARRIED = os.path.join(tempfile.gettempdir(), f"flatout-provoked-{os.getpid()}")
 
 
-def raise_in_child(fails: Callable[[], object]) -> None:
+def raise_in_child(fails):
     try:
         fails()
     except Exception as error:
@@ -751,13 +653,13 @@ class Carried(Exception):
     """The record of a child of a program."""
 
 
-def reraise_from_child() -> None:
+def reraise_from_child():
     data = Path(_CARRIED).read_text()
     Path(_CARRIED).unlink()
     raise Carried(data)
 
 
-def _seen(error: BaseException) -> tuple[dict, str]:
+def _seen(error):
     from flatout.agent.failure_details import look
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's own would raise again for a second worker here
@@ -769,7 +671,7 @@ def _seen(error: BaseException) -> tuple[dict, str]:
     )
 
 
-def _die(one: Program, well: bool) -> dict:
+def _die(one, well):
     try:
         one.run(well)
     except Carried as carried:
@@ -784,7 +686,7 @@ def _die(one: Program, well: bool) -> dict:
     return {}
 
 
-def _apart(one: Program, well: bool) -> dict:
+def _apart(one, well):
     """Run it in a forked process. A process ended by a signal reports only the signal."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "seen.json"
@@ -802,7 +704,7 @@ def _apart(one: Program, well: bool) -> dict:
         return json.loads(out.read_text())
 
 
-def provoke(one: Program) -> dict:
+def provoke(one):
     run = _apart if one.apart else _die
     ill = run(one, False)
     fixed = {} if one.tried else run(one, True)
@@ -815,7 +717,7 @@ def provoke(one: Program) -> dict:
     }
 
 
-def main() -> None:
+def main():
     names = sys.argv[2:] or [name for name, one in PROGRAMS.items() if not one.slow]
     results = []
     for name in names:

@@ -89,16 +89,6 @@ RECORDED = (
     Recorded(
         "FE035",
         ("label",),
-        "https://github.com/modelscope/ms-swift/issues/3267",
-        "../aten/src/ATen/native/cuda/Loss.cu:250: nll_loss_forward_reduce_cuda_kernel_2d: block: [0,0,0], thread: [5,0,0] Assertion `t >= "
-        "0 && t < n_classes` failed.\n"
-        + FRAMES
-        + "RuntimeError: CUDA error: device-side assert triggered\n"
-        + LATER,
-    ),
-    Recorded(
-        "FE035",
-        ("label",),
         "https://github.com/milesial/Pytorch-UNet/issues/375",
         "../aten/src/ATen/native/cuda/NLLLoss2d.cu:103: nll_loss2d_forward_kernel: block: [5,0,0], thread: [996,0,0] Assertion `t >= 0 && "
         "t < n_classes` failed.\n" + FRAMES + "RuntimeError: CUDA error: device-side assert triggered\n",
@@ -122,13 +112,6 @@ RECORDED = (
         "a total capacty of 6.00 GiB of which 0 bytes is free. Of the allocated memory 2.93 GiB is allocated by PyTorch, and 2.30 GiB is "
         "reserved by PyTorch but unallocated. If "
         "reserved but unallocated memory is large try setting max_split_size_mb to avoid fragmentation.",
-    ),
-    Recorded(
-        "FE040",
-        ("2.26 GiB", "3.03 GiB"),
-        PYTORCH + "59778",
-        "RuntimeError: CUDA out of memory. Tried to allocate 2.26 GiB (GPU 0; 6.00 GiB total capacity; 781.59 MiB already "
-        "allocated; 3.03 GiB free; 1.24 GiB reserved in total by PyTorch)",
     ),
     Recorded(
         "FE040",

@@ -2,8 +2,6 @@
 fixes it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest
@@ -11,12 +9,12 @@ from machines import ENVIRON, GIB, PROCESS, healthy, smi, without_gpu
 
 from flatout.diagnose.doctor.checks import TABLE, examine
 from flatout.diagnose.doctor.versions import versions
-from flatout.schema.machine_snapshot import CheckResult, CommandResult, Disk, MachineSnapshot, Verdict
+from flatout.schema.machine_snapshot import CommandResult, Disk, MachineSnapshot, Verdict
 
 Change = Callable[[MachineSnapshot], object]
 
 
-def checked(snapshot: MachineSnapshot) -> dict[str, CheckResult]:
+def checked(snapshot):
     return {check.code: check for check in examine(snapshot)}
 
 
@@ -43,8 +41,8 @@ def test_an_empty_record_is_not_fine():
     assert not [check.seen for check in examine(MachineSnapshot()) if "mistake" in check.seen]
 
 
-def cannot_import(message: str, kind: str = "ImportError", trace: str = "") -> Change:
-    def change(snapshot: MachineSnapshot) -> None:
+def cannot_import(message, kind="ImportError", trace=""):
+    def change(snapshot):
         snapshot.torch = {
             "found": snapshot.torch["found"],
             "import failed": {
@@ -59,7 +57,7 @@ def cannot_import(message: str, kind: str = "ImportError", trace: str = "") -> C
     return change
 
 
-def other_python(snapshot: MachineSnapshot) -> None:
+def other_python(snapshot):
     """PYTHONPATH leads to the packages of a Python 3.11."""
     cannot_import(
         "\nFailed to load PyTorch C extensions:\n    It appears that PyTorch has loaded the `torch/_C` folder\n ..."
@@ -72,20 +70,20 @@ def other_python(snapshot: MachineSnapshot) -> None:
     snapshot.environment["PYTHONPATH"] = "/opt/py311"
 
 
-def gpu(*boards: dict, **options) -> Change:
+def gpu(*boards, **options):
     return lambda snapshot: snapshot.runs.__setitem__("nvidia-smi", smi(*boards, **options))
 
 
-def files(**changes: str | None) -> Change:
+def files(**changes):
     """``files(**{"/proc/x": text})``"""
     return lambda snapshot: snapshot.files.update(changes)
 
 
-def variables(**changes: str) -> Change:
+def variables(**changes):
     return lambda snapshot: snapshot.environment.update(changes)
 
 
-def old_driver(snapshot: MachineSnapshot) -> None:
+def old_driver(snapshot):
     """Driver 535 with CUDA 12.2 under a torch built for CUDA 13.0: torch warns, and CUDA is unavailable."""
     snapshot.runs["nvidia-smi"] = smi({"name": "NVIDIA A100-SXM4-80GB"}, driver="535.54.03", cuda="12.2")
     snapshot.files["/proc/driver/nvidia/version"] = (
@@ -107,7 +105,7 @@ def ancient_driver(snapshot: MachineSnapshot) -> None:
     snapshot.runs["nvidia-smi"] = smi({"name": "Tesla V100-SXM2-32GB"}, driver="470.82.01", cuda="11.4")
 
 
-def driverless(snapshot: MachineSnapshot) -> None:
+def driverless(snapshot):
     """A container started without the GPU; sysfs still shows it on the bus."""
     run("nvidia-smi", there=False)(snapshot)
     snapshot.files |= {"/proc/driver/nvidia/version": None, "/.dockerenv": ""}
@@ -137,8 +135,8 @@ DOCKER_MOUNTS = """1201 1120 0:84 / / rw,relatime - overlay overlay rw,lowerdir=
 """
 
 
-def limit(name: str, soft: str, hard: str) -> Change:
-    def change(snapshot: MachineSnapshot) -> None:
+def limit(name, soft, hard):
+    def change(snapshot):
         text = snapshot.files["/proc/self/limits"] or ""
         given = f"Max {name:<22}{soft:<21}{hard:<21}units"
         snapshot.files["/proc/self/limits"] = "\n".join(
@@ -148,20 +146,20 @@ def limit(name: str, soft: str, hard: str) -> Change:
     return change
 
 
-def no_torch(snapshot: MachineSnapshot) -> None:
+def no_torch(snapshot):
     snapshot.packages = [each for each in snapshot.packages or [] if each[0] != "torch"]
     snapshot.torch = {"found": {"origin": None, "places": []}}
 
 
-def set_python(**changes: object) -> Change:
+def set_python(**changes):
     return lambda snapshot: snapshot.python.update(changes)
 
 
-def run(name: str, **changes: object) -> Change:
+def run(name, **changes):
     return lambda snapshot: snapshot.runs.__setitem__(name, CommandResult([name], **changes))
 
 
-def disk(name: str, free: int, **more: object) -> Change:
+def disk(name, free, **more):
     return lambda snapshot: snapshot.disks.__setitem__(
         name, Disk(f"/{name}", 900 * GIB, free, **{"free_files": 10**6, "writable": True, **more})
     )
@@ -394,7 +392,6 @@ FAULTS = [
     ),
     # the GPUs
     ("FD030", "warning", gpu({"used": 31000, "processes": PROCESS}), "by python (4242)", "ps -o"),
-    ("FD030", "warning", gpu({"used": 31000}), "not shown here", "fuser"),
     (
         "FD030",
         "note",
@@ -403,7 +400,6 @@ FAULTS = [
         "multi-user",
     ),
     # compilers and the system
-    ("FD040", "warning", run("c++", there=False), "torch.compile does not work", "apt-get install g++"),
     (
         "FD040",
         "warning",
@@ -415,7 +411,6 @@ FAULTS = [
     ("FD050", "problem", set_python(libc=["glibc", "2.17"]), "the last torch for it is 2.6", "docker run"),
     ("FD050", "warning", set_python(libc=["", ""]), "musl", "docker run"),
     # the processor
-    ("FD060", "warning", docker, "torch uses 16 threads and gets 2 cores", "export OMP_NUM_THREADS=2"),
     (
         "FD060",
         "ok",
@@ -445,7 +440,6 @@ FAULTS = [
         "not a number of threads",
         "unset MKL_NUM_THREADS",
     ),
-    ("FD064", "note", variables(OMP_NUM_THREADS="1"), "one thread", "flatout tune"),
     (
         "FD066",
         "warning",

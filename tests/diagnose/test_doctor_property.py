@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from machines import healthy
 
 from flatout.diagnose.doctor.checks import TABLE
-from flatout.schema.machine_snapshot import CommandResult, MachineSnapshot, Verdict
+from flatout.schema.machine_snapshot import CommandResult, Verdict
 
 # A text of letters, blanks and line breaks is no valid answer of a kernel, program or library.
 GARBAGE = st.text(st.sampled_from("abcxyz \n\t<&\x00\ufffd"), max_size=60)
 
 
-def spoiled(need: str, text: str | None) -> MachineSnapshot:
+def spoiled(need, text):
     """The healthy machine, with one input of a check removed (None) or replaced by a meaningless text."""
     snapshot = healthy()
     kind, _, rest = need.partition(" ")

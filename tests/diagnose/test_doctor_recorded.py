@@ -7,8 +7,6 @@ library_missing             torch's links to NVIDIA's libraries are broken
 torch_of_another_python     a Python 3.12 that finds the packages of a Python 3.11
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

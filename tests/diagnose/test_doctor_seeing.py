@@ -2,8 +2,6 @@
 reports it.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -22,7 +20,7 @@ pytestmark = pytest.mark.processes
 def look(monkeypatch, tmp_path):
     """``look(source)``: the checks by code, in a folder where torch.py is that source."""
 
-    def looked(source: str, limit_s: float = 20.0):
+    def looked(source, limit_s=20.0):
         (tmp_path / "torch.py").write_text(source, encoding="utf-8")
         monkeypatch.chdir(tmp_path)
         with SnapshotTaker() as looking:

@@ -2,8 +2,6 @@
 programs of other pages.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 
@@ -23,7 +21,7 @@ NUMBERS = {
     Severity.FRAGILE: range(301, 400),
 }
 # Bad programs with more than one fault, and the other findings allowed in them.
-ALSO: dict[str, set[str]] = {"FL307": {"FL115"}}
+ALSO = {"FL307": {"FL115"}}
 
 
 @cache

@@ -1,8 +1,6 @@
-"""More than forty failures, really provoked: explained from the dying process and from the text of its
+"""Failures, really provoked: explained from the dying process and from the text of its
 traceback, with their fixes tried.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -28,7 +26,7 @@ ENDED_BY_A_SIGNAL = ("FE042", "FE045")  # such a process leaves no text
 
 
 @pytest.fixture(scope="module")
-def provoked(tmp_path_factory) -> dict[str, dict]:
+def provoked(tmp_path_factory):
     """The results of all programs, from one process that runs them."""
     out = tmp_path_factory.mktemp("provoked") / "seen.json"
     kept = {

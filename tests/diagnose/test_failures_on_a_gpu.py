@@ -3,8 +3,6 @@
 These records are hand-made because there is no GPU to die on; the real ones are marked and need a GPU.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from flatout.agent.failure_details import look
@@ -16,7 +14,7 @@ ASSERT = "CUDA error: device-side assert triggered\nCUDA kernel errors might be 
 NAMES = ["AcceleratorError", "RuntimeError", "Exception"]
 
 
-def frame(function: str, text: str, *tensors: TensorSeen, mine: bool = True) -> FrameSeen:
+def frame(function, text, *tensors, mine=True):
     return FrameSeen(
         "/home/me/train.py" if mine else "/lib/python3.12/site-packages/torch/nn/functional.py",
         7,

@@ -41,26 +41,8 @@ class Unit:
             return
         self.logger.log(value.item())
 """
-ENGINE = """
-def updates(model, optimizer):
-    def update(engine, batch):
-        optimizer.zero_grad()
-        loss = F.mse_loss(model(batch[0].to(device)), batch[1])
-        loss.backward()
-        optimizer.step()
-        return {line}
 
-    return update
-"""
-ONCE = """
-def smoke(width):
-    model = nn.Linear(width, 1).to(device)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss = model(torch.ones(8, width, device=device)).square().mean()
-    loss.backward()
-    optimizer.step()
-    {line}
-"""
+
 VALIDATES = """
 @torch.no_grad()
 def validate(model, batches, loss_of):
@@ -79,28 +61,7 @@ def train(model, optimizer, loader, batches, loss_of):
         if step % 1000 == 0:
             print(validate(model, batches, loss_of))
 """
-EVALUATES = """
-class Trainer(Base):
-    def __init__(self, config):
-        self.model = config.build()
 
-    def train(self):
-        for epoch in range(9):
-            for x in self.loader:
-                self.update(self._forward(x))
-            {before}self.predict(self.held_out)
-
-    def predict(self, loader):
-        self.model.eval()
-        found = []
-        for x in loader:
-            out = self._forward(x){mark}
-            found.append(out.argmax(-1).tolist())
-        return found
-
-    def _forward(self, x):
-        return self.model(x)
-"""
 WITHIN = """
 def run(model, loader, valid, config):
     optimizer = config.optimizer(model.parameters())
@@ -139,18 +100,7 @@ class Average:
         rate = min(self.decay, steps / 10)
         {inner}
 """
-SUMS = """
-class Trainer:
-    def step(self, batch):
-        self.optimizer.zero_grad()
-        total = {line}
-        for x in batch:
-            loss = self.net(x.to(device)).square().mean()
-            loss.backward()
-            total += loss.detach()
-        self.optimizer.step()
-        return total
-"""
+
 COMPILED = """
 def share(mask):
     return mask.float().mean(){read}{mark}
@@ -171,25 +121,12 @@ model = {model}
 FORMS = {
     ("FL101", UNIT): {
         "the norm in a unit's step": "self.last = float(norm)  # <-",
-        "the loss in a unit's step": 'self.logger.log({"loss": loss.item()})  # <-',
-        "a norm that stays": "self.last = norm",
         "a log that returns early": "self.log(state.step, loss)",
-    },
-    ("FL101", ENGINE): {
-        "an engine's function": "loss.item()  # <-",
-        "an engine's tensor": "loss.detach()",
-    },
-    ("FL101", ONCE): {
-        "one step alone": "print(loss.item())",
     },
     ("FL101", VALIDATES): {
         "a batch of a validation": "losses[at] = loss.item()  # <-",
         "a sum of a validation": "total += loss.item()  # <-",
         "a validation on the device": "losses[at] = loss",
-    },
-    ("FL201", EVALUATES): {
-        "a trainer's prediction": {"mark": "  # <-"},
-        "a prediction without gradients": {"before": "with torch.no_grad(): "},
     },
     ("FL201", WITHIN): {
         "an evaluation beside the training": {"block": "", "mark": "  # <-"},
@@ -201,31 +138,15 @@ FORMS = {
     },
     ("FL108", DATA): {
         "a data module": {"other": "val_dataloader", "mark": "  # <-"},
-        "the default, written down": {
-            "other": "test_dataloader",
-            "more": ", persistent_workers=False",
-            "mark": "  # <-",
-        },
         "workers that are kept": {"other": "val_dataloader", "more": ", persistent_workers=num_workers > 0"},
         "a class with one loader": {"other": "further"},
     },
     ("FL121", AVERAGE): {
-        "an average by products": "kept.copy_(self.decay * kept + (1 - self.decay) * weights[name].detach())  # <-",
         "an average in a method": {
             "line": "self.mix(kept.data, weights[name].data, 9)",
             "inner": "kept.mul_(rate).add_(weight, alpha=1 - rate)  # <-",
         },
         "an average by assignment": "kept.data = kept.data * self.decay + weights[name].data * (1.0 - self.decay)  # <-",
-        "an average in one operation": {
-            "line": "kept.lerp_(weights[name], 1 - self.decay)",
-            "inner": "kept.lerp_(weight, 1 - rate)",
-        },
-        "a copy of the weights": "kept.copy_(weights[name])",
-    },
-    ("FL122", SUMS): {
-        "a total made from a number": "torch.tensor(0.0, device=device)  # <-",
-        "a total made by the device": "torch.zeros((), device=device)",
-        "a total on the host": 'torch.tensor(0.0, device="cpu")',
     },
     ("FL123", COMPILED): {
         "a read below a compiled model": {
@@ -234,7 +155,6 @@ FORMS = {
             "model": "torch.compile(Net())",
         },
         "a compiled model without reads": {"model": "torch.compile(Net())"},
-        "a read without compiling": {"read": ".item()", "model": "Net()"},
     },
 }
 

@@ -138,19 +138,7 @@ def similarities(queries, keys):
             {line}
     return found
 """
-CACHE = """
-class Positions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.cache = {}
 
-    def forward(self, x):
-        sizes = torch.stack([torch.tensor(each.shape) for each in x])
-        for size in {sizes}:
-            if size not in self.cache:
-                self.cache[size] = torch.arange(int(size[0])){mark}
-        return x
-"""
 LOSS = """
 class MaskedLoss(nn.Module):
     def forward(self, output, target):
@@ -190,11 +178,9 @@ class Trainer:
 FORMS = {
     ("FL009", SCALED): {
         "a loss without its scale": {"line": "loss / self.parts", "mark": "  # <-"},
-        "a scaled loss, divided": "self.scaler.scale(loss) / self.parts",
     },
     ("FL202", MEAN): {
         "a metric adds the loss": {"line": "self.total += value.cpu() * weight  # <-", "given": "loss"},
-        "a metric adds a number": {"line": "self.total += value * weight", "given": "loss.item()"},
         "a metric detaches": {"line": "self.total += value.detach() * weight", "given": "loss"},
     },
     ("FL202", OUTPUTS): {
@@ -206,11 +192,8 @@ FORMS = {
         "a copy of it": "self.best_state = copy.deepcopy(self.model.state_dict())",
     },
     ("FL101", READS): {
-        "a read in each micro-batch": "self.total += loss.item()  # <-",
         "a read in a fixed arm": "if self.args.log: self.total += loss.item()  # <-",
-        "a read in some steps": "if step % 100 == 0: self.total += loss.item()",
         "a read for debugging": "if self.args.debug: self.total += loss.item()",
-        "a total on the device": "self.total += loss.detach()",
     },
     ("FL109", GIVEN): {
         "a copy that blocks": "x = x.to(device)  # <-",
@@ -219,20 +202,13 @@ FORMS = {
     ("FL118", SLICES): {
         "one slice at a time": "one = self.tower(x[:, entry])  # <-",
         "methods that call each other": "one = self.one(x[:, entry])",
-        "a recurrence": "state = one = self.cell(x[:, entry], state)",
         "feedback": "one = self.tower(x[:, entry] + found[:, entry - 1].sum())",
     },
     ("FL118", ENTRIES): {
-        "one entry at a time": "found[i, j] = nn.functional.cosine_similarity(query, key, dim=0)  # <-",
         "a dynamic program": "found[i, j] = torch.dist(query, key) + torch.minimum(found[i, j - 1], found[i - 1, j])",
-    },
-    ("FL207", CACHE): {
-        "tensors as keys": {"sizes": "sizes", "mark": "  # <-"},
-        "tuples as keys": {"sizes": "map(tuple, sizes.tolist())"},
     },
     ("FL101", LOSS): {
         "a test in a loss": "return error.sum() / mask.sum() if mask.sum() > 0 else error.sum()  # <-",
-        "a clamp in a loss": "return error.sum() / mask.sum().clamp(min=1)",
     },
     ("FL206", CYCLED): {
         "a cycle over a loader": "batches = cycle(DataLoader(torch.randn(64, 4), batch_size=8))  # <-",
@@ -240,7 +216,6 @@ FORMS = {
     },
     ("FL111", CONVERTS): {
         "a function that converts": "return torch.as_tensor(array).to(device)  # <-",
-        "one that makes it there": "return torch.as_tensor(array, device=device)",
     },
 }
 

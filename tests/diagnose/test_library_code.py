@@ -84,14 +84,7 @@ model.eval()
 for x in DataLoader(torch.randn(64, 3), batch_size=8):
     print(model(x).mean().item())  # <-
 """
-EVALUATES = """
-@torch.no_grad()
-def {name}(model, data, loader):
-    model.eval()
-    for x in {over}:
-        {line}
-        print(model(x.to(device)).mean())
-"""
+
 FETCHES = """
 class Trainer:
     def __init__(self, model: nn.Module):
@@ -128,11 +121,7 @@ class Trainer:
                 print(self.run(x)){mark}
 """
 IN_MODE = {
-    "no train()": ("pass", "pass", "pass"),
-    "eval()": ("self.model.train()", "pass", "self.model.eval()"),
     "a mode": ("self.model.train()", "pass", "self.model.train(False)"),
-    "a mode of a variable": ("self.model.train(epoch > 0)", "pass", "pass"),
-    "a function sets it": ("self.model.train()", "set_mode(self.model, 'val')", "pass"),
     "a hook": ("self.model.train()", "self.hooks.on_validation(self)", "pass"),
 }
 MARK = "  # <-"
@@ -146,8 +135,6 @@ for {entry} in {entries}:
     {line}
 """
 FROZEN = {
-    "children in a list": ("p", "layers"),
-    "named children": ("name, p", "resnet.named_children()"),
     "numbered": ("i, (name, p)", "enumerate(resnet.named_modules())"),
     "parts of a known model": ("p", "[resnet.layer1, resnet.fc, *net[:1]]"),
     "one or the other": ("p", "resnet.layer1 if device else net"),
@@ -155,15 +142,10 @@ FROZEN = {
     "a comprehension": ("p", "[each for each in resnet.modules() if isinstance(each, nn.BatchNorm2d)]"),
 }
 THAWED = {
-    "parameters": ("p", "resnet.parameters()"),
-    "named parameters": ("name, p", "resnet.named_parameters()"),
-    "parameters in a list": ("p", "list(resnet.parameters())[:-2]"),
     "weights": ("p", "[resnet.fc.weight, *(q for m in net for q in m.parameters())]"),
     "a list of parameters": ("p", "nn.ParameterList([nn.Parameter(torch.zeros(2))])"),
-    "an unknown list": ("p", "print(resnet)"),
 }
-WAITS = "torch.cuda.synchronize()"
-LOGGED = {"name": "evaluate", "over": "log_every(data, 9)"}
+
 
 FORMS = {
     ("FL015", MODES): {
@@ -173,32 +155,16 @@ FORMS = {
             for name, (mode, before, switch) in IN_MODE.items()
         },
     },
-    ("FL104", EVALUATES): {"FL104 in an evaluation": {**LOGGED, "line": "torch.cuda.empty_cache()" + MARK}},
-    ("FL105", EVALUATES): {"FL105 in an evaluation": {**LOGGED, "line": "gc.collect()" + MARK}},
-    ("FL103", EVALUATES): {
-        "FL103 in an evaluation": {**LOGGED, "line": WAITS + MARK},
-        "a benchmark": {"name": "benchmark", "over": "data", "line": WAITS},
-        "a counted loop": {"name": "repeat", "over": "range(9)", "line": WAITS},
-        "now and then": {
-            "name": "evaluate",
-            "over": "data",
-            "line": "if len(x) % 9 == 0:\n            " + WAITS,
-        },
-    },
     ("FL117", FETCHES): {
-        "a first batch for each": {"over": "range(9)", "fetched": "next(iter(loader))" + MARK},
         "a method call": {"over": "range(9)", "fetched": "iter(loader).__next__()" + MARK},
-        "one batch of each loader": {"over": "loaders", "fetched": "next(iter(loaders[name]))"},
         "one batch of a varying loader": {
             "over": "loaders",
             "fetched": "next(iter(loader := loaders[name]))",
         },
-        "one iterator": {"over": "range(9)", "fetched": "next(loader)"},
     },
     ("FL201", OVERRIDDEN): {
         "an overridden evaluation": {"call": "if epoch > 3:", "decorator": "", "mark": MARK},
         "without gradients in the base class": {"call": "with torch.no_grad():", "decorator": ""},
-        "without gradients by decorator": {"call": "if epoch > 3:", "decorator": "@torch.no_grad()"},
     },
     ("FL201", FORCES): {
         "a model without inner gradients": {"then": "return energy, x", "mark": MARK},

@@ -164,12 +164,6 @@ def test_levers_of_rules_exist():
     assert {name for rule in MEASURED for name in rule.levers} <= {lever.name for lever in LEVERS}
 
 
-def test_the_noise_of_the_healthy_program_is_in_its_what_ifs():
-    """This guards the fixture itself: a what-if without noise would make the tests above too easy."""
-    assert [w.name for w in healthy().what_ifs if w.ratio and w.ratio.certain] == ["optimizer"]
-    assert not NO_GAIN.certain
-
-
 def test_more_threads_than_cores_need_no_what_if():
     """With so many threads a step may take so long that there is no time for one."""
     record = healthy(

@@ -36,22 +36,12 @@ class Own(torch.optim.Optimizer):
 """
 FETCHED = {
     "a sum": "self.total += first.abs().sum().item()",
-    "an inner product": "self.total += group['lr'] * torch.dot(first, grad - p.data).item()",
-    "a conversion": "self.total += float(grad.norm())",
     "a condition": "if grad.norm() > group['limit']: grad.div_(2)",
-    "a scale as a tensor": "p.add_(first, alpha=grad.norm())",
-    "a square root": "self.total += math.sqrt(grad.square().sum())",
 }
 NOT_FETCHED = {
-    "a count on the host": "self.total += state['step'].item()",
-    "a shape": "self.total += float(grad.numel()) + int(p.shape[0]) + p.grad.dim()",
-    "a group's number": "self.total += float(group['lr'])",
     "a sum on the device": "self.total = self.total + first.abs().sum()",
-    "a condition of numbers": "if p.dim() > 1 and grad.is_sparse and group['limit'] > 0: grad.div_(2)",
-    "debugging": "if group['debug']: print(grad.norm().item())",
     "now and then": "if state['n'] % 100 == 0: self.total = grad.norm().item()",
     "an error": "if grad.is_sparse: raise ValueError(grad.norm().item())",
-    "another type": "self.total += p.float().double().sum()",
 }
 SEARCH = """
 class Search(torch.optim.Optimizer):

@@ -8,7 +8,6 @@ import builtins
 import string
 from collections import Counter
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -87,13 +86,6 @@ def as_a_method(tree, name):
     return ast.Module(
         [node for node in wrapped.body if isinstance(node, (ast.Import, ast.ImportFrom))] + holder.body, []
     )
-
-
-@pytest.mark.parametrize(
-    ("rule", "kind", "code"), PROGRAMS, ids=lambda value: value if len(str(value)) < 6 else ""
-)
-def test_unparsed_again(rule, kind, code):
-    assert verdict(ast.unparse(ast.parse(code))) == verdict(code)
 
 
 @given(

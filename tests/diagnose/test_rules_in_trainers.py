@@ -189,11 +189,6 @@ def fit(model, file, warm):
 FORMS = {
     ("FL016", INSIDE_THE_EPOCH): {
         "FL016 through a callback": {"mark": "  # <-"},
-        "FL016: the callback restores the mode": {"after": "self.model.train()"},
-        "FL016: the callback restores what was": {
-            "before": "was = self.model.training",
-            "after": "self.model.train(was)",
-        },
         "FL016: the evaluation ends the epoch": {"end": "break"},
     },
     ("FL015", BACK): {
@@ -225,7 +220,6 @@ FORMS = {
     ("FL017", LOSS): {
         "FL017 in a loss class": {"rows": "scores.softmax(-1)", "mark": "  # <-"},
         "FL017: scores": {"rows": "scores"},
-        "FL017: the caller decides": {"given": "criterion=nn.NLLLoss()", "rows": "scores.log_softmax(-1)"},
     },
     ("FL017", TEXT): {
         "FL017 of a function that is passed": """
@@ -236,22 +230,8 @@ def fit(model, optimizer, criterion=functools.partial(F.cross_entropy, label_smo
         criterion(probabilities, y).backward()  # <-
         optimizer.step()
 """,
-        "FL017 across a loss class": """
-class Smooth(nn.Module):
-    def forward(self, scores, labels):
-        return F.cross_entropy(scores, labels, label_smoothing=0.1)  # <-
-
-def fit(model, optimizer):
-    loss = Smooth()
-    for x, y in batches():
-        DESCEND optimizer loss(model(x).softmax(dim=1), y)
-""",
     },
     ("FL004", LIGHTNING): {
-        "FL004 in Lightning": {
-            "early": "optimizer.zero_grad()  # <-",
-            "test": "(batch_idx + 1) % self.every == 0:",
-        },
         "FL004 in Lightning: as it is meant": {"test": "(batch_idx + 1) % self.every == 0:"},
     },
     ("FL040", LIGHTNING): {
@@ -262,24 +242,14 @@ def fit(model, optimizer):
         "FL007 in Ignite: as it is meant": {"clip": "nn.utils.clip_grad_norm_(model.parameters(), 1.0)"},
     },
     ("FL040", WINDOW): {
-        "FL040 through a method": {"test": "at % self.every == 0:  # <-"},
         "FL040 of a counter": {"test": "not self.count % self.every:  # <-", "after": "self.count += 1"},
         "FL040 of an index from 1": {"start": ", 1", "test": "(at + 1) % self.every == 0:  # <-"},
-        "FL040: the last of the window": {"test": "at % self.every == self.every - 1:"},
         "FL040: an index from 1": {"start": ", start=1", "test": "at % self.every == 0:"},
-        "FL040: counted before the test": {
-            "before": "self.count += 1",
-            "test": "self.count % self.every == 0:",
-        },
     },
     ("FL041", RESUME): {
         "FL041 in __init__": {
             "first": "self.load(file)\n        self.optimizer = self.build()",
             "mark": "  # <-",
-        },
-        "FL041 in another method": {"second": "self.optimizer = self.build()", "mark": "  # <-"},
-        "FL041: loaded after it is made": {
-            "second": "self.optimizer = self.build()\n        self.load('last.pt')"
         },
         "FL041: made only if there is none": {
             "second": "if self.optimizer is None:\n            self.optimizer = self.build()"
@@ -289,9 +259,6 @@ def fit(model, optimizer):
         "FL041 of a name": {
             "mark": "  # <-",
             "then": "model.layer.requires_grad_(True)\n    optimizer = torch.optim.Adam(model.parameters())",
-        },
-        "FL041: a new optimizer for a new phase": {
-            "then": "if warm:\n        optimizer = torch.optim.Adam(model.parameters(), lr=1e-5)"
         },
     },
     ("", TEXT): {

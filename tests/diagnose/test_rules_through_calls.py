@@ -3,8 +3,6 @@
 Each program of FOUND has one fault, on its marked lines. Each program of CLEAN looks like one of them and is right.
 """
 
-from __future__ import annotations
-
 import textwrap
 
 import pytest
@@ -178,10 +176,6 @@ def train(epoch):
             "steps": "gradient_accumulation_steps=4",
             "clear": "self.model.zero_grad()  # <-",
         },
-        "the prepared optimizer clears": {
-            "steps": "gradient_accumulation_steps=4",
-            "clear": "self.optimizer.zero_grad()",
-        },
         "the model clears at the step": {
             "steps": "gradient_accumulation_steps=4",
             "clear": """if self.accelerator.sync_gradients:
@@ -191,7 +185,6 @@ def train(epoch):
     },
     ("FL004", APART): {
         "FL004 in a method apart from the step": {"early": "self.optimizer.zero_grad()  # <-"},
-        "the method that steps clears": {"late": "self.optimizer.zero_grad()"},
     },
     ("FL116", LAUNCHED): {
         "FL116 through an Accelerator": {"context": "contextlib.nullcontext()", "mark": "  # <-"},
@@ -199,18 +192,7 @@ def train(epoch):
             "context": "contextlib.nullcontext() if last else self.accelerator.no_sync(self.model)"
         },
     },
-    ("FL116", TEXT): {
-        "FL116 of an inner loop": """
-def train(every):
-    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(9):
-        for _ in range(every):
-            (model(torch.randn(8, 4)).square().mean() / every).backward()  # <-
-        optimizer.step()
-        optimizer.zero_grad()
-""",
-    },
+    ("FL116", TEXT): {},
     ("FL012", TEXT): {
         "FL012 in a generator": """
 import torch.distributed as dist
@@ -271,9 +253,6 @@ for _ in range(100):
             "loss": 'self.loss_fn(self.model(batch["tokens"]), labels.masked_fill(labels == self.pad_id, self.loss_fn.ignore_index))',
             "mark": "  # <-",
         },
-        "a sum over tokens": {
-            "loss": 'F.cross_entropy(self.model(batch["tokens"]), labels, ignore_index=self.pad_id, reduction="sum")'
-        },
     },
     ("FL038", TEXT): {
         "FL038 of an inner loop": """
@@ -321,14 +300,6 @@ def noisy(clean):
 """,
     },
     ("", TEXT): {
-        "a scheduler that skips the first epoch": """
-def train(model, optimizer, scheduler, loader):
-    for epoch in range(9):
-        if epoch > 0:
-            scheduler.step()
-        for x in loader:
-            DESCEND optimizer model(x).square().mean()
-""",
         "a scheduler whose count is set back": """
 def train(model, optimizer, scheduler, loader, start):
     scheduler.last_epoch = start - 1

@@ -112,19 +112,10 @@ def fit(model, loader, stats: Stats):
         {function}
 """
 KEEPS = {
-    "a container of the program": {"line": 'self.stats["loss"] = loss', "set": "  # <-"},
     "a container as an argument": {"inside": 'stats["loss"] = loss', "set": "  # <-"},
-    "a container that detaches": {"inside": 'stats["loss"] = loss', "detach": ".detach()"},
-    "a container for each step": {"line": 'stats = Stats(); stats["loss"] = loss'},
     "a meter as an argument": {"inside": "stats.update(loss, len(x))", "updated": "  # <-"},
-    "a meter of a number": {"inside": "stats.update(loss.item(), len(x))"},
-    "a meter by its type": {"function": "stats.update(loss)", "updated": "  # <-"},
-    "a meter in a function": {"function": "log(stats, loss)", "updated": "  # <-"},
-    "an entry for each step": {"line": "losses[step] = loss  # <-"},
     "an entry of the step": {"line": 'losses["last"] = loss'},
     "a pair": {"line": "history.append((step, loss))  # <-"},
-    "a record": {"line": 'history.append({"step": step, "loss": loss})  # <-'},
-    "a record of numbers": {"line": 'history.append({"step": step, "loss": loss.item()})'},
 }
 MODES = """
 class Net(nn.Module):
@@ -164,13 +155,8 @@ def fine_tune(build, batches):
 AWAKE = {
     "a model by from_pretrained": {"model": 'AutoModel.from_pretrained("gpt2")', "mark": "  # <-"},
     "a part by from_pretrained": {"model": "Net()", "mark": "  # <-"},
-    "a model after eval": {"before": "model.eval()", "mark": "  # <-"},
-    "a model after train": {"model": 'AutoModel.from_pretrained("gpt2")', "before": "model.train()"},
-    "a model that is not trained": {
-        "model": 'AutoModel.from_pretrained("gpt2")', "parameters": "[torch.zeros(1, requires_grad=True)]",
-    },
     "a model in training mode": {},
-}  # fmt: skip
+}
 SCHEDULE = """
 from accelerate import Accelerator
 from diffusers.optimization import get_scheduler
@@ -188,10 +174,6 @@ def train(args, model, optimizer, loader):
 PREPARED = "model, optimizer, loader = accelerator.prepare(model, optimizer, loader)"
 LENGTHS = {
     "a schedule before prepare": {"mark": "  # <-"},
-    "a length that is divided": {"length": "len(loader) // accelerator.num_processes"},
-    "a loader that is prepared": {"first": PREPARED, "last": "pass"},
-    "a schedule of one process": {"total": "args.steps"},
-    "another loader": {"length": "len(args.samples)"},
 }
 SAMPLES = """
 class Samples(Dataset):
@@ -219,16 +201,12 @@ ONE_SAMPLE = {
     "a table by the name of its folder": 'return pd.read_csv(f"{self.root}/all.csv").iloc[index]  # <-',
     "a row of a file": "at, row = divmod(index, 9); return np.load(self.rows[at])[row]  # <-",
     "a volume of slices": 'item = self.rows[index]; return nib.load(item["file"]).get_fdata()[..., item["z"]]  # <-',
-    "rows from a start": "path, at = self.rows[index]; data = np.load(path); return data[at : at + self.size]  # <-",
     "an array of a file": 'return self.file["x"][:][index]  # <-',
-    "a file for each sample": "return np.load(self.rows[index])",
-    "an entry of a file for each sample": 'return np.load(self.rows[index])["x"], torch.load(self.rows[index])["y"]',
     "a part of a sample": "x = np.load(self.rows[index]); at = len(x) // 2; return x[at : at + self.size]",
     "a mask of a sample": "path, which = self.rows[index]; mask = np.load(path); return mask[mask == which]",
     "a file that is mapped": 'path, row = self.rows[index]; return np.load(path, mmap_mode="r")[row]',
     "a cached table": "self.table = self.table if self.table is not None else np.load(self.names); return self.table[index]",
     "a cached function": "path, row = self.rows[index]; return self.kept(path)[row]",
-    "a row of an open file": 'return self.file["x"][index]',
     "its own name as key": 'name = self.rows[index]; return json.load(open(f"{name}.json"))[name]',
 }
 SCRIPT = """
@@ -273,14 +251,11 @@ FORMS = {
             "start": "parser_args.start = saved['epoch']",
             "first": "parser_args.start",
         },
-        "a script that loads all": {"load": 'optimizer.load_state_dict(saved["optim"])', "mark": ""},
         "an optimizer without state": {"optimizer": "SGD(model.parameters(), lr=0.1)", "mark": ""},
         "weights to start from": {"start": "print(saved['epoch'])", "first": "0", "mark": ""},
     },
     ("FL044", RESUMES): {
         "a trainer that resumes": {"mark": "  # <-"},
-        "a trainer that loads all": {"more": "self.opt.load_state_dict(state['opt'])"},
-        "a trainer that asks first": {"more": "if opt is not None: opt.load_state_dict(state['opt'])"},
         "a trainer of parts": {"more": "for name in state: getattr(self, name).load_state_dict(state[name])"},
     },
     ("FL045", TEXT): {
@@ -301,19 +276,9 @@ FORMS = {
         "a sample through a method": "path, row = self.rows[index]; return self.read(path), row",
     },
     ("FL042", WINDOW): {
-        "an index of the epoch": {"mark": "  # <-"},
-        "a counter of the epoch": {
-            "before": "k = 0",
-            "count": "k += 1",
-            "mark": "  # <-",
-            "test": "k % n == 0",
-        },
         "a counter of the run": {"start": "k = 0", "count": "k += 1", "test": "k % n == 0"},
-        "the last batch": {"test": "(i + 1) % n == 0 or i + 1 == len(loader)"},
-        "a step after the loop": {"after": "optimizer.step()"},
         "cleared for each epoch": {"before": "optimizer.zero_grad()"},
         "a loader without end": {"loader": "itertools.cycle(loader)"},
-        "a loader that is cut": {"start": "assert len(loader) % n == 0"},
     },
     ("FL042", IN_CLASS): {
         "a method for each batch": {"mark": "  # <-"},
@@ -323,16 +288,11 @@ FORMS = {
         "a reduction after a log": {
             "after": "dist.all_reduce(total)\n    print(total.item())\n    if dist.is_initialized():\n        dist.all_reduce(total)  # <-"
         },
-        "a running total": {"inside": "dist.all_reduce(total)  # <-"},
-        "two tensors": {"after": "dist.all_reduce(total); dist.all_reduce(count)"},
         "two groups": {"after": "dist.all_reduce(total, group=group); dist.all_reduce(total, group=other)"},
         "a mean in between": {"inside": "dist.all_reduce(total); total /= dist.get_world_size()"},
         "a total that is cleared": {"inside": "dist.all_reduce(total); print(total); total.zero_()"},
         "two arms": {
             "after": "if group:\n        dist.all_reduce(total)\n    else:\n        dist.all_reduce(total)"
-        },
-        "two conditions": {
-            "after": "if group:\n        dist.all_reduce(total)\n    if not group:\n        dist.all_reduce(total)"
         },
         "a largest value": {"inside": "dist.all_reduce(total, op=dist.ReduceOp.MAX)"},
     },

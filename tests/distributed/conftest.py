@@ -1,24 +1,19 @@
 """Runs programs of this folder as two ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from limits import hang_s
 
 
 @pytest.fixture(scope="session")
-def as_two_ranks(tmp_path_factory) -> Callable[[Path], list[dict[str, Any]]]:
+def as_two_ranks(tmp_path_factory):
     """The output of each rank of a program, which gets a folder and writes ``<rank>.json`` into it."""
 
-    def run(program: Path) -> list[dict[str, Any]]:
+    def run(program):
         folder = tmp_path_factory.mktemp(program.stem)
         words = [
             sys.executable,

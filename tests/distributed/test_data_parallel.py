@@ -2,8 +2,6 @@
 samples of each rank.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -22,7 +20,7 @@ GRADIENT = {"float64": 1e-12, "float32": 1e-6}
 WEIGHTS = {"float64": 1e-9, "float32": 2e-3}  # after so many steps, relative to their length
 
 
-def a_case(draw: random.Random) -> dict:
+def a_case(draw):
     window, loss = draw.choice((1, 1, 1, 2, 3)), draw.choice(("mean", "mean", "sum"))
     batch = draw.randint(4, 13)
     exact = draw.random() < 0.4  # batch statistics and random numbers as in one process
@@ -52,7 +50,7 @@ def a_case(draw: random.Random) -> dict:
     }
 
 
-def trained(cases: list[dict], folder: Path, procs: int) -> None:
+def trained(cases, folder, procs):
     (folder / "cases.json").write_text(json.dumps(cases))
     words = [sys.executable, str(PROGRAM), str(folder / "cases.json"), str(folder)]
     if procs > 1:
@@ -97,7 +95,7 @@ def plain(tmp_path_factory):
     return cases, [json.loads((folder / f"{at}.plain.json").read_text()) for at in range(CASES)]
 
 
-def distance(a: list[list[float]], b: list[list[float]]) -> float:
+def distance(a, b):
     """The distance of two lists of vectors, relative to the length of the second."""
     pairs = [(x, y) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True)]
     return (sum((x - y) ** 2 for x, y in pairs) / (sum(y * y for _, y in pairs) or 1.0)) ** 0.5

@@ -1,7 +1,5 @@
 """What two ranks send, read from one program's results."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

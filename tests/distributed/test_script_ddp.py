@@ -3,8 +3,6 @@
 These tests read the results of ddp_cases.py.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -2,8 +2,6 @@
 and the bytes that each holds.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -46,7 +44,7 @@ PLAIN = {
 WEIGH, WRONG, RESUMED = 0, 1, 3
 
 
-def a_case(draw: random.Random) -> dict:
+def a_case(draw):
     return {
         "seed": draw.randrange(1000),
         "length": draw.randint(14, 26),
@@ -62,7 +60,7 @@ def a_case(draw: random.Random) -> dict:
     }
 
 
-def the_cases(folder: Path) -> list[dict]:
+def the_cases(folder):
     draw = random.Random(8)
     return [
         PLAIN | case
@@ -124,7 +122,7 @@ def trained(tmp_path_factory):
     return cases, found, json.loads((folder / "read_back.json").read_text())
 
 
-def distance(a: list[list[float]], b: list[list[float]]) -> float:
+def distance(a, b):
     """The distance of two lists of vectors, relative to the length of the second."""
     pairs = [(x, y) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True)]
     return (sum((x - y) ** 2 for x, y in pairs) / (sum(y * y for _, y in pairs) or 1.0)) ** 0.5

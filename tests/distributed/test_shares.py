@@ -1,7 +1,5 @@
 """Rules for splitting a batch, and for the two streams of random numbers."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Every command on a page of the documentation exists, with every option that is shown; the tutorial runs."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import shlex
@@ -18,7 +16,7 @@ PAGES = [ROOT / "README.md", SKILL, *sorted((ROOT / "docs").rglob("*.md"))]
 LEVER_NAMES = {lever.name for lever in LEVERS}
 
 
-def commands(text: str) -> list[str]:
+def commands(text):
     fences = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     blocks = [
         line
@@ -37,7 +35,7 @@ def commands(text: str) -> list[str]:
     ]
 
 
-def unknown(line: str) -> list[str]:
+def unknown(line):
     """What flatout does not know of a command line, up to the command of the user's program."""
     _, name, *words = shlex.split(line)
     if name not in COMMANDS:

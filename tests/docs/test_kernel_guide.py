@@ -1,7 +1,5 @@
 """docs/howto/writing_a_kernel.md: its commands run, and its excerpts match the named files."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

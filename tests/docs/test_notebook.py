@@ -1,7 +1,5 @@
 """The notebooks of examples/ run from their first cell to their last."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
@@ -21,7 +19,7 @@ def executed(flatout, monkeypatch):
     for name, value in flatout.environment({"IPYTHONDIR": str(flatout.folder / "ipython")}).items():
         monkeypatch.setenv(name, value)  # the kernel inherits this process's environment
 
-    def run(name: str) -> list:
+    def run(name):
         notebook = nbformat.read(EXAMPLES / name, as_version=4)
         resources = {"metadata": {"path": str(flatout.folder)}}
         nbclient.NotebookClient(
@@ -32,11 +30,11 @@ def executed(flatout, monkeypatch):
     return run
 
 
-def text(cell) -> str:
+def text(cell):
     return "".join(output.get("text", "") for output in cell.outputs)
 
 
-def html(cell) -> str:
+def html(cell):
     return "".join(output.get("data", {}).get("text/html", "") for output in cell.outputs)
 
 

@@ -1,7 +1,5 @@
 """The programs of the page about models over several devices learn what one process learns."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

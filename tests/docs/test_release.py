@@ -1,7 +1,5 @@
 """What `make release` rejects before it tests and builds, in a repository of its own; and that the files agree on the version."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
@@ -34,16 +32,16 @@ def repository(tmp_path):
     return tmp_path
 
 
-def git(folder: Path, *words: str) -> None:
+def git(folder, *words):
     subprocess.run(["git", *IDENTITY, *words], cwd=folder, check=True, timeout=60)
 
 
-def commit(folder: Path) -> None:
+def commit(folder):
     git(folder, "add", "--all")
     git(folder, "commit", "--quiet", "--allow-empty", "--message", "A commit")
 
 
-def check(folder: Path) -> tuple[int, str]:
+def check(folder):
     done = subprocess.run(
         [".github/release.sh", "check"],
         cwd=folder,

@@ -1,7 +1,5 @@
 """The documentation site builds without a warning, and the generated pages match the code."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import subprocess

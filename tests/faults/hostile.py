@@ -23,7 +23,6 @@ import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from limits import hang_s
 
@@ -273,7 +272,7 @@ def hostile(opener):
     """Each kind of damage, with the function that puts the file in place."""
     deep, sound = 10**6, opener.sound or b"{}"
     yaml = b'!!python/object/apply:os.system ["touch canary"]\n'
-    files: dict[str, bytes | Callable[[], bytes]] = {
+    files = {
         "nothing": b"",
         "a pickle that runs code": pickle.dumps(Bomb()),
         "a pickle in a zip, as torch.save": _zip(
@@ -436,7 +435,7 @@ def mutated(opener, seed):
 def _odd(opener, chance, share):
     """The sound JSON with this share of its values replaced by odd ones or by other values of the file."""
     whole = json.loads(opener.sound)
-    values: list[Any] = []
+    values = []
 
     def walk(thing):
         values.append(thing)

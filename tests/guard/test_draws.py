@@ -2,10 +2,6 @@
 collation, with no side effects.
 """
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
@@ -71,7 +67,7 @@ def test_levers_that_change_loaders_do_not_act_a_second_time():
     ledger = Ledger()
     context = TrainingContext(torch, Listener(), ledger)
     context.install()
-    made: list[Any] = []
+    made = []
     context.change_loaders(lambda dataset, arguments: made.append(dataset) or arguments, ledger)
     try:
         assert drawn(DataLoader(Flipped(), batch_size=4))

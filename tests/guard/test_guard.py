@@ -305,10 +305,6 @@ def test_significant_bits_are_those_of_the_integer_mantissa(mantissa, exponent, 
     assert significant_bits(sign * math.ldexp(mantissa, exponent)) == odd.bit_length()
 
 
-def test_zero_and_infinity_have_no_significant_bits():
-    assert [significant_bits(x) for x in (0.0, -0.0, math.inf, math.nan)] == [0, 0, 0, 0]
-
-
 @pytest.mark.parametrize("effect", [Effect.ROUNDING, Effect.PRECISION, Effect.RESAMPLED])
 @pytest.mark.parametrize(
     "change",
@@ -507,10 +503,6 @@ def test_other_samples_from_the_same_distribution_pass():
     found = judge(Effect.RESAMPLED, resampled(1), resampled(2))
     assert found.verdict == "equivalent"
     assert {"distribution", "shift", "draws"} <= names(found, passed=True)
-
-
-def test_a_data_set_without_random_numbers_matches_itself():
-    assert judge(Effect.RESAMPLED, resampled(1, flip=False), resampled(1, flip=False)).verdict == "equivalent"
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 It equals torch's own state_dicts, without calling one.
 """
 
-from __future__ import annotations
-
 import copy
 import sys
 

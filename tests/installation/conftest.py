@@ -22,7 +22,7 @@ class Artefacts:
 
 
 @pytest.fixture(scope="session")
-def artefacts(tmp_path_factory: pytest.TempPathFactory) -> Artefacts:
+def artefacts(tmp_path_factory):
     for name in ("build", "hatchling", "hatch_fancy_pypi_readme"):
         pytest.importorskip(name, reason=f"not run: {name} is not installed; `make test` installs it")
     one, two, three = (tmp_path_factory.mktemp(name) for name in ("wheel", "sdist", "wheel_of_sdist"))
@@ -33,5 +33,5 @@ def artefacts(tmp_path_factory: pytest.TempPathFactory) -> Artefacts:
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def wheel(tmp_path_factory):
     return built(ROOT, tmp_path_factory.mktemp("wheel"))

@@ -1,13 +1,10 @@
 """The wheel and the source distribution hold every file of the source, and what a package index shows."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys
 import tarfile
 from configparser import ConfigParser
-from email.message import Message
 from email.parser import Parser
 from pathlib import Path
 from zipfile import ZipFile
@@ -20,7 +17,7 @@ pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]
 
 
-def content(artefact: Path) -> dict[str, bytes]:
+def content(artefact):
     """Path in a wheel or a source distribution -> content; the outer folder of the latter is removed."""
     if artefact.suffix == ".whl":
         with ZipFile(artefact) as archive:
@@ -30,18 +27,18 @@ def content(artefact: Path) -> dict[str, bytes]:
         return {name.partition("/")[2]: file.read() for name, file in files.items() if file is not None}
 
 
-def of_metadata(wheel: Path, name: str) -> str:
+def of_metadata(wheel, name):
     (text,) = (data for path, data in content(wheel).items() if path.endswith(f".dist-info/{name}"))
     return text.decode()
 
 
 @pytest.fixture(scope="module")
-def metadata(artefacts) -> Message:
+def metadata(artefacts):
     return Parser().parsestr(of_metadata(artefacts.wheel, "METADATA"))
 
 
 @pytest.fixture(scope="module")
-def source() -> dict[str, bytes]:
+def source():
     """Path -> content of each file below src that git tracks, or would track."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("not run: this is no checkout of git, so nothing tells which files belong to the source")

@@ -1,7 +1,5 @@
 """flatout as a stranger has it: from a wheel, beside torch, with exactly the packages that the wheel requires."""
 
-from __future__ import annotations
-
 import json
 import re
 import signal

@@ -1,7 +1,5 @@
 """`%%flatout` in a real session of IPython, and the script that it makes of the cells."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -45,7 +43,7 @@ def made(*cells):
 
 
 def run(script):
-    names: dict = {}
+    names = {}
     path, folder = list(sys.path), os.getcwd()
     try:
         exec(compile(script, "cell.py", "exec"), names)

@@ -1,7 +1,5 @@
 """Deferred logits: whatever a program does with them, values and gradients are those of the plain layer."""
 
-from __future__ import annotations
-
 import copy
 import io
 

@@ -1,7 +1,5 @@
 """The error bound: one rounding passes, a mistake does not."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

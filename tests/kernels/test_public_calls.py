@@ -1,7 +1,5 @@
 """The public calls of a program on a CPU: gradients against float64, memory, errors."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

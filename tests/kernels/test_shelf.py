@@ -1,7 +1,5 @@
 """The built-in kernel: its page, its folder, and its gate, as `flatout kernel check` runs it without a GPU."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """flatout in a program, however it is started: it is in it, or the cause is named."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -186,7 +184,7 @@ def test_a_failure_after_the_import_of_torch_is_named(ways, damaged):
     assert done.left == []
 
 
-def _starts(python: str) -> bool:
+def _starts(python):
     return (
         subprocess.run([python, "-c", ""], env=dict(os.environ), capture_output=True, check=False).returncode
         == 0

@@ -1,7 +1,5 @@
 """Programs as process groups: their terminal, their output, pausing them, and ending all of them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

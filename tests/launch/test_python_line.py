@@ -1,7 +1,5 @@
 """A command line of Python is parsed as the interpreter parses it: the interpreter itself reports what it made of it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -2,8 +2,6 @@
 the next command.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """The conclusions of supervision, on invented clocks: hangs, stacks, exits, and whether a restart makes sense."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

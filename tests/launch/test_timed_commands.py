@@ -1,7 +1,5 @@
 """Programs run with a time limit, and every way in which they end is an answer."""
 
-from __future__ import annotations
-
 import sys
 import time
 from pathlib import Path
@@ -57,7 +55,7 @@ def test_a_hanging_program_is_killed_with_its_children():
     assert not _lives(child)
 
 
-def _lives(number: int) -> bool:
+def _lives(number):
     """A zombie has ended; reaping it is not the test's task."""
     try:
         return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"

@@ -1,7 +1,5 @@
 """A single-device script under torchrun: the command, and two agents on this machine as two nodes."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import re

@@ -1,7 +1,5 @@
 """The sentences that the source of a lever passes to ``Skip``, read from its syntax tree."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib
@@ -23,7 +21,7 @@ def templates(lever):
     """
     module = importlib.import_module(f"flatout.levers.{lever}")
     tree = ast.parse(inspect.getsource(module))
-    found: list[str] = []
+    found = []
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
         for call in (
             node

@@ -2,8 +2,6 @@
 replaced, combined with other levers.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import math
@@ -13,7 +11,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from known_bad_levers import KNOWN_BAD
 from limits import hang_s
 
 from flatout.agent.ledger import Ledger
@@ -235,17 +232,6 @@ def test_which_attentions_are_found(training, program):
     assert "no second derivative" in LEVER.applies(FACTS, live.context).reason
     live.context.create_graph_seen, live.context.compiled_by_script = False, True
     assert "recognises attention itself" in LEVER.applies(FACTS, live.context).reason
-
-
-def test_known_bad_is_another_scale(training):
-    bad, tokens = training(), torch.arange(T).repeat(2, 1)
-    bad.steps(2)
-    plain = bad.model(tokens)
-    undo = KNOWN_BAD["attention"](bad.context, True, Ledger())
-    different = (plain - bad.model(tokens)).norm()
-    undo()
-    assert different > 1e-3 * plain.norm()
-    assert torch.equal(plain, bad.model(tokens))
 
 
 @pytest.mark.parametrize(

@@ -253,17 +253,6 @@ def test_a_loss_that_the_model_computes_by_hand_has_all_bits_of_float32(program,
     ledger.restore()
 
 
-def test_other_dtypes_stay(program):
-    index = torch.zeros(4, 8, dtype=torch.long)
-    for function, dtype in (
-        (lambda x: torch.arange(8).sum(), torch.int64),
-        (lambda x: torch.arange(8) ** torch.arange(8), torch.int64),
-        (lambda x: x.double().exp(), torch.float64),
-        (lambda x: x.double().scatter_add(0, index, x.double()), torch.float64),
-    ):
-        assert seen(program, function) == [(torch.bfloat16, dtype)]
-
-
 def test_float32_may_be_mixed_with_half_precision(program):
     """Operators that expect one dtype then compute in float32, as on CUDA."""
     index, at = torch.zeros(4, 8, dtype=torch.long), torch.arange(4)
@@ -298,37 +287,6 @@ def test_a_checkpoint_computes_the_same_again(program, reentrant):
     again = gradients()
     assert all(map(torch.equal, plain, again))
     ledger.restore()
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore:.*torch.jit:DeprecationWarning")
-def test_scripts_and_transforms_of_functions(program):
-    """TorchScript and torch.func have their own ways to call operators."""
-    scripted = torch.jit.script(Normalised())
-    for function in (
-        scripted,
-        lambda x: torch.func.vmap(torch.exp)(x),
-        lambda x: torch.func.jvp(torch.log, (x,), (x,))[0],
-        lambda x: torch.func.grad_and_value(lambda z: z.log_softmax(-1).sum())(x)[1],
-    ):
-        dtypes = seen(program, function, calls=3)  # the script is optimised on the way
-        assert {found for _, found in dtypes} == {torch.float32}
-
-
-class Normalised(torch.nn.Module):
-    def forward(self, x):
-        return torch.softmax(x, -1) + torch.nn.functional.layer_norm(x, [8])
-
-
-def test_an_operator_fails_as_it_does_without(program):
-    with torch.autocast("cpu", torch.bfloat16):
-        for call in (lambda x: x.softmax(7), lambda x: functional.layer_norm(x, (3,)), lambda x: x.sum(5)):
-            with pytest.raises((IndexError, RuntimeError)) as plain:
-                call(ONES)
-            ledger = Ledger()
-            keep_float32(torch, "cpu", ledger)
-            with pytest.raises(plain.type, match=re.escape(str(plain.value).splitlines()[0])):
-                call(ONES)
-            ledger.restore()
 
 
 class Halves(torch.utils.data.Dataset):

@@ -2,8 +2,6 @@
 values.
 """
 
-from __future__ import annotations
-
 import threading
 import traceback
 
@@ -28,7 +26,6 @@ from feeding import (
     same_as_plain,
     workers,
 )
-from known_bad_levers import KNOWN_BAD
 from torch.utils.data import DataLoader, get_worker_info
 from torchvision import transforms as v1
 from torchvision import tv_tensors
@@ -39,7 +36,7 @@ from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
 from flatout.schema.enums import Effect
 from flatout.schema.facts import Facts
-from flatout.schema.lever import Options, Skip
+from flatout.schema.lever import Options
 
 FACTS = Facts(cores=2, memory_bytes=2**33, system="Linux")
 quiet = pytest.mark.filterwarnings("ignore:This DataLoader will create", "ignore:'pin_memory' argument")
@@ -303,67 +300,6 @@ def test_asking_moves_no_generator_and_touches_no_data_set(seen, name):
     assert vars(dataset) == own
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_script_without_loaders(seen, name):
-    answer = LEVER[name].applies(FACTS, seen())
-    assert isinstance(answer, Skip)
-    assert "without a DataLoader" in answer.reason
-
-
-class Stream(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        return iter([fixed_one(image) for image in pil_images()])
-
-
-fixed_one = v1.ToTensor()
-
-
-@pytest.mark.parametrize(
-    ("name", "make", "arguments", "says"),
-    [
-        ("batched_transforms", lambda: Images(fixed()), {"batch_size": None}, "makes its batches itself"),
-        ("cached_prefix", lambda: Images(fixed()), {"batch_size": None}, "makes its batches itself"),
-        ("cached_prefix", Stream, {}, "IterableDataset"),
-        (
-            "batched_transforms",
-            lambda: [(torch.ones(2), 1)] * 20,
-            {},
-            "calls no transform object of torchvision",
-        ),
-        (
-            "batched_transforms",
-            lambda: Images(lambda image: v1.functional.to_tensor(image)),
-            {},
-            "functional calls are not followed",
-        ),
-        (
-            "batched_transforms",
-            lambda: Images(lambda image: v1.Compose([v1.ToTensor()])(image)),
-            {},
-            "recreates its transforms for each sample",
-        ),
-        (
-            "batched_transforms",
-            lambda: Images(lambda image: fixed_one(image) * 2),
-            {},
-            "looks at the images that ToTensor returns",
-        ),
-        (
-            "batched_transforms",
-            lambda: Images(v1.Compose([v1.ToTensor(), v1.RandomPerspective(0.4)])),
-            {},
-            "RandomPerspective",
-        ),
-        ("cached_prefix", lambda: Drawing(augmented()), {}, "draws random numbers"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_why_it_is_not_offered(seen, name, make, arguments, says):
-    answer = LEVER[name].applies(FACTS, seen(make(), **arguments))
-    assert says in answer.reason
-    assert len(answer.reason.split()) >= 4
-
-
 def test_offered_values(seen):
     images = pil_images(24, 64, 64)
     answer = LEVER["batched_transforms"].applies(FACTS, seen(Images(augmented(), images)))
@@ -418,20 +354,3 @@ def test_undone_in_mid_training(lever):
     torch.manual_seed(5)
     loader = DataLoader(Images(augmented()), 5, shuffle=True)
     assert difference([*loader, *loader], found) == ""
-
-
-@pytest.mark.parametrize(("name", "value"), [("batched_transforms", "all"), ("cached_prefix", {"mib": 8})])
-def test_the_known_bad_is_bad(name, value):
-    """The guard must reject it: it differs, and only where it should."""
-    ledger = Ledger()
-    context = TrainingContext(torch, Listener(), ledger)
-    context.install()
-    try:
-        loader = DataLoader(Images(fixed()), 6)
-        plain = list(loader)
-        KNOWN_BAD[name](context, value, ledger)
-        bad = list(loader)
-    finally:
-        context.rest()
-        ledger.restore()
-    assert all(difference(a, b) for a, b in zip(plain, bad, strict=True))

@@ -2,10 +2,7 @@
 it must be.
 """
 
-from __future__ import annotations
-
 import pytest
-from known_bad_levers import KNOWN_BAD
 
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
@@ -13,13 +10,10 @@ from flatout.agent.training_context import TrainingContext
 from flatout.levers import TABLE
 from flatout.levers.compile import LEVER as COMPILE
 from flatout.levers.fused_ops import LEVER
-from flatout.schema.facts import Facts
 
 torch = pytest.importorskip("torch")
 
 from flatout.kernels import deferred_logits as deferred  # noqa: E402
-
-FACTS = Facts(cores=2, system="Linux")
 
 
 class Tokens(torch.nn.Module):
@@ -150,21 +144,6 @@ def test_hooks_that_come_later_see_the_logits(training):
         )
         which.steps(1)
     assert seen["live"] == pytest.approx(seen["plain"], rel=1e-5)
-
-
-def test_known_bad_loses_gradient(training):
-    plain, bad = training(plain=True), training()
-    bad.steps(2)
-    plain.model.load_state_dict(bad.model.state_dict())
-    undo = KNOWN_BAD["fused_ops"](bad.context, True, Ledger())
-    tokens = torch.randint(50, (4, 9))
-    gradients = []
-    for each in (plain, bad):
-        each.model(tokens, tokens)[1].backward()
-        gradients.append(each.model.token.weight.grad.clone())
-        each.optimizer.zero_grad()
-    undo()
-    assert (gradients[0] - gradients[1]).norm() > 0.05 * gradients[0].norm()
 
 
 class Blocks(torch.nn.Module):

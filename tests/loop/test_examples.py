@@ -1,7 +1,5 @@
 """Each template in plain PyTorch and with the Loop prints the same numbers, to the last digit."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -41,7 +39,7 @@ print(json.dumps(said))
 """
 
 
-def said(*runs: tuple[str, ...]) -> list[str]:
+def said(*runs):
     """The output of each (example, *arguments)."""
     environment = {
         **os.environ,

@@ -2,8 +2,6 @@
 fewer bytes.
 """
 
-from __future__ import annotations
-
 import pytest
 
 torch = pytest.importorskip("torch")

@@ -2,8 +2,6 @@
 effective batch.
 """
 
-from __future__ import annotations
-
 import copy
 from itertools import pairwise
 

@@ -3,8 +3,6 @@
 Levers apply or say why not, results are those of the plain loop, and everything is undone at the end.
 """
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -3,8 +3,6 @@
 No step is wrong, no tensor leaks, nothing hangs.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import weakref

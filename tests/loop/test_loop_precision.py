@@ -1,7 +1,5 @@
 """Precision by name: settings are restored, and unavailable precisions are rejected with an error."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -1,7 +1,5 @@
 """Two ranks of one training learn what whole batches would teach them; no rank goes on without the other."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -3,8 +3,6 @@
 Every part of a checkpoint is needed for that, and messages report it.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

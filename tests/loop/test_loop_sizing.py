@@ -1,7 +1,5 @@
 """The fastest micro-batch that fits: with given times, and in a real loop."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """The device and the seed of a Loop, and their messages."""
 
-from __future__ import annotations
-
 import logging
 import random
 

@@ -1,7 +1,5 @@
 """A Loop in a notebook: its cells, and what it shows."""
 
-from __future__ import annotations
-
 import re
 
 import pytest
@@ -13,7 +11,7 @@ from flatout.render.loop_view import loop_html  # noqa: E402
 from flatout.schema.plan import Choice, Plan  # noqa: E402
 
 
-def words(html: str) -> str:
+def words(html):
     return " ".join(re.sub(r"<[^>]*>", " ", html).split())
 
 

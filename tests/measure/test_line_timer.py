@@ -1,7 +1,5 @@
 """Time by line: of called functions, of a function that was already running, and not while it is paused."""
 
-from __future__ import annotations
-
 import sys
 from collections import Counter
 
@@ -14,7 +12,7 @@ def ours(filename):
 
 def numbers(timer):
     """Nanoseconds by line of this file, counted from the first line of the function."""
-    found: Counter[int] = Counter()
+    found = Counter()
     for (code, line), ns in timer.ns.items():
         found[line - code.co_firstlineno] += ns
     return found

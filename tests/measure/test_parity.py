@@ -1,7 +1,5 @@
 """Digests and distances: the memory layout does not count, everything else does."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -14,7 +12,6 @@ from flatout.measure.parity import STATISTICS_SAMPLES, batch_statistics, digest,
 torch = pytest.importorskip("torch")
 
 seeds = st.integers(0, 2**31)
-shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 
 
 def random_tensor(seed, shape):
@@ -27,12 +24,6 @@ def test_the_memory_layout_does_not_count(seed, shape):
     assert digest([x], torch) == digest([x.contiguous(memory_format=torch.channels_last)], torch)
     assert digest([x], torch) == digest([x.transpose(0, 1).contiguous().transpose(0, 1)], torch)
     assert digest([x], torch) == digest([torch.cat([x, x])[: shape[0]]], torch)
-
-
-@given(seeds, shapes)
-def test_equal_content_has_an_equal_digest(seed, shape):
-    x = random_tensor(seed, shape)
-    assert digest([x], torch) == digest([x.clone()], torch) == digest([torch.nn.Parameter(x)], torch)
 
 
 @given(seeds, st.integers(1, 20), st.data())
@@ -65,26 +56,6 @@ def test_dtype_shape_and_order_count():
     assert digest([x, y], torch) != digest([y, x], torch)
 
 
-def test_negative_zero_is_another_bit_pattern():
-    assert digest([torch.zeros(1)], torch) != digest([-torch.zeros(1)], torch)
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        lambda: torch.eye(3).to_sparse(),
-        lambda: torch.zeros(0),
-        lambda: torch.tensor(3.0),
-        lambda: torch.zeros(2, dtype=torch.complex64),
-        lambda: torch.zeros(3, requires_grad=True) * 2,
-        lambda: torch.zeros(2, 3).expand(4, 2, 3),
-    ],
-)
-def test_every_kind_of_tensor_has_a_digest(tensor):
-    assert digest([tensor()], torch) == digest([tensor()], torch)
-    assert len(digest([tensor()], torch)) == 16
-
-
 @given(
     st.recursive(
         st.just(None) | st.integers() | st.just("tensor"),
@@ -112,7 +83,7 @@ def test_tensors_are_found_in_order_in_any_batch(shape):
 
 
 def test_a_batch_that_holds_itself_ends():
-    batch: list = [torch.zeros(1)]
+    batch = [torch.zeros(1)]
     batch.append(batch)
     assert len(list(tensors_in(batch))) >= 1
 
@@ -154,12 +125,6 @@ def test_batches_of_every_kind(batch, rows):
 
 
 # -- distances ------------------------------------------------------------------------------------------------------
-
-
-@given(seeds, st.lists(shapes, min_size=1, max_size=3))
-def test_the_distance_from_itself_is_zero(seed, found):
-    tensors = [random_tensor(seed + at, shape) for at, shape in enumerate(found)]
-    assert relative_distance(tensors, [t.clone() for t in tensors], torch) == 0.0
 
 
 @given(seeds, st.floats(0.01, 100), st.floats(0.001, 10))

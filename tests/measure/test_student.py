@@ -1,7 +1,5 @@
 """Intervals of means: quantiles against a table, and coverage of intervals that stop when they are narrow."""
 
-from __future__ import annotations
-
 import math
 import random
 
@@ -44,7 +42,7 @@ def test_a_difference_of_equal_constants_is_exactly_zero():
 def test_intervals_that_stop_when_they_are_narrow_cover_the_truth(spread):
     draw, covered, runs = random.Random(5), 0, 1000
     for _ in range(runs):
-        values: list[float] = []
+        values = []
         while len(values) < 60:
             values.append(draw.gauss(0.05, spread))
             if len(values) >= FEWEST_PAIRS and estimate(values, LEVEL).half <= NARROW:

@@ -2,8 +2,6 @@
 above this process applies.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from flatout.probe.cgroup import CgroupLimits, group
@@ -32,14 +30,6 @@ ON_V1 = {
         (
             {
                 **ON_V2,
-                "/sys/fs/cgroup/a/b/cpu.max": "max 100000",
-                "/sys/fs/cgroup/a/cpu.max": "150000 100000",
-            },
-            CgroupLimits(2, 1.5, where=("/sys/fs/cgroup/a/cpu.max",)),
-        ),
-        (
-            {
-                **ON_V2,
                 "/sys/fs/cgroup/a/b/cpu.max": "800000 100000",
                 "/sys/fs/cgroup/a/cpu.max": "150000 100000",
             },
@@ -56,7 +46,6 @@ ON_V1 = {
                 2, None, 900, 10, where=("/sys/fs/cgroup/a/b/memory.max", "/sys/fs/cgroup/a/memory.high")
             ),
         ),
-        (ON_V1, CgroupLimits(1)),
         (
             {
                 **ON_V1,
@@ -65,14 +54,6 @@ ON_V1 = {
                 "/sys/fs/cgroup/memory/job/7/memory.usage_in_bytes": "5",
             },
             CgroupLimits(1, None, 2**31, 5, where=("/sys/fs/cgroup/memory/job/memory.limit_in_bytes",)),
-        ),
-        (
-            {
-                **ON_V1,
-                "/sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1",
-                "/sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
-            },
-            CgroupLimits(1),
         ),
         (
             {

@@ -1,9 +1,6 @@
 """The inputs of a Sight, below a root that is a folder here: a container's own files, and nothing secret."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
@@ -28,7 +25,7 @@ V2 = {
 
 
 @pytest.fixture
-def container(tmp_path: Path) -> Path:
+def container(tmp_path):
     for path, text in V2.items():
         place = tmp_path / path.lstrip("/")
         place.parent.mkdir(parents=True, exist_ok=True)

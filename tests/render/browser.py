@@ -14,8 +14,6 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 from limits import hang_s
@@ -30,14 +28,14 @@ NAMES = (
 )
 
 
-def find_browser() -> str | None:
+def find_browser():
     return next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 class Browser:
     """One page of one browser. ``events`` holds the events that arrived while commands were answered."""
 
-    def __init__(self, to_browser: int, from_browser: int) -> None:
+    def __init__(self, to_browser, from_browser):
         self.to_browser, self.from_browser = to_browser, from_browser
         self.events: list[dict[str, Any]] = []
         self.number = 0
@@ -49,7 +47,7 @@ class Browser:
 
     session = ""
 
-    def ask(self, method: str, **params: Any) -> dict[str, Any]:
+    def ask(self, method, **params):
         """The answer to one command. Raises RuntimeError with the browser's own message."""
         self.number += 1
         message = {
@@ -67,7 +65,7 @@ class Browser:
                 return observed["result"]
             self.events.append(observed)
 
-    def _observe(self) -> dict[str, Any]:
+    def _observe(self):
         while b"\0" not in self.rest:
             more = os.read(self.from_browser, 1 << 16)
             if not more:
@@ -76,7 +74,7 @@ class Browser:
         first, self.rest = self.rest.split(b"\0", 1)
         return json.loads(first)
 
-    def open(self, path: Path, width: int, dark: bool) -> None:
+    def open(self, path, width, dark):
         """Show a file in a window of this width and wait until it is laid out."""
         self.ask(
             "Emulation.setDeviceMetricsOverride",
@@ -94,11 +92,11 @@ class Browser:
         while not any(event.get("method") == "Page.loadEventFired" for event in self.events):
             self.events.append(self._observe())
 
-    def value(self, expression: str) -> Any:
+    def value(self, expression):
         """The value of a JavaScript expression on the page."""
         return self.ask("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
 
-    def complaints(self) -> list[str]:
+    def complaints(self):
         """Errors and warnings of the console, exceptions, blocks by the security policy."""
         said = []
         for event in self.events:
@@ -111,7 +109,7 @@ class Browser:
                 said.append(json.dumps(params)[:400])
         return said
 
-    def requests(self) -> list[str]:
+    def requests(self):
         """Every address that the page requested, including its own."""
         return [
             event["params"]["request"]["url"]
@@ -119,7 +117,7 @@ class Browser:
             if event.get("method") == "Network.requestWillBeSent"
         ]
 
-    def screenshot(self, path: Path) -> Path:
+    def screenshot(self, path):
         """The whole page, however long."""
         shot = self.ask("Page.captureScreenshot", format="png", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(shot["data"]))
@@ -127,7 +125,7 @@ class Browser:
 
 
 @contextlib.contextmanager
-def browser(program: str) -> Iterator[Browser]:
+def browser(program):
     ours_in, theirs_out = os.pipe()
     theirs_in, ours_out = os.pipe()
     home = tempfile.mkdtemp(prefix="flatout-browser-")

@@ -8,11 +8,9 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 from profiles import GAIN, ILL, LINE, healthy, what_ifs
 
@@ -21,7 +19,6 @@ from flatout.render.batch_page import batch_page
 from flatout.render.compare_page import compare_page
 from flatout.render.lr_page import lr_page
 from flatout.render.memory_page import memory_page
-from flatout.render.page import Page
 from flatout.render.profile_page import profile_page
 from flatout.render.report import session_page
 from flatout.render.scale_page import scale_page
@@ -82,7 +79,7 @@ COMMAND = ["python", "train.py"]
 class Parsed(HTMLParser):
     """Parses a page as a browser would, and rejects content that the pages never have."""
 
-    def __init__(self, html: str) -> None:
+    def __init__(self, html):
         super().__init__()
         self.open: list[str] = []
         self.words: list[str] = []
@@ -90,7 +87,7 @@ class Parsed(HTMLParser):
         self.close()
         assert not self.open, f"never closed: {self.open}"
 
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+    def handle_starttag(self, tag, attrs):
         assert tag in TAGS, f"foreign tag <{tag}>"
         for name, value in attrs:
             assert not name.startswith("on"), f"a handler: {name}={value}"
@@ -102,28 +99,28 @@ class Parsed(HTMLParser):
         if tag != "meta":
             self.open.append(tag)
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         assert self.open.pop() == tag
 
-    def handle_comment(self, data: str) -> None:
+    def handle_comment(self, data):
         raise AssertionError(f"a comment: {data}")
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if self.open and self.open[-1] != "style":
             self.words.append(data)
 
     @property
-    def text(self) -> str:
+    def text(self):
         return " ".join("".join(f"{word} " for word in self.words).split())
 
 
-def session(name: str = "session") -> SessionRecord:
+def session(name="session"):
     """One that found a plan; also "failed", and "empty" (just started)."""
     path = Path(__file__).parent / f"{name}.json"
     return SessionRecord.from_json(json.loads(path.read_text(encoding="utf-8")))
 
 
-def limited() -> SessionRecord:
+def limited():
     record = session()
     record.memory_limit_bytes = 100 * MIB
     record.frontier = [
@@ -135,7 +132,7 @@ def limited() -> SessionRecord:
     return record
 
 
-def ill() -> ProfileRecord:
+def ill():
     """A profile with several faults."""
     growing = [2.0**26 + 98_000 * i + 20_000 * (i % 3) for i in range(14)]
     changes = {
@@ -162,8 +159,8 @@ def ill() -> ProfileRecord:
     return record
 
 
-def comparison() -> CompareRecord:
-    def side(label: str, factor: float) -> SideRecord:
+def comparison():
+    def side(label, factor):
         phases = {"data": PhaseTime(factor, 0.9, 1.1, 0.25), "forward": PhaseTime(3.0, 2.9, 3.1, 0.75)}
         losses = {"0": [3.0, 2.0, 1.0], "1": [3.1, 2.2, 1.0]}
         return SideRecord(
@@ -184,7 +181,7 @@ def comparison() -> CompareRecord:
     )
 
 
-def batch() -> BatchRecord:
+def batch():
     points = [
         BatchPoint(
             size, step_ms=size / 8, samples_per_s=8000.0, speed=Ratio(1.1, 0.9, 1.2, 6), peak_bytes=size * MIB
@@ -196,7 +193,7 @@ def batch() -> BatchRecord:
     return BatchRecord(COMMAND, "/", own=16, effective=16, limit_bytes=40 * MIB, points=points, best=32, enough=32, noise=noise)  # fmt: skip
 
 
-def forecast() -> MemoryForecast:
+def forecast():
     points = [
         MemoryPoint(4, 300, 300, {"parameters": 100, "activations": 200}, {"a<b>": 200}, measured_bytes=310),
         MemoryPoint(8, why_not="it <fails>"),
@@ -204,7 +201,7 @@ def forecast() -> MemoryForecast:
     return MemoryForecast(COMMAND, "/", limit_bytes=500, limit_of="asked for", own=4, points=points, largest=4, largest_peak_bytes=300)  # fmt: skip
 
 
-def scaling() -> ScaleRecord:
+def scaling():
     points = [
         ScalePoint(strategy, devices, 64.0, 10.0, exposed_ms=1.0, wire_bytes=1e6, efficiency=1 / (1 + loss * devices), bound="latency: it waits")
         for strategy, loss in (("ddp", 0.01), ("fsdp", 0.1))
@@ -213,14 +210,14 @@ def scaling() -> ScaleRecord:
     return ScaleRecord(COMMAND, "/", network=Link("<i>", 1e9, 5.0), points=points, notes=["one node"])
 
 
-def lr() -> LrRecord:
+def lr():
     points = [LrPoint(1e-6 * 2**at, 3.0 - 0.1 * at, 3.0 - 0.1 * at) for at in range(20)]
     return LrRecord(
         COMMAND, "/", points=points, steepest=1e-3, lowest=0.1, suggestion=1e-3, why="it falls", groups=[0.1]
     )
 
 
-PAGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Page]]] = {
+PAGES = {
     "session": (limited, session_page),
     "failed session": (lambda: session("failed"), session_page),
     "empty session": (lambda: session("empty"), session_page),
@@ -237,7 +234,7 @@ PAGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Page]]] = {
 }
 
 
-def with_text(thing: Any, text: str, keep: frozenset[str] = frozenset({"status", "severity"})) -> Any:
+def with_text(thing, text, keep=frozenset({"status", "severity"})):
     """Put a text in place of every string of a record but the fields of these names."""
     if isinstance(thing, str):
         return text
@@ -254,7 +251,7 @@ def with_text(thing: Any, text: str, keep: frozenset[str] = frozenset({"status",
     return thing
 
 
-def with_numbers(thing: Any, number: Callable[[], Any]) -> Any:
+def with_numbers(thing, number):
     """Put other numbers in place of all numbers of a record."""
     if thing is None or isinstance(thing, (bool, str)):
         return thing

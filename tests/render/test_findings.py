@@ -1,7 +1,5 @@
 """Findings in three forms: for users, for programs and for GitHub."""
 
-from __future__ import annotations
-
 import io
 import json
 
@@ -41,7 +39,7 @@ FOUND = [
 ]
 
 
-def shown(findings: list[Finding], width: int = 100) -> str:
+def shown(findings, width=100):
     out = io.StringIO()
     Console(file=out, width=width, highlight=False, soft_wrap=True).print(
         finding_lines(findings, {"FL001": "Gradients"})

@@ -1,7 +1,5 @@
 """What holds for every page: no foreign text becomes a tag or a control sequence, and all of it fits."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io
@@ -17,7 +15,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from flatout.render.markdown import markdown
-from flatout.render.page import Page, html
+from flatout.render.page import html
 from flatout.render.terminal import print_page, terminal
 
 HOSTILE = [
@@ -36,12 +34,12 @@ NUMBERS = st.one_of(
 )
 
 
-def page_of(name: str) -> Page:
+def page_of(name):
     make, build = PAGES[name]
     return build(make())
 
 
-def shown(page: Page, width: int = 80) -> list[str]:
+def shown(page, width=80):
     out = io.StringIO()
     Console(file=out, width=width, color_system=None, legacy_windows=False).print(terminal(page))
     lines = out.getvalue().splitlines()

@@ -1,7 +1,5 @@
 """The tables of `flatout plan` and `flatout levers --why`."""
 
-from __future__ import annotations
-
 import io
 
 import pytest
@@ -9,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pages import session
 from rich.cells import cell_len
-from rich.console import Console, RenderableType
+from rich.console import Console
 
 from flatout.render.terminal import plan_table, why_left_out
 from flatout.schema.enums import Origin
 from flatout.schema.plan import Choice, Plan
 
 
-def shown(renderable: RenderableType, width: int = 100) -> list[str]:
+def shown(renderable, width=100):
     out = io.StringIO()
     Console(file=out, width=width, color_system=None, legacy_windows=False).print(renderable)
     lines = out.getvalue().splitlines()

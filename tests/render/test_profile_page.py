@@ -1,7 +1,5 @@
 """The page of a profile: findings first, and every part that was measured."""
 
-from __future__ import annotations
-
 import pytest
 from pages import Parsed, ill
 from test_pages import shown

@@ -1,7 +1,5 @@
 """The TensorBoard log of a profile, as TensorBoard itself reads it."""
 
-from __future__ import annotations
-
 import pytest
 from pages import ill
 

@@ -9,12 +9,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from limits import hang_s
-from traps import STEPS, Trap
+from traps import STEPS
+from warm import Warm, starts_warm
 
 HERE = Path(__file__).parent
 SITE = str(HERE / "site")
@@ -33,71 +33,38 @@ class Done:
     err: str
 
     @property
-    def said(self) -> list[str]:
+    def said(self):
         return [line for line in self.err.splitlines() if line.startswith("flatout: ")]
 
 
 class Programs:
-    """Runs programs in forks of a process that has imported torch, because the import takes four seconds."""
+    """Runs programs; where that can be, as forks of a process that has imported torch, because that takes seconds."""
 
-    def __init__(self) -> None:
-        self._warm: subprocess.Popen[str] | None = None
-
-    def __call__(self, folder: Path, argv: Sequence[str], more: Mapping[str, str], fresh: bool) -> Done:
+    def __call__(self, folder, argv, more, fresh):
         kept = {
             name: value
             for name, value in os.environ.items()
             if not name.startswith(("FLATOUT_", "PYTEST_", "MALLOC_", "PYTHON"))
         }
-        env = {
-            **kept,
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "OMP_NUM_THREADS": "1",
-            "COLUMNS": "120",
-            **more,
-        }
-        if fresh:
-            command = [
-                sys.executable,
-                *(["-m"] if argv[0] == "flatout" else []),
-                *(argv if argv[0] == "flatout" else argv[1:]),
-            ]
-            done = subprocess.run(
-                command,
-                cwd=folder,
-                env=env,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                timeout=hang_s(LIMIT_S),
-                check=False,
-            )
-            return Done(done.returncode, done.stdout, done.stderr)
-        if self._warm is None:
-            self._warm = subprocess.Popen(
-                [sys.executable, str(HERE / "warm.py")],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                env={**env, "PYTHONHASHSEED": "0"},
-            )
-        out, err = folder.parent / "out", folder.parent / "err"
-        asked = {
-            "argv": list(argv),
-            "cwd": str(folder),
-            "env": env,
-            "out": str(out),
-            "err": str(err),
-            "limit_s": LIMIT_S,
-        }
-        print(json.dumps(asked), file=self._warm.stdin, flush=True)
-        code = int(self._warm.stdout.readline())
-        return Done(code, out.read_text(), err.read_text())
-
-    def close(self) -> None:
-        if self._warm is not None:
-            self._warm.kill()  # its end of the pipe may stay open in processes forked from this one
-            self._warm.wait()
+        env = {**kept, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "COLUMNS": "120", **more}
+        env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        command = [sys.executable, *(["-m", *argv] if argv[0] == "flatout" else argv[1:])]
+        kind = Warm if not fresh and starts_warm(command, env) else subprocess.Popen
+        process = kind(
+            command,
+            cwd=folder,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            out, err = process.communicate(timeout=hang_s(LIMIT_S))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            out, err = process.communicate()
+        return Done(process.returncode, out, err)
 
 
 @dataclass
@@ -111,16 +78,14 @@ class Lives:
     after: int = 0
 
 
-def live(
-    programs: Programs, folder: Path, trap: Trap, kills: Sequence[tuple[int, int]] = ONCE, off: str = ""
-) -> Lives:
-    """``off``: checks of ``mutants.py`` that are switched off."""
-    work = folder / "work"
+def live(programs, folder, trap, kills=ONCE, off=""):
+    """``off``: checks of ``mutants.py`` that are switched off, before flatout is imported."""
+    work, fresh = folder / "work", trap.fresh or bool(off)
     write(work, trap)
-    said: list[str] = []  # printed by the killed runs, each up to the step at which the next one resumed
+    said = []  # printed by the killed runs, each up to the step at which the next one resumed
     for number, (save, kill) in enumerate(kills):
         saves = {"PYTHONPATH": SITE, "TRAP_SAVE": str(save), "TRAP_OFF": off}
-        killed = programs(work, ["flatout", *COMMAND], {**saves, "TRAP_KILL": str(kill)}, trap.fresh)
+        killed = programs(work, ["flatout", *COMMAND], {**saves, "TRAP_KILL": str(kill)}, fresh)
         if number and killed.code in (0, REFUSED):  # it has already completed
             return judged(
                 trap,
@@ -143,12 +108,12 @@ def live(
         json.loads(path.read_text())["metadata"]
         for path in sorted(work.glob(".flatout/*/rescue/step-*/manifest.json"))
     ]
-    again = programs(work, ["flatout", *COMMAND], {**saves, **trap.later}, trap.fresh)
+    again = programs(work, ["flatout", *COMMAND], {**saves, **trap.later}, fresh)
     lines = undisturbed(programs, folder, trap) if again.code == 0 and not trap.itself else []
     return judged(trap, lines, said, again, [each.get("exact", "no exact part") for each in metadata])
 
 
-def undisturbed(programs: Programs, folder: Path, trap: Trap) -> list[str]:
+def undisturbed(programs, folder, trap):
     """The program's output without flatout and without a kill."""
     write(folder / "undisturbed", trap)
     done = programs(folder / "undisturbed", ["python", "train.py"], {"PYTHONHASHSEED": "0"}, trap.fresh)
@@ -157,14 +122,14 @@ def undisturbed(programs: Programs, folder: Path, trap: Trap) -> list[str]:
     return done.out.splitlines()
 
 
-def write(folder: Path, trap: Trap) -> None:
+def write(folder, trap):
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(trap.source)
     for name, text in trap.files.items():
         (folder / name).write_text(text)
 
 
-def judged(trap: Trap, lines: list[str], killed: list[str], again: Done, exact: list[str]) -> Lives:
+def judged(trap, lines, killed, again, exact):
     refused = [line for line in again.said if line.startswith(REFUSES)]
     if again.code == REFUSED and refused:
         return Lives("refused", refused[0].removeprefix(REFUSES))
@@ -181,7 +146,7 @@ def judged(trap: Trap, lines: list[str], killed: list[str], again: Done, exact: 
     return Lives("right", "", after) if after else Lives("from_scratch", "; ".join(exact))
 
 
-def went_on_after(life: Done) -> int:
+def went_on_after(life):
     """The step of the resume point; 0 where it started from scratch."""
     return next(
         (int(line.removeprefix(GOES_ON).partition(",")[0]) for line in life.said if line.startswith(GOES_ON)),
@@ -189,7 +154,7 @@ def went_on_after(life: Done) -> int:
     )
 
 
-def up_to(lines: list[str], after: int) -> list[str]:
+def up_to(lines, after):
     """The output of runs that were resumed after a step.
 
     Lines that name their step are kept up to that step.
@@ -198,7 +163,7 @@ def up_to(lines: list[str], after: int) -> list[str]:
     return [line for line in lines if not line.startswith("step ")] + steps if after else []
 
 
-def strange(killed: list[str], printed: list[str]) -> str:
+def strange(killed, printed):
     """The contradictions in what the runs report about themselves.
 
     The first report at the start must equal the last report at the end, and their control flow must lead to
@@ -220,6 +185,6 @@ def strange(killed: list[str], printed: list[str]) -> str:
     return ""
 
 
-def last(text: str) -> str:
+def last(text):
     found = [line for line in text.splitlines() if line.strip()]
     return " | ".join(found[-6:])[:700]

@@ -30,12 +30,10 @@ class Check:
     why: str = ""
 
 
-CHECKS: dict[str, Check] = {}
+CHECKS = {}
 
 
-def check(
-    name: str, what: str, module: str, before: str, after: str, *traps: str, beside: str = "", why: str = ""
-) -> None:
+def check(name, what, module, before, after, *traps, beside="", why=""):
     CHECKS[name] = Check(
         what, module if module.startswith("flatout") else REPLAY + module, (before, after), traps, beside, why
     )
@@ -323,9 +321,9 @@ class Finder:
         return spec
 
 
-def switch_off(names: str) -> None:
+def switch_off(names):
     """Switch checks off in this process from now on. ``names`` are separated by commas."""
-    words: dict[str, list[tuple[str, str]]] = {}
+    words = {}
     for name in names.split(","):
         words.setdefault(CHECKS[name].module, []).append(CHECKS[name].words)
     early = set(words) & set(sys.modules)

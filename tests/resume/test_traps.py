@@ -2,8 +2,6 @@
 state that exact resume could miss. These are a few of each kind; ``bench/traps.py`` runs all.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 
@@ -51,11 +49,9 @@ REFUSED = {  # program -> part of its error
 }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def programs():
-    found = Programs()
-    yield found
-    found.close()
+    return Programs()
 
 
 @pytest.mark.sampled(4)

@@ -2,8 +2,6 @@
 control flow.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy

@@ -70,19 +70,19 @@ class Trap:
     fresh: bool = False  # requires its own process
 
     @property
-    def source(self) -> str:
+    def source(self):
         return self.before + HEAD + textwrap.dedent(self.body)
 
     @property
-    def in_a_process_of_its_own(self) -> Trap:
+    def in_a_process_of_its_own(self):
         return replace(self, fresh=True)
 
 
 STEPS = 24  # of each
-TRAPS: dict[str, Trap] = {}
+TRAPS = {}
 
 
-def trap(name: str, body: str, **more) -> None:
+def trap(name, body, **more):
     TRAPS[name] = Trap(body, **more)
 
 
@@ -141,19 +141,6 @@ trap(
         (model(batch(step)) + state - 1).square().mean().backward(retain_graph=True)
         optimizer.step()
     end(state, drift)
-""",
-)
-trap(
-    "gradients_kept_between_steps",
-    """
-    for step in range(3 * STEPS):
-        x = batch(step)
-        (model(x) - x.sum(1, keepdim=True)).square().mean().div(3).backward()
-        if step % 3 == 2:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-    end()
 """,
 )
 trap(
@@ -259,19 +246,7 @@ trap(
 
 # -- random numbers -------------------------------------------------------------------------------------------------------------
 
-DRAWS = """
-    class Draws(torch.utils.data.Dataset):
-        def __len__(self):
-            return 48
-        def __getitem__(self, at):
-            return data[at] + {inside}
-    scale = []
-    for epoch in range(4):
-        for x in torch.utils.data.DataLoader(Draws(), 8, shuffle=True):
-            {loop}
-    end(scale)
-"""
-trap("data_set_draws_alone", DRAWS.format(inside="random.random() + numpy.random.rand()", loop="train(x)"))
+
 trap(
     "own_generators",
     """
@@ -312,16 +287,6 @@ trap(
     itself=True,
 )
 trap(
-    "datetime_steers",
-    STEERED.format(
-        start="datetime.now()",
-        steer="ways.append(datetime.now() - start > timedelta(seconds=0.02)); "
-        "start = datetime.now() if ways[-1] else start",
-    ),
-    itself=True,
-    before="from datetime import datetime, timedelta\n",
-)
-trap(
     "process_number_kept",
     """
     number = os.getpid()
@@ -360,19 +325,6 @@ BEST = """
 trap(
     "best_file_moved_into_place",
     BEST.format(save="torch.save(model.state_dict(), 'new.pt'); os.replace('new.pt', 'best.pt')", also=""),
-)
-trap(
-    "best_file_is_a_copy",
-    BEST.format(
-        save="",
-        also="torch.save(model.state_dict(), 'last.pt'); loss == best and shutil.copyfile('last.pt', 'best.pt')",
-    ),
-)
-trap(
-    "best_file_pickled",
-    BEST.format(save="pickle.dump(model.state_dict(), open('best.pickle', 'wb'))", also="").replace(
-        'torch.load("best.pt", weights_only=False)', 'pickle.load(open("best.pickle", "rb"))'
-    ),
 )
 trap(
     "last_three_files",
@@ -417,18 +369,6 @@ trap(
         close="log.close()",
     ),
 )
-trap(
-    "log_appended_each_step",
-    LOG.format(begin="pass", write="print(step, loss, file=open('log.txt', 'a'))", close="pass"),
-)
-trap(
-    "log_of_logging",
-    LOG.format(
-        begin="import logging; logging.basicConfig(filename='log.txt', level='INFO', format='%(message)s')",
-        write="logging.info('%s %s', step, loss)",
-        close="pass",
-    ),
-)
 
 # -- control flow ------------------------------------------------------------------------------------------------------------------
 
@@ -459,32 +399,6 @@ trap(
         loss = train(batch(step))
         total += sum((wide * loss.detach()).tolist())
     end(total)
-""",
-)
-trap(
-    "large_order_by_hand",
-    """
-    model.append(nn.Dropout(0.1))
-    many = torch.randn(20_000, 6)
-    for epoch in range(3):
-        order = torch.randperm(20_000).tolist()
-        for at in range(0, 64, 8):
-            train(many[order[at:at + 8]])
-    end()
-""",
-)
-trap(
-    "exception_caught",
-    """
-    failed = 0
-    for step in range(STEPS):
-        x = batch(step)
-        loss = train(x)
-        try:
-            model(x)[:2].item()
-        except (RuntimeError, ValueError) as error:
-            failed += 1 + len(str(error))
-    end(failed)
 """,
 )
 
@@ -541,7 +455,6 @@ OWN_FUNCTION = """
     end(Doubles.calls, Doubles.back, norm)
 """
 trap("own_function", OWN_FUNCTION.format(counts="pass"))
-trap("own_function_counts_in_backward", OWN_FUNCTION.format(counts="Doubles.back += 1"))
 trap(
     "own_optimizer",
     """
@@ -615,35 +528,6 @@ trap(
 # -- models ---------------------------------------------------------------------------------------------------------------------
 
 trap(
-    "mean_of_weights",
-    """
-    mean = copy.deepcopy(model)
-    averaged = torch.optim.swa_utils.AveragedModel(model)
-    for step in range(STEPS):
-        train(batch(step))
-        with torch.no_grad():
-            for slow, fast in zip(mean.parameters(), model.parameters()):
-                slow.mul_(0.9).add_(fast, alpha=0.1)
-        averaged.update_parameters(model)
-    end(*mean.parameters(), *averaged.parameters())
-""",
-)
-trap(
-    "weights_kept_and_loaded_back",
-    """
-    best, lowest = copy.deepcopy(model.state_dict()), 9.0
-    cloned = {}
-    for step in range(STEPS):
-        loss = train(batch(step)).item()
-        if loss < lowest:
-            best, lowest = copy.deepcopy(model.state_dict()), loss
-            cloned = {name: value.clone() for name, value in model.state_dict().items()}
-        elif step % 4 == 3:
-            model.load_state_dict(best if step % 8 == 3 else cloned)
-    end(lowest, *best.values())
-""",
-)
-trap(
     "tied_and_frozen_and_added",
     """
     class Tied(nn.Module):
@@ -681,50 +565,6 @@ trap(
         as_numpy[step] = loss.item()
         other[step] = loss.detach().numpy() * 2
     end(table, as_tensor, float(as_numpy.sum()), float(other.sum()))
-""",
-)
-
-# -- Python ---------------------------------------------------------------------------------------------------------------------
-
-trap(
-    "generator_of_batches",
-    """
-    def batches():
-        seen = torch.zeros(6)
-        for step in range(STEPS):
-            x = batch(step)
-            seen = seen + (yield x - 0.01 * seen).detach()[0]
-        yield seen
-    coming = batches()
-    x = next(coming)
-    for step in range(STEPS):
-        train(x)
-        x = coming.send(model[0](x)[:, :6])
-    end(x)
-""",
-)
-trap(
-    "cache_of_computed_tensors",
-    """
-    from functools import lru_cache
-    @lru_cache(maxsize=None)
-    def basis(epoch):
-        return model[0].weight.detach().sum(0)
-    for step in range(STEPS):
-        train(batch(step) + 0.1 * basis((step + 8) // 16))
-    end(basis(0))
-""",
-)
-trap(
-    "sets_of_strings",
-    """
-    names = {f"name {number}" for number in range(12)}
-    order = []
-    for step in range(STEPS):
-        for name in set(list(names)[:3 + step % 5]):
-            order.append(name)
-        train(batch(step) * len(order[-1]) / 8)
-    end(digest(order))
 """,
 )
 
@@ -771,18 +611,6 @@ trap(
         shows="",
     ),
 )
-trap(
-    "workers",
-    COUNTS.format(
-        kind="Dataset",
-        gives=BY_INDEX.format(value="data[at] + 0.01 * self.calls + torch.rand(())"),
-        also="",
-        set="Counts()",
-        more=", shuffle=True, num_workers=2, drop_last=True",
-        x="x",
-        shows="",
-    ),
-)
 ITERATES = """def __iter__(self):
             for at in range(0, 48{by}):
                 self.calls += 1
@@ -798,37 +626,6 @@ trap(
         x="x",
         shows="",
     ),
-)
-trap(
-    "batches_with_strings",
-    """
-    class Named(torch.utils.data.Dataset):
-        def __len__(self):
-            return 48
-        def __getitem__(self, at):
-            return {"name": f"sample {at}", "x": data[at] + random.random(), "at": at}
-    names = []
-    for epoch in range(4):
-        for found in torch.utils.data.DataLoader(Named(), 8, shuffle=True):
-            train(found["x"])
-            names.append(found["name"][0])
-    end(names, found["at"])
-""",
-)
-trap(
-    "looks_at_the_rest_in_between",
-    """
-    held = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(data[:16], data[:16].sum(1)), 4)
-    right, model = [], nn.Sequential(model, nn.Dropout(0.2))
-    for epoch in range(4):
-        model.train()
-        for x in torch.utils.data.DataLoader(data, 8, shuffle=True):
-            train(x)
-        model.eval()
-        with torch.no_grad():
-            right.append(sum(((model(x)[:, 0] > 0) == (y > 0)).sum().item() for x, y in held))
-    end(right)
-""",
 )
 
 # -- state that is easy to overlook ------------------------------------------------------------------------------------------------
@@ -1019,10 +816,6 @@ ROWS = """
     end()
 """
 trap(
-    "rows_of_an_order_in_a_variable",
-    ROWS.format(order="order = torch.randperm(96)", rows="order.split(16)", x="x = data[rows]"),
-)
-trap(
     "rows_of_an_order_that_only_a_loop_has",
     ROWS.format(order="pass", rows="torch.randperm(96).split(16)", x="x = data[rows]"),
 )
@@ -1041,18 +834,6 @@ trap(
         if step % 4 == 3:
             flat.mul_(1.1)
     end(flat)
-""",
-)
-trap(
-    "weights_moved_slowly_by_their_data",
-    """
-    import copy
-    slow = copy.deepcopy(model)
-    for step in range(STEPS):
-        loss = train(batch(step))
-        for a, b in zip(model.parameters(), slow.parameters()):
-            b.data = b.data * 0.9 + a.data * 0.1
-    end(*slow.parameters())
 """,
 )
 trap(
@@ -1076,20 +857,6 @@ trap(
 """,
 )
 trap(
-    "computed_again_in_the_backward_pass",
-    """
-    from torch.utils.checkpoint import checkpoint
-    drop = torch.nn.Dropout(0.2)
-    for step in range(STEPS):
-        x = batch(step)
-        optimizer.zero_grad()
-        loss = (checkpoint(lambda x: drop(model(x).tanh()), x, use_reentrant=False) - 1).square().mean()
-        loss.backward()
-        optimizer.step()
-    end()
-""",
-)
-trap(
     "stream_that_draws",
     """
     class Stream(torch.utils.data.IterableDataset):
@@ -1101,20 +868,6 @@ trap(
         for step, x in zip(range(STEPS // 2), torch.utils.data.DataLoader(Stream(), batch_size=4)):
             train(x)
     end()
-""",
-)
-trap(
-    "folder_that_is_free",
-    """
-    number = 1
-    while os.path.exists(f"run-{number}"):
-        number += 1
-    os.mkdir(f"run-{number}")
-    for step in range(STEPS):
-        loss = train(batch(step))
-        if step % 5 == 4:
-            torch.save(model.state_dict(), f"run-{number}/{step}.pt")
-    end(number, sorted(os.listdir(f"run-{number}")), digest(*torch.load(f"run-{number}/19.pt").values()))
 """,
 )
 trap(
@@ -1237,22 +990,6 @@ trap(
             open("log.csv", "w").write("step and loss\\n" + rows)
         print(step, loss, file=open("log.csv", "a"))
     end(open("log.csv").read())
-""",
-)
-trap(
-    "file_rewritten_in_place",
-    """
-    best = open("best.txt", "w")
-    for step in range(STEPS):
-        loss = train(batch(step)).item()
-        if step in (7, 14):
-            best.seek(0)
-            best.truncate()
-            best.write(f"{loss:.6f}")
-            best.flush()
-        if step == 13:
-            optimizer.param_groups[0]["lr"] *= float(open("best.txt").read())
-    end()
 """,
 )
 trap(

@@ -1,7 +1,5 @@
 """Files are written whole or not at all, even if interrupted; folders never share a number."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -179,7 +177,7 @@ def test_trials_never_share_a_number(tmp_path):
         subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True)
         for _ in range(3)
     ]
-    mine: list[str] = []
+    mine = []
     threads = [
         threading.Thread(target=lambda: mine.extend(job.new_trial().path.name for _ in range(50)))
         for _ in range(3)
@@ -196,7 +194,7 @@ def test_trials_never_share_a_number(tmp_path):
 
 def test_written_files_reach_the_disk_before_the_name(tmp_path, monkeypatch):
     """The rename follows the flush: a power cut leaves the old file or the new one."""
-    order: list[str] = []
+    order = []
     really_sync, really_replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda handle: (order.append("flush"), really_sync(handle))[1])
     monkeypatch.setattr(os, "replace", lambda a, b: (order.append("rename"), really_replace(a, b))[1])

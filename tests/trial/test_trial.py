@@ -157,14 +157,6 @@ while True:
     assert done.out.count("finally") >= 3
 
 
-def test_a_program_that_hangs_is_stopped(measure, script):
-    script(STEPS_BY_HAND + "steps(2)\ntime.sleep(1000)\n")
-    done, record = measure("python", "train.py", options=["--timeout", f"{hang_s(8):.0f}s"])
-    assert done.code == 3
-    assert record["status"] == "hung"
-    assert re.search(r"flatout: the program hung: .* within \d+ s", done.said[-1])
-
-
 def test_a_program_that_hangs_while_ending_is_stopped_too(measure, script):
     script(STEPS_BY_HAND + "try:\n    steps(10**9)\nfinally:\n    time.sleep(1000)\n")
     done, record = measure("python", "train.py")
@@ -185,13 +177,6 @@ def test_nothing_attached(measure, script, words):
     assert record["status"] == "unattached"
     assert len(done.said) == 1
     assert "nothing was measured" in done.said[0]
-
-
-def test_a_failure_before_torch_keeps_its_exit_code(measure, script):
-    script("import sys\nprint('no config', file=sys.stderr)\nsys.exit(4)\n")
-    done, _ = measure("python", "train.py")
-    assert done.code == 4
-    assert "no config" in done.err
 
 
 def test_interrupting_the_trial(flatout, script, by_hand):
@@ -256,17 +241,6 @@ optimizer.step(closure)
     _, record = measure("python", "train.py")
     assert (record["status"], record["unit"], record["steps"]) == ("finished", "backward", 3)
     assert record["context"]["closure_steps"] is True
-
-
-def test_input_is_at_its_end(measure, script):
-    script(
-        "try:\n    input('name? ')\nexcept EOFError:\n    print('nobody', flush=True)\n"
-        + STEPS_BY_HAND
-        + "steps(10**9)\n"
-    )
-    done, record = measure("python", "train.py")
-    assert "name? nobody" in done.out
-    assert record["status"] == "finished"
 
 
 @pytest.mark.timeout(200)
@@ -342,36 +316,3 @@ def test_a_timeout_keeps_the_steps_there_were(measure, script, by_hand):
     assert 5 < record["steps"] < 100000
     assert len(record["losses"]) >= record["steps"]
     assert f"measured only {record['steps']} of 100000 steps within --timeout" in done.err
-
-
-@pytest.mark.full
-def test_a_perturbed_program_starts_like_the_plain_one_and_diverges_after_the_first_step(
-    flatout, script, by_hand, tmp_path, monkeypatch
-):
-    from flatout.job.folder import TrialFolder
-    from flatout.launch.command import understand
-    from flatout.measure.clock import seconds
-    from flatout.probe.machine import look
-    from flatout.schema.plan import Plan
-    from flatout.trial.parent import Trial
-    from flatout.trial.parent import measure as run
-    from flatout.trial.spec import TrialOptions
-
-    script(by_hand)
-    monkeypatch.chdir(flatout.folder)
-    losses = []
-    for at, perturbation in enumerate((0.0, 2.0**-21, 2.0**-21)):
-        (tmp_path / str(at)).mkdir()
-        with Trial(
-            understand(("python", "train.py")),
-            TrialFolder(tmp_path / str(at)),
-            Plan(),
-            look(),
-            TrialOptions(perturbation=perturbation),
-        ) as trial:
-            losses.append([float.fromhex(x) for x in run(trial, 4, seconds() + 60).losses[:8]])
-    plain, perturbed, again = losses
-    assert perturbed == again
-    assert perturbed[0] == plain[0]
-    assert perturbed != plain
-    assert all(abs(a - b) < 1e-3 * abs(b) for a, b in zip(perturbed, plain, strict=True))

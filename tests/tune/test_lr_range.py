@@ -2,8 +2,6 @@
 without changing them.
 """
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -20,14 +20,12 @@ from flatout.tune.prior import (
     ANY_VALUE,
     CPU,
     CPU_BF16,
-    CUDA,
     NEUTRAL,
     OTHER_PROCESSOR,
     TABLE_FILE,
     Prior,
     clearest,
     committed_entries,
-    device_kind,
     kinds_of,
     priors,
     value_key,
@@ -116,20 +114,6 @@ def test_records_of_a_cpu_do_not_apply_to_a_gpu():
 
 
 @pytest.mark.parametrize(
-    ("facts", "device", "expected"),
-    [
-        (CPU_FACTS, None, CPU),
-        (BF16_FACTS, None, CPU_BF16),
-        (GPU_FACTS, None, CUDA),
-        (GPU_FACTS, "cpu", CPU),
-        (GPU_FACTS, "cuda", CUDA),
-    ],
-)
-def test_the_device_is_where_the_program_trains(facts, device, expected):
-    assert device_kind(facts, device) == expected
-
-
-@pytest.mark.parametrize(
     ("layers", "expected"),
     [
         (["Conv2d", "Linear"], ("convolutions",)),
@@ -170,10 +154,6 @@ def test_phases_show_the_kind_of_a_program():
 )
 def test_values_are_spelled_without_sizes(lever, value, expected):
     assert value_key(lever, value, cores=2) == expected
-
-
-def test_threads_are_a_share_of_the_cores():
-    assert value_key("threads", 4, cores=8) != value_key("threads", 1, cores=8)
 
 
 @given(

@@ -3,8 +3,6 @@
 Skipped where Ray is not installed.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import sys

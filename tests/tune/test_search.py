@@ -31,7 +31,7 @@ class Crowded(Watcher):
 @contextmanager
 def counted(running):
     """How many programs run at once, sampled a hundred times a second."""
-    seen: set[int] = set()
+    seen = set()
     done = threading.Event()
 
     def look_again():

@@ -1,7 +1,6 @@
 """Sessions on disk: their keys, when one continues, and the sentence at their end."""
 
 import dataclasses
-import json
 
 import pytest
 
@@ -56,13 +55,6 @@ def test_the_key_names_what_a_plan_depends_on(command, tmp_path):
     assert differences(key, other) == ["another machine ('Z80, 1 cores')", "other versions ('torch 2.14.1')"]
     assert differences(key, changed) == ["the script has changed"]
     assert "unknown" in differences({}, key)[0]
-
-
-def test_a_session_is_restored_from_disk(job, command):
-    session = begin(job, command)
-    save_session(job, session)
-    assert load_session(job) == session
-    assert json.loads(job.session.read_text())["versions"]["torch"] == "2.14.1"
 
 
 def test_an_interrupted_session_continues(job, command):

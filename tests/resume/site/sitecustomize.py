@@ -17,7 +17,7 @@ def due(saver, step):
 
 
 if "TRAP_SAVE" in os.environ:
-    __import__("flatout.checkpoint.saver").checkpoint.saver.CheckpointWriter.due = due
+    __import__("flatout.checkpoint.saver", fromlist=["saver"]).CheckpointWriter.due = due
 if os.environ.get("TRAP_OFF"):  # not as a module, because modules are inspected
     runpy.run_path(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "mutants.py"))[
         "switch_off"
