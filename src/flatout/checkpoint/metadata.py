@@ -44,7 +44,6 @@ class CheckpointMeta:
     why: str = ""
     ran_s: float | None = None
     at: str = ""
-    epoch: int = 0
     inside: bool = False
     updated: bool = False
     holds: tuple[Kept, ...] = ()
@@ -81,7 +80,6 @@ class CheckpointMeta:
             why=_text(data.get("why")),
             ran_s=data["ran_s"] if isinstance(data.get("ran_s"), (int, float)) else None,
             at=_text(data.get("at")),
-            epoch=_count(data.get("epoch")),
             inside=data.get("inside") is True,
             updated=data.get("updated") is True,
             holds=tuple(_kept(each) for each in holds if isinstance(each, Mapping))
