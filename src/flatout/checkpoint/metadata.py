@@ -60,17 +60,17 @@ class CheckpointMeta:
         return self.exact is not None and not self.exact.why_not
 
     def to_json(self) -> dict[str, Any]:
-        found = {**vars(self), "holds": [dict(vars(kept)) for kept in self.holds]}
-        del found["exact"]
+        data = {**vars(self), "holds": [dict(vars(kept)) for kept in self.holds]}
+        del data["exact"]
         if self.exact is not None:
-            found |= {
+            data |= {
                 "exact": self.exact.why_not,
                 "journal": self.exact.journal,
                 "program": list(self.exact.program),
                 "sources": dict(self.exact.sources),
                 "cost_s": self.exact.cost_s,
             }
-        return found
+        return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CheckpointMeta:
@@ -82,7 +82,7 @@ class CheckpointMeta:
             at=_text(data.get("at")),
             inside=data.get("inside") is True,
             updated=data.get("updated") is True,
-            holds=tuple(_kept(each) for each in holds if isinstance(each, Mapping))
+            holds=tuple(_kept(entry) for entry in holds if isinstance(entry, Mapping))
             if isinstance(holds, list)
             else (),
             surroundings=_mapping(data.get("surroundings")),
@@ -103,7 +103,7 @@ def _exact(data: Mapping[str, Any]) -> ExactMeta:
 
 
 def _kept(data: Mapping[str, Any]) -> Kept:
-    kind, name, code, type_ = (_text(data.get(each)) for each in ("kind", "name", "code", "type"))
+    kind, name, code, type_ = (_text(data.get(key)) for key in ("kind", "name", "code", "type"))
     return Kept(kind, name, code, type_, _count(data.get("values")))
 
 
