@@ -44,7 +44,6 @@ class CheckpointMeta:
     why: str = ""
     ran_s: float | None = None
     at: str = ""
-    epoch: int = 0
     inside: bool = False
     updated: bool = False
     holds: tuple[Kept, ...] = ()
@@ -61,17 +60,17 @@ class CheckpointMeta:
         return self.exact is not None and not self.exact.why_not
 
     def to_json(self) -> dict[str, Any]:
-        found = {**vars(self), "holds": [dict(vars(kept)) for kept in self.holds]}
-        del found["exact"]
+        data = {**vars(self), "holds": [dict(vars(kept)) for kept in self.holds]}
+        del data["exact"]
         if self.exact is not None:
-            found |= {
+            data |= {
                 "exact": self.exact.why_not,
                 "journal": self.exact.journal,
                 "program": list(self.exact.program),
                 "sources": dict(self.exact.sources),
                 "cost_s": self.exact.cost_s,
             }
-        return found
+        return data
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> CheckpointMeta:
@@ -81,10 +80,9 @@ class CheckpointMeta:
             why=_text(data.get("why")),
             ran_s=data["ran_s"] if isinstance(data.get("ran_s"), (int, float)) else None,
             at=_text(data.get("at")),
-            epoch=_count(data.get("epoch")),
             inside=data.get("inside") is True,
             updated=data.get("updated") is True,
-            holds=tuple(_kept(each) for each in holds if isinstance(each, Mapping))
+            holds=tuple(_kept(entry) for entry in holds if isinstance(entry, Mapping))
             if isinstance(holds, list)
             else (),
             surroundings=_mapping(data.get("surroundings")),
@@ -105,7 +103,7 @@ def _exact(data: Mapping[str, Any]) -> ExactMeta:
 
 
 def _kept(data: Mapping[str, Any]) -> Kept:
-    kind, name, code, type_ = (_text(data.get(each)) for each in ("kind", "name", "code", "type"))
+    kind, name, code, type_ = (_text(data.get(key)) for key in ("kind", "name", "code", "type"))
     return Kept(kind, name, code, type_, _count(data.get("values")))
 
 

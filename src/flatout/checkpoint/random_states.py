@@ -27,17 +27,17 @@ def random_states(torch: ModuleType, own: Sequence[Any] = (), devices: bool = Tr
     They are those of torch, Python, numpy if imported, CUDA devices if in use, and the generators ``own``.
     """
     numpy = sys.modules.get("numpy")
-    found: dict[str, Any] = {
+    states: dict[str, Any] = {
         "torch": _bytes_of(torch.default_generator.get_state()),
         "python": _of_python(random.getstate()),
     }
     if devices and torch.cuda.is_initialized():
-        found["cuda"] = [_bytes_of(state) for state in torch.cuda.get_rng_state_all()]
+        states["cuda"] = [_bytes_of(state) for state in torch.cuda.get_rng_state_all()]
     if numpy is not None:
-        found["numpy"] = _plain(numpy.random.get_state())
+        states["numpy"] = _plain(numpy.random.get_state())
     if own:
-        found["own"] = [state_of(generator) for generator in own]
-    return found
+        states["own"] = [state_of(generator) for generator in own]
+    return states
 
 
 def set_random_states(torch: ModuleType, states: dict[str, Any], own: Sequence[Any] = ()) -> list[str]:
@@ -64,7 +64,7 @@ def set_random_states(torch: ModuleType, states: dict[str, Any], own: Sequence[A
 def _set(torch: ModuleType, states: dict[str, Any], own: Sequence[Any]) -> list[str]:
     random.setstate(_to_python(states["python"]))
     torch.default_generator.set_state(_tensor_of(torch, states["torch"]))
-    said = []
+    messages = []
     if "numpy" in states:
         import numpy
 
@@ -74,39 +74,39 @@ def _set(torch: ModuleType, states: dict[str, Any], own: Sequence[Any]) -> list[
         if number < devices:
             torch.cuda.set_rng_state(_tensor_of(torch, state), number)
         else:
-            said.append(
+            messages.append(
                 f"the random state of CUDA device {number} cannot be restored: there are {devices} devices now"
             )
     kept = states.get("own", ())
     if len(kept) != len(own):
-        said.append(
+        messages.append(
             f"the data held {len(kept)} random generators when it was saved, and holds {len(own)} now"
         )
-        return said
+        return messages
     for generator, state in zip(own, kept, strict=True):
         if not set_state_of(torch, generator, state):
-            said.append(
+            messages.append(
                 f"a {type(generator).__name__} of the data was another kind of generator when it was saved"
             )
-    return said
+    return messages
 
 
 def as_set(torch: ModuleType, states: dict[str, Any]) -> dict[str, Any]:
     """The states in the types that torch.set_rng_state, random.setstate and numpy expect."""
-    found: dict[str, Any] = {
+    converted: dict[str, Any] = {
         "torch": _tensor_of(torch, states["torch"]),
         "python": _to_python(states["python"]),
     }
     if "cuda" in states:
-        found["cuda"] = [_tensor_of(torch, state) for state in states["cuda"]]
-    return found | ({"numpy": _restored(states["numpy"])} if "numpy" in states else {})
+        converted["cuda"] = [_tensor_of(torch, state) for state in states["cuda"]]
+    return converted | ({"numpy": _restored(states["numpy"])} if "numpy" in states else {})
 
 
 def moved(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
     """The generators that were used between two states."""
     own = zip(before.get("own", ()), after.get("own", ()), strict=False)
     return {kind for kind in KINDS if before.get(kind) != after.get(kind)} | {
-        f"generator {at} of its own" for at, (a, b) in enumerate(own) if a != b
+        f"generator {number} of its own" for number, (a, b) in enumerate(own) if a != b
     }
 
 
@@ -177,9 +177,9 @@ def _to_python(state: Sequence[Any]) -> tuple[Any, ...]:
 def _plain(value: Any) -> Any:
     """numpy's states without arrays, whose comparison is not a single bool."""
     if isinstance(value, dict):
-        return {key: _plain(each) for key, each in value.items()}
+        return {key: _plain(part) for key, part in value.items()}
     if isinstance(value, tuple):
-        return [_plain(each) for each in value]
+        return [_plain(part) for part in value]
     if hasattr(value, "tobytes"):
         return {"words": value.tobytes(), "type": value.dtype.str} if value.shape else value.item()
     return value
@@ -191,5 +191,5 @@ def _restored(value: object) -> Any:
 
         return numpy.frombuffer(value["words"], value["type"]).copy()
     if isinstance(value, dict):
-        return {key: _restored(each) for key, each in value.items()}
-    return tuple(_restored(each) for each in value) if isinstance(value, list) else value
+        return {key: _restored(part) for key, part in value.items()}
+    return tuple(_restored(part) for part in value) if isinstance(value, list) else value

@@ -67,7 +67,6 @@ class Rescue(RescueWriter):
     def begin(self, context: TrainingContext) -> None:
         """Called when the first step has ended. Nothing is written before."""
         self.context, self.pid = context, os.getpid()
-        self.epochs.first_step_ended()
         if self.state is RescueState.WAITING and self._claim():
             self.state = RescueState.KEEPING
             self.training_state = TrainingState(context, self.schedulers, self._gone)

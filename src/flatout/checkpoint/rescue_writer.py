@@ -16,7 +16,6 @@ from flatout.agent.schedulers import Schedulers
 from flatout.agent.signals import Signals
 from flatout.checkpoint.checkpoints import CheckpointFolder, step_of
 from flatout.checkpoint.environment import environment
-from flatout.checkpoint.epochs import EpochCounter
 from flatout.checkpoint.metadata import CheckpointMeta, ExactMeta
 from flatout.checkpoint.runs import begin_run
 from flatout.checkpoint.saver import SHARE, CheckpointWriter, WriterClocks
@@ -91,7 +90,7 @@ class RescueWriter(Listener):
         self.torch, self.folder, self.say, self.ledger = torch, folder, say, ledger
         self._claim, self.signals = claim, Signals(self._observed)
         self._exact, self._resumed, self._cost_s = exact, resumed, cost_s
-        self.schedulers, self.epochs = Schedulers(torch, ledger), EpochCounter(torch, ledger)
+        self.schedulers = Schedulers(torch, ledger)
         self.context: Any = None
         self.shown = os.path.relpath(folder)  # a program may change its working directory
         self.saver: CheckpointWriter | None = None
@@ -170,7 +169,6 @@ class RescueWriter(Listener):
             why=why,
             ran_s=round(seconds() - self.began_s, 1),
             at=today(),
-            epoch=self.epochs.count,
             inside=inside,
             updated=inside and self.phase is StepPhase.UPDATED,
             holds=training_state.kept(state),

@@ -55,11 +55,11 @@ def _value_of(torch: ModuleType, tree: Any, tensors: Mapping[str, Any], depth: i
     if tree is None or type(tree) in (bool, int, float, str):
         return tree
 
-    def inside(each: object) -> Any:
-        return _value_of(torch, each, tensors, depth + 1)
+    def inside(part: object) -> Any:
+        return _value_of(torch, part, tensors, depth + 1)
 
     if type(tree) is list:
-        return [inside(each) for each in tree]
+        return [inside(part) for part in tree]
     if "tensor" in tree:
         return _tensor_of(torch, tree, tensors)
     ((kind, metadata),) = tree.items()
@@ -73,12 +73,12 @@ def _value_of(torch: ModuleType, tree: Any, tensors: Mapping[str, Any], depth: i
             FACTORIES[metadata[0]], ((inside(key), inside(value)) for key, value in metadata[1])
         )
     if kind == "deque":
-        return deque((inside(each) for each in metadata[0]), metadata[1])
+        return deque((inside(part) for part in metadata[0]), metadata[1])
     if kind in ROWS.values():
         return MADE_OF[kind](
-            inside(each)
-            for each in metadata
-            if kind == "tuple" or type(each) is not dict or "missing" not in each
+            inside(part)
+            for part in metadata
+            if kind == "tuple" or type(part) is not dict or "missing" not in part
         )
     return _leaf_of(torch, kind, metadata, inside)
 
@@ -95,7 +95,7 @@ def _leaf_of(torch: ModuleType, kind: str, metadata: Any, inside: Callable[[Any]
     if kind == "large":
         return inside(metadata).numpy()
     if kind == "complex":
-        return complex(*(inside(each) for each in metadata))
+        return complex(*(inside(part) for part in metadata))
     if kind == "bytes":
         return _bytes(metadata)
     if kind == "range":
@@ -114,8 +114,8 @@ def _leaf_of(torch: ModuleType, kind: str, metadata: Any, inside: Callable[[Any]
             raise ValueError("it is an array of objects")
         if kind == "scalar" and not dtype.itemsize:
             return dtype.type()  # an empty string
-        found = numpy.frombuffer(_bytes(metadata[-1]), dtype).copy()
-        return found.reshape(metadata[1]) if kind == "array" else found[0]
+        values = numpy.frombuffer(_bytes(metadata[-1]), dtype).copy()
+        return values.reshape(metadata[1]) if kind == "array" else values[0]
     if kind == "missing":
         return None
     raise ValueError(f"unknown kind of value {kind!r}")
@@ -126,19 +126,19 @@ def _tensor_of(torch: ModuleType, metadata: dict[str, Any], tensors: Mapping[str
     order = metadata.get("order", list(range(len(shape))))
     if sorted(order) != list(range(len(shape))):
         raise ValueError("its dimensions have no valid order")
-    found = (
+    flat = (
         tensors[metadata["tensor"]]
         .view(_dtype(torch, metadata["dtype"]))
-        .reshape([shape[at] for at in order])
+        .reshape([shape[axis] for axis in order])
     )
-    return found.permute([order.index(at) for at in range(len(order))])
+    return flat.permute([order.index(axis) for axis in range(len(order))])
 
 
 def _dtype(torch: ModuleType, name: str) -> Any:
-    found = getattr(torch, name) if type(name) is str and name.isidentifier() else None
-    if type(found) is not torch.dtype:
+    dtype = getattr(torch, name) if type(name) is str and name.isidentifier() else None
+    if type(dtype) is not torch.dtype:
         raise ValueError(f"there is no dtype {name!r}")
-    return found
+    return dtype
 
 
 def little(words: array[int]) -> array[int]:

@@ -173,7 +173,7 @@ class _Packer:
             or tensor.is_neg()
         ):
             return self._missing(tensor, where)
-        order = sorted(range(tensor.dim()), key=lambda at: (-tensor.stride(at), at))
+        order = sorted(range(tensor.dim()), key=lambda axis: (-tensor.stride(axis), axis))
         if not tensor.permute(order).is_contiguous():  # a view or expanded: copy its bytes in order
             order = list(range(tensor.dim()))
         same = (
@@ -200,22 +200,22 @@ class _Packer:
         return name
 
     def _rows(self, values: list[Any], where: str, depth: int) -> list[Any]:
-        return [self._of(value, f"{where}[{at}]", depth + 1) for at, value in enumerate(values)]
+        return [self._of(value, f"{where}[{number}]", depth + 1) for number, value in enumerate(values)]
 
     def _pairs(self, values: Mapping[Any, Any], where: str, depth: int) -> list[list[Any]]:
-        found = []
+        pairs = []
         for key, value in values.items():
-            at = (
+            place = (
                 f"{where}.{key}"
                 if where and type(key) is str
                 else key
                 if type(key) is str
                 else f"{where}[{repr(key)[:80]}]"
             )
-            packed_key, packed = self._of(key, at, depth + 1), self._of(value, at, depth + 1)
-            if not any(type(each) is dict and "missing" in each for each in (packed_key, packed)):
-                found.append([packed_key, packed])
-        return found
+            packed_key, packed = self._of(key, place, depth + 1), self._of(value, place, depth + 1)
+            if not any(type(part) is dict and "missing" in part for part in (packed_key, packed)):
+                pairs.append([packed_key, packed])
+        return pairs
 
     def _missing(self, value: object, where: str) -> dict[str, str]:
         kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")

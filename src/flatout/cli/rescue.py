@@ -124,7 +124,6 @@ def _seen(path: Path) -> CheckpointSeen:
         manifest.step,
         valid=True,
         inside=meta.inside,
-        epoch=meta.epoch,
         ran_s=meta.ran_s,
         at=meta.at,
         why=meta.why,
@@ -140,10 +139,9 @@ def _paragraph(path: Path) -> str:
     except SaveError as error:
         return f"  {path.name}  not valid: {harmless(str(error))}"
     manifest, meta = save.manifest, CheckpointMeta.from_json(save.manifest.metadata)
-    epoch = f", epoch {count(meta.epoch)}" if meta.epoch else ""
     bytes_ = sum(stored.bytes for stored in manifest.files.values())
     lines = [
-        f"  {meta.position(manifest.step)}{epoch}, {duration(meta.ran_s)} into the run, {_word(meta.at)}, {size(bytes_)}, verified"
+        f"  {meta.position(manifest.step)}, {duration(meta.ran_s)} into the run, {_word(meta.at)}, {size(bytes_)}, verified"
         + (f" (at {_word(meta.why)})" if meta.why not in ("", "interval") else "")
     ]
     lines += [

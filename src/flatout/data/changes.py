@@ -43,9 +43,9 @@ class TransformState:
 
     def __init__(self, transforms: Iterable[Any], containers: Iterable[Any] = ()) -> None:
         self._held: dict[int, tuple[Any, list[Any]]] = {
-            id(each): (each, _members(each)) for each in containers
+            id(container): (container, _members(container)) for container in containers
         }
-        self._alive: list[Any] = [each.copy() for each in containers]  # so that no id is reused
+        self._alive: list[Any] = [container.copy() for container in containers]  # so that no id is reused
         for transform in transforms:
             self._look(transform, 0)
 

@@ -185,8 +185,8 @@ class Deferring:
         return list(self._lost)
 
     def _alive(self) -> list[tuple[Any, DeferredWork]]:
-        found = [(held(), work) for held, work in self._made]
-        return [(image, work) for image, work in found if image is not None and is_deferred(image)]
+        pairs = [(held(), work) for held, work in self._made]
+        return [(image, work) for image, work in pairs if image is not None and is_deferred(image)]
 
     def _compute_alive(self) -> None:
         self._compute_together(self._alive())

@@ -62,19 +62,19 @@ def batch_of(works: Sequence[DeferredWork]) -> Tensor | None:
 def rows_of(works: Sequence[DeferredWork]) -> list[Any]:
     """Return the images [C, H, W] in the order of the works. They may share the memory of a batch."""
     groups: dict[tuple[int, ImageShape], list[int]] = {}
-    for at, work in enumerate(works):
-        groups.setdefault((work.pipeline.number, work.shape), []).append(at)
+    for number, work in enumerate(works):
+        groups.setdefault((work.pipeline.number, work.shape), []).append(number)
     rows: list[Any] = [None] * len(works)
     for mine in groups.values():
-        group = [works[at] for at in mine]
-        for at, row in zip(mine, after(_lowered(group[0].pipeline), _run(group)), strict=True):
-            rows[at] = row
+        group = [works[number] for number in mine]
+        for number, row in zip(mine, after(_lowered(group[0].pipeline), _run(group)), strict=True):
+            rows[number] = row
     return rows
 
 
 def _run(works: Sequence[DeferredWork]) -> Tensor:
     numbers = [
-        each for part in zip(*(work.draws for work in works), strict=True) for each in numbers_of(part)
+        columns for part in zip(*(work.draws for work in works), strict=True) for columns in numbers_of(part)
     ]
     return _lowered(works[0].pipeline).run(stack([work.pixels for work in works], works[0].shape), numbers)
 

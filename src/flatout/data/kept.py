@@ -136,8 +136,8 @@ class SampleRecorder:
         source = self._sources[self._root(start)]
         shape = shape_of(source)
         out: ImageShape | None = shape
-        for each in pipeline.line:
-            out = each.out(out) if out is not None else None
+        for link in pipeline.line:
+            out = link.out(out) if out is not None else None
         if out is None:
             self._why_not = f"torchvision rejects an image of {tuple(shape)}"
             return UnreadResult(pipeline, turn)

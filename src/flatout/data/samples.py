@@ -62,8 +62,8 @@ class KeptSamples:
 
     def _fetch_missing(self) -> None:
         missing = (~self.store.filled).nonzero().flatten().tolist()
-        for at in range(0, len(missing), AT_A_TIME):
-            self._fill(missing[at : at + AT_A_TIME], self.dataset)
+        for first in range(0, len(missing), AT_A_TIME):
+            self._fill(missing[first : first + AT_A_TIME], self.dataset)
 
     def rows(self, indices: Sequence[Any], dataset: Dataset) -> Tensor | None:
         """Return the rows of these samples, fetching missing ones; None if one of them has no row."""

@@ -54,10 +54,10 @@ class SharedSamples:
         with self._unseen():
             if not path.is_file() or path.stat().st_size != bytes_:  # truncated
                 return False
-            found, at = torch.from_file(str(path), size=bytes_, dtype=torch.uint8), 0
+            content, offset = torch.from_file(str(path), size=bytes_, dtype=torch.uint8), 0
             for column in map(octets, store.columns):
-                column.copy_(found[at : at + len(column)])
-                at += len(column)
+                column.copy_(content[offset : offset + len(column)])
+                offset += len(column)
         store.filled.fill_(True)
         if all(holds(index) for index in spread(store.rows, CHECKED)):
             return True

@@ -142,7 +142,7 @@ def _together(cell: Cell, values: Sequence[Any]) -> Tensor:
         kind, tensor, detail = encoded(first)
         if (kind, tuple(tensor.shape), detail) == (cell.kind, cell.shape, cell.detail):
             return stack(values)
-    found = []
+    tensors = []
     for value in values:
         kind, tensor, detail = encoded(value)
         if (kind, tensor.dtype, tuple(tensor.shape), detail) != (
@@ -152,8 +152,8 @@ def _together(cell: Cell, values: Sequence[Any]) -> Tensor:
             cell.detail,
         ):
             raise NotBatchable("samples differ in size or type")
-        found.append(tensor)
-    return torch.stack(found)
+        tensors.append(tensor)
+    return torch.stack(tensors)
 
 
 class Store:
@@ -198,10 +198,10 @@ class Store:
 
     def put(self, indices: Sequence[int], samples: Sequence[Any]) -> None:
         """Keep samples. Raises NotBatchable if one of them differs in structure from the first."""
-        at = torch.tensor(indices)
+        index = torch.tensor(indices)
         for column, values in zip(self.columns, self._encode(samples), strict=True):
-            column[at] = values
-        self.filled[at] = True
+            column[index] = values
+        self.filled[index] = True
 
     def _encode(self, samples: Sequence[Any]) -> list[Tensor]:
         """Return the values of these samples, column by column."""
@@ -209,7 +209,7 @@ class Store:
         for sample in samples:
             rows.append([])
             _match(self.template, sample, rows[-1])
-        return [_together(cell, [row[at] for row in rows]) for at, cell in enumerate(self.cells)]
+        return [_together(cell, [row[number] for row in rows]) for number, cell in enumerate(self.cells)]
 
     def move_to(self, device: torch.device) -> None:
         """Move the columns to a device. All rows must be filled."""

@@ -67,7 +67,7 @@ def preserve_states(own: Sequence[Any] = ()) -> Iterator[None]:
 
 def own_generators(thing: object) -> list[Any]:
     """Return the generators held by a data set or its transforms, or named by their code in its module."""
-    found: dict[int, Any] = {}
+    generators: dict[int, Any] = {}
     seen: set[int] = set()
 
     def look(value: object, depth: int) -> None:
@@ -75,7 +75,7 @@ def own_generators(thing: object) -> list[Any]:
             return
         seen.add(id(value))
         if _is_generator(value):
-            found[id(value)] = value
+            generators[id(value)] = value
         elif isinstance(value, FunctionType):
             look_at_code(value, depth)
         elif isinstance(value, (list, tuple, set)):
@@ -118,7 +118,7 @@ def own_generators(thing: object) -> list[Any]:
                 look(part, depth + 1)
 
     look(thing, 0)
-    return list(found.values())
+    return list(generators.values())
 
 
 def _is_generator(value: object) -> bool:
@@ -211,10 +211,10 @@ def own_order(sampler: Sampler, batch_sampler: object) -> str:
     plain = (type(None), list, tuple, range)
     return next(
         (
-            type(each).__name__
-            for each in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
-            if (type(each) not in plain and not type(each).__module__.startswith("torch.utils.data."))
-            or _draws_as_it_goes(each)
+            type(held).__name__
+            for held in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+            if (type(held) not in plain and not type(held).__module__.startswith("torch.utils.data."))
+            or _draws_as_it_goes(held)
         ),
         "",
     )

@@ -117,12 +117,12 @@ class LoopState:
         if self._sizer is not None and sized is not None:
             self._sizer.found = Sized(sized["micro_batch"], sized["ms"])
         now = self.state()
-        found: list[str] = [
+        differing: list[str] = [
             f"extra_state[{name!r}] is new" for name in self.also if name not in state["also"]
         ]
         for part in PARTS:
-            _compare(self.torch, state[part], now[part], part, found.append)
-        return found
+            _compare(self.torch, state[part], now[part], part, differing.append)
+        return differing
 
     def put_back_buffers(self, buffers: Mapping[str, Any]) -> None:
         for of, whole in self._modules().items():
@@ -132,9 +132,9 @@ class LoopState:
         try:
             thing.load_state_dict(state)
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-            said = " ".join(str(error).split())[:300]
+            reason = " ".join(str(error).split())[:300]
             raise SaveError(
-                f"the checkpoint does not fit the {what} of this training: {said}. If it is of another training, name another folder, or use "
+                f"the checkpoint does not fit the {what} of this training: {reason}. If it is of another training, name another folder, or use "
                 "from_scratch=True, which moves it to a subfolder."
             ) from error
 
@@ -151,11 +151,11 @@ class LoopState:
 
     def _buffers(self) -> dict[str, Any]:
         """Buffers that are missing from the state_dict."""
-        found = {}
+        buffers = {}
         for of, whole in self._modules().items():
             stored = set(whole.state_dict(keep_vars=True))
-            found[of] = {name: buffer for name, buffer in whole.named_buffers() if name not in stored}
-        return found
+            buffers[of] = {name: buffer for name, buffer in whole.named_buffers() if name not in stored}
+        return buffers
 
     def _modes(self) -> dict[str, list[str]]:
         """Modules that are not in training mode."""
@@ -193,8 +193,8 @@ def _compare(
         if len(saved) != len(now):
             differs(where)
             return
-        for at, (mine, theirs) in enumerate(zip(saved, now, strict=True)):
-            _compare(torch, mine, theirs, f"{where}[{at}]", differs)
+        for number, (mine, theirs) in enumerate(zip(saved, now, strict=True)):
+            _compare(torch, mine, theirs, f"{where}[{number}]", differs)
     elif (
         type(saved) is type(now)
         and type(saved) in (bool, int, str, bytes, float, type(None), complex)

@@ -150,7 +150,6 @@ class CheckpointSeen(Record):
     valid: bool
     why_not: str = ""
     inside: bool = False  # taken inside a step
-    epoch: int = 0
     ran_s: float | None = None  # age of the process
     at: str = ""
     why: str = ""  # what asked for the checkpoint
