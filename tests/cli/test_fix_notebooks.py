@@ -49,27 +49,6 @@ def path(tmp_path, monkeypatch):
     return tmp_path / "train.ipynb"
 
 
-@pytest.mark.parametrize("source", [of_list, str], ids=["list", "string"])
-@pytest.mark.parametrize(
-    "layout",
-    [
-        {"indent": 1, "ensure_ascii": False},
-        {"indent": "\t", "ensure_ascii": True},
-        {"separators": (",", ":"), "ensure_ascii": True},
-    ],
-    ids=["indent 1", "tabs", "one line"],
-)
-def test_only_the_edited_lines_change(path, source, layout):
-    write(path, [*CODE[:2], FIXED], source, **layout)
-    expected = path.read_bytes()
-    write(path, CODE, source, **layout)
-    done = run("--apply", "train.ipynb")
-    assert done.return_value == 0
-    assert "train.ipynb[4]:4: FL203" in done.stderr
-    assert path.read_bytes() == expected
-    assert run("train.ipynb").return_value == 0
-
-
 def test_unusual_escapes_and_strings_stay(path):
     write(path, CODE, lambda code: [code[:7], code[7:]], indent=2)
     text = (
