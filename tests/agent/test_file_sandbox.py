@@ -7,6 +7,7 @@ import json
 import logging
 import logging.handlers
 import os
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -132,6 +133,15 @@ def atomic_checkpoint():
         other.write("b")
     os.rename(other.name, "log.txt")
     assert open("log.txt").read() == "b"
+
+
+@way
+def checkpoint_by_way_of_the_temporary_folder():
+    handle, name = tempfile.mkstemp()
+    with os.fdopen(handle, "w") as file:
+        file.write("a")
+    shutil.move(name, "model.pt")
+    assert open("model.pt").read() == "a"
 
 
 @way

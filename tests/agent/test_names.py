@@ -6,7 +6,7 @@ Finding a name does not extend an object's life.
 import sys
 import weakref
 
-from flatout.agent.names import names_of, spelled, visible
+from flatout.agent.names import names_of, visible
 
 
 class Thing:
@@ -84,9 +84,3 @@ def test_a_function_that_asks_for_its_own_variables_keeps_them():
     before, mine, _ = one_that_asks()
     assert mine["before"] == before
     assert "thing" not in mine
-
-
-def test_a_class_as_a_variable():
-    assert [
-        spelled(name) for name in ("LitAutoEncoder", "VAE", "GPT2Model", "Net", "LSTMTagger", "_Inner")
-    ] == ["lit_auto_encoder", "vae", "gpt2_model", "net", "lstm_tagger", "inner"]

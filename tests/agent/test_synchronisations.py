@@ -8,7 +8,7 @@ import pytest
 from flatout.agent.call_counters import CallCounters
 from flatout.agent.frames import is_users
 from flatout.agent.ledger import Ledger
-from flatout.agent.synchronisations import FUNCTIONS, METHODS, SyncRecorder
+from flatout.agent.synchronisations import SyncRecorder
 
 torch = pytest.importorskip("torch")
 
@@ -105,23 +105,6 @@ def test_a_copy_to_a_device_has_its_kind():
     ]
     assert found == [(2, 64, False, True), (1, 32, False, False), (1, 8, False, False)]
     assert {c.kind for c in observed.seen(1)} == {"to device"}
-
-
-def test_torch_is_restored():
-    before = {name: getattr(torch.Tensor, name) for name in (*METHODS, "to", "cuda", "__getitem__")} | {
-        name: getattr(torch, name) for name in FUNCTIONS
-    }
-    own = set(vars(torch.Tensor))
-    ledger = Ledger()
-    SyncRecorder(torch, ledger, "cpu", ticking(), lambda: False).install()
-    CallCounters(torch, ledger, ticking()).install()
-    assert torch.Tensor.item is not before["item"]
-    ledger.restore()
-    after = {name: getattr(torch.Tensor, name) for name in (*METHODS, "to", "cuda", "__getitem__")} | {
-        name: getattr(torch, name) for name in FUNCTIONS
-    }
-    assert before == after
-    assert set(vars(torch.Tensor)) == own
 
 
 def test_calls_are_counted_with_their_place():

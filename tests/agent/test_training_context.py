@@ -141,31 +141,25 @@ def closure(out):
 
 
 @program
-def gan(out, n_critic=1):
+def gan(out):
     torch.manual_seed(0)
     generator, critic = nn.Linear(2, 6), network()
     of_generator = torch.optim.Adam(generator.parameters(), lr=0.01)
     of_critic = torch.optim.Adam(critic.parameters(), lr=0.01)
     torch.manual_seed(4)
     for x, _ in batches():
-        for _ in range(n_critic):
-            of_critic.zero_grad()
-            real = functional.softplus(-critic(x)).mean()
-            real.backward()
-            fake = functional.softplus(critic(generator(torch.randn(16, 2)).detach())).mean()
-            fake.backward()
-            of_critic.step()
+        of_critic.zero_grad()
+        real = functional.softplus(-critic(x)).mean()
+        real.backward()
+        fake = functional.softplus(critic(generator(torch.randn(16, 2)).detach())).mean()
+        fake.backward()
+        of_critic.step()
         of_generator.zero_grad()
         loss = functional.softplus(-critic(generator(torch.randn(16, 2)))).mean()
         loss.backward()
         of_generator.step()
         out.append(loss.item())
     return [generator, critic]
-
-
-@program
-def critic_steps_more_often(out):
-    return gan(out, n_critic=4)
 
 
 @program
@@ -225,11 +219,6 @@ def grad_scaler(out, enabled=True):
     )
     assert scaler.get_scale() == (2.0**9 if enabled else 1.0)
     return [model]
-
-
-@program
-def grad_scaler_switched_off(out):
-    return grad_scaler(out, enabled=False)
 
 
 @program
@@ -315,25 +304,6 @@ def wrapper_optimizer(out):
 
 
 @program
-def optimizer_made_again(out):
-    model = network()
-    for at, batch in enumerate(batches()):
-        if at % 2 == 0:
-            optimizer = torch.optim.SGD(model.parameters(), lr=0.01 / (at + 1))
-        steps(out, model, optimizer, [batch])
-    return [model]
-
-
-@program
-def with_a_scheduler(out):
-    """A scheduler wraps ``optimizer.step`` in the instance."""
-    model = network()
-    optimizer = sgd(model, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=CYCLES)
-    return steps(out, model, optimizer, step=lambda: (optimizer.step(), scheduler.step()))
-
-
-@program
 def autocast_of_its_own(out):
     model = network()
 
@@ -342,19 +312,6 @@ def autocast_of_its_own(out):
             return functional.mse_loss(model(x).float(), y)
 
     return steps(out, model, sgd(model), loss_of=in_half)
-
-
-@program
-def several_losses_at_once(out):
-    model = network()
-    optimizer = sgd(model)
-    for x, y in batches():
-        optimizer.zero_grad()
-        first, second = mse(model, x, y), functional.l1_loss(model(x), y)
-        torch.autograd.backward([first, second])
-        optimizer.step()
-        out.append(first.item() + second.item())
-    return [model]
 
 
 @program

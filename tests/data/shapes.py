@@ -312,6 +312,7 @@ LEFT = {
     ),
     "numpy": lambda: Sample(on(augmented(), lambda x: x.numpy())),
     "torch.tensor": lambda: Sample(on(augmented(), lambda x: torch.tensor(x))),
+    "constructor": lambda: Sample(on(augmented(), torch.Tensor)),
     "copy": lambda: Sample(on(augmented(), copy.deepcopy)),
     "stack of views": lambda: Sample(on(Views(augmented()), torch.stack)),
     "condition": lambda: Sample(on(augmented(), lambda x: x if x.max() > 1 else -x)),

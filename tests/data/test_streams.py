@@ -14,7 +14,6 @@ from flatout.data.streams import (
     can_stand_in,
     has_own_order,
     own_generators,
-    preserve_states,
     restore_states,
     same_states,
     seeds_itself,
@@ -22,30 +21,6 @@ from flatout.data.streams import (
 )
 
 OURS = np.random.default_rng(5)
-DRAWS = {
-    "torch": lambda: torch.rand(1).item(),
-    "normal": lambda: torch.randn(3).tolist(),
-    "random": random.random,
-    "gauss": lambda: random.gauss(0, 1),
-    "numpy": np.random.rand,
-    "numpy normal": np.random.randn,
-}
-
-
-@pytest.mark.parametrize("name", DRAWS)
-def test_every_generator_continues_as_if_unused(name):
-    draw = DRAWS[name]
-    draw()
-    kept = states()
-    first = draw()
-    assert not same_states(kept, states())
-    restore_states(kept)
-    assert same_states(kept, states())
-    assert draw() == first
-    restore_states(kept)
-    with preserve_states():
-        draw()
-    assert draw() == first
 
 
 class Holder:

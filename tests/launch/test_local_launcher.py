@@ -66,14 +66,9 @@ if rank == victim:
     time.sleep(0.1)
     if how == "raise":
         fail()
-    if how == "slow":  # its objects take long to end; the connections go first, so the others are gone before it
-        atexit.register(lambda: ([line.close() for line in lines], time.sleep(0.6)))
-        fail()
     if how == "hangs":
         atexit.register(time.sleep, 600)
         fail()
-    if how == "exit":
-        sys.exit(3)
     if how == "os_exit":
         os._exit(7)
     if how == "hook":
@@ -279,13 +274,10 @@ def test_the_launcher_needs_no_torch():
     ("how", "code", "ending"),
     [
         ("raise", 1, "with exit code 1"),
-        ("slow", 1, "with exit code 1"),
         ("hangs", 1, "with exit code 1"),
-        ("exit", 3, "with exit code 3"),
         ("os_exit", 7, "with exit code 7"),
         ("hook", 1, "with exit code 1"),
         ("SIGKILL", 137, r"by SIGKILL \(exit code 137\)"),
-        ("SIGSEGV", 139, "by SIGSEGV"),
     ],
 )
 def test_the_first_failure_is_named(local_launcher, how, code, ending):
@@ -300,7 +292,7 @@ def test_the_first_failure_is_named(local_launcher, how, code, ending):
     )
     assert named, done.err
     after = done.err[named.end() :]
-    has_words = how in ("raise", "slow", "hangs", "hook")
+    has_words = how in ("raise", "hangs", "hook")
     assert after.count("ValueError: the bad sample of rank 1") == has_words
     assert after.count("in fail\n") == has_words
     assert "Connection closed" not in after

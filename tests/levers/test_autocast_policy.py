@@ -268,27 +268,6 @@ def test_float32_may_be_mixed_with_half_precision(program):
         assert seen(program, function) == [(torch.bfloat16, torch.float32)]
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_a_checkpoint_computes_the_same_again(program, reentrant):
-    from torch.utils.checkpoint import checkpoint
-
-    torch.manual_seed(0)
-    module, x, y = Task(), torch.randn(16, 8, requires_grad=True), torch.randint(5, (16,))
-    ledger = live(program, module)
-
-    def gradients():
-        module.zero_grad()
-        module(x, y).backward()
-        return [p.grad.clone() for p in module.parameters()]
-
-    plain = gradients()
-    body = module.body.forward
-    module.body.forward = lambda z: checkpoint(body, z, use_reentrant=reentrant)
-    again = gradients()
-    assert all(map(torch.equal, plain, again))
-    ledger.restore()
-
-
 class Halves(torch.utils.data.Dataset):
     """Samples that a loader worker makes in half precision."""
 

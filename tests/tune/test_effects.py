@@ -302,15 +302,6 @@ def test_samples_are_those_of_the_posterior():
     assert estimate.chance == pytest.approx((gains > 1).mean(), abs=0.03)
 
 
-def test_an_effect_relative_to_another_value_of_its_lever():
-    times = [("", 0.0), ("a=0", -0.22), ("a=1", -0.1)] * 6
-    rows = ((0, {key} if key else (), float(at), at, log) for at, (key, log) in enumerate(times))
-    fitted = fit(space_of(1, values=2), blocks_of(rows))
-    for beside in ("a=0", "a=1"):
-        assert fitted.effect("a=1", frozenset({beside})) == fitted.effect("a=1")
-    assert fitted.best() == {"a=0"}
-
-
 def test_a_gain_that_is_too_small_is_left_out():
     fitted = fit(Space((Factor("a", "a", True, mean=-0.01), Factor("b", "b", True, mean=-0.05))), ())
     assert fitted.best() == {"a", "b"}
@@ -380,3 +371,12 @@ def test_more_data_never_reduces_the_error_of_a_set_below_the_misfit():
     estimate = fit(space_of(1), blocks, Spread(misfit=0.05)).gain(frozenset({"a=0"}))
     assert math.log(estimate.high / estimate.low) == pytest.approx(2 * 1.96 * 0.05 * math.sqrt(2), rel=0.02)
     assert fit(space_of(1), blocks).gain(frozenset({"a=0"}), frozenset({"a=0"})).low == pytest.approx(1.0)
+
+
+def test_an_effect_relative_to_another_value_of_its_lever():
+    times = [("", 0.0), ("a=0", -0.22), ("a=1", -0.1)] * 6
+    rows = ((0, {key} if key else (), float(at), at, log) for at, (key, log) in enumerate(times))
+    fitted = fit(space_of(1, values=2), blocks_of(rows))
+    for beside in ("a=0", "a=1"):
+        assert fitted.effect("a=1", frozenset({beside})) == fitted.effect("a=1")
+    assert fitted.best() == {"a=0"}
