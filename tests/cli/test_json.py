@@ -91,7 +91,6 @@ def test_findings_and_explanations(flatout, valid, script):
     script("import torch\nmodel = torch.nn.Linear(1, 1)\nx = torch.nn.Softmax()(model(torch.ones(1, 1)))\n")
     done = flatout.here("check", "--json", "train.py")
     assert valid("findings", done.out)["files"] == ["train.py"]
-    assert done.out == flatout.here("check", "--format", "json", "train.py").out
     error = "RuntimeError: mat1 and mat2 shapes cannot be multiplied (64x512 and 256x10)"
     (found,) = valid("explanations", flatout.here("explain", "--json", error).out)["explanations"]
     assert found["rule"].startswith("FE")

@@ -28,7 +28,7 @@ from flatout.schema.findings import Finding
 from flatout.schema.outputs import FindingsRecord, Page, PagesRecord
 from flatout.tune.plan_files import job_folder
 
-FORMATS = ("text", "json", "github")
+FORMATS = ("text", "github")
 
 
 @click.command(context_settings=PROGRAM)
@@ -79,7 +79,7 @@ def command(
 
     The exit code is 0 without findings, 1 with findings, 2 for a usage error.
     """
-    if as_json and form not in ("text", "json"):
+    if as_json and form != "text":
         raise UsageError(f"--json and --format {form} cannot be printed at once. Give one of them.")
     form = "json" if as_json else form
     if explain is not None:

@@ -150,6 +150,7 @@ class CheckpointSeen(Record):
     valid: bool
     why_not: str = ""
     inside: bool = False  # taken inside a step
+    updated: bool = False  # some weights were already updated then
     epoch: int = 0
     ran_s: float | None = None  # age of the process
     at: str = ""
