@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from types import ModuleType
 from typing import Any
 
@@ -27,10 +26,10 @@ class MonitoredRun(Attached):
         counts.begin(self.context.steps)
         if request.summary is not None:
             Summarizer(request.summary, self.plan.to_json(), counts, torch, self.real_files)
-        if request.watch is not None and self.speaks and sys.stderr is not None:
+        if request.watch is not None and self.speaks:
             from flatout.agent.live_line import LiveLine
 
-            LiveLine(sys.stderr, LiveFigures(torch, counts), request.watch)
+            LiveLine(LiveFigures(torch, counts), request.watch)
 
 
 def attach(job: dict[str, Any]) -> None:
