@@ -5,9 +5,9 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from flatout.agent.layers import MOST_NAMES, layer_counts  # noqa: E402
 from flatout.agent.ledger import Ledger  # noqa: E402
 from flatout.agent.listener import Listener  # noqa: E402
+from flatout.agent.program_view import MOST_NAMES, layer_counts  # noqa: E402
 from flatout.agent.training_context import TrainingContext  # noqa: E402
 
 

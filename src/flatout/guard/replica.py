@@ -36,12 +36,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.applier import Applier
-from flatout.guard.batch_slices import halved, sliced
+from flatout.guard.batch_slices import are_summed, halved, in_whole_batch, sliced
 from flatout.guard.blame import narrowed
 from flatout.guard.captured_steps import CapturedCall, StepReplayer, StepResults
 from flatout.guard.copies import clone, random_state, set_random_state
 from flatout.guard.rounding import HALF_NUDGE, NUDGE, check, compare, later, same
-from flatout.guard.whole_batch import are_summed, in_whole_batch
 from flatout.measure.clock import seconds
 from flatout.measure.nests import tensors_in
 from flatout.schema.plan import Choice
