@@ -59,7 +59,6 @@ PUBLISHED = {
     "checkpoints": Published("outputs:CheckpointsRecord", printed="rescue --json"),
     "export": Published("outputs:ExportRecord", printed="rescue --to DIR --json"),
     "kernel_check": Published("outputs:KernelChecksRecord", printed="kernel check --json"),
-    "kernel_bench": Published("outputs:KernelBenchRecord", printed="kernel bench --json"),
 }
 SIMPLE: dict[Any, dict[str, Any]] = {
     Any: {},

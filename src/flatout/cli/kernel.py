@@ -39,12 +39,11 @@ def check(subjects: tuple[str, ...], limit: str, quiet: bool, as_json: bool) -> 
 @click.argument("subject", metavar="NAME | FOLDER | FILE.py:FUNCTION")
 @click.option("--rounds", default=8, show_default=True, help="Rounds for each implementation.")
 @click.option("--case", "only", default="", help="Measure only cases whose title contains this text.")
-@json_option
-def bench(subject: str, rounds: int, only: str, as_json: bool) -> None:
+def bench(subject: str, rounds: int, only: str) -> None:
     """Measure a kernel against its reference, torch.compile of it, and a copy on this device."""
     from flatout.cli.kernel_bench import show
 
-    show(subject, rounds, only, as_json)
+    show(subject, rounds, only)
 
 
 @command.command()

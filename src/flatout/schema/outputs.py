@@ -196,13 +196,3 @@ class KernelChecksRecord(Record):
 
     checks: list[KernelCheck]
     schema: int = OUTPUT_SCHEMA
-
-
-@dataclass
-class KernelBenchRecord(Record):
-    """Output of `flatout kernel bench --json`. ``timings`` has one table per implementation, case and work; ``gb_per_s`` is a copy's rate."""
-
-    device: str
-    gb_per_s: float
-    timings: list[dict[str, Any]]
-    schema: int = OUTPUT_SCHEMA
