@@ -71,7 +71,6 @@ def test_a_recorded_session_fits_its_schema(valid):
     [
         ("levers", "levers", 0),
         ("levers tf32", "levers", 0),
-        ("levers --why", "left_out", 0),
         ("plan --plan .flatout/train-01234567/flatout.toml", "plan", 0),
         ("plan --template", "plan", 0),
         ("explain --list", "pages", 0),

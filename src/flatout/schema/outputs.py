@@ -9,7 +9,6 @@ from flatout.schema.ceilings import CeilingsRecord
 from flatout.schema.findings import Finding
 from flatout.schema.machine_snapshot import CheckResult, MachineSnapshot
 from flatout.schema.records import Record
-from flatout.schema.session import LeverRecord
 
 OUTPUT_SCHEMA = 1
 
@@ -127,17 +126,6 @@ class LeversRecord(Record):
     """Output of `flatout levers --json`: all levers in the order in which they are applied, or one."""
 
     levers: list[LeverPage]
-    schema: int = OUTPUT_SCHEMA
-
-
-@dataclass
-class LeftOutRecord(Record):
-    """Output of `flatout levers --why --json`. ``session`` is the folder of the session."""
-
-    session: str
-    status: str
-    message: str
-    levers: list[LeverRecord]
     schema: int = OUTPUT_SCHEMA
 
 
