@@ -55,11 +55,9 @@ PUBLISHED = {
     "doctor": Published("outputs:DoctorRecord", printed="doctor --json"),
     "plan": Published("outputs:PlanRecord", printed="plan --json"),
     "levers": Published("outputs:LeversRecord", printed="levers --json"),
-    "left_out": Published("outputs:LeftOutRecord", printed="levers --why --json"),
     "checkpoints": Published("outputs:CheckpointsRecord", printed="rescue --json"),
     "export": Published("outputs:ExportRecord", printed="rescue --to DIR --json"),
     "kernel_check": Published("outputs:KernelChecksRecord", printed="kernel check --json"),
-    "kernel_bench": Published("outputs:KernelBenchRecord", printed="kernel bench --json"),
 }
 SIMPLE: dict[Any, dict[str, Any]] = {
     Any: {},

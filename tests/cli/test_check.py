@@ -51,7 +51,7 @@ def test_output_shows_locations_lines_and_fixes(program):
 def test_the_script_of_a_command_is_found(program, words):
     if words == (".",):
         (program.folder / "train.py").rename(program.folder / "__main__.py")
-    done = program.here("check", "--format", "json", "--select", "FL001", *words)
+    done = program.here("check", "--json", "--select", "FL001", *words)
     assert done.code == 1
     (finding,) = json.loads(done.out)["findings"]
     assert finding["place"]["line"] == 8
@@ -68,7 +68,7 @@ def test_clean_programs_exit_with_zero(flatout, script, tiny):
 
 def test_select_and_ignore(program):
     assert program.here("check", "--ignore", "FL0,fl302", "train.py").code == 0
-    done = program.here("check", "--format", "json", "--select", "FL302", "train.py")
+    done = program.here("check", "--json", "--select", "FL302", "train.py")
     assert [finding["rule"] for finding in json.loads(done.out)["findings"]] == ["FL302"]
 
 
@@ -140,8 +140,8 @@ while True:
 def test_run_adds_runtime_findings(flatout, script):
     pytest.importorskip("torch")
     script(RUNS)
-    read = flatout.here("check", "--format", "json", "train.py")
-    ran = flatout("check", "--format", "json", "--run", "5s", "train.py", timeout=110)
+    read = flatout.here("check", "--json", "train.py")
+    ran = flatout("check", "--json", "--run", "5s", "train.py", timeout=110)
     assert ran.code == 1, ran.err
     assert ran.left == []
     by_reading, by_running = (

@@ -71,7 +71,6 @@ def test_a_recorded_session_fits_its_schema(valid):
     [
         ("levers", "levers", 0),
         ("levers tf32", "levers", 0),
-        ("levers --why", "left_out", 0),
         ("plan --plan .flatout/train-01234567/flatout.toml", "plan", 0),
         ("plan --template", "plan", 0),
         ("explain --list", "pages", 0),
@@ -91,7 +90,6 @@ def test_findings_and_explanations(flatout, valid, script):
     script("import torch\nmodel = torch.nn.Linear(1, 1)\nx = torch.nn.Softmax()(model(torch.ones(1, 1)))\n")
     done = flatout.here("check", "--json", "train.py")
     assert valid("findings", done.out)["files"] == ["train.py"]
-    assert done.out == flatout.here("check", "--format", "json", "train.py").out
     error = "RuntimeError: mat1 and mat2 shapes cannot be multiplied (64x512 and 256x10)"
     (found,) = valid("explanations", flatout.here("explain", "--json", error).out)["explanations"]
     assert found["rule"].startswith("FE")

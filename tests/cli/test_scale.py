@@ -81,7 +81,7 @@ def ask(profile, *words):
 
 
 def test_another_device_strong_scaling_and_given_figures(profile):
-    given = ["--gpus", "4", "--network", "bandwidth=1GB/s", "--strategies", "ddp", "--overhead", "0"]
+    given = ["--gpus", "4", "--network", "bandwidth=1GB/s", "--strategies", "ddp"]
     plain = ask(profile, *given)
     faster = ask(profile, *given, "--compute-scale", "50")
     assert faster.points[0].compute_ms == pytest.approx(9.5 / 50 + 0.5)  # the host's half millisecond stays
@@ -93,14 +93,11 @@ def test_another_device_strong_scaling_and_given_figures(profile):
     assert any("hybrid is left out" in note for note in one_each.notes)
 
     two = ["--gpus", "2", "--network", "bandwidth=1000GB/s", "--strategies", "ddp", "--scaling", "strong"]
-    two += ["--overhead", "0"]
     strong = ask(profile, *two)
     assert strong.points[0].compute_ms == pytest.approx(
         0.55 * 9.5 + 0.5
     )  # the optimizer as with the whole batch
     assert any("10% of a step's compute" in note for note in strong.notes)
-    fixed = ask(profile, *two, "--fixed", "100%")
-    assert fixed.points[0].efficiency == pytest.approx(0.5, rel=0.02)
 
 
 def test_an_older_profile_has_only_the_sum(profile):

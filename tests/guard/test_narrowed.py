@@ -3,7 +3,7 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flatout.guard.blame import narrowed
+from flatout.guard.replica import narrowed
 from flatout.schema.plan import Choice
 
 NAMES = ("a", "b", "c", "d")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flatout.guard.whole_batch import in_whole_batch
+from flatout.guard.batch_slices import in_whole_batch
 
 SAMPLES, PLAYED, ELEMENTS, STEPS = 64, 16, 4000, 2
 SHARE = PLAYED / SAMPLES

@@ -35,7 +35,7 @@ def hook(flatout, script):
 
 
 def findings(flatout, *files):
-    done = flatout.here("check", "--each", "--format", "json", *files)
+    done = flatout.here("check", "--each", "--json", *files)
     return [(each["rule"], each["place"]["file"]) for each in json.loads(done.out)["findings"]]
 
 

@@ -1,4 +1,4 @@
-"""The entry of a real run, inside the program: starts it, counted or not."""
+"""The entry of a real run, inside the program: starts it, and counts its steps for its record and for `--watch`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,30 @@ from types import ModuleType
 from typing import Any
 
 from flatout.agent.attached import Attached, MakeCheckpointing
+from flatout.agent.live_figures import LiveFigures
+from flatout.agent.run_summary import Summarizer
+from flatout.agent.step_counters import counters
 from flatout.schema.run_request import RunRequest
+
+
+class MonitoredRun(Attached):
+    """Counts steps once the levers are applied, when its other hooks are removed."""
+
+    def __init__(self, request: RunRequest, torch: ModuleType, checkpoints: MakeCheckpointing) -> None:
+        self.request = request
+        super().__init__(request, torch, checkpoints)
+
+    def settled(self) -> None:
+        super().settled()
+        request, torch = self.request, self.context.torch
+        counts = counters(torch)
+        counts.begin(self.context.steps)
+        if request.summary is not None:
+            Summarizer(request.summary, self.plan.to_json(), counts, torch, self.real_files)
+        if request.watch is not None and self.speaks:
+            from flatout.agent.live_line import LiveLine
+
+            LiveLine(LiveFigures(torch, counts), request.watch)
 
 
 def attach(job: dict[str, Any]) -> None:
@@ -17,9 +40,5 @@ def attach(job: dict[str, Any]) -> None:
 
 
 def start(request: RunRequest, torch: ModuleType, checkpoints: MakeCheckpointing) -> None:
-    if request.watch is None and request.summary is None:
-        Attached(request, torch, checkpoints)
-    else:
-        from flatout.agent.monitored_run import MonitoredRun
-
-        MonitoredRun(request, torch, checkpoints)
+    counted = request.watch is not None or request.summary is not None
+    (MonitoredRun if counted else Attached)(request, torch, checkpoints)

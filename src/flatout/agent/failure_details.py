@@ -17,6 +17,7 @@ import traceback
 from types import FrameType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
+from flatout.agent.names import inside
 from flatout.schema.facts import ASKED_DEVICE
 from flatout.schema.failure import ExceptionRecord, FailureRecord, FrameSeen, ModuleSeen, TensorSeen
 
@@ -135,15 +136,7 @@ def _tensors(frame: FrameType, statement: str) -> list[TensorSeen]:
     found: list[TensorSeen] = []
     for name in [*named, *(name for name in list(frame.f_locals) if name not in named)]:
         value = frame.f_locals[name]
-        parts = [(name, value)]
-        if isinstance(value, (list, tuple)) and len(value) <= 64:
-            parts = [(f"{name}[{at}]", each) for at, each in enumerate(value[:8])]
-        elif type(value) is dict and len(value) <= 64:
-            parts = [
-                (f"{name}[{key!r}]", each)
-                for key, each in list(value.items())[:8]
-                if isinstance(key, (str, int))
-            ]
+        parts = [(name, value), *inside(name, value)]
         found += [_tensor(part, each, torch) for part, each in parts if isinstance(each, torch.Tensor)]
         if len(found) >= MOST_TENSORS:
             break

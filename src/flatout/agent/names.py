@@ -75,7 +75,7 @@ def names_of(things: Iterable[Any], seen: Iterable[tuple[str, Any]]) -> dict[int
     for name, value in seen:
         if name.startswith("__") or name == "_":
             continue
-        for inner, thing in ((name, value), *_inside(name, value)):
+        for inner, thing in ((name, value), *inside(name, value)):
             if id(thing) in wanted:
                 found.setdefault(id(thing), inner)
         if len(found) == len(wanted):
@@ -83,7 +83,8 @@ def names_of(things: Iterable[Any], seen: Iterable[tuple[str, Any]]) -> dict[int
     return found
 
 
-def _inside(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def inside(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a short list or dictionary holds, as ``name[0]``."""
     if type(value) in (list, tuple) and len(value) <= 64:
         yield from ((f"{name}[{at}]", each) for at, each in enumerate(value))
     elif type(value) is dict and len(value) <= 64:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.batches import rows, samples_in
 from flatout.agent.compilers import compiler_off
-from flatout.agent.layers import layer_counts
 from flatout.agent.loaders import FeedRule, LoaderRule, Loaders, around, loader_key
 from flatout.agent.names import variables_of
 from flatout.agent.optimizers import Optimizers
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
     from torch.utils.data import DataLoader, Dataset
 
+MOST_NAMES = 32  # of layers
 ROOTS_THAT_MAKE_SENSE = 16  # with more root modules, the script calls its model in pieces
 
 
@@ -231,3 +232,29 @@ class ProgramView:
             "closure_steps": self.closure_steps,
             "boundaries": "backward" if self.boundaries.by_backward else "optimizer",
         }
+
+
+def layer_counts(roots: Iterable[Any]) -> dict[str, int]:
+    """Return class name -> number of modules, the most frequent first, at most 32.
+
+    A subclass of a layer of torch counts as that layer; containers are left out. A module that two roots
+    share counts once.
+    """
+    modules = {id(module): module for root in roots for module in root.modules()}
+    counts = Counter(_layer_name(type(module)) for module in modules.values())
+    return dict(
+        sorted(((name, n) for name, n in counts.items() if name), key=lambda each: (-each[1], each[0]))[
+            :MOST_NAMES
+        ]
+    )
+
+
+def _layer_name(kind: type) -> str:
+    for base in kind.__mro__:
+        if base.__module__ == "torch.nn.modules.module":
+            break
+        if base.__module__ == "torch.nn.modules.container":
+            return ""
+        if base.__module__.startswith("torch.nn.modules."):
+            return base.__name__
+    return kind.__name__

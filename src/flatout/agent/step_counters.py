@@ -49,11 +49,10 @@ class StepCounters:
         self._backwards = Ledger()
         self.begin()
 
-    def begin(self, steps: int = 0, samples: float = 0.0) -> None:
-        """Count from here on, after ``steps`` steps of ``samples`` samples each; 0 if they are unknown."""
+    def begin(self, steps: int = 0) -> None:
+        """Count from here on, after ``steps`` steps."""
         self.steps, self.waited_ns = steps, 0
         self.first_ns = self.last_ns = self.first_step = 0  # when the first and the last counted step ended
-        self.known_samples = samples
         self.at_first: Callable[[], None] = lambda: None  # called when the first step is counted
         self._samples: list[int] = []  # of each of the first steps
         self._fetched = 0
@@ -62,7 +61,7 @@ class StepCounters:
     @property
     def samples_a_step(self) -> float:
         """The median over the first steps, so that an evaluation between two of them does not count."""
-        return self.known_samples or (median(self._samples) if self._samples else 0.0)
+        return median(self._samples) if self._samples else 0.0
 
     def install(self, torch: ModuleType, ledger: Ledger) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook

@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import click
 from rich.console import Console
 
 from flatout.cli.options.arguments import PROGRAM, Duration, complete_files, writable
-from flatout.cli.options.each_script import findings_of_each
 from flatout.cli.options.json_output import json_option, print_json
 from flatout.cli.options.messages import warned
 from flatout.cli.options.scripts import command_of, read, rule_options
 from flatout.cli.profile import SHORTEST_S, profile
 from flatout.diagnose.check import check
 from flatout.diagnose.profiled_program import ProfileOptions
+from flatout.diagnose.ranking import order
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules import TABLE
+from flatout.diagnose.rules.ignore_without_effect import RULE as UNUSED
 from flatout.job.secrets import masked
 from flatout.launch.command import measurable, understand
 from flatout.probe.machine import look
+from flatout.probe.program import ScriptProgram
 from flatout.render.findings import finding_lines, github_lines, summary
 from flatout.render.formatting import shell
 from flatout.schema.errors import UsageError
@@ -28,7 +32,7 @@ from flatout.schema.findings import Finding
 from flatout.schema.outputs import FindingsRecord, Page, PagesRecord
 from flatout.tune.plan_files import job_folder
 
-FORMATS = ("text", "json", "github")
+FORMATS = ("text", "github")
 
 
 @click.command(context_settings=PROGRAM)
@@ -79,7 +83,7 @@ def command(
 
     The exit code is 0 without findings, 1 with findings, 2 for a usage error.
     """
-    if as_json and form not in ("text", "json"):
+    if as_json and form != "text":
         raise UsageError(f"--json and --format {form} cannot be printed at once. Give one of them.")
     form = "json" if as_json else form
     if explain is not None:
@@ -89,7 +93,7 @@ def command(
         raise UsageError("--each checks files that are not run. Remove --run, or check one command.")
     programs = [read((word,)) for word in words] if each and words else [read(words)]
     if each:
-        found = findings_of_each(programs, select, ignore)
+        found = _findings_of_each(programs, select, ignore)
     else:
         found = check(programs[0], select, ignore, ran(words, run_s) if run_s is not None else ())
     unread = list(dict.fromkeys(note for program in programs for note in program.unread))
@@ -108,6 +112,27 @@ def command(
     else:
         print_json(FindingsRecord(files, unread, found))
     return 1 if found else 0
+
+
+def _findings_of_each(
+    programs: Sequence[ScriptProgram], select: Collection[str], ignore: Collection[str]
+) -> list[Finding]:
+    """Check each file as a script; return the findings in these files, each once.
+
+    The modules that a file imports give context, but are reported only if they are among the files.
+    """
+    given = {os.path.realpath(program.main.path) for program in programs}
+    # A file is read without the scripts that import it, in which its comments may have an effect.
+    ignored = [*ignore, *([] if UNUSED.code in select else [UNUSED.code])]
+    found: dict[tuple[object, ...], Finding] = {}
+    for program in programs:
+        for finding in check(program, select, ignored):
+            place = finding.place
+            file = re.sub(r"\[\d+\]$", "", place.file) if place is not None else program.main.path
+            if os.path.realpath(file) in given:
+                at = (place.line, place.column, place.file.removeprefix(file)) if place is not None else ()
+                found.setdefault((finding.rule, os.path.realpath(file), *at), finding)
+    return sorted(found.values(), key=order)
 
 
 def ran(words: tuple[str, ...], run_s: float) -> list[Finding]:

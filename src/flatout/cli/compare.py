@@ -20,7 +20,6 @@ from flatout.cli.options.arguments import (
     writable,
 )
 from flatout.cli.options.json_output import print_json
-from flatout.cli.options.markdown import append_markdown
 from flatout.cli.options.measurement import header, kept, measurement_options, output, pairs_option
 from flatout.cli.options.messages import warned
 from flatout.cli.options.progress import LiveProgress
@@ -34,7 +33,7 @@ from flatout.launch.command import measurable, understand
 from flatout.measure.clock import seconds
 from flatout.probe.machine import look
 from flatout.schema.compare import CompareRecord
-from flatout.schema.errors import UsageError
+from flatout.schema.errors import StorageError, UsageError
 from flatout.schema.facts import Facts
 from flatout.schema.records import TrialRecord
 from flatout.tune.plan_files import job_folder, key_of
@@ -139,7 +138,7 @@ def command(
         from flatout.render.compare_page import compare_page
         from flatout.render.markdown import markdown as as_markdown
 
-        append_markdown(as_markdown(compare_page(comparison.record)), markdown)
+        _append_markdown(as_markdown(compare_page(comparison.record)), markdown)
     return code
 
 
@@ -159,7 +158,18 @@ def _look_ahead(save_as: str | None, markdown: Path | None, ignored: dict[str, A
     if save_as:
         baselines.path_of(save_as)
     if markdown is not None:
-        append_markdown("", markdown)
+        _append_markdown("", markdown)
+
+
+def _append_markdown(text: str, path: Path) -> None:
+    """Append to the file, which may hold the output of other steps. Raises StorageError."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise StorageError(
+            f"{path} cannot be written: {error.strerror or error}. Give --markdown a file in a folder that exists."
+        ) from None
 
 
 class _Comparison:

@@ -22,9 +22,8 @@ def command() -> None:
 @command.command()
 @click.argument("subjects", nargs=-1, metavar="[NAME | FOLDER | FILE.py:FUNCTION]...")
 @click.option("--limit", default="10m", help="Time limit for the checks of one kernel (10m).")
-@click.option("--quiet", is_flag=True, help="Show only checks that did not pass.")
 @json_option
-def check(subjects: tuple[str, ...], limit: str, quiet: bool, as_json: bool) -> int:
+def check(subjects: tuple[str, ...], limit: str, as_json: bool) -> int:
     """Check the correctness of a kernel.
 
     Tests values and gradients against float64, memory, determinism, registration, and known-wrong variants.
@@ -32,19 +31,18 @@ def check(subjects: tuple[str, ...], limit: str, quiet: bool, as_json: bool) -> 
     """
     from flatout.cli.kernel_check import check_all
 
-    return check_all(subjects, limit, quiet, as_json)
+    return check_all(subjects, limit, as_json)
 
 
 @command.command()
 @click.argument("subject", metavar="NAME | FOLDER | FILE.py:FUNCTION")
 @click.option("--rounds", default=8, show_default=True, help="Rounds for each implementation.")
 @click.option("--case", "only", default="", help="Measure only cases whose title contains this text.")
-@json_option
-def bench(subject: str, rounds: int, only: str, as_json: bool) -> None:
+def bench(subject: str, rounds: int, only: str) -> None:
     """Measure a kernel against its reference, torch.compile of it, and a copy on this device."""
     from flatout.cli.kernel_bench import show
 
-    show(subject, rounds, only, as_json)
+    show(subject, rounds, only)
 
 
 @command.command()

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +11,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from flatout.cli.options.json_output import print_json
 from flatout.measure.clock import Clock, clock_for
 from flatout.measure.statistics import Round, compare, median
 from flatout.schema.errors import UsageError
-from flatout.schema.outputs import KernelBenchRecord
 
 if TYPE_CHECKING:
     from flatout.kernels.kernel import Case, Kernel
@@ -192,15 +188,9 @@ def cells(row: KernelTiming) -> tuple[str, ...]:
     return (row.contestant, f"{row.ms:.4g}", ratio, share)
 
 
-def show(subject: str, rounds: int, only: str, as_json: bool) -> None:
-    """Measure each case and kind of work, and print its table at once, or one record at the end."""
+def show(subject: str, rounds: int, only: str) -> None:
+    """Measure each case and kind of work, and print its table at once."""
     kernel, (_, device) = kernel_of(subject), device_of_kernels()
-    if as_json:
-        with redirect_stdout(sys.stderr):  # for what the kernels print
-            copy_rate = copy_gb_per_s()
-            timings = [asdict(row) for row in rows_of(kernel, rounds, only, copy_rate)]
-        print_json(KernelBenchRecord(device, copy_rate, timings))
-        return
     copy_rate = copy_gb_per_s()
     click.echo(f"{device}: measured {copy_rate:,.0f} GB/s copied")
     rows = rows_of(kernel, rounds, only, copy_rate)

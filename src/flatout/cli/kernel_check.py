@@ -75,20 +75,19 @@ class Gate:
         return sum(1 for outcome, _ in self.outcomes.values() if outcome == status)
 
 
-def check_all(subjects: Sequence[str], limit: str, quiet: bool, as_json: bool = False) -> int:
+def check_all(subjects: Sequence[str], limit: str, as_json: bool = False) -> int:
     """Check every subject and print the results. Return 1 if a check failed."""
     limit_s = float(Duration().convert(limit, None, None))
     failed, checks = 0, []
     for subject in subjects or NAMES:
         gate = check(subject, limit_s)
-        shown = {name: outcome for name, outcome in gate.outcomes.items() if not quiet or outcome[0] != OK}
-        checks += [KernelCheck(subject, name, *outcome) for name, outcome in shown.items()]
+        checks += [KernelCheck(subject, name, *outcome) for name, outcome in gate.outcomes.items()]
         failed += gate.count(FAILED)
         if as_json:
             continue
         click.secho(gate.about["kernel"], bold=True)
         width = max(map(len, gate.outcomes), default=0)
-        for name, (status, why) in shown.items():
+        for name, (status, why) in gate.outcomes.items():
             mark, colour = MARK[status]
             click.echo(f"  {click.style(mark, fg=colour)}  {name:{width}}  {why}".rstrip())
         click.echo(f"  {gate.count(OK)} ok, {gate.count(FAILED)} failed, {gate.count(NOT_RUN)} not run\n")

@@ -13,10 +13,9 @@ from flatout.cli.options.json_output import json_option, print_json
 from flatout.job.folder import FOLDER, JobFolder
 from flatout.levers import TABLE
 from flatout.render.terminal import why_left_out
-from flatout.schema.enums import Status
 from flatout.schema.errors import UsageError
 from flatout.schema.lever import Lever
-from flatout.schema.outputs import LeftOutRecord, LeverPage, LeversRecord
+from flatout.schema.outputs import LeverPage, LeversRecord
 from flatout.tune.plan_files import newest
 from flatout.tune.session import load_session
 
@@ -39,8 +38,10 @@ def command(name: str | None, why: bool, job: Path | None, as_json: bool) -> Non
     lever = lever_of(name) if name is not None else None
     if job is not None and not why:
         raise UsageError(f"--job names a session for --why. Use `flatout levers --why --job {job}`.")
+    if why and as_json:
+        raise UsageError("--why prints a table. session.json in the job's folder has the same as JSON.")
     if why:
-        _why(name, job, as_json)
+        _why(name, job)
     elif as_json:
         print_json(LeversRecord([_page(each) for each in ([lever] if lever is not None else TABLE)]))
     elif lever is None:
@@ -58,17 +59,11 @@ def _page(lever: Lever) -> LeverPage:
     return LeverPage(lever.name, lever.effect.value, lever.moment.value, lever.live, lever.page.strip())
 
 
-def _why(name: str | None, job: Path | None, as_json: bool) -> None:
+def _why(name: str | None, job: Path | None) -> None:
     record = newest("session.json")
     folder = job or (record.parent if record is not None else None)
     session = load_session(JobFolder(folder)) if folder is not None else None
     if folder is None or session is None:
         raise UsageError(f"there is no session in {folder or FOLDER}. Run `flatout tune COMMAND...` first.")
-    if as_json:
-        left_out = [
-            each for each in session.levers if each.status == Status.SKIPPED and name in (None, each.name)
-        ]
-        print_json(LeftOutRecord(str(folder), session.status, session.message, left_out))
-        return
     which = f"the {'' if job else 'newest '}session, in {folder},"
     Console().print(why_left_out(session, which, name))

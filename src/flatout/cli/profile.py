@@ -16,7 +16,7 @@ from flatout.cli.options.messages import warned
 from flatout.cli.options.progress import LiveProgress
 from flatout.diagnose.profiled_program import ProfiledProgram, ProfileOptions
 from flatout.diagnose.profiling import MEMORY_STAGES, run_profile
-from flatout.job.folder import JobFolder, write_json, write_whole
+from flatout.job.folder import JobFolder, write_whole
 from flatout.launch.command import Command, measurable, understand
 from flatout.probe.machine import look
 from flatout.schema.errors import UsageError
@@ -67,11 +67,6 @@ class Schedule(click.ParamType):
     help="Time to spend in steady state; what-ifs use the remaining time.",
 )
 @click.option(
-    "--out",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Write the record to this file too, besides the job's folder.",
-)
-@click.option(
     "--trace",
     type=click.Path(dir_okay=False, path_type=Path),
     help="Write the trace of the profiled steps to this file (Chrome, Perfetto).",
@@ -98,7 +93,6 @@ def command(
     steps: int,
     schedule: tuple[int, int, int],
     budget: float,
-    out: Path | None,
     trace: Path | None,
     tensorboard: Path | None,
     memory: bool,
@@ -133,8 +127,6 @@ def command(
     if memory:
         requested = replace(requested, stages=MEMORY_STAGES, leak_ticks=LONG * requested.leak_ticks)
     record = profile(cmd, folder, warned(look(cmd.argv)), requested)
-    if out is not None:
-        write_json(out, record.to_json())
     if tensorboard is not None:
         from flatout.render.tensorboard import write_log
 

@@ -124,6 +124,7 @@ def _seen(path: Path) -> CheckpointSeen:
         manifest.step,
         valid=True,
         inside=meta.inside,
+        updated=meta.updated,
         ran_s=meta.ran_s,
         at=meta.at,
         why=meta.why,
@@ -134,29 +135,27 @@ def _seen(path: Path) -> CheckpointSeen:
 
 
 def _paragraph(path: Path) -> str:
-    try:
-        save = verified(path)
-    except SaveError as error:
-        return f"  {path.name}  not valid: {harmless(str(error))}"
-    manifest, meta = save.manifest, CheckpointMeta.from_json(save.manifest.metadata)
-    bytes_ = sum(stored.bytes for stored in manifest.files.values())
+    seen = _seen(path)
+    if not seen.valid:
+        return f"  {path.name}  not valid: {harmless(seen.why_not)}"
+    position = f"step {seen.step + 1} (in progress)" if seen.inside else f"step {seen.step}"
+    why = f" (at {_word(seen.why)})" if seen.why not in ("", "interval") else ""
     lines = [
-        f"  {meta.position(manifest.step)}, {duration(meta.ran_s)} into the run, {_word(meta.at)}, {size(bytes_)}, verified"
-        + (f" (at {_word(meta.why)})" if meta.why not in ("", "interval") else "")
+        f"  {position}, {duration(seen.ran_s)} into the run, {_word(seen.at)}, {size(seen.total_bytes)}, verified{why}"
     ]
     lines += [
-        f"    {_word(kept.name)}  {MANY.get(kept.kind, '')} {_word(kept.type)}"
-        + (f", {count(kept.values)} values" if kept.values else "")
-        for kept in meta.holds
+        f"    {_word(kept['name'])}  {MANY.get(kept['kind'], '')} {_word(kept['type'])}"
+        + (f", {count(kept['values'])} values" if kept["values"] else "")
+        for kept in seen.holds
     ]
-    if meta.inside:
+    if seen.inside:
         moved = (
             "an optimizer had already updated some weights"
-            if meta.updated
-            else f"weights and optimizers are those of step {manifest.step}"
+            if seen.updated
+            else f"weights and optimizers are those of step {seen.step}"
         )
         lines.append(f"    taken inside a step: {moved}; running statistics and random numbers may be ahead")
-    lines += [f"    not kept: {_word(where)} ({_word(what)})" for where, what in manifest.left_out.items()]
+    lines += [f"    not kept: {_word(where)} ({_word(what)})" for where, what in seen.left_out.items()]
     return "\n".join(lines)
 
 

@@ -67,7 +67,7 @@ RESCUE = "rescue"  # subfolder of a job's folder
 @click.option(
     "--watch",
     is_flag=True,
-    help="Show a live line on standard error: samples/s, data wait, cores, memory, MFU if FLOPs are known.",
+    help="Show a line on standard error every 10 s: samples/s, data wait, cores, memory, GPU, MFU if FLOPs are known.",
 )
 @survival_option(
     "--rescue",

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import click
 
-from flatout.cli.options.arguments import PROGRAM, Duration, Share
+from flatout.cli.options.arguments import PROGRAM, Duration
 from flatout.cli.options.measurement import Measurement, header, measurement_options
 from flatout.cli.options.messages import warned
 from flatout.diagnose.profiled_program import ProfiledProgram, ProfileOptions
 from flatout.diagnose.profiling import run_profile
 from flatout.diagnose.scale_prediction import predict_points, take_profile
 from flatout.job.folder import JobFolder, read_json
+from flatout.measure.scaling import FIXED_SHARE
 from flatout.probe.machine import look
 from flatout.schema.errors import NOT_OF_ITS_FORM, UsageError
 from flatout.schema.profile import ProfileRecord
@@ -75,19 +76,6 @@ STEPS = 40
     help="Speed of the target devices relative to the measured one.",
 )
 @click.option(
-    "--fixed",
-    default="10%",
-    show_default=True,
-    type=Share(whole=True),
-    help="Share of a step's compute that does not depend on the batch size, for strong scaling.",
-)
-@click.option(
-    "--overhead",
-    default=None,
-    type=Share(whole=True),
-    help="Cost of further devices beyond transfers, as a share of compute.  [default: 6.2%; on a CPU 0]",
-)
-@click.option(
     "--from",
     "profile",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -110,8 +98,6 @@ def command(
     strategies: str,
     local_steps: int,
     compute_scale: float,
-    fixed: float,
-    overhead: float | None,
     profile: Path | None,
     budget: float,
     job: Path | None,
@@ -136,14 +122,8 @@ def command(
     def run(stage: Callable[[str, str], None], save: object) -> None:
         found = seen if seen is not None else _measured(asked, budget, stage)
         take_profile(record, found, str(profile) if profile is not None else "")
-        record.overhead = (
-            overhead
-            if overhead is not None
-            else OVERHEAD
-            if record.device == "cuda" or compute_scale > 1
-            else 0.0
-        )
-        predict_points(record, ways, devices, overhead)
+        record.overhead = OVERHEAD if record.device == "cuda" or compute_scale > 1 else 0.0
+        predict_points(record, ways, devices)
         record.status = "done"
 
     try:
@@ -160,7 +140,7 @@ def command(
             node=node if near is not None else 1,
             compute_scale=compute_scale,
             local_steps=local_steps,
-            fixed_share=fixed,
+            fixed_share=FIXED_SHARE,
         )
         asked.answer(record, budget, run)
         _show(asked, record, as_json)

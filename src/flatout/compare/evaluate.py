@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from flatout.compare.amount import memory_amount
 from flatout.compare.pairs import Pair, Run
 from flatout.compare.sides import Side
 from flatout.guard.loss_curves import curves_within_spread, finite_losses
@@ -21,12 +20,14 @@ from flatout.measure.statistics import median
 from flatout.measure.student import Estimate, difference, estimate
 from flatout.schema.compare import Change, CompareRecord, Gate, LossVerdict, SideRecord
 from flatout.schema.records import PHASES, PhaseTime, TrialRecord
+from flatout.schema.sizes import size
 
 LEVEL = 0.965
 FEWEST_PAIRS = 6  # fewer do not show their spread
 NARROW = 0.01  # half of the interval's width, without a gate
 PHASE_FIELDS = ("median_ms", "low_ms", "high_ms", "share")
 MOST_WAIT_S = 24 * 3600.0
+MEMORY = "peak memory"
 
 
 def enough(gate: float | None) -> Callable[[Sequence[Pair]], bool]:
@@ -165,15 +166,27 @@ def gates(
     if time is not None:
         found.append(_limit("step time", record.step_time, time, pair_s))
     if isinstance(memory, int):
-        found.append(memory_amount(record, memory))
+        found.append(_memory_amount(record, memory))
     elif memory is not None:
-        found.append(_limit("peak memory", record.memory, memory, pair_s))
+        found.append(_limit(MEMORY, record.memory, memory, pair_s))
     if losses is not None:
         allowed = {"bits": ("same bits",), "spread": ("same bits", "within the spread")}[losses]
         verdict = record.losses.verdict
         told = "passed" if verdict in allowed else "cannot tell" if verdict == "not compared" else "failed"
         found.append(Gate("losses", losses, told, record.losses.why))
     return found
+
+
+def _memory_amount(record: CompareRecord, limit_bytes: int) -> Gate:
+    """Judge whether every process of B stayed within the limit. Its largest peak needs no interval."""
+    limit = size(limit_bytes)
+    peak = record.b.peak_memory_bytes if record.b is not None else None
+    if peak is None:
+        return Gate(MEMORY, limit, "cannot tell", "no peak memory was measured")
+    needed = f"the peak memory of B is {size(peak)}"
+    if peak > limit_bytes:
+        return Gate(MEMORY, limit, "failed", f"{needed}: above the limit of {limit}")
+    return Gate(MEMORY, limit, "passed", f"{needed}: within the limit of {limit}")
 
 
 def _limit(name: str, seen: Change | None, limit: float, pair_s: float) -> Gate:

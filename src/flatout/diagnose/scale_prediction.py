@@ -57,7 +57,7 @@ def take_profile(record: ScaleRecord, profile: ProfileRecord, path: str) -> None
         )
 
 
-def predict_points(record: ScaleRecord, ways: list[str], devices: list[int], overhead: float | None) -> None:
+def predict_points(record: ScaleRecord, ways: list[str], devices: list[int]) -> None:
     assert record.timing is not None
     assert record.network is not None
     factor = record.compute_scale
@@ -74,12 +74,12 @@ def predict_points(record: ScaleRecord, ways: list[str], devices: list[int], ove
             "hybrid is left out: it shards inside nodes, and without --inside each node has one device"
         )
         ways = [way for way in ways if way != "hybrid"]
-    record.notes += _assumptions(record, ways, overhead)
+    record.notes += _assumptions(record, ways)
     fabric = Fabric(record.network, record.inside, record.node)
     record.points = [predict(work, fabric, way, count, record.scaling) for way in ways for count in devices]
 
 
-def _assumptions(record: ScaleRecord, ways: list[str], overhead: float | None) -> list[str]:
+def _assumptions(record: ScaleRecord, ways: list[str]) -> list[str]:
     """Return notes on the assumptions: values that were given or assumed, not measured."""
     notes = []
     if record.compute_scale != 1.0:
@@ -88,17 +88,12 @@ def _assumptions(record: ScaleRecord, ways: list[str], overhead: float | None) -
             f"measured on {record.device}; this is not measured. The host's share keeps its time"
         )
     if record.overhead:
-        whence = (
-            "from --overhead"
-            if overhead is not None
-            else "ResNet-50 on 2 V100, PyTorch's own benchmark; --overhead overrides it"
-        )
         notes.append(
-            f"further devices cost {record.overhead:.1%} of compute beyond transfers: hooks, copies into buckets, the slowest device ({whence})"
+            f"further devices cost {record.overhead:.1%} of compute beyond transfers: hooks, copies into buckets, the slowest device (ResNet-50 on 2 V100, PyTorch's own benchmark)"
         )
     if record.scaling == "strong":
         notes.append(
-            f"{record.fixed_share:.0%} of a step's compute is assumed to be independent of the batch (--fixed)"
+            f"{record.fixed_share:.0%} of a step's compute is assumed to be independent of the batch"
         )
     if record.inside is None and record.network is not None and not record.network.inside:
         notes.append(

@@ -30,18 +30,16 @@ whose gradient vanishes late, nor a lever that breaks after more updates than th
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.applier import Applier
-from flatout.guard.batch_slices import halved, sliced
-from flatout.guard.blame import narrowed
+from flatout.guard.batch_slices import are_summed, halved, in_whole_batch, sliced
 from flatout.guard.captured_steps import CapturedCall, StepReplayer, StepResults
 from flatout.guard.copies import clone, random_state, set_random_state
 from flatout.guard.rounding import HALF_NUDGE, NUDGE, check, compare, later, same
-from flatout.guard.whole_batch import are_summed, in_whole_batch
 from flatout.measure.clock import seconds
 from flatout.measure.nests import tensors_in
 from flatout.schema.plan import Choice
@@ -186,7 +184,7 @@ class StepReplica:
     # -- judging ---------------------------------------------------------------------------------------------
 
     def judge_and_narrow(self) -> dict[str, Any]:
-        """The verdict on all choices, and which of them to leave out (`flatout.guard.blame.narrowed`)."""
+        """The verdict on all choices, and which of them to leave out (`narrowed`)."""
         return narrowed(self.judge, self.choices, self._rest_too)
 
     def judge(self, choices: Sequence[Choice] | None = None, bitwise: bool = False) -> dict[str, Any]:
@@ -310,3 +308,46 @@ class StepReplica:
             if FEWEST_UPDATES * step_s > LONGEST_SHARPENING_S
             else max(FEWEST_UPDATES, min(MOST_UPDATES, int(SHARPENING_S / step_s)))
         )
+
+
+Judge = Callable[[list[Choice]], dict[str, Any]]
+
+
+def narrowed(judge: Judge, choices: Sequence[Choice], rest_too: bool = True) -> dict[str, Any]:
+    """Return the verdict on all choices, and which of them to leave out.
+
+    ``choices``: the most valuable first. Without ``rest_too``, the rest is not judged. The answer is that of ``judge``, and also
+
+        alone    the reason for each lever that fails by itself
+        wrong    the reason for each lever to leave out: these, and each that fails together with more
+                 valuable ones
+        rest     the verdict on the rest; None if nothing was left out or nothing is left
+    """
+    known: dict[tuple[str, ...], dict[str, Any]] = {}
+
+    def verdict(some: Sequence[Choice]) -> dict[str, Any]:
+        key = tuple(choice.name for choice in some)
+        if key not in known:
+            known[key] = judge(list(some))
+        return known[key]
+
+    answer = verdict(choices)
+    alone: dict[str, str] = {}
+    if _failure(answer) and len(choices) > 1:
+        alone = {choice.name: why for choice in choices if (why := _failure(verdict([choice])))}
+    wrong, rest = dict(alone), [choice for choice in choices if choice.name not in alone]
+    if not rest_too:
+        return {**answer, "alone": alone, "wrong": wrong, "rest": None}
+    if rest and _failure(verdict(rest)):
+        others, rest = rest, []
+        for choice in others:
+            if why := _failure(verdict([*rest, choice])):
+                wrong[choice.name] = why
+            else:
+                rest.append(choice)
+    return {**answer, "alone": alone, "wrong": wrong, "rest": verdict(rest) if rest and wrong else None}
+
+
+def _failure(answer: dict[str, Any]) -> str:
+    """Return the reason of the first failed check, or ""."""
+    return next((str(check["why"]) for check in answer.get("checks", ()) if not check["passed"]), "")

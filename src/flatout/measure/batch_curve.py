@@ -123,7 +123,6 @@ def _read(record: BatchRecord, point: BatchPoint, own: BatchPoint, passes: Passe
     def kept(ms: float) -> float:
         return in_micro_batches(ms * samples, optimizer_ms, samples, whole) / whole
 
-    point.kept_samples_per_s = 1000 / kept(ms_a_sample)
     in_parts = [
         {own.size: each[own.size], point.size: [kept(ms) for ms in each[point.size]]}
         for each in passes

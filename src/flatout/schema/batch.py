@@ -38,7 +38,6 @@ class BatchPoint(Record):
     samples_per_s: float | None = None
     speed: Ratio | None = None
     kept_micro_batches: float | None = None
-    kept_samples_per_s: float | None = None
     kept_speed: Ratio | None = None
     peak_bytes: int | None = None
     retries: int | None = None  # of the device's allocator

@@ -39,7 +39,6 @@ class Effect(StrEnum):
 class Origin(StrEnum):
     """Origin of a choice."""
 
-    DEFAULT = "default"
     USER = "user"
     TUNER = "tuner"
     FILE = "file"

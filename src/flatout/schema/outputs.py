@@ -9,7 +9,6 @@ from flatout.schema.ceilings import CeilingsRecord
 from flatout.schema.findings import Finding
 from flatout.schema.machine_snapshot import CheckResult, MachineSnapshot
 from flatout.schema.records import Record
-from flatout.schema.session import LeverRecord
 
 OUTPUT_SCHEMA = 1
 
@@ -131,17 +130,6 @@ class LeversRecord(Record):
 
 
 @dataclass
-class LeftOutRecord(Record):
-    """Output of `flatout levers --why --json`. ``session`` is the folder of the session."""
-
-    session: str
-    status: str
-    message: str
-    levers: list[LeverRecord]
-    schema: int = OUTPUT_SCHEMA
-
-
-@dataclass
 class CheckpointSeen(Record):
     """One checkpoint. ``why_not`` is why it is not valid; then the other fields are empty."""
 
@@ -150,6 +138,7 @@ class CheckpointSeen(Record):
     valid: bool
     why_not: str = ""
     inside: bool = False  # taken inside a step
+    updated: bool = False  # some weights were already updated then
     ran_s: float | None = None  # age of the process
     at: str = ""
     why: str = ""  # what asked for the checkpoint
@@ -193,14 +182,4 @@ class KernelChecksRecord(Record):
     """Output of `flatout kernel check --json`."""
 
     checks: list[KernelCheck]
-    schema: int = OUTPUT_SCHEMA
-
-
-@dataclass
-class KernelBenchRecord(Record):
-    """Output of `flatout kernel bench --json`. ``timings`` has one table per implementation, case and work; ``gb_per_s`` is a copy's rate."""
-
-    device: str
-    gb_per_s: float
-    timings: list[dict[str, Any]]
     schema: int = OUTPUT_SCHEMA

@@ -6,29 +6,43 @@ It makes only a few calls a step, so it does not disturb step times.
 from __future__ import annotations
 
 import gc
+import os
+import re
 import sys
 from collections import Counter
+from contextlib import suppress
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.call_counters import CallCounters
-from flatout.agent.frames import Line, place_of, users_line
+from flatout.agent.frames import Line, is_users, place_at, place_of, users_line
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.measure.clock import HostClock
 from flatout.measure.load import private_bytes
 from flatout.schema.findings import SourceLocation
-from flatout.schema.profile import LoaderSeen
-from flatout.trial.compiled import compiled
-from flatout.trial.settings import settings
+from flatout.schema.profile import Compiled, LoaderSeen
 
 if TYPE_CHECKING:
     from torch.nn import Module
+    from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
     from flatout.schema.program import TrainingContext
 
 FEW_CALLS = 64  # enough to know where the model is called
+# Temporary hooks with which flatout finds root modules; not caused by the program
+OF_OURS = "._global_forward_"
+IN_A_REASON = re.compile(r'File "([^"]+)", line (\d+)')
+OF_AN_OPTIMIZER = (
+    "lr",
+    "foreach",
+    "fused",
+    "capturable",
+    "differentiable",
+    "momentum",
+    "weight_decay",
+)
 
 
 class ProgramMonitor(Listener):
@@ -178,3 +192,89 @@ class ProgramMonitor(Listener):
             if any(sizes):
                 seen.worker_bytes = sum(size for size in sizes if size)
         return list(found.values())
+
+
+def compiled() -> Compiled | None:
+    """Return what torch.compile did, from torch's counters; None if nothing was compiled. Loads nothing."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is None or not dynamo.counters["frames"].get("total"):
+        return None
+    breaks = dynamo.counters.get("graph_break", {})
+    found = Compiled(
+        graphs=int(dynamo.counters["stats"].get("unique_graphs", 0)), breaks=int(sum(breaks.values()))
+    )
+    found.reasons = [_sentence(reason) for reason, _ in breaks.most_common(8)] if breaks else []
+    lines = []
+    for metrics in list(getattr(dynamo, "_compilation_metrics", ())):
+        file, line = getattr(metrics, "co_filename", None), getattr(metrics, "co_firstlineno", None)
+        found.ms += 1000 * (getattr(metrics, "entire_frame_compile_time_s", None) or 0.0)
+        reason = getattr(metrics, "recompile_reason", None)
+        if reason and OF_OURS not in reason:
+            found.recompiles += 1
+            found.reasons.append(f"recompiled: {_sentence(reason)}")
+            if file and line and is_users(file):
+                lines.append((file, line))
+    for reason in breaks:
+        lines += [(file, int(line)) for file, line in IN_A_REASON.findall(reason) if is_users(file)]
+    found.reasons = list(dict.fromkeys(found.reasons))[:12]
+    found.places = [place_at(file, line) for file, line in dict.fromkeys(lines)]
+    return found
+
+
+def _sentence(reason: str) -> str:
+    return " ".join(reason.strip().split("\n")[0].split())[:240]
+
+
+def settings(torch: ModuleType, context: TrainingContext) -> dict[str, Any]:
+    """Return the settings as JSON, without those that this version of torch does not report."""
+    modules = [module for root in context.roots for module in root.modules()]
+    found: dict[str, Any] = {
+        "anomaly": bool(torch.is_anomaly_enabled()),
+        "cudnn_benchmark": bool(torch.backends.cudnn.benchmark),
+        "threads": torch.get_num_threads(),
+        "cores": len(os.sched_getaffinity(0)),
+        "gc": gc.isenabled(),
+        "autocast": bool(context.autocast_seen),
+        "scalers": len(context.scalers),
+        "compiled": bool(context.compiled_by_script),
+        "optimizers": [_optimizer(optimizer) for optimizer in context.optimizers],
+        "modules": dict(Counter(type(module).__name__ for module in modules)),
+        "training": {
+            "train": sum(module.training for module in modules),
+            "eval": sum(not module.training for module in modules),
+        },
+        "dtypes": {},
+        "devices": sorted({str(p.device) for p in context.parameters}),
+        "gradient_bytes": _gradients(context),
+    }
+    for parameter in context.parameters:
+        name = str(parameter.dtype).removeprefix("torch.")
+        found["dtypes"][name] = found["dtypes"].get(name, 0) + parameter.numel() * parameter.element_size()
+    with suppress(RuntimeError):  # set in both ways
+        found["matmul_precision"] = torch.get_float32_matmul_precision()
+    return found
+
+
+def _gradients(context: TrainingContext) -> list[int]:
+    """Bytes of each gradient, in the order expected of the backward pass: modules in reverse."""
+    known = {id(p): p for root in context.roots for p in root.parameters() if p.requires_grad}
+    known.update({id(p): p for p in context.parameters if id(p) not in known})
+    return [p.numel() * p.element_size() for p in reversed(known.values())]
+
+
+def _optimizer(optimizer: Optimizer) -> dict[str, Any]:
+    group = optimizer.param_groups[0] if optimizer.param_groups else {}
+    info = {
+        name: group[name]
+        for name in OF_AN_OPTIMIZER
+        if isinstance(group.get(name), (bool, int, float, type(None))) and name in group
+    }
+    tensors = [p for each in optimizer.param_groups for p in each["params"]]
+    return {
+        "kind": type(optimizer).__name__,
+        "module": type(optimizer).__module__,
+        "groups": len(optimizer.param_groups),
+        "tensors": len(tensors),
+        "parameters": sum(p.numel() for p in tensors),
+        **info,
+    }

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from flatout.agent.applier import before_start
 from flatout.agent.bootstrap import say
 from flatout.agent.file_sandbox import ESCAPED, FILES
 from flatout.agent.overlay import Overlay
@@ -20,14 +21,13 @@ from flatout.launch.entry_watch import EntryWatch
 from flatout.launch.environment import ENTERED, QUIET, attached
 from flatout.launch.process import ProgramRun
 from flatout.measure.clock import seconds
-from flatout.schema.errors import StorageError
+from flatout.schema.errors import StorageError, TrialFailed
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import TrialRecord
 from flatout.trial import leaks
 from flatout.trial.channel import Channel, Hangup
-from flatout.trial.process_environment import process_environment
-from flatout.trial.spec import PLAIN, TrialOptions, TrialSpec
+from flatout.trial.spec import PLAIN, TrialOptions, TrialSpec, levers
 
 POLL_S = 0.2
 LONGEST = 55  # bytes of TMPDIR: a socket path is limited to 107
@@ -97,7 +97,7 @@ class Trial:
         except OSError as error:
             raise StorageError(f"cannot prepare a trial in {self.folder.path}: {error.strerror}") from None
         files = {FILES: str(self._files), "TMPDIR": str(self._temporary), "WANDB_DIR": str(self._temporary)}
-        extra = {**QUIET, **files, **process_environment(self.plan, self.facts, self.options.table)}
+        extra = {**QUIET, **files, **_process_environment(self.plan, self.facts, self.options.table)}
         if self.options.seed is not None and "PYTHONHASHSEED" not in os.environ:
             extra["PYTHONHASHSEED"] = str(self.options.seed)
         environment = attached(
@@ -357,3 +357,18 @@ def measure(trial: Trial, steps: int, deadline_s: float, draws: bool = False) ->
     except ProgramGone as gone:
         return gone.record
     return trial.finish(deadline_s, draws)
+
+
+def _process_environment(plan: Plan, facts: Facts, table: str) -> dict[str, str]:
+    """Return the variables for the PROCESS levers of a Plan.
+
+    Raises TrialFailed for a lever that does not apply here: the trial would measure another plan.
+    """
+    variables, outcomes = before_start(levers(table), plan, facts, ask=False)
+    for outcome in outcomes:
+        choice = outcome.choice
+        if not outcome.applied:
+            raise TrialFailed(
+                f"{choice.name} = {choice.value!r} cannot be applied: {outcome.reason}. Run `flatout tune` again on this machine."
+            )
+    return variables

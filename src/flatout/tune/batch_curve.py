@@ -19,13 +19,14 @@ from flatout.launch.command import Command
 from flatout.measure.batch_curve import read
 from flatout.measure.clock import seconds
 from flatout.measure.load import available_bytes
+from flatout.measure.noise_scale import noise_scale
 from flatout.measure.statistics import Round, block_ms
 from flatout.schema import sizes
-from flatout.schema.batch import BatchPoint, BatchRecord
+from flatout.schema.batch import BatchPoint, BatchRecord, NoiseSeen
 from flatout.schema.facts import Facts
 from flatout.schema.records import TrialRecord
 from flatout.trial.blocks import PREFETCHED_BATCHES
-from flatout.trial.parent import ProgramGone
+from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.batch_programs import (
     MARGIN,
     TIMEOUT_S,
@@ -38,7 +39,6 @@ from flatout.tune.batch_programs import (
     judge,
 )
 from flatout.tune.gone import why_gone, why_not
-from flatout.tune.gradient_noise import observe_noise
 
 START_S = 600.0
 EXPLORING_TURNS = 2
@@ -47,6 +47,10 @@ OVERRUN_S = 60.0  # by which the first comparison may exceed the budget
 MEMORY_TICKS = 4
 MOST_PASSES = 5
 FACTORS = (2.0, 0.5, 4.0, 0.25, 8.0, 0.125, 16.0)  # of the program's own size, in the order of trial
+NOISE_SHARE = 0.15  # of the budget, for the gradient noise
+OBSERVED_STEP = 2.0  # times the length of an undisturbed step
+MOST_NOISE_SHARE = 0.4  # of the budget, if steps are slow
+FEWEST_NOISE_STEPS, MOST_NOISE_STEPS = 12, 256
 GAIN = 1.03  # doubling the batch twice for less than this ends the search for larger sizes
 
 
@@ -320,3 +324,40 @@ def _extended(known: Sequence[tuple[int, int]], size: int) -> float:
     """Extrapolate the bytes to a larger size from the two largest measured sizes, or in proportion to one."""
     (a, x), (b, y) = known[-2] if len(known) > 1 else (0, 0), known[-1]
     return y + max(0.0, (y - x) / (b - a)) * (size - b)
+
+
+def observe_noise(
+    trial: Trial, tick_ms: float, at_step: int, budget_s: float, stage: Callable[[str, str], None]
+) -> NoiseSeen:
+    """Measure the gradient noise scale; first train on to ``at_step`` if it is ahead. Raises ProgramGone."""
+    tick_s = max(tick_ms, 1e-3) / 1000
+    ahead = at_step - trial.ticks_done
+    if ahead * tick_s > budget_s:
+        return NoiseSeen(
+            why_not=f"step {at_step:,} is {ahead * tick_s:.0f} s away, beyond the budget; increase --budget"
+        )
+    if ahead > 0:
+        stage("training on", f"to step {at_step:,}, where the gradients are measured")
+        trial.go(ahead, seconds() + TIMEOUT_S + 30 * ahead * tick_s)
+    if OBSERVED_STEP * FEWEST_NOISE_STEPS * tick_s > MOST_NOISE_SHARE * budget_s:
+        return NoiseSeen(
+            why_not=f"at least {FEWEST_NOISE_STEPS} steps are needed, and one lasts {tick_s:.2g} s; increase --budget"
+        )
+    steps = max(
+        FEWEST_NOISE_STEPS, min(MOST_NOISE_STEPS, int(NOISE_SHARE * budget_s / (OBSERVED_STEP * tick_s)))
+    )
+    stage("measuring", f"the gradients of {steps} steps, with frozen weights")
+    recorded = trial.listen("noise", seconds() + TIMEOUT_S + 60 * steps * tick_s, ticks=steps)
+    if recorded.get("why_not"):
+        return NoiseSeen(step=trial.ticks_done, why_not=recorded["why_not"])
+    found = noise_scale(recorded["products"], recorded["squares"], recorded["batch"] or 1)
+    return NoiseSeen(
+        recorded["step"],
+        recorded["batch"],
+        recorded["gradients"],
+        found.value,
+        found.low,
+        found.high,
+        found.gradient,
+        found.trace,
+    )

@@ -293,7 +293,7 @@ def step_again(
     """Replay a step for the guard with these levers, the most valuable first. Raises ProgramGone.
 
     ``rest``: also judge what is left if levers fail. Returns the verdict, and the levers to leave out
-    (`flatout.guard.blame.narrowed`).
+    (`flatout.guard.replica.narrowed`).
     """
     interleaver.switch(trial, ())
     return ask_replica(trial, choices, timeout_s, rest)

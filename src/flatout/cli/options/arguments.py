@@ -73,17 +73,14 @@ class Amount(click.ParamType):
 
 
 class Share(click.ParamType):
-    """A share (``3%`` or ``0.03``) as a float. ``whole``: 0 is one, and nothing above 1 is."""
+    """A share (``3%`` or ``0.03``) as a float."""
 
     name = "share"
 
-    def __init__(self, whole: bool = False) -> None:
-        self.whole = whole
-
     def convert(self, value: object, param: Any, ctx: Any) -> float:
         found = re.fullmatch(r"(\d+\.?\d*)\s*(%?)", str(value).strip())
-        share = float(found[1]) / (100 if found[2] else 1) if found else -1.0
-        if not (0 <= share <= 1 if self.whole else 0 < share < (10 if found and found[2] else 1)):
+        share = float(found[1]) / (100 if found[2] else 1) if found else 0.0
+        if not 0 < share < (10 if found and found[2] else 1):
             self.fail(f"{value!r} is not a share; write 3% or 0.03", param, ctx)
         return share
 
