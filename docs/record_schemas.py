@@ -55,6 +55,7 @@ PUBLISHED = {
     "doctor": Published("outputs:DoctorRecord", printed="doctor --json"),
     "plan": Published("outputs:PlanRecord", printed="plan --json"),
     "levers": Published("outputs:LeversRecord", printed="levers --json"),
+    "history": Published("history:HistoryRecord", printed="ui --json"),
     "checkpoints": Published("outputs:CheckpointsRecord", printed="rescue --json"),
     "export": Published("outputs:ExportRecord", printed="rescue --to DIR --json"),
     "kernel_check": Published("outputs:KernelChecksRecord", printed="kernel check --json"),

@@ -17,6 +17,7 @@ from profiles import GAIN, ILL, LINE, healthy, what_ifs
 from flatout.diagnose.ranking import judge
 from flatout.render.batch_page import batch_page
 from flatout.render.compare_page import compare_page
+from flatout.render.history_page import history_page
 from flatout.render.lr_page import lr_page
 from flatout.render.memory_page import memory_page
 from flatout.render.profile_page import profile_page
@@ -24,6 +25,7 @@ from flatout.render.report import session_page
 from flatout.render.scale_page import scale_page
 from flatout.schema.batch import BatchPoint, BatchRecord, NoiseSeen
 from flatout.schema.compare import Change, CompareRecord, Gate, LossVerdict, SideRecord
+from flatout.schema.history import HistoryRecord, JobSeen, RunSeen
 from flatout.schema.lr_range import LrPoint, LrRecord
 from flatout.schema.memory_forecast import MemoryForecast, MemoryPoint
 from flatout.schema.profile import MemoryGrowth, ProfileRecord, SyncRecord
@@ -217,6 +219,30 @@ def lr():
     )
 
 
+def run(at, where="a CPU, torch 2.14", result="finished", speed=50.0):
+    how = "KeyError" if result == "failed" else "ended"
+    when = f"2026-11-{1 + at:02}T08:00:00Z"
+    return RunSeen(f"job/runs/{at}/rank0.json", when, result, how, where, 100, speed + at, 2**29, "computing")
+
+
+def history():
+    runs = [
+        run(0),
+        run(1),
+        run(2, result="failed"),
+        run(3),
+        run(4, "a GPU"),
+        run(5, "a GPU"),
+        run(6, result="interrupted"),
+    ]
+    speedup = Ratio(1.3, 1.2, 1.4, 5)
+    reports = {"tune": "job/a report.html"}
+    job = JobSeen("job", COMMAND, "1.3 times as fast", speedup, True, runs, reports)
+    return HistoryRecord(
+        "/home/me/project/.flatout", "2026-11-25", "0.1.0", [job], {"job/profile.json": "of a newer flatout"}
+    )
+
+
 PAGES = {
     "session": (limited, session_page),
     "failed session": (lambda: session("failed"), session_page),
@@ -231,6 +257,7 @@ PAGES = {
     "scale": (scaling, scale_page),
     "lr": (lr, lr_page),
     "empty lr": (lambda: LrRecord(COMMAND, "/", why="<b>"), lr_page),
+    "history": (history, history_page),
 }
 
 

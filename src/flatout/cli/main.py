@@ -32,6 +32,7 @@ GROUPS = {
         "fix": "Edit the script where a finding has a certain fix.",
         "explain": "Explain a crash: the cause, your line, the fix.",
         "doctor": "Check that this machine is ready to train.",
+        "ui": "Show all runs and reports of a project as one page.",
     },
     "Sizes and large models": {
         "memory": "Predict the peak memory of a step, for any batch size.",

@@ -25,11 +25,12 @@ from flatout.render.svg import element
 @dataclass(frozen=True)
 class Cell:
     """A cell of a table. ``kind``: ``code``, ``strong``, ``applied``, ``rejected``, ``skipped``, or a colour
-    of the charts, which gives it a swatch."""
+    of the charts, which gives it a swatch. ``link``: a file beside the page."""
 
     text: str
     note: str = ""
     kind: str = ""
+    link: str = ""
 
 
 @dataclass(frozen=True)
@@ -265,6 +266,8 @@ def _content(cell: Cell) -> list[str]:
             text = [element("span", cell.text, class_=f"status {cell.kind}")]
         case kind if kind:
             text = [_swatch(kind), cell.text]
+    if cell.link:
+        text = [element("a", *text, href=cell.link)]
     return [*text, *([element("small", cell.note)] if cell.note else [])]
 
 

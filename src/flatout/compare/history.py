@@ -1,0 +1,151 @@
+"""Reads what flatout left in a folder: the jobs with their verdicts, reports and runs.
+
+A record that cannot be read is named among the skipped ones; the others are shown.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from flatout.compare.baselines import FOLDER_NAME
+from flatout.job.folder import FOLDER, JobFolder, read_json, records
+from flatout.job.runs import RUNS, run_records
+from flatout.schema.errors import NOT_OF_ITS_FORM
+from flatout.schema.history import HistoryRecord, JobSeen, RunSeen
+from flatout.schema.plan import spell
+from flatout.schema.records import Record
+from flatout.schema.run_summary import RunSummary
+from flatout.schema.session import SessionRecord
+
+REPORTS = {
+    "tune": "report.html",
+    **{name: f"{name}.html" for name in ("profile", "compare", "memory", "batch", "lr", "scale")},
+    "incidents": "incidents.jsonl",
+}
+RECORDS = ("session.json", "unfinished.json", *(f"{name}.json" for name in REPORTS))
+WORST = ("failed", "interrupted", "finished")
+R = TypeVar("R", bound=Record)
+
+
+def records_folder(folder: Path) -> Path | None:
+    """Return the folder of records that a user means by a project, by its .flatout, or by the folder of a job."""
+    inner = records() if folder == Path() else folder / FOLDER
+    if inner.is_dir():
+        return inner
+    return folder if folder.name == FOLDER or _is_job(folder) else None
+
+
+def read_history(root: Path, history: HistoryRecord) -> HistoryRecord:
+    """Fill the record with the jobs below ``root``, or with the one that it is."""
+    if root.name != FOLDER and _is_job(root):
+        folders = [root]
+    else:
+        folders = sorted(path for path in root.iterdir() if path.is_dir() and path.name != FOLDER_NAME)
+    reader = _Reader(root, history.skipped)
+    jobs = [job for folder in folders if (job := reader.job(folder)) is not None]
+    history.jobs = sorted(
+        jobs, key=lambda job: max((run.created for run in job.runs), default=""), reverse=True
+    )
+    return history
+
+
+def _is_job(folder: Path) -> bool:
+    return any(os.path.exists(folder / name) for name in (*RECORDS, *REPORTS.values(), RUNS))
+
+
+class _Reader:
+    def __init__(self, root: Path, skipped: dict[str, str]) -> None:
+        self.root, self.skipped = root, skipped
+
+    def job(self, path: Path) -> JobSeen | None:
+        folder = JobFolder(path)
+        if not os.access(path, os.R_OK | os.X_OK):
+            self.skipped[self._name(path)] = "not readable for this user"
+            return None
+        session = self._read(folder.session, SessionRecord)
+        runs = (self._run(files) for files in run_records(path / RUNS).values())
+        job = JobSeen(self._name(path), _command(path), runs=[run for run in runs if run is not None])
+        job.reports = {
+            name: self._name(path / file) for name, file in REPORTS.items() if (path / file).is_file()
+        }
+        job.unfinished = folder.unfinished.exists()
+        if session is not None:
+            job.command, job.verdict = list(map(str, session.command)) or job.command, str(session.message)
+            job.unfinished |= session.outcome == "running"
+            job.speedup = session.speedup if session.speedup is not None and session.speedup.usable else None
+        return job if job.runs or job.verdict or job.reports or job.unfinished else None
+
+    def _read(self, path: Path, kind: type[R]) -> R | None:
+        """Return a record; None if there is none, or if it is skipped."""
+        if not os.path.lexists(path):
+            return None
+        data, known = read_json(path), kind.schema  # type: ignore[attr-defined]
+        number = data.get("schema") if isinstance(data, dict) else None
+        if number == known:
+            try:
+                return kind.from_json(data)
+            except NOT_OF_ITS_FORM as error:
+                why = _not_of_its_form(error)
+        elif isinstance(number, int) and number > known:
+            why = f"of a newer flatout (schema {number}, this one reads {known})"
+        elif not os.path.lexists(path):  # a run that ended meanwhile removed it
+            return None
+        else:
+            why = "not readable as a record"
+        self.skipped[self._name(path)] = why
+        return None
+
+    def _run(self, files: Sequence[Path]) -> RunSeen | None:
+        runs = []
+        for path in files:
+            summary = self._read(path, RunSummary)
+            try:
+                if summary is not None:
+                    runs.append(_seen(self._name(path), summary))
+            except NOT_OF_ITS_FORM as error:
+                self.skipped[self._name(path)] = _not_of_its_form(error)
+        if not runs:
+            return None
+        shown = max(runs, key=lambda run: run.steps)
+        worst = min(runs, key=lambda run: WORST.index(run.result))
+        shown.result, shown.how, shown.processes = worst.result, worst.how, len(runs)
+        shown.peak_memory_bytes = max(run.peak_memory_bytes for run in runs)
+        return shown
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self.root).as_posix()
+
+
+def _not_of_its_form(error: Exception) -> str:
+    return f"not of its form ({type(error).__name__}: {str(error)[:120]})"
+
+
+def _command(path: Path) -> list[str]:
+    """Return the command that the newest record of a job tells."""
+    runs = [file for files in run_records(path / RUNS).values() for file in files]
+    for file in (*reversed(runs), *(path / name for name in RECORDS)):
+        data = read_json(file)
+        if isinstance(data, dict) and isinstance(data.get("command"), list) and data["command"]:
+            return [str(word) for word in data["command"]]
+    return []
+
+
+def _seen(name: str, run: RunSummary) -> RunSeen:
+    """Raises what NOT_OF_ITS_FORM names: a file may hold anything."""
+    where = [run.machine, run.device, f"{run.world_size} ranks" if run.world_size > 1 else ""]
+    where.append(f"torch {run.versions.get('torch', 'not recorded')}")
+    return RunSeen(
+        name,
+        str(run.created),
+        run.result,
+        str(run.how),
+        ", ".join(filter(None, map(str, where))),
+        int(run.steps),
+        None if run.steps_per_s is None else float(run.steps_per_s),
+        int(run.peak_memory_bytes),
+        run.limited_by,
+        [spell(str(choice["name"]), choice["value"]) for choice in run.plan.get("choices", ())],
+    )

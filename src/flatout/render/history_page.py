@@ -1,0 +1,95 @@
+"""The page of what flatout left in a project: its commands and reports, and the speed of its runs."""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from urllib.parse import quote
+
+from flatout.job.folder import FOLDER
+from flatout.render.formatting import count, day, figure, sentence, several, shell, size
+from flatout.render.page import Cell, Items, Page, Section, Table, dateline
+from flatout.render.summary import with_interval
+from flatout.schema.history import HistoryRecord, JobSeen, RunSeen
+
+STATUS = {"finished": "applied", "failed": "rejected", "interrupted": "skipped"}
+
+
+def history_page(history: HistoryRecord) -> Page:
+    runs = sorted(((job, run) for job in history.jobs for run in job.runs), key=lambda pair: pair[1].created)
+    reports = [
+        (shell(job.command), Cell(name, link=quote(path, errors="replace")))
+        for job in history.jobs
+        for name, path in job.reports.items()
+    ]
+    folder = PurePath(history.folder)
+    project = (folder.parent if folder.name == FOLDER else folder).name or history.folder
+    return Page(
+        "history of a project",
+        f"{project}: {several(len(history.jobs), 'command')}, {several(len(runs), 'run')}",
+        "the records",
+        [
+            Section(
+                "Commands",
+                [Table(("command", "plan", "newest run", ">runs"), [_job(job) for job in history.jobs])],
+            ),
+            Section(
+                "Runs",
+                [
+                    Table(
+                        (
+                            "started, UTC",
+                            "command",
+                            "result",
+                            ">steps/s",
+                            ">steps",
+                            ">peak memory",
+                            "limited by",
+                            "plan",
+                        ),
+                        [_run(job, run) for job, run in reversed(runs)],
+                    ),
+                ],
+            ),
+            Section("Reports", [Table(("command", "report"), reports)]),
+            Section(
+                "Skipped files",
+                [Items([f"`{path}`: {sentence(why)}" for path, why in history.skipped.items()])],
+            ),
+        ],
+        dateline=dateline(history.created, history.folder),
+        version=history.flatout,
+    )
+
+
+def _job(job: JobSeen) -> tuple[Cell | str, ...]:
+    ratio = job.speedup
+    plan = with_interval(ratio.median, ratio.low, ratio.high, ratio.n) if ratio else ""
+    again = shell(["flatout", "tune", *job.command])
+    verdict = (
+        f"A search was interrupted; `{again}` continues it." if job.unfinished else job.verdict or "not tuned"
+    )
+    newest = job.runs[-1] if job.runs else None
+    return (
+        Cell(shell(job.command) if job.command else job.folder, kind="code"),
+        Cell(plan or verdict, verdict if plan else ""),
+        Cell(f"{figure(newest.steps_per_s)} steps/s", newest.where) if newest else "",
+        count(len(job.runs)),
+    )
+
+
+def _run(job: JobSeen, run: RunSeen) -> tuple[Cell | str, ...]:
+    failed = f"failed: {run.how}" if run.result == "failed" else run.result
+    return (
+        Cell(day(run.created).removesuffix(" UTC"), link=quote(run.record, errors="replace")),
+        Cell(shell(job.command), kind="code"),
+        Cell(
+            failed,
+            several(run.processes, "process") if run.processes > 1 else "",
+            STATUS.get(run.result, "skipped"),
+        ),
+        figure(run.steps_per_s),
+        count(run.steps),
+        size(run.peak_memory_bytes),
+        run.limited_by,
+        ", ".join(run.levers) or "none",
+    )
