@@ -92,15 +92,6 @@ def test_the_diff_is_one_that_git_applies(path):
     assert applied == path.read_bytes() != before
 
 
-def test_the_diff_of_a_notebook_on_one_line_shows_its_code(path):
-    write(path, [*CODE, "# a cell\n" * 300])
-    done = run("train.ipynb")
-    assert done.return_value == 1
-    assert "--- train.ipynb[4]" in done.stdout
-    assert "-    loss.backward(retain_graph=True)\n+    loss.backward()\n" in done.stdout
-    assert len(done.stdout) < 1000
-
-
 def test_a_cell_may_become_empty(path):
     cells = [CODE[0], "torch.autograd.set_detect_anomaly(True)", CODE[1], FIXED]
     write(path, [cells[0], "", *cells[2:]], indent=1)

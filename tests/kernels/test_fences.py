@@ -1,5 +1,7 @@
 """Fenced memory and the emulator: an access one element too far ends the process."""
 
+from __future__ import annotations
+
 import ctypes
 import faulthandler
 import os
@@ -54,7 +56,7 @@ def test_one_element_too_far(at_end, at, dies):
 
 
 def test_allocations_of_a_function_are_fenced_and_poisoned():
-    def function(x):
+    def function(x: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(x)
 
     torch.library.custom_op("flatout_test::forgets_to_write", function, mutates_args=())

@@ -1,5 +1,7 @@
 """The gate itself: its rejections, shown by kernels with one fault each."""
 
+from __future__ import annotations
+
 import itertools
 from dataclasses import replace
 
@@ -91,7 +93,7 @@ def test_a_missing_wrong_variant_is_reported():
 
 
 def test_a_wrong_registration_is_detected():
-    def function(x):
+    def function(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
     operator = torch.library.custom_op("flatout_test::double", function, mutates_args=())
