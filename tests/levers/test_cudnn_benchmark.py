@@ -36,5 +36,5 @@ def test_the_flag_is_set_before_the_first_step(tmp_path):
             check=True,
             env={**os.environ, **environment},
         )
-        assert said in ran.stdout
+        assert said in ran.stdout, ran.stderr
     assert "no CUDA device was found on this machine" in ran.stderr
