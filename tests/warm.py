@@ -21,6 +21,7 @@ import importlib.util
 import io
 import json
 import multiprocessing.process
+import multiprocessing.util
 import os
 import random
 import runpy
@@ -31,6 +32,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import types
 import weakref
@@ -39,7 +41,8 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from typing import Any, NoReturn
 
-HERE = Path(__file__)
+NAME = "<warm>"  # of its code: a name of no file, so that its frames are not the program's
+START = f"import sys; exec(compile(open(sys.argv[1]).read(), {NAME!r}, 'exec'))"
 # They act at the start of a process, or of a library, and would be without effect.
 EARLY = (
     "LD_",
@@ -58,7 +61,7 @@ EARLY = (
 )
 LATE = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "TORCHINDUCTOR_CACHE_DIR", "PYTHON"}
 STAYS = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-GROUPS = ("numpy", "torch", "torch.utils.data")
+GROUPS = ("torch", "torch.utils.data")
 OF_FLATOUT = (
     "cli.main",
     "cli.run",
@@ -84,7 +87,7 @@ class Server:
     def __init__(self) -> None:
         self.socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE), str(theirs.fileno())],
+            [sys.executable, "-c", START, __file__, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             env={**os.environ, **STAYS},
             cwd="/",
@@ -120,12 +123,13 @@ class Warm(subprocess.Popen):
             "argv": [os.fspath(word) for word in args],
             "cwd": os.fspath(cwd or os.getcwd()),
             "env": dict(env),
+            "umask": os.umask(0o77),
         }
+        os.umask(asked["umask"])
         socket.send_fds(server().socket, [json.dumps(asked).encode()], [*handles, theirs.fileno()])
         theirs.close()
         self.pid = int(self._exit.recv(64))
-        for handle in {*theirs_of_pipes, getattr(self, "_devnull", -1)} - {-1}:
-            os.close(handle)
+        self._close_pipe_fds(*(rest[number] for number in (3, 4, 5, 6, 7, 8)))
         self._child_created = True
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
@@ -177,6 +181,10 @@ def preload() -> None:
     for group in GROUPS_OF.values():
         ours |= {name: group.pop(name) for name in list(group) if is_flatouts(name)}
     GROUPS_OF["flatout"] = ours
+    # torch brings numpy; a program may import numpy alone
+    GROUPS_OF["numpy"] = {
+        name: module for name, module in sys.modules.items() if name.partition(".")[0] == "numpy"
+    }
 
 
 def is_flatouts(name: str) -> bool:
@@ -258,6 +266,7 @@ def start(asked: dict[str, Any], handles: Sequence[int]) -> None:
         os.dup2(handle, number)
     close_all_but(())
     os.chdir(asked["cwd"])
+    os.umask(asked["umask"])
     settle(asked["argv"], asked["env"])
 
 
@@ -294,6 +303,9 @@ def settle(argv: Sequence[str], env: Mapping[str, str]) -> None:
     sys.path[:] = [*filter(None, env.get("PYTHONPATH", "").split(os.pathsep)), *STARTED_WITH]
     sys.path_importer_cache.clear()
     sys.dont_write_bytecode = "PYTHONDONTWRITEBYTECODE" in env
+    random.seed()
+    if numpy := GROUPS_OF["numpy"].get("numpy"):
+        numpy.random.seed()
     hidden = {name for group in GROUPS_OF.values() for name in group}
     for name in [name for name in sys.modules if name in hidden or is_flatouts(name)]:
         del sys.modules[name]
@@ -303,9 +315,11 @@ def settle(argv: Sequence[str], env: Mapping[str, str]) -> None:
         *(finder for finder in sys.meta_path if isinstance(finder, type)),
     ]
     multiprocessing.process.ORIGINAL_DIR = os.getcwd()
-    random.seed()
-    if "numpy" in GROUPS_OF:
-        GROUPS_OF["numpy"]["numpy"].random.seed()
+    multiprocessing.process._children.clear()
+    multiprocessing.process.current_process()._config.pop("tempdir", None)
+    multiprocessing.util._finalizer_registry.clear()
+    multiprocessing.util._run_after_forkers()
+    tempfile.tempdir = None
     if importlib.util.find_spec("sitecustomize") is not None:
         importlib.import_module("sitecustomize")
 
@@ -448,13 +462,13 @@ def run() -> int:
             del sys.argv[0]
             runpy._run_module_as_main(sys.argv[0])
         else:
-            path = sys.argv[0]
+            path = os.path.join(os.getcwd(), sys.argv[0].removeprefix("./"))
             sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
             main = sys.modules["__main__"] = types.ModuleType("__main__")
             vars(main).update(
                 __file__=path, __loader__=SourceFileLoader("__main__", path), __builtins__=__builtins__
             )
-            with io.open_code(os.path.abspath(path)) as file:
+            with io.open_code(path) as file:
                 code = compile(file.read(), path, "exec")
             exec(code, vars(main))
     except SystemExit as left:
@@ -464,7 +478,7 @@ def run() -> int:
         return 1
     except BaseException as error:
         trace = error.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename in (str(HERE), "<frozen runpy>"):
+        while trace is not None and trace.tb_frame.f_code.co_filename in (NAME, "<frozen runpy>"):
             trace = trace.tb_next
         sys.last_type, sys.last_value, sys.last_traceback = type(error), error.with_traceback(trace), trace
         sys.excepthook(type(error), error, trace)
@@ -477,7 +491,7 @@ if __name__ == "__main__":
         path for path in sys.path[1:] if path not in os.environ.get("PYTHONPATH", "").split(os.pathsep)
     ]
     sys.modules["warm"] = sys.modules["__main__"]
-    serve(socket.socket(fileno=int(sys.argv[1])))
+    serve(socket.socket(fileno=int(sys.argv[2])))
     code = run()
     if code == -signal.SIGINT:
         threading._shutdown()

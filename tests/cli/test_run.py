@@ -118,8 +118,8 @@ def test_an_unknown_failure_has_nothing_under_it(flatout, script):
 def test_signals_reach_the_program(flatout, script):
     numbers = [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP]
     script(
-        f"import signal, sys, time\nseen = []\nfor number in {[int(number) for number in numbers]}:\n"
-        "    signal.signal(number, lambda number, frame: print(seen.append(number) or number, flush=True))\n"
+        f"import os, signal, sys, time\nseen = []\nfor number in {[int(number) for number in numbers]}:\n"
+        "    signal.signal(number, lambda number, frame: seen.append(os.write(1, b'%d\\n' % number)))\n"
         "print('ready', flush=True)\nwhile len(seen) < 4: time.sleep(0.05)\nsys.exit(40)"
     )
     process = flatout.start("run", "python", "train.py")

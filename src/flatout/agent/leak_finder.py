@@ -74,6 +74,7 @@ class LeakFinder:
         """
         if len(self._looks) < 4:
             return None
+        gc.unfreeze()  # frozen objects, the program's or those of lever gc_pause, are in no list of referrers
         fine = {id(tensor) for tensor in known}
         births = self._births(fine)
         between = [len(tensors) for tensors in births]
