@@ -1,6 +1,7 @@
 """Processes as a test sees them: whether one lives, its state, its folder, and waiting for a condition."""
 
 import contextlib
+import socket
 import time
 from pathlib import Path
 
@@ -33,3 +34,9 @@ def working_in(folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         yield
+
+
+def free_port() -> int:
+    with socket.socket() as tried:
+        tried.bind(("127.0.0.1", 0))
+        return int(tried.getsockname()[1])
