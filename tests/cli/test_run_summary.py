@@ -67,7 +67,7 @@ def test_a_run_leaves_a_record_and_a_box_and_the_same_output(flatout, script, op
     assert (record["steps"], record["how"], record["rank"]) == (48, "ended", 0)
     assert record["data_wait"] > 0.8
     assert record["samples_per_s"] == pytest.approx(8 * record["steps_per_s"])
-    assert record["steps_per_s"] * record["seconds"] == pytest.approx(47, abs=3)  # levers act first
+    assert record["steps_per_s"] * record["seconds"] == pytest.approx(46, abs=5)  # levers act first
     assert [choice["name"] for choice in record["plan"].get("choices", ())] == [
         o for o in options if o != "--with"
     ]

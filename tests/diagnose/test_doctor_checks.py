@@ -448,8 +448,14 @@ FAULTS = [
         "top",
     ),
     # memory
-    ("FD070", "warning", docker, "3 GiB by the control group's limit (2 GiB unused)", "docker run --memory"),
-    ("FD071", "problem", docker, "64 MiB", "docker run --shm-size=8g ..."),
+    (
+        "FD070",
+        "warning",
+        docker,
+        "3.00 GiB by the control group's limit (2.00 GiB unused)",
+        "docker run --memory",
+    ),
+    ("FD071", "problem", docker, "64.0 MiB", "docker run --shm-size=8g ..."),
     (
         "FD071",
         "problem",
@@ -461,7 +467,7 @@ FAULTS = [
         "FD071",
         "warning",
         lambda s: s.disks.update({"/dev/shm": Disk("/dev/shm", 62 * GIB, GIB // 4, None, True)}),
-        "256 MiB of the 62 GiB",
+        "256 MiB of the 62.0 GiB",
         "ls -lS /dev/shm",
     ),
     # limits, disks, switches
@@ -471,8 +477,8 @@ FAULTS = [
     ("FD090", "problem", disk("working folder", GIB // 4), "256 MiB left", "du -xh"),
     ("FD090", "problem", disk("working folder", 90 * GIB, free_files=3), "inodes", "du -xh"),
     ("FD090", "problem", disk("working folder", 90 * GIB, writable=False), "cannot be written", "du -xh"),
-    ("FD090", "warning", disk("working folder", 4 * GIB), "4 GiB of 900 GiB left", "du -xh"),
-    ("FD090", "problem", disk("temporary folder", 100), "0.0 MiB left", "export TMPDIR"),
+    ("FD090", "warning", disk("working folder", 4 * GIB), "4.00 GiB of 900 GiB left", "du -xh"),
+    ("FD090", "problem", disk("temporary folder", 100), "100 bytes left", "export TMPDIR"),
     ("FD090", "problem", disk("cache", 90 * GIB, writable=False), "cannot be written", "XDG_CACHE_HOME"),
     (
         "FD100",

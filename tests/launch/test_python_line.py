@@ -70,7 +70,7 @@ def test_it_is_parsed_as_by_the_interpreter(probes, words):
         elif line.runs == "code":
             assert line.words[0] != REPORT, (words, line, done.stderr)
         elif line.runs == "script":
-            assert f"can't open file '{probes / line.words[0]}'" in done.stderr or not line.words[0], (
+            assert f"can't open file {str(probes / line.words[0])!r}" in done.stderr or not line.words[0], (
                 words,
                 line,
             )

@@ -139,11 +139,3 @@ def version(text: object) -> tuple[int, ...] | None:
 
 def dotted(numbers: Sequence[int]) -> str:
     return ".".join(str(number) for number in numbers)
-
-
-def size(count_bytes: float) -> str:
-    """``63.9 GiB`` · ``64 MiB``"""
-    amount, unit = count_bytes / 2**20, "MiB"
-    if amount >= 1024:
-        amount, unit = amount / 1024, "GiB"
-    return f"{amount:.0f} {unit}" if amount >= 100 or amount == int(amount) else f"{amount:.1f} {unit}"

@@ -11,13 +11,13 @@ from flatout.diagnose.doctor.check import (
     note,
     ok,
     problem,
-    size,
     warning,
 )
 from flatout.diagnose.doctor.packages import contained
 from flatout.probe.cgroup import CgroupLimits, group
 from flatout.probe.proc import limits, meminfo, mount_of, mounts, numbers, status
 from flatout.schema.machine_snapshot import MachineSnapshot
+from flatout.schema.sizes import size
 
 THEME = "limits"
 FEW_FILES = 4096

@@ -12,13 +12,13 @@ from flatout.diagnose.doctor.check import (
     note,
     ok,
     problem,
-    size,
     version,
     warning,
 )
 from flatout.diagnose.doctor.packages import install
 from flatout.diagnose.doctor.versions import versions
 from flatout.schema.machine_snapshot import MachineSnapshot
+from flatout.schema.sizes import size
 
 THEME = "system"
 CXX17 = (9,)  # the oldest g++ with complete C++17 (according to GCC's status page)
