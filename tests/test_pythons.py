@@ -90,6 +90,7 @@ def test_all_tools_check_for_the_same_python():
     assert PROJECT["tool"]["mypy"]["python_version"] == OLDEST
 
 
+@pytest.mark.processes
 def test_compiling_the_source_gives_no_warning():
     """Python 3.12 to 3.14 warn of what a later one rejects: unknown escapes, a number before a keyword, `finally: return`."""
     compiled = (

@@ -78,6 +78,7 @@ def test_a_notebook_in_another_form_stays_and_the_reason_is_named(path):
     assert path.read_bytes() == before
 
 
+@pytest.mark.processes
 def test_the_diff_is_one_that_git_applies(path):
     write(path, CODE, indent=1)
     before = path.read_bytes()
