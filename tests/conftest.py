@@ -29,7 +29,7 @@ from limits import hang_s, slowness
 from processes import working_in
 from pytest_timeout import Settings as Timeout
 from pytest_timeout import pytest_timeout_set_timer as set_timer
-from warm import Warm, starts_warm
+from warm import start_program
 
 import flatout as flatout_package
 
@@ -174,16 +174,12 @@ class Flatout:
     ) -> subprocess.Popen[str]:
         """``really``: a start of Python, where one is under test. Otherwise a fork of a warm process where that can be."""
         command = [*prefix, *(python if python is not None else [sys.executable, "-m", "flatout"]), *words]
-        environment = self.environment(env)
-        kind = Warm if not really and starts_warm(command, environment) else subprocess.Popen
-        return kind(
+        return start_program(
             command,
+            self.environment(env),
+            really,
             cwd=cwd or self.folder,
-            env=environment,
             stdin=stdin if stdin is not None else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
         )
 
     def __call__(self, *words: str, stdin: str | None = None, timeout: float = 120, **options) -> Done:

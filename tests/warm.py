@@ -153,6 +153,15 @@ class Warm(subprocess.Popen):
         return self.returncode
 
 
+def start_program(
+    argv: Sequence[str], env: Mapping[str, str], real: bool = False, **options: Any
+) -> subprocess.Popen[str]:
+    """Start a program with text pipes for its output: warm where that can be, unless a ``real`` start is asked for."""
+    kind = Warm if not real and starts_warm(argv, env) else subprocess.Popen
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return kind(argv, env=env, **{**pipes, **options})
+
+
 def can_become(argv: Sequence[str], env: Mapping[str, str]) -> bool:
     """Whether a start of this command is one of a script, or of flatout, in this interpreter."""
     early = {k: v for k, v in env.items() if k.startswith(EARLY) and k not in LATE}

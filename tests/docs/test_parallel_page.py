@@ -2,14 +2,13 @@
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from limits import hang_s
 from processes import free_port
-from warm import Warm, starts_warm
+from warm import start_program
 
 torch = pytest.importorskip("torch")
 
@@ -46,10 +45,8 @@ def losses_of(script: Path, ranks: int) -> list[float]:
     }
     env["MASTER_PORT"] = str(free_port())
     command = [sys.executable, str(script)]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": script.parent}
-    kind = Warm if starts_warm(command, env) else subprocess.Popen
     processes = [
-        kind(command, env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, **pipes)
+        start_program(command, {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd=script.parent)
         for rank in range(ranks)
     ]
     printed = []

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from limits import hang_s
 from traps import STEPS
-from warm import Warm, starts_warm
+from warm import start_program
 
 HERE = Path(__file__).parent
 SITE = str(HERE / "site")
@@ -49,16 +49,7 @@ class Programs:
         env = {**kept, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "COLUMNS": "120", **more}
         env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         command = [sys.executable, *(["-m", *argv] if argv[0] == "flatout" else argv[1:])]
-        kind = Warm if not fresh and starts_warm(command, env) else subprocess.Popen
-        process = kind(
-            command,
-            cwd=folder,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        process = start_program(command, env, fresh, cwd=folder)
         try:
             out, err = process.communicate(timeout=hang_s(LIMIT_S))
         except subprocess.TimeoutExpired:
