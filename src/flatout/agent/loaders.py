@@ -1,8 +1,4 @@
-"""DataLoaders: finds them as they are made, applies rules, feeds batches, and reports batches.
-
-Only `around` patches DataLoaders and their iterators: whoever counts, divides, replaces or observes their batches
-asks for it here.
-"""
+"""DataLoaders: finds them as they are made, applies rules, feeds batches, and reports batches."""
 
 from __future__ import annotations
 
@@ -12,12 +8,11 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from functools import wraps
-from operator import attrgetter
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.frames import place_of, users_line
+from flatout.agent.loader_methods import around
 from flatout.schema.program import Ledger, TrainingContext
 
 if TYPE_CHECKING:
@@ -26,26 +21,6 @@ if TYPE_CHECKING:
 
 
 HUGE = 2**40  # limit: endless samplers report a huge length
-# what is wrapped -> class below torch.utils.data, method
-METHODS = {
-    "making": ("DataLoader", "__init__"),
-    "epoch": ("DataLoader", "__iter__"),
-    "iterator": ("dataloader._BaseDataLoaderIter", "__init__"),
-    "batch": ("dataloader._BaseDataLoaderIter", "__next__"),
-    "indices": ("dataloader._BaseDataLoaderIter", "_next_index"),
-    "next epoch": ("dataloader._MultiProcessingDataLoaderIter", "_reset"),
-}
-
-
-def around(
-    torch: ModuleType, what: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], ledger: Ledger
-) -> None:
-    """Wrap one of ``METHODS`` of all DataLoaders, until the ledger is restored."""
-    path, name = METHODS[what]
-    owner: Any = attrgetter(path)(torch.utils.data)
-    really = getattr(owner, name)
-    ledger.set(owner, name, wraps(really)(wrap(really)))
-
 
 LoaderRule = Callable[[Any, "dict[str, Any]"], "dict[str, Any]"]
 """Chooses arguments of a DataLoader that is being made: ``rule(dataset, arguments) -> arguments``."""

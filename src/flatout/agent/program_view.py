@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.agent.batches import rows, samples_in
 from flatout.agent.compilers import compiler_off
-from flatout.agent.loaders import FeedRule, LoaderRule, Loaders, around, loader_key
+from flatout.agent.loader_methods import around
+from flatout.agent.loaders import FeedRule, LoaderRule, Loaders, loader_key
 from flatout.agent.names import variables_of
 from flatout.agent.optimizers import Optimizers
 from flatout.agent.pickles import without_hooks
@@ -187,7 +188,7 @@ class ProgramView:
     def around_loaders(
         self, what: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], ledger: Ledger
     ) -> None:
-        """Wrap a method of all DataLoaders (`agent/loaders.py`, METHODS), until the ledger is restored."""
+        """Wrap a method of all DataLoaders (`agent/loader_methods.py`, METHODS), until the ledger is restored."""
         around(self.torch, what, wrap, ledger)
 
     @staticmethod

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.ledger import Ledger
-from flatout.agent.loaders import around
+from flatout.agent.loader_methods import around
 from flatout.agent.steps import StepBoundaries
 from flatout.job.heartbeat import BACKWARDS, BATCHES, HEARTBEATS, STEPS
 from flatout.measure.clock import HostClock

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.loaders import around
+from flatout.agent.loader_methods import around
 from flatout.measure.nests import mapped, tensors_in
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
