@@ -57,8 +57,8 @@ def redirect(torch: ModuleType) -> None:
 
 def tell_first(sentence: str) -> None:
     """Print a line once for all processes of a run that live at the same time."""
-    path = f"{os.environ.get('FLATOUT_CRASH_REPORTS', os.devnull)}.device{REPORT}"
-    if rank_number() == 0 and "FLATOUT_CRASH_REPORTS" in os.environ and claim(path):
+    reports = os.environ.get("FLATOUT_CRASH_REPORTS")
+    if rank_number() == 0 and reports is not None and claim(path := f"{reports}.device{REPORT}"):
         say(sentence)
         atexit.register(_remove, path, os.getpid())
 

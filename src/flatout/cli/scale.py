@@ -191,12 +191,18 @@ class OfProfile(Measurement):
         self.header = {**header(seen.command, self.facts), "cwd": seen.cwd}
 
 
+class _Stages(Watcher):
+    def __init__(self, stage: Callable[[str, str], None]) -> None:
+        self._stage = stage
+
+    def stage(self, name: str, detail: str = "") -> None:
+        self._stage(name, detail)
+
+
 def _measured(asked: Measurement, budget: float, stage: Callable[[str, str], None]) -> ProfileRecord:
     """Measure unprofiled steps of the program only. Raises ProgramFailed, NothingMeasured."""
     record = ProfileRecord(**asked.header)
-    watcher = Watcher()
-    watcher.stage = stage  # type: ignore[assignment,method-assign]
     requested = ProfileOptions(STEPS, budget_s=budget, stages=frozenset())
     return run_profile(
-        ProfiledProgram(asked.command, asked.folder, asked.facts, requested, record, {}, watcher)
+        ProfiledProgram(asked.command, asked.folder, asked.facts, requested, record, {}, _Stages(stage))
     )

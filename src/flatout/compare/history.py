@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from flatout.compare.baselines import FOLDER_NAME
-from flatout.job.folder import FOLDER, JobFolder, read_json, records
+from flatout.job.folder import FOLDER, RUNS, JobFolder, read_json, records
 from flatout.schema.errors import NOT_OF_ITS_FORM
 from flatout.schema.history import HistoryRecord, JobSeen, RunSeen
 from flatout.schema.plan import spell
@@ -26,7 +26,6 @@ REPORTS = {
     "incidents": "incidents.jsonl",
 }
 RECORDS = ("session.json", "unfinished.json", *(f"{name}.json" for name in REPORTS))
-RUNS = "runs"  # below the folder of a job: <time>-<pid>/rank<N>.json
 RUN = re.compile(r"\d{8}T\d{6}-\d+")
 WORST = ("failed", "interrupted", "finished")
 R = TypeVar("R", bound=Record)
@@ -68,8 +67,9 @@ class _Reader:
             self.skipped[self._name(path)] = "not readable for this user"
             return None
         session = self._read(folder.session, SessionRecord)
-        runs = (self._run(files) for files in _runs(path))
-        job = JobSeen(self._name(path), _command(path), runs=[run for run in runs if run is not None])
+        files_of_runs = _runs(path)
+        runs = [run for files in files_of_runs if (run := self._run(files)) is not None]
+        job = JobSeen(self._name(path), _command(path, files_of_runs), runs=runs)
         job.reports = {
             name: self._name(path / file) for name, file in REPORTS.items() if (path / file).is_file()
         }
@@ -128,13 +128,16 @@ def _not_of_its_form(error: Exception) -> str:
 def _runs(job: Path) -> list[list[Path]]:
     """Return the records of each run, oldest start first. Links are left out: they lead to files of others."""
     runs = sorted(run for run in (job / RUNS).glob("*/") if RUN.fullmatch(run.name) and not run.is_symlink())
-    records = ([path for path in sorted(run.glob("rank*.json")) if not path.is_symlink()] for run in runs)
+    records = (
+        [path for path in sorted(run.glob("rank*.json")) if path.is_file() and not path.is_symlink()]
+        for run in runs
+    )
     return [files for files in records if files]
 
 
-def _command(path: Path) -> list[str]:
+def _command(path: Path, files_of_runs: Sequence[Sequence[Path]]) -> list[str]:
     """Return the command that the newest record of a job tells."""
-    runs = [file for files in _runs(path) for file in files]
+    runs = [file for files in files_of_runs for file in files]
     for file in (*reversed(runs), *(path / name for name in RECORDS)):
         data = read_json(file)
         if isinstance(data, dict) and isinstance(data.get("command"), list) and data["command"]:

@@ -30,6 +30,7 @@ from flatout.schema.errors import StorageError
 FOLDER = ".flatout"  # in the working directory; holds the folders of jobs, and a .gitignore of its own
 MOST_BYTES = 1 << 26  # maximum size of a record; the largest seen had 3 MB
 HANDED_ON = "handed_on"
+RUNS = "runs"  # below the folder of a job: <time>-<pid>/rank<N>.json
 MOST_VALUES = 1 << 21  # a value of three characters takes up to 100 bytes in memory
 _locked: set[str] = set()  # folders that this process has locked until its end
 

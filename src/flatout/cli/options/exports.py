@@ -15,6 +15,7 @@ from click.core import ParameterSource
 
 from flatout.cli.options.arguments import Duration, did_you_mean, writable
 from flatout.export.trackers import MODULES, wrong_target
+from flatout.job.folder import RUNS
 from flatout.launch.command import Command
 from flatout.measure.clock import today
 from flatout.render.formatting import shell
@@ -22,7 +23,7 @@ from flatout.schema.errors import UsageError
 from flatout.schema.run_summary import SummaryRequest
 from flatout.tune.plan_files import job_folder
 
-JSONL, RUNS = "jsonl", "runs"  # RUNS: subfolder of a job's folder
+JSONL = "jsonl"
 NAMES = (JSONL, *MODULES)
 LEAST_EVERY_S = 0.1
 
