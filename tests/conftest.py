@@ -35,6 +35,8 @@ import flatout as flatout_package
 
 # Set before torch is imported: on few, shared cores small operations spend their time waking threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# A shell ignores Ctrl-C in what it starts in the background; the programs under test would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MARK = "FLATOUT_TEST_RUN"
 NOT_RUN = pytest.StashKey[int]()

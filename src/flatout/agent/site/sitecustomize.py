@@ -47,6 +47,7 @@ def _enter():
         return "old " + ".".join(str(number) for number in sys.version_info[:3])
     finder = _Flatout()
     sys.meta_path.insert(0, finder)
+    _reserve_closed_streams()
     if several:
         _must("become a rank", "rank_environment", os.environ)  # otherwise each rank would train by itself
     if files:
@@ -79,6 +80,15 @@ def _enter():
     if not acts:  # what is there for a crash alone leaves sys.meta_path unchanged
         sys.meta_path.remove(finder)
     return why
+
+
+def _reserve_closed_streams():
+    """Keep their numbers from the files of flatout, into which the program would write. Using them still fails."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, getattr(os, "O_PATH", os.O_RDONLY))  # not inheritable
 
 
 def _must(what, module, argument):
