@@ -9,6 +9,7 @@ import logging.handlers
 import os
 import shutil
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,23 @@ def test_it_works_and_nothing_is_left_behind(way, sandbox):
     """The fixture compares the folder before and after."""
     assert way() is None
     assert sandbox.ledger.entries()
+
+
+def test_threads_share_one_view(sandbox, here):
+    def work(name):
+        for n in range(60):
+            Path(f"{name}{n}").mkdir()
+            Path(f"{name}{n}/a").write_text(name)
+            os.rename(f"{name}{n}", f"runs/{name}{n}")
+            assert f"{name}{n}" in os.listdir("runs")
+            assert Path(f"runs/{name}{n}/a").read_text() == name
+            with open("log.txt", "a") as log:
+                log.write(f"{name}\n")
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, "abcd"))
+    assert len(os.listdir("runs")) == 1 + 4 * 60
+    assert sorted(Path("log.txt").read_text()[len(OLD) :].split()) == sorted("abcd" * 60)
 
 
 def test_the_temporary_folder_is_empty_again_where_the_script_cleans_up(sandbox, tmp_path):

@@ -40,6 +40,8 @@ class Overlay:
         self._folders: dict[str, str] = {}
         self._untouched: dict[str, bool] = {}
         self._seen = 0  # bytes of the list
+        self._renew_lock()
+        os.register_at_fork(after_in_child=self._renew_lock)
         self._count = itertools.count()
         self.own = threading.local()  # busy: flatout uses the real files; answering: the sandbox acts
         home = os.path.expanduser("~")
@@ -48,6 +50,10 @@ class Overlay:
         left_alone = [*SYSTEM, self.folder, *outside, temporary, *caches, f"{home}/.cache", f"{home}/.triton"]
         self._outside = tuple({os.path.realpath(path) + "/" for path in left_alone})
         self._project = os.path.join(os.path.realpath(self.cwd()), "")  # users keep projects in /tmp
+
+    def _renew_lock(self) -> None:
+        """Threads of one process share what is above: what one reads is replaced, never changed, by another."""
+        self._lock = threading.RLock()
 
     # -- who asks ---------------------------------------------------------------------------------------------------
 
@@ -107,9 +113,10 @@ class Overlay:
         if name in ("", ".", ".."):
             key = self._walk(text)
         else:
-            above = self._folders.get(folder)
+            folders = self._folders
+            above = folders.get(folder)
             if above is None:
-                above = self._folders[folder] = self._walk(folder)
+                above = folders[folder] = self._walk(folder)
             key = f"{above}/{name}"
             place = self.place(key)
             if not ((follow or text.endswith("/")) and _is_link(place)):
@@ -154,9 +161,9 @@ class Overlay:
 
     def below(self, key: str) -> str | None:
         """Return where the user's content of a key lies, or None if nothing of it belongs to the key any more."""
-        folder = key
-        while self._moved:
-            there = self._moved.get(folder)
+        folder, moved = key, self._moved
+        while moved:
+            there = moved.get(folder)
             if there is not None:
                 return there + key[len(folder) :] if there else None
             if not folder:
@@ -173,18 +180,24 @@ class Overlay:
         except OSError:
             size = 0
         if size != self._seen:
-            with self.looking(), open(self._list, "rb") as file:
-                file.seek(self._seen)
-                fields = os.fsdecode(file.read(size - self._seen)).split("\0")
-            for key, there in zip(fields[:-1:2], fields[1::2], strict=True):
-                if there == INHERITED:
-                    self._moved.pop(key, None)
-                elif key:
-                    self._moved[key] = there
-            self._seen = size
-            self._folders.clear()
-            self._untouched.clear()
+            with self._lock:
+                self._read_list()
         return bool(size)
+
+    def _read_list(self) -> None:
+        with self.looking(), open(self._list, "rb") as file:
+            file.seek(self._seen)
+            text = file.read()
+        pairs = text.count(b"\0") // 2
+        fields = os.fsdecode(text).split("\0")[: 2 * pairs]  # the rest is being written
+        moved = dict(self._moved)
+        for key, there in zip(fields[::2], fields[1::2], strict=True):
+            if there == INHERITED:
+                moved.pop(key, None)
+            elif key:
+                moved[key] = there
+        self._moved, self._folders, self._untouched = moved, {}, {}
+        self._seen += sum(len(os.fsencode(field)) + 1 for field in fields)
 
     def note(self, *moves: tuple[str, str]) -> None:
         """Record moves, or only that a folder or a link has changed, in one write."""
@@ -226,9 +239,10 @@ class Overlay:
         text = os.fsdecode(path)
         if at is None and text.startswith("/"):
             folder, _, name = text.rpartition("/")
-            known = self._untouched.get(folder)
+            untouched = self._untouched
+            known = untouched.get(folder)
             if known is None:
-                known = self._untouched[folder] = self._is_untouched(folder)
+                known = untouched[folder] = self._is_untouched(folder)
             if known and name not in ("", ".", "..") and not (follow and _is_link(text)):
                 return path
         place = self.find(path, follow, at)[1]
@@ -308,6 +322,10 @@ class Overlay:
 
     def copy_up(self, key: str, with_content: bool = True) -> None:
         """Copy what the user has at a key, so that the program can change it."""
+        with self._lock:  # a second thread would replace what the first has changed
+            self._copy_up(key, with_content)
+
+    def _copy_up(self, key: str, with_content: bool) -> None:
         place = self.below(key)
         if place is None or self.holds(key):
             return
