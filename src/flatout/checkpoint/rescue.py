@@ -51,18 +51,18 @@ class Rescue(RescueWriter):
     _pending: WaitingSignal | None = None
     _rung = False  # the next signal is a reminder
 
-    def broke(self, error: Exception) -> None:
+    def on_error(self, error: Exception) -> None:
         """Handle an internal error: the program continues, and existing checkpoints stay."""
         self.say(
             f"rescue stops after an internal error ({type(error).__name__}: {error}); existing checkpoints stay"
         )
         self.leave()
-        self.context.rest()
+        self.context.stop_observing()
 
     def leave(self) -> None:
         """Keep no more checkpoints, and return signals to the program."""
         self.state = RescueState.STOPPED
-        self.signals.leave()
+        self.signals.uninstall()
 
     def begin(self, context: TrainingContext) -> None:
         """Called when the first step has ended. Nothing is written before."""
@@ -133,7 +133,7 @@ class Rescue(RescueWriter):
         try:
             return self._passes(number)
         except Exception as error:
-            self.broke(error)
+            self.on_error(error)
             return True
 
     def _passes(self, number: int) -> bool:

@@ -131,7 +131,7 @@ class RescueWriter(Listener):
             return False
         assert self.saver is not None
         began_s = seconds()
-        self.signals.look_again()
+        self.signals.recheck()
         self.training_state.look(frame)
         if self.training_state.divided:
             self.state = RescueState.STOPPED

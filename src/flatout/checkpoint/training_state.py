@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.agent.names import names_of, spelled, visible
+from flatout.agent.names import names_of, snake_case, visible_objects
 from flatout.agent.schedulers import Schedulers
 from flatout.checkpoint.metadata import Kept
 from flatout.checkpoint.random_states import random_states
@@ -74,7 +74,7 @@ class TrainingState:
 
     def look(self, frame: FrameType | None) -> None:
         """Find the training state. ``frame``: where to look for variable names."""
-        seen = list(visible(frame))
+        seen = list(visible_objects(frame))
         optimizers, scalers = self.context.optimizers, self.context.scalers
         trained = {
             id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
@@ -182,7 +182,7 @@ class TrainingState:
     def _named(self, thing: object, names: dict[int, str]) -> tuple[str, str]:
         code = names.get(id(thing), "")
         taken = {held.name for held in self._held.values()} | {"random", "tensors"}
-        stem = NOT_A_NAME.sub("_", code).strip("_") or spelled(type(thing).__name__)
+        stem = NOT_A_NAME.sub("_", code).strip("_") or snake_case(type(thing).__name__)
         name, again = stem, 2
         while name in taken:
             name, again = f"{stem}{again}", again + 1

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from types import FrameType, GeneratorType
 from typing import Any
 
-from flatout.agent.frames import HOME
+from flatout.agent.frames import FLATOUT_DIR
 from flatout.agent.names import variables_of
 
 GENERATIONS = (
@@ -31,7 +31,7 @@ class BatchHolders:
 
     def taken(self, frame: FrameType | None) -> None:
         """Look for the generators when another one takes batches. ``frame``: the caller of the iterator."""
-        while frame is not None and frame.f_code.co_filename.startswith(HOME):
+        while frame is not None and frame.f_code.co_filename.startswith(FLATOUT_DIR):
             frame = frame.f_back
         if frame is None or not frame.f_code.co_flags & inspect.CO_GENERATOR:
             self._found.clear()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from flatout.agent.frames import is_users
+from flatout.agent.frames import is_user_file
 from flatout.agent.ledger import Ledger
 from flatout.checkpoint.resume.users_objects import users_modules
 from flatout.checkpoint.resume.value_log import ValueLog
@@ -46,7 +46,7 @@ class RecordedClock:
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         value_log, frame = self.value_log, sys._getframe(1)
-        if not value_log.observes or not is_users(frame.f_code.co_filename):
+        if not value_log.observes or not is_user_file(frame.f_code.co_filename):
             return self.really(*args, **kwargs)
         if value_log.going:
             return self.restored(value_log.take(frame.f_lasti), *args, **kwargs)
@@ -109,7 +109,7 @@ class ClockHooks:
             name: str, globals: Any = None, locals: object = None, fromlist: object = (), level: int = 0
         ) -> Any:
             found = really(name, globals, locals, fromlist, level)
-            if name != "datetime" or globals is None or not is_users(globals.get("__file__") or ""):
+            if name != "datetime" or globals is None or not is_user_file(globals.get("__file__") or ""):
                 return found
             return self._calendar
 

@@ -128,8 +128,8 @@ class Files:
         """Return the canonical name of a file of the script; None for a file that is not tracked."""
         if (
             not self.value_log.observes
-            or self.overlay.busy
-            or self.overlay.is_outside(path)
+            or self.overlay.bypassed
+            or self.overlay.excludes_path(path)
             or is_library(path)
         ):
             return None
@@ -208,8 +208,8 @@ class Files:
             if not (self.value_log.going and self.value_log.observes):
                 return really(*args, **kwargs)
             if key is not None:
-                target = self.overlay.writing(key, os.O_CREAT | os.O_TRUNC)
-                with self.overlay.looking(), open(target, "wb"):
+                target = self.overlay.path_to_write(key, os.O_CREAT | os.O_TRUNC)
+                with self.overlay.bypass(), open(target, "wb"):
                     pass
             return None
 
@@ -223,7 +223,7 @@ class Files:
                 self._read(key)
                 if not self.value_log.steps and key not in self.written:
                     self.looked_for.add(key)
-                if self.value_log.going and self.overlay.holds(key) and not os.path.getsize(key):
+                if self.value_log.going and self.overlay.in_upper(key) and not os.path.getsize(key):
                     self.refuse(
                         f"the script loads {os.path.relpath(key)}, which it saved before the checkpoint"
                     )
@@ -239,7 +239,7 @@ class Files:
             )
         self.written[key] = mode
         self.future.discard(key)
-        with self.overlay.looking():
+        with self.overlay.bypass():
             exists = os.path.lexists(key)
         if not exists and not self.value_log.going:
             self._makes(key)
@@ -248,16 +248,16 @@ class Files:
         if key not in self.made:
             self.made.append(key)
             if not self.value_log.going:
-                with self.overlay.looking(), open(self.list, "a", encoding="utf-8") as file:
+                with self.overlay.bypass(), open(self.list, "a", encoding="utf-8") as file:
                     file.write(json.dumps(key) + "\n")
 
     def _read(self, key: str) -> None:
         if self.value_log.going and self.overlay.hides(key):
             return  # does not exist yet
-        with self.overlay.looking():
+        with self.overlay.bypass():
             present = size_and_time(key)
         if self.value_log.going:
-            if not self.overlay.holds(key) and self.reads.get(key, present) != present:
+            if not self.overlay.in_upper(key) and self.reads.get(key, present) != present:
                 self.refuse(f"{os.path.relpath(key)} has changed since the script read it")
         elif key in self.future:
             self.refuse(f"the script reads {os.path.relpath(key)}, which it wrote after the checkpoint")
@@ -279,7 +279,7 @@ class Files:
             if not handle.closed:
                 handle.flush()
         open_now = {key for handle, key in list(self._open.items()) if not handle.closed}
-        with self.overlay.looking():
+        with self.overlay.bypass():
             written = {
                 key: [mode, key in open_now, end_of(key), *size_and_time(key)]
                 for key, mode in self.written.items()
@@ -335,7 +335,7 @@ class Files:
 
     def _becomes_real(self, handle: Any, written: dict[str, Any]) -> None:
         key = self.overlay.path_of(handle.fileno())
-        if not self.overlay.holds(key):
+        if not self.overlay.in_upper(key):
             return
         if key not in written:
             self.refuse(

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from flatout.agent.frames import is_users
+from flatout.agent.frames import is_user_file
 from flatout.agent.ledger import Ledger
 
 HERE = ("127.", "::1", "localhost")
@@ -44,7 +44,7 @@ class MutedIO:
 
     def _past_them(self, write: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
         def written(handle: int, data: Any) -> int:
-            silent = self.on and handle in (1, 2) and is_users(sys._getframe(1).f_code.co_filename)
+            silent = self.on and handle in (1, 2) and is_user_file(sys._getframe(1).f_code.co_filename)
             return len(data) if silent else write(handle, data)
 
         return written

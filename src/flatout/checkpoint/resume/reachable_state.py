@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flatout.agent.frames import HOME, is_users, qualified
+from flatout.agent.frames import FLATOUT_DIR, is_user_file, qualified_name
 from flatout.agent.names import variables_of
 from flatout.checkpoint.resume.users_objects import (
     CHECKPOINTS,
@@ -137,9 +137,11 @@ def _frames(frame: FrameType | None) -> list[tuple[str, dict[str, Any], bool]]:
         if (
             code.co_flags & inspect.CO_OPTIMIZED
             and not is_torchs(code.co_filename)
-            and not code.co_filename.startswith((HOME, "<"))
+            and not code.co_filename.startswith((FLATOUT_DIR, "<"))
         ):
-            found.append((qualified(code), variables_of(frame, always=True), is_users(code.co_filename)))
+            found.append(
+                (qualified_name(code), variables_of(frame, always=True), is_user_file(code.co_filename))
+            )
         frame = frame.f_back
     counted: dict[str, int] = {}
     named = []
@@ -271,7 +273,7 @@ class _Walk:
             self._note(path, repr(sorted(map(spelled_name, values))), users)
 
     def _function(self, path: str, function: Callable[..., Any], users: bool, depth: int) -> None:
-        if not is_users(function.__code__.co_filename):
+        if not is_user_file(function.__code__.co_filename):
             return
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
             try:
@@ -283,7 +285,7 @@ class _Walk:
 
     def _generator(self, path: str, generator: Generator, users: bool, depth: int) -> None:
         file = generator.gi_code.co_filename
-        if generator.gi_frame is not None and (is_users(file) or file.endswith(CHECKPOINTS)):
+        if generator.gi_frame is not None and (is_user_file(file) or file.endswith(CHECKPOINTS)):
             for name, value in variables_of(generator.gi_frame, always=True).items():
                 self._visit(f"{path}.{name}", value, users, depth)
 

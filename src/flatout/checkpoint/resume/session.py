@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from flatout.agent.bootstrap import say_at_once
-from flatout.agent.frames import is_users
+from flatout.agent.bootstrap import say_unbuffered
+from flatout.agent.frames import is_user_file
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
@@ -91,7 +91,7 @@ class ExactSession(Listener):
         self.rescue = Rescue(
             torch,
             folder,
-            say_at_once,
+            say_unbuffered,
             lambda: claim_or_succeed(claim),
             ledger,
             exact=self,
@@ -169,7 +169,7 @@ class ExactSession(Listener):
     def begin(self, context: TrainingContext) -> None:
         self.rescue.begin(context)
 
-    def broke(self, error: Exception) -> None:
+    def on_error(self, error: Exception) -> None:
         if self.replaying:
             self.refuse(f"internal error in flatout ({type(error).__name__}: {error})")
         self.rescue.leave()
@@ -177,7 +177,7 @@ class ExactSession(Listener):
     # -- the process -----------------------------------------------------------------------------------------
 
     def say(self, sentence: str) -> None:
-        say_at_once(sentence)
+        say_unbuffered(sentence)
 
     def refuse(self, why: str) -> NoReturn:
         """Exit the process, whatever the program catches: it must not run with tensors that have no values."""
@@ -185,7 +185,7 @@ class ExactSession(Listener):
         if not self.options.insists:
             unlink(self.journal)
             then = "The next start begins from scratch; `flatout rescue` lists the checkpoints"
-        say_at_once(f"cannot resume exactly: {why}. {then}.")
+        say_unbuffered(f"cannot resume exactly: {why}. {then}.")
         os._exit(CannotResume.exit_code)
 
     def recording_begins(self) -> None:
@@ -231,14 +231,14 @@ class ExactSession(Listener):
     def extra_state(self, frame: FrameType | None) -> tuple[dict[str, Any], str]:
         state, why_not = self._extra_state(frame)
         if why_not and why_not != self._why_not and not self.value_log.broken:
-            say_at_once(f"from here on this program could not be resumed exactly: {why_not}")
+            say_unbuffered(f"from here on this program could not be resumed exactly: {why_not}")
         self._why_not = why_not
         return state, why_not
 
     def metadata(self, why_not: str, cost_s: float) -> ExactMeta:
         for module in users_modules():
             file = os.path.abspath(getattr(module, "__file__", None) or "")
-            if file not in self._sources and is_users(file):
+            if file not in self._sources and is_user_file(file):
                 # at first sight: later edits do not affect the running program
                 self._sources[file] = digest_of(file)
         return ExactMeta(self.journal.name, tuple(sys.orig_argv[1:]), dict(self._sources), why_not, cost_s)
@@ -336,7 +336,7 @@ class ExactSession(Listener):
             self.say(f"this script cannot be resumed exactly: {error}")
 
     @contextmanager
-    def for_real(self) -> Iterator[None]:
+    def real_execution(self) -> Iterator[None]:
         """Run flatout's own code: it acts on real tensors and is not recorded."""
         with self.skipping.paused(), self.value_log.unrecorded:
             yield
@@ -442,5 +442,5 @@ class ExactSession(Listener):
 
 
 def _place_of(failure: BaseException) -> str:
-    frames = [frame for frame in traceback.extract_tb(failure.__traceback__) if is_users(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(failure.__traceback__) if is_user_file(frame.filename)]
     return f", at {os.path.relpath(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""

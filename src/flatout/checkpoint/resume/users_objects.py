@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from flatout.agent.frames import is_installed, is_torch, is_users
+from flatout.agent.frames import is_installed, is_torch, is_user_file
 
 ADDRESSES = 1 << 44, 1 << 47
 PLAIN = (
@@ -60,7 +60,7 @@ _MODULES: dict[str, tuple[Any, bool]] = {}
 
 
 def _is_users_file(file: object) -> bool:
-    return isinstance(file, str) and os.path.isabs(file) and is_users(file)
+    return isinstance(file, str) and os.path.isabs(file) and is_user_file(file)
 
 
 def is_torchs(file: str) -> bool:

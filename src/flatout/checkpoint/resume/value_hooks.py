@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from flatout.agent.frames import HOME
+from flatout.agent.frames import FLATOUT_DIR
 from flatout.agent.ledger import Ledger
 from flatout.agent.masks import observe_masks
 from flatout.checkpoint.resume.clock_hooks import ClockHooks, RecordedClock
@@ -258,6 +258,6 @@ class ValueHooks:
 
 
 def _past_us(frame: FrameType) -> FrameType:
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(HOME):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(FLATOUT_DIR):
         frame = frame.f_back
     return frame
