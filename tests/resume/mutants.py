@@ -177,7 +177,7 @@ check(
 check(
     "complete",
     "all objects can be looked through",
-    "saved_world",
+    "program_state",
     'unsound = [] if world.complete else ["it holds more objects than can be inspected"]',
     "unsound = []",
     "more_than_can_be_looked_through",

@@ -147,7 +147,7 @@ def would_end_at(lines: list[str]) -> bool:
     return WOULD_END.match(" ".join(line.strip() for line in lines)) is not None
 
 
-# -- functions with a device argument -----------------------------------------------------------------------
+# -- functions with a device argument
 
 
 def _redirect_tensors(devices: DeviceArguments) -> None:
@@ -303,7 +303,7 @@ def _redirect_wrappers(devices: DeviceArguments) -> None:
     devices.patch(parallel, "data_parallel", call_module)
 
 
-# -- torch.cuda and torch.accelerator -----------------------------------------------------------------------
+# -- torch.cuda and torch.accelerator
 
 
 def _redirect_modules(devices: DeviceArguments) -> None:

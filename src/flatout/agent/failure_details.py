@@ -176,7 +176,7 @@ def _unravel(flat_index: int, shape: list[int]) -> list[int]:
     return indices
 
 
-# -- process state -----------------------------------------------------------------------------------------
+# -- process state
 
 
 def _processes(record: FailureRecord, error: BaseException, torch: ModuleType | None) -> None:

@@ -59,7 +59,7 @@ class FakeExecution:
         # address of a real storage -> a counterpart that keeps its fake storage alive
         self._fake_of_storage: dict[int, Any] = {}
 
-    # -- install --------------------------------------------------------------------------------------------
+    # -- install
 
     def install(self) -> None:
         from torch.utils._python_dispatch import TorchDispatchMode
@@ -92,7 +92,7 @@ class FakeExecution:
         with _disable_current_modes():
             yield
 
-    # -- operators ------------------------------------------------------------------------------------------
+    # -- operators
 
     def _dispatched(self, function: Any, args: Any, kwargs: Any) -> Any:
         torch = self.torch
@@ -184,7 +184,7 @@ class FakeExecution:
         with self.fake_mode:
             return self.torch.empty(shape, dtype=dtype)
 
-    # -- storages -------------------------------------------------------------------------------------------
+    # -- storages
 
     def _fake(self, tensor: Tensor) -> Any:
         """Return the fake counterpart of a real tensor, the same one as long as the tensor lives."""
@@ -239,7 +239,7 @@ class FakeExecution:
         if block is not None:
             self.on_free(block)
 
-    # -- queries from Python --------------------------------------------------------------------------------
+    # -- queries from Python
 
     def _array(self, tensor: Tensor, *args: object, **kwargs: object) -> Any:
         with self.real_execution():

@@ -179,7 +179,7 @@ class FileSandbox:
                 members.add(sandboxed)
                 self.ledger.call(f"os.{group}", partial(members.discard, sandboxed))
 
-    # -- reading ----------------------------------------------------------------------------------------------------
+    # -- reading
 
     def _read(self, original: Any, path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> Any:
         return original(
@@ -228,7 +228,7 @@ class FileSandbox:
             self.overlay.path_of(path) if isinstance(path, int) else "." if path is None else path
         )
 
-    # -- opening ----------------------------------------------------------------------------------------------------
+    # -- opening
 
     def _open(
         self, original: Any, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
@@ -258,7 +258,7 @@ class FileSandbox:
                 kwargs[keyword] = real
         return original(*args, **kwargs)
 
-    # -- changing ---------------------------------------------------------------------------------------------------
+    # -- changing
 
     def _path_for_new(self, path: Any, dir_fd: int | None) -> str:
         """Return the real path at which an entry is made; if there is one already, its own, where that fails."""
@@ -380,7 +380,7 @@ class FileSandbox:
         original(src, self._path_for_new(dst, dir_fd), *args)
         self.overlay.record()
 
-    # -- the byte code and the audit of a trial ---------------------------------------------------------------------------------------
+    # -- the byte code and the audit of a trial
 
     def keep_byte_code(self) -> None:
         """Write byte code only for installed packages, as a plain run of the program would."""

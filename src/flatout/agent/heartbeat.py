@@ -116,7 +116,7 @@ class HeartbeatWriter:
 
         return hooked_load
 
-    # -- losses ---------------------------------------------------------------------------------------------
+    # -- losses
 
     def _check_losses(self, losses: Tensor | Sequence[Tensor]) -> None:
         """End the script if a loss is NaN or infinite; on a device, up to CHECK_EVERY_STEPS steps later.

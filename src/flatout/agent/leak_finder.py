@@ -141,7 +141,7 @@ class LeakFinder:
         _, (file, name) = max(growth)
         return Leak(f"tensor `{name}`", filling_line(name, "variable", [file]))
 
-    # -- tensors --------------------------------------------------------------------------------------------
+    # -- tensors
 
     def _living_tensors(self) -> Iterator[Any]:
         tensor_class = self.torch.Tensor
@@ -184,4 +184,4 @@ class LeakFinder:
         return len(seen)
 
 
-# -- source lines ------------------------------------------------------------------------------------------
+# -- source lines

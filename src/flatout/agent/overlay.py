@@ -57,7 +57,7 @@ class Overlay:
         self._excluded = tuple({os.path.realpath(path) + "/" for path in excluded_paths})
         self._project = os.path.join(os.path.realpath(self.cwd()), "")  # users keep projects in /tmp
 
-    # -- the bypass ---------------------------------------------------------------------------------------------------
+    # -- the bypass
 
     @contextmanager
     def bypass(self) -> Iterator[None]:
@@ -72,7 +72,7 @@ class Overlay:
     def bypassed(self) -> bool:
         return getattr(self.local, "bypassed", False)
 
-    # -- paths ------------------------------------------------------------------------------------------------------
+    # -- paths
 
     def cwd(self) -> str:
         return self._logical(posix.getcwd())
@@ -172,7 +172,7 @@ class Overlay:
             folder = folder.rpartition("/")[0]
         return key or "/"
 
-    # -- the list of what has moved, shared by all processes --------------------------------------------------------
+    # -- the list of what has moved, shared by all processes
 
     def has_changes(self) -> bool:
         """Whether the program has changed anything; first read what its other processes have."""
@@ -225,7 +225,7 @@ class Overlay:
         """Whether the program has made or changed this itself."""
         return _lstat(self.upper + key) is not None
 
-    # -- reading ----------------------------------------------------------------------------------------------------
+    # -- reading
 
     def path_to_read(self, path: Any, follow: bool = True, dir_fd: int | None = None) -> Any:
         """Return the real path of what the program sees there."""
@@ -262,7 +262,7 @@ class Overlay:
             names |= dict.fromkeys(posix.listdir(upper))
         return list(names)
 
-    # -- changing ---------------------------------------------------------------------------------------------------
+    # -- changing
 
     def path_to_write(self, path: Any, flags: int, dir_fd: int | None = None) -> Any:
         """Return the real path to open with these flags: above, or where the program itself must fail."""

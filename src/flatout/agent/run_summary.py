@@ -73,7 +73,7 @@ class Summarizer:
             every_s = self.request.every_s or GPU_EVERY_S
             self.sampler_thread = PeriodicThread(every_s, self._sample, "flatout-summary")
 
-    # -- live figures -----------------------------------------------------------------------------------------------
+    # -- live figures
 
     def _sample(self) -> None:
         """Sample the GPU, and write live figures if they are asked for."""
@@ -101,7 +101,7 @@ class Summarizer:
         except (OSError, ValueError):
             self.request = SummaryRequest(**{**vars(self.request), "every_s": 0.0})  # the disk is full
 
-    # -- the end ----------------------------------------------------------------------------------------------------
+    # -- the end
 
     def close(self) -> None:
         """Write and show the record. Does nothing in a forked process."""

@@ -114,7 +114,7 @@ class SyncRecorder:
         ]
         return sorted(records, key=lambda synchronisation: -synchronisation.ms)
 
-    # -- wrappers -------------------------------------------------------------------------------------------
+    # -- wrappers
 
     def _counts(self, tensor: Tensor, caller: FrameType) -> bool:
         if self._in_hook or not isinstance(tensor, self.torch.Tensor) or self.torch.compiler.is_compiling():

@@ -57,7 +57,7 @@ class TrainingContext(ProgramView):
         self._compiler_safe = False
         self.deferred: Callable[[], None] | None = None
 
-    # -- install --------------------------------------------------------------------------------------------
+    # -- install
 
     def register_objects(
         self,
@@ -142,7 +142,7 @@ class TrainingContext(ProgramView):
                 hook.remove()
         self._root_hooks.clear()
 
-    # -- root modules ---------------------------------------------------------------------------------------
+    # -- root modules
 
     def _add_global_hooks(self) -> None:
         modules = self.torch.nn.modules.module
@@ -230,7 +230,7 @@ class TrainingContext(ProgramView):
             self._pickles_filtered = True
             keep_out_of_pickles(self.torch, self.ledger, TrainingContext)
 
-    # -- backward -------------------------------------------------------------------------------------------
+    # -- backward
 
     def _wrap_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         context = self
@@ -296,7 +296,7 @@ class TrainingContext(ProgramView):
 
         return hooked_init
 
-    # -- optimizers and step boundaries ---------------------------------------------------------------------
+    # -- optimizers and step boundaries
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         self.listener.optimizer_begin(optimizer)
@@ -338,7 +338,7 @@ class TrainingContext(ProgramView):
             deferred, self.deferred = self.deferred, None
             deferred()
 
-    # -- wrapping the forward of a root module --------------------------------------------------------------
+    # -- wrapping the forward of a root module
 
     def wrap_forward(self, root: Module, wrapper: Wrapper, ledger: AnyLedger) -> Callable[[], None]:
         """Replace ``root.forward`` by ``wrapper(root.forward)``; names, type and state_dict stay.

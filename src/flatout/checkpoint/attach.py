@@ -93,4 +93,4 @@ class RescueOnly:
         self.listener.begin(context)
 
     def on_error(self, error: Exception) -> None:
-        self.listener.leave()
+        self.listener.stop()
