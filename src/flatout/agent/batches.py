@@ -10,7 +10,7 @@ from typing import Any
 from flatout.measure.nests import mapped, tensors_in
 
 
-def samples_in(batch: object, batch_size: int | None) -> int | None:
+def samples_in(batch: object, batch_size: int | None = None) -> int | None:
     """Return the number of samples in a batch; None if no tensor has a dimension.
 
     It is the number that the loader was asked for, if a tensor has a dimension of this size. Otherwise it is

@@ -126,7 +126,6 @@ class CrashReport:
 
 
 def _failure_reporter() -> FailureReporter | None:
-    """Return the reporter to the launcher if there are several ranks; otherwise import nothing."""
     if "FLATOUT_LAUNCH" not in os.environ:
         return None
     from flatout.agent.failure_report import reporter_of_launch

@@ -32,6 +32,7 @@ from flatout.job.rank_environment import rank_number
 if TYPE_CHECKING:
     from torch import Tensor
 
+Function = Callable[..., Any]
 ACCELERATORS = ("cuda", "xpu", "mps")
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 SUBMODULES = ("memory", "random", "streams")  # submodules of torch.cuda that export the same functions again
@@ -41,7 +42,7 @@ WOULD_END = re.compile(
 )
 
 
-def install(asked: str) -> None:
+def install() -> None:
     """At process start, arrange to redirect torch to the CPU right after its import."""
     sys.meta_path.insert(0, AfterImport({"torch": redirect}))
 
@@ -116,7 +117,7 @@ class DeviceArguments:
 
     def wrap_argument(
         self,
-        original: Callable[..., Any],
+        original: Function,
         position: int | None = None,
         name: str = "device",
         change: Callable[[Any], Any] | None = None,
@@ -151,7 +152,6 @@ def would_end_at(lines: list[str]) -> bool:
 
 
 def _redirect_tensors(devices: DeviceArguments) -> None:
-    """Redirect what makes, moves and loads tensors."""
     from torch.utils._device import DeviceContext, _device_constructors
 
     torch, tensor, wrap_argument = devices.torch, devices.torch.Tensor, devices.wrap_argument
@@ -203,11 +203,7 @@ def _redirect_location(devices: DeviceArguments, location: Any) -> Any:
     return str(devices(name)) if isinstance(name, str) else location
 
 
-def _wrap_move(
-    devices: DeviceArguments, kind: str, original_to: Callable[..., Any], original: Callable[..., Any]
-) -> Any:
-    """Wrap `Tensor.cuda` and similar methods."""
-
+def _wrap_move(devices: DeviceArguments, kind: str, original_to: Function, original: Function) -> Any:
     @wraps(original)
     def moved(
         tensor: Tensor,
@@ -221,7 +217,7 @@ def _wrap_move(
     return moved
 
 
-def _default_device(devices: DeviceArguments, original: Callable[..., Any]) -> Any:
+def _default_device(devices: DeviceArguments, original: Function) -> Any:
     @wraps(original)
     def set_default_device(device: Any) -> None:
         redirected = devices(device)
@@ -282,14 +278,14 @@ def _redirect_wrappers(devices: DeviceArguments) -> None:
     """DataParallel and DistributedDataParallel keep their names in a `state_dict`, and compute on the CPU."""
     parallel = devices.torch.nn.parallel
 
-    def without_device_ids(original: Callable[..., Any]) -> Any:
+    def without_device_ids(original: Function) -> Any:
         return wraps(original)(
             lambda wrapper, module, device_ids=None, output_device=None, *args, **kwargs: original(
                 wrapper, module, None, None, *args, **kwargs
             )
         )
 
-    def call_module(original: Callable[..., Any]) -> Any:
+    def call_module(original: Function) -> Any:
         return wraps(original)(
             lambda module, inputs, device_ids=None, output_device=None, dim=0, module_kwargs=None: module(
                 *(inputs if isinstance(inputs, tuple) else (inputs,)), **(module_kwargs or {})
@@ -325,7 +321,7 @@ def _redirect_modules(devices: DeviceArguments) -> None:
         devices.ledger.set(torch.cuda, name, getattr(torch, name))
 
 
-def _wrap_availability(devices: DeviceArguments, original: Callable[..., Any]) -> Any:
+def _wrap_availability(devices: DeviceArguments, original: Function) -> Any:
     """Answer `is_available` and `device_count`: the truth for libraries, and what keeps a script alive."""
     is_count = original.__name__ == "device_count"
 
@@ -347,11 +343,10 @@ def _is_cuda_for_user(frame: FrameType) -> bool:
 
 
 def _checks_for_cuda(filename: str) -> bool:
-    """Whether a file checks for CUDA."""
     return any("is_available" in line for line in linecache.getlines(filename))
 
 
-def _distinct_copy(answer: Callable[..., Any], original: object) -> Any:
+def _distinct_copy(answer: Function, original: object) -> Any:
     """Return ``answer`` as a new object: the compiler has rules per function of torch, by identity."""
     if isinstance(answer, type):
         return type(answer.__name__, (answer,), {})

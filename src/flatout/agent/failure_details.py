@@ -96,7 +96,6 @@ def _frame(frame: FrameType, line: int) -> FrameSeen:
 
 
 def _statement(frame: FrameType, line: int) -> str:
-    """Return the line with the lines after it: a call may span several."""
     return " ".join(
         linecache.getline(frame.f_code.co_filename, number, frame.f_globals).strip()
         for number in range(line, line + 4)
@@ -128,7 +127,6 @@ _LIBRARY_DIRS = _library_dirs()
 
 
 def _tensors(frame: FrameType, statement: str) -> list[TensorSeen]:
-    """Return the tensors that the failing line names, then the others of the frame."""
     torch = sys.modules.get("torch")
     if torch is None:
         return []
@@ -237,7 +235,6 @@ def _memory(record: FailureRecord, error: BaseException, torch: ModuleType | Non
 
 
 def _module(record: FailureRecord, error: BaseException, torch: ModuleType | None) -> None:
-    """Record which layer was running, by its path in the outermost module on the stack."""
     if torch is None:
         return
     error = _first_error(error)
@@ -262,7 +259,6 @@ def _first_error(error: BaseException) -> BaseException:
 
 
 def _name_of(module: Module, trace: TracebackType | None) -> str:
-    """Return the name of the module in the user's own frame."""
     for frame, _ in traceback.walk_tb(trace):
         if _is_user_file(frame.f_code.co_filename):
             for name, value in frame.f_locals.items():
@@ -272,7 +268,6 @@ def _name_of(module: Module, trace: TracebackType | None) -> str:
 
 
 def _batch(record: FailureRecord, error: BaseException, torch: ModuleType | None) -> None:
-    """Record the number of the batch, if exactly one loader is in use."""
     loading = sys.modules.get("torch.utils.data.dataloader")
     if loading is None:
         return

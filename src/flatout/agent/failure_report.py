@@ -94,7 +94,6 @@ class FailureReporter:
             self._tell_torchrun(error_file, error, text, int(path.stat().st_mtime))
 
     def _tell_torchrun(self, error_file: str, error: BaseException, text: str, timestamp: int) -> None:
-        """Write the file that torchrun shows in its own report of this rank."""
         import json
 
         log = os.path.join(self.launch_folder, f"rank{self.rank}.log")

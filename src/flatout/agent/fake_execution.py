@@ -187,7 +187,6 @@ class FakeExecution:
     # -- storages
 
     def _fake(self, tensor: Tensor) -> Any:
-        """Return the fake counterpart of a real tensor, the same one as long as the tensor lives."""
         fake = self._fakes.get(id(tensor))
         if fake is None:
             with self.real_execution():

@@ -142,7 +142,6 @@ class FileSandbox:
             self._wrap(owner, function, partial(self._open_in_library, position, keyword, flags))
 
     def _install_pathlib(self) -> None:
-        """Replace the references that pathlib keeps in Python 3.10."""
         import pathlib
 
         accessor = vars(pathlib)["_NormalAccessor"]
@@ -501,7 +500,6 @@ class DirEntry:
 
 
 def _last_name(path: Any) -> str:
-    """Return the last name of a path as it is written."""
     return os.fsdecode(path).rstrip("/").rpartition("/")[2]
 
 

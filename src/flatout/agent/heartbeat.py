@@ -143,7 +143,6 @@ class HeartbeatWriter:
 
 
 def install(folder: str) -> None:
-    """Install the heartbeat at the start of a Python process of a monitored run."""
     global _installed
     if _installed is None:
         _installed = HeartbeatWriter(folder)

@@ -46,7 +46,6 @@ def most_common_holder(tensors: list[Any], own_ids: set[int]) -> tuple[str, Sour
 
 
 def _holder(tensor: Tensor, own_ids: set[int]) -> NamedHolder | None:
-    """Return the named object that holds a tensor, through containers; ``own_ids``: flatout's containers."""
     things, seen = [tensor], {id(tensor), *own_ids}
     for depth in range(MAX_DEPTH):
         for thing in things:
@@ -86,7 +85,6 @@ def _name_in_frames(thing: object, kind: str) -> NamedHolder | None:
 
 
 def _name_in_namespaces(thing: object, kind: str) -> NamedHolder | None:
-    """Find a global of a module, an attribute of an object, or a closure variable."""
     for referrer in gc.get_referrers(thing):
         if isinstance(referrer, dict):
             name = next(

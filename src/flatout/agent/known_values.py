@@ -86,7 +86,6 @@ class KnownValues:
             return None
 
     def _worth_computing(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the result of a constructor may matter: a single number, or not too many integers."""
         if name.startswith(("aten::empty", "aten::_empty")):
             return False
         sizes = next((arg for arg in (*args, kwargs.get("size")) if isinstance(arg, (list, tuple))), ())

@@ -102,14 +102,7 @@ class LeakFinder:
         """Return the named container that grew at each look; of several, the one with the largest growth."""
         if len(self._lengths) < 4:
             return None
-        first, *later = self._lengths
-        growth = [
-            (later[-1][named] - count, named)
-            for named, count in first.items()
-            if all(named in counts for counts in later)
-            and all(b[named] > a[named] for a, b in zip(self._lengths, later, strict=False))
-        ]
-        if not growth:
+        if not (growth := _growth(self._lengths)):
             return None
         kind, name, owner, files = max(growth)[1]
         return Leak(f"{kind} `{name}`" + (f" of {owner}" if owner else ""), filling_line(name, kind, files))
@@ -128,15 +121,7 @@ class LeakFinder:
                     yield named, len(value)
 
     def _growing_tensor(self) -> Leak | None:
-        """Return a single tensor that grew at each look: concatenation without removal."""
-        first, *later = self._sizes
-        growth = [
-            (later[-1][key] - size, key)
-            for key, size in first.items()
-            if all(key in sizes for sizes in later)
-            and all(b[key] > a[key] for a, b in zip(self._sizes, later, strict=False))
-        ]
-        if not growth:
+        if not (growth := _growth(self._sizes)):
             return None
         _, (file, name) = max(growth)
         return Leak(f"tensor `{name}`", filling_line(name, "variable", [file]))
@@ -172,7 +157,6 @@ class LeakFinder:
         return max(chains, key=lambda pair: pair[0])[1] if chains else None
 
     def _nodes(self, tensor: Tensor) -> int:
-        """Count the nodes of the autograd graph below a tensor, up to a limit."""
         seen: set[Any] = set()
         todo = [tensor.grad_fn]
         while todo and len(seen) < MAX_NODES:
@@ -184,4 +168,12 @@ class LeakFinder:
         return len(seen)
 
 
-# -- source lines
+def _growth(sizes: list[dict[Any, int]]) -> list[tuple[int, Any]]:
+    """Return the total growth of each key whose size grew from each inspection to the next."""
+    first, *later = sizes
+    return [
+        (later[-1][key] - size, key)
+        for key, size in first.items()
+        if all(key in inspection for inspection in later)
+        and all(b[key] > a[key] for a, b in zip(sizes, later, strict=False))
+    ]

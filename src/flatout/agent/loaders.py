@@ -5,11 +5,11 @@ from __future__ import annotations
 import inspect
 import random
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 from flatout.agent.frames import place_of, user_line
 from flatout.agent.loader_methods import wrap_loader_method
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader, Dataset
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-
+Function = Callable[..., Any]
 MAX_LENGTH = 2**40  # limit: endless samplers report a huge length
 
 LoaderRule = Callable[[Any, "dict[str, Any]"], "dict[str, Any]"]
@@ -43,22 +43,20 @@ class Loaders:
         self.feed_rules: list[FeedRule] = []
         self.descriptions: list[dict[str, Any]] = []
         # loader -> its position in ``descriptions``
-        self.positions: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self.script_args: weakref.WeakKeyDictionary[Any, dict[str, Any]] = (
-            weakref.WeakKeyDictionary()
-        )  # loader -> what the script asked for
+        self.positions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self.script_args: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()
         # loader -> position of the first one made with equal arguments
-        self.first_alike: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self.first_alike: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._position_of_key: dict[tuple[Any, ...], int] = {}
         self._first_positions: list[int] = []
         # position in ``descriptions`` -> backward passes after a batch of this loader
         self.backward_counts: Counter[int] = Counter()
         # iterator -> its loader's position in ``descriptions``
-        self._iterator_positions: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._iterator_positions: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._last_position: int | None = None  # the loader of the last batch
-        self._feeds: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._feeds: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._dataset: Callable[[], Any] | None = None
-        self._made_persistent: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._made_persistent: WeakSet[Any] = WeakSet()
 
     def observe_creation(self, ledger: Ledger) -> None:
         """Wrap ``DataLoader.__init__``: persistent workers and the batch size cannot be changed later."""
@@ -66,7 +64,7 @@ class Loaders:
         self._keep_epoch_draw(ledger)
         self._feed_iterators(ledger)
 
-    def _wrap_init(self, init: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_init(self, init: Function) -> Function:
         signature = inspect.signature(init)
 
         def hooked_init(loader: DataLoader, *args: object, **kwargs: object) -> None:
@@ -142,7 +140,7 @@ class Loaders:
         """Keep drawing one seed per epoch: persistent workers draw none, which would shift later draws."""
         torch = self.torch
 
-        def wrap(reset: Callable[..., Any]) -> Callable[..., Any]:
+        def wrap(reset: Function) -> Function:
             def hooked_reset(iterator: object, loader: DataLoader, first_iter: bool = False) -> None:
                 if not first_iter and loader in self._made_persistent:
                     torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
@@ -163,10 +161,9 @@ class Loaders:
         return end
 
     def _feed_iterators(self, ledger: Ledger) -> None:
-        """Wrap the creation of an iterator, where both kinds of iterators take data set and collation."""
         wrap_loader_method(self.torch, "iterator", self._wrap_iterator_init, ledger)
 
-    def _wrap_iterator_init(self, init: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_iterator_init(self, init: Function) -> Function:
         def init_fed(iterator: _BaseDataLoaderIter, loader: DataLoader) -> None:
             init(iterator, loader)
             if loader in self.positions:  # a subclass may make its iterator without `__iter__`
@@ -185,7 +182,7 @@ class Loaders:
     def observe_batches(self, ledger: Ledger, context: TrainingContext) -> None:
         """Report batches while gradients are enabled, as evaluation usually disables them, and epochs."""
 
-        def wrap_batch(original_next: Callable[..., Any]) -> Callable[..., Any]:
+        def wrap_batch(original_next: Function) -> Function:
             def hooked_next(iterator: object) -> Any:
                 if context.paused or not context.torch.is_grad_enabled():
                     return original_next(iterator)
@@ -197,7 +194,7 @@ class Loaders:
 
             return hooked_next
 
-        def wrap_epoch(original_iter: Callable[..., Any]) -> Callable[..., Any]:
+        def wrap_epoch(original_iter: Function) -> Function:
             def hooked_iter(loader: DataLoader) -> Any:
                 if context.paused:
                     return original_iter(loader)
@@ -329,7 +326,7 @@ def loader_key(dataset: Dataset, arguments: dict[str, Any]) -> tuple[Any, ...]:
 
 def weak_getter(thing: object) -> Callable[[], Any]:
     try:
-        return weakref.ref(thing)
+        return ref(thing)
     except TypeError:  # e.g. a list: hold it strongly
         return lambda: thing
 

@@ -22,7 +22,7 @@ from flatout.schema.program import Ledger
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
-    from torch.utils.data import DataLoader, Dataset
+    from torch.utils.data import DataLoader
 
 MAX_LAYER_NAMES = 32  # of layers
 MAX_ROOTS = 16  # with more root modules, the script calls its model in pieces
@@ -184,28 +184,17 @@ class ProgramView:
         """Return the position of the first DataLoader made like this one, e.g. in an earlier epoch."""
         return self._loaders.first_alike.get(loader)
 
-    @staticmethod
-    def loader_key(dataset: Dataset, arguments: dict[str, Any]) -> tuple[Any, ...]:
-        """Return a key that loaders made alike have in common."""
-        return loader_key(dataset, arguments)
-
     def wrap_loader_method(
         self, what: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], ledger: Ledger
     ) -> None:
         """Wrap a method of all DataLoaders (`agent/loader_methods.py`, METHODS), until the ledger is restored."""
         wrap_loader_method(self.torch, what, wrap, ledger)
 
-    @staticmethod
-    def samples_in(batch: object, asked: int | None = None) -> int | None:
-        """Return the number of samples in a batch, or None; ``asked``: the batch size of its loader."""
-        return samples_in(batch, asked)
-
-    @staticmethod
-    def rows_of(batch: object, samples: int, start: int, stop: int) -> Any:
-        """Return some samples of a batch."""
-        return rows(batch, samples, start, stop)
-
-    without_hooks = staticmethod(without_hooks)  # for packages that must not import this one
+    # for packages that must not import this one
+    loader_key = staticmethod(loader_key)
+    samples_in = staticmethod(samples_in)
+    rows_of = staticmethod(rows)
+    without_hooks = staticmethod(without_hooks)
     compiler_off = staticmethod(compiler_off)
     variables_of = staticmethod(variables_of)
 

@@ -68,7 +68,6 @@ class Summarizer:
         atexit.register(self.close)
 
     def _start_thread(self) -> None:
-        """Start the thread, if there is anything to sample: a process with threads is less safe to fork."""
         if self.request.every_s or self.figures.on_cuda:
             every_s = self.request.every_s or GPU_EVERY_S
             self.sampler_thread = PeriodicThread(every_s, self._sample, "flatout-summary")
@@ -76,7 +75,6 @@ class Summarizer:
     # -- live figures
 
     def _sample(self) -> None:
-        """Sample the GPU, and write live figures if they are asked for."""
         if self.request.every_s:
             self._write_live()
         else:
@@ -133,7 +131,6 @@ class Summarizer:
             _end_as_interrupted()
 
     def _failed_trackers(self) -> dict[str, str]:
-        """Return the trackers that said in their log that they did not take the figures, and why."""
         failures = {}
         for log in sorted(self._path("").glob("*.log")):
             try:

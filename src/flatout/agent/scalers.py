@@ -29,7 +29,7 @@ class Scalers:
 
     def without_scale(self, loss: Tensor) -> Any:
         """Return the unscaled loss of a scaled one; other losses are returned unchanged."""
-        entry = self._unscaled.get(id(loss)) if self._unscaled else None
+        entry = self._unscaled.get(id(loss))
         return entry[1] if entry is not None and entry[0]() is loss else loss
 
     def observe(self, ledger: Ledger, context: Any) -> None:

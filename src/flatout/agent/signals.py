@@ -33,19 +33,19 @@ class Signals:
     def __init__(self, on_signal: Callable[[int], bool]) -> None:
         self.on_signal = on_signal
         self.pid = os.getpid()
-        self._script_handlers: dict[int, Any] = {}  # the script's handler of each; empty: not installed
-        self._previous_handlers: dict[int, Any] = {}  # its handler before an unobserved change
+        self._handlers: dict[int, Any] = {}  # the script's handler of each; empty: not installed
+        self._replaced_handlers: dict[int, Any] = {}  # its handler before an unobserved change
         self._being_handled: set[int] = set()
-        self._original_signal, self._original_getsignal = signal.signal, signal.getsignal
+        self._set, self._get = signal.signal, signal.getsignal
 
     def install(self, ledger: Ledger) -> bool:
         """Install the handlers; return whether this succeeded: only the main thread can do it."""
         if threading.current_thread() is not threading.main_thread():
             return False
-        self._original_signal, self._original_getsignal = signal.signal, signal.getsignal
-        self._script_handlers = {number: self._original_getsignal(number) for number in OBSERVED_SIGNALS}
-        ledger.set(signal, "signal", self._wrap_signal(self._original_signal))
-        ledger.set(signal, "getsignal", self._wrap_getsignal(self._original_getsignal))
+        self._set, self._get = signal.signal, signal.getsignal
+        self._handlers = {number: self._get(number) for number in OBSERVED_SIGNALS}
+        ledger.set(signal, "signal", self._wrap_signal(self._set))
+        ledger.set(signal, "getsignal", self._wrap_getsignal(self._get))
         for number in OBSERVED_SIGNALS:
             self._set_observer(number)
         ledger.call("signal handlers", self.uninstall)
@@ -59,18 +59,18 @@ class Signals:
         """
         if threading.current_thread() is not threading.main_thread():
             return
-        handlers, self._script_handlers = self._script_handlers, {}
+        handlers, self._handlers = self._handlers, {}
         for number, handler in handlers.items():
-            if self._original_getsignal(number) == self._observe:
-                self._original_signal(number, handler)
+            if self._get(number) == self._observe:
+                self._set(number, handler)
 
     def recheck(self) -> None:
         """Check the handlers again: a script that imported ``signal.signal`` early sets them unobserved."""
         if threading.current_thread() is threading.main_thread():
-            for number, handler in list(self._script_handlers.items()):
-                current = self._original_getsignal(number)
+            for number, handler in list(self._handlers.items()):
+                current = self._get(number)
                 if current != self._observe and current is not handler:
-                    self._previous_handlers[number], self._script_handlers[number] = handler, current
+                    self._replaced_handlers[number], self._handlers[number] = handler, current
                     self._set_observer(number)
 
     def pass_on(self, number: int, frame: FrameType | None = None) -> None:
@@ -83,18 +83,18 @@ class Signals:
             finally:
                 self._being_handled.discard(number)
         elif handler == signal.SIG_DFL:
-            self._original_signal(number, signal.SIG_DFL)
+            self._set(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
     def _handler(self, number: int) -> Any:
-        return (self._previous_handlers if number in self._being_handled else self._script_handlers).get(
+        return (self._replaced_handlers if number in self._being_handled else self._handlers).get(
             number, signal.SIG_DFL
         )
 
     def _set_observer(self, number: int) -> None:
-        handler = self._script_handlers[number]
+        handler = self._handlers[number]
         if callable(handler) or handler == signal.SIG_DFL:  # neither ignored signals nor handlers of C code
-            self._original_signal(number, self._observe)
+            self._set(number, self._observe)
 
     def _observe(self, number: int, frame: FrameType | None) -> None:
         called_by_script = sys._getframe(1) is not frame  # the script's handler calls the one it replaced
@@ -107,13 +107,13 @@ class Signals:
     def _wrap_signal(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def hooked_signal(signalnum: object, handler: object) -> Any:
-            if signalnum not in self._script_handlers or not (callable(handler) or handler == signal.SIG_DFL):
+            if signalnum not in self._handlers or not (callable(handler) or handler == signal.SIG_DFL):
                 previous = original(signalnum, handler)
-                if signalnum not in self._script_handlers:
+                if signalnum not in self._handlers:
                     return previous
             else:
                 original(signalnum, self._observe)
-            previous, self._script_handlers[signalnum] = self._script_handlers[signalnum], handler
+            previous, self._handlers[signalnum] = self._handlers[signalnum], handler
             return previous
 
         return hooked_signal
@@ -123,8 +123,8 @@ class Signals:
         def hooked_getsignal(signalnum: object) -> Any:
             handler = original(signalnum)
             return (
-                self._script_handlers[signalnum]
-                if handler == self._observe and signalnum in self._script_handlers
+                self._handlers[signalnum]
+                if handler == self._observe and signalnum in self._handlers
                 else handler
             )
 

@@ -22,6 +22,7 @@ from flatout.schema.profile import SyncRecord
 if TYPE_CHECKING:
     from torch import Tensor
 
+Function = Callable[..., Any]
 METHODS = {
     "item": "item",
     "tolist": "item",
@@ -42,14 +43,7 @@ METHODS = {
     "equal": "compare",
     "allclose": "compare",
 }
-FUNCTIONS = {
-    "nonzero": "nonzero",
-    "argwhere": "nonzero",
-    "unique": "nonzero",
-    "masked_select": "nonzero",
-    "equal": "compare",
-    "allclose": "compare",
-}
+FUNCTIONS = ("nonzero", "argwhere", "unique", "masked_select", "equal", "allclose")
 MOVE_METHODS = ("to", "cuda")
 CONSTRUCTORS = ("tensor", "as_tensor")
 
@@ -85,8 +79,8 @@ class SyncRecorder:
         for name, kind in METHODS.items():
             self.ledger.set(torch.Tensor, name, self._wrap(getattr(torch.Tensor, name), kind))
         observe_masks(torch, self.ledger, self._on_mask)
-        for name, kind in FUNCTIONS.items():
-            self.ledger.set(torch, name, self._wrap(getattr(torch, name), kind))
+        for name in FUNCTIONS:
+            self.ledger.set(torch, name, self._wrap(getattr(torch, name), METHODS[name]))
         self.ledger.set(torch, "where", self._wrap_where(torch.where))
         for name in MOVE_METHODS:
             self.ledger.set(torch.Tensor, name, self._wrap_move(getattr(torch.Tensor, name)))
@@ -127,7 +121,7 @@ class SyncRecorder:
         self,
         kind: str,
         caller: FrameType,
-        original: Callable[..., Any],
+        original: Function,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         tensor: Tensor | None = None,
@@ -159,7 +153,7 @@ class SyncRecorder:
             else 0
         )
 
-    def _wrap(self, original: Callable[..., Any], kind: str) -> Callable[..., Any]:
+    def _wrap(self, original: Function, kind: str) -> Function:
         @wraps(original)
         def observed(tensor: Tensor = None, *args: object, **kwargs: object) -> Any:
             if tensor is None:
@@ -172,14 +166,13 @@ class SyncRecorder:
         return observed
 
     def _on_mask(self, original: Callable[[], Any], mask: Tensor, caller: FrameType) -> Any:
-        """Record indexing with a mask: the number of results is only known once the mask is computed."""
         return (
             self._measure("nonzero", caller, original, (), {}, mask)
             if self._counts(mask, caller)
             else original()
         )
 
-    def _wrap_where(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_where(self, original: Function) -> Function:
         @wraps(original)
         def found(condition: object, *args: object, **kwargs: object) -> Any:
             if args or kwargs or not self._counts(condition, sys._getframe(1)):
@@ -188,7 +181,7 @@ class SyncRecorder:
 
         return found
 
-    def _wrap_move(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_move(self, original: Function) -> Function:
         @wraps(original)
         def moved(tensor: Tensor, *args: object, **kwargs: object) -> Any:
             if self._in_hook or self.torch.compiler.is_compiling():
@@ -208,9 +201,7 @@ class SyncRecorder:
 
         return moved
 
-    def _wrap_constructor(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Record tensor creation from Python values: on a device, a copy from memory that is not pinned."""
-
+    def _wrap_constructor(self, original: Function) -> Function:
         @wraps(original)
         def made(data: object, *args: object, **kwargs: object) -> Any:
             start = self.now_ns()
@@ -221,7 +212,7 @@ class SyncRecorder:
 
         return made
 
-    def _wrap_synchronize(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_synchronize(self, original: Function) -> Function:
         @wraps(original)
         def waited(*args: object, **kwargs: object) -> Any:
             if self._in_hook:

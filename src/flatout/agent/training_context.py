@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
+Function = Callable[..., Any]
+
 
 class TrainingContext(ProgramView):
     """The view of a running script, with the hooks that keep it up to date and send events to a listener."""
@@ -119,7 +121,7 @@ class TrainingContext(ProgramView):
             if compiled is not None:  # compiled by module.compile(), which includes the hooks
                 self.ledger.set(root, "_compiled_call_impl", self._wrap_compiled_call(root, compiled))
 
-    def _wrap_compiled_call(self, root: Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_compiled_call(self, root: Module, compiled: Function) -> Function:
         module = weakref.ref(root)
 
         @wraps(compiled)
@@ -232,7 +234,7 @@ class TrainingContext(ProgramView):
 
     # -- backward
 
-    def _wrap_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_backward(self, backward: Function) -> Function:
         context = self
 
         @wraps(backward)
@@ -271,7 +273,7 @@ class TrainingContext(ProgramView):
         self.autocast_seen |= any(self._under_autocast.values())
         self._under_autocast.clear()
 
-    def _wrap_grad(self, grad: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_grad(self, grad: Function) -> Function:
         context = self
 
         @wraps(grad)
@@ -286,7 +288,7 @@ class TrainingContext(ProgramView):
 
         return hooked_grad
 
-    def _wrap_distribution_init(self, init: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_distribution_init(self, init: Function) -> Function:
         context = self
 
         @wraps(init)

@@ -55,7 +55,6 @@ class Workspaces:
         )
 
     def _spec_of(self, arg: object, has_samples: bool) -> Any:
-        """Describe a tensor as (shape without samples, has samples, dtype, channels last)."""
         if not isinstance(arg, self.torch.Tensor):
             return arg
         channels_last = (

@@ -54,7 +54,6 @@ def checkpointing(
 def _exact(
     options: ResumeOptions, folder: Path, ledger: Ledger, resumed: Callable[[], None]
 ) -> Checkpointing | None:
-    """Return the session that records or resumes this process; None if its training cannot be recorded."""
     if this_rank() is not None or int(os.environ.get("WORLD_SIZE") or 1) > 1:
         say_unbuffered(
             "this program is not recorded and cannot be resumed exactly: it runs as several ranks. Its checkpoints hold weights "

@@ -51,7 +51,6 @@ class JointCheckpointWriter:
         return None
 
     def _begin(self, step: int, packed: Packed) -> Path:
-        """Create the folder on rank 0; if that fails, tell the other ranks not to wait for it."""
         for note in self.checkpoints.folder.glob(".none-*"):
             note.unlink(missing_ok=True)
         try:

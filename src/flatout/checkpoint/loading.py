@@ -184,7 +184,6 @@ class LoaderPosition:
         self.in_epoch, self.consumed = False, 0
 
     def _iterator(self, place: dict[str, Any] | None, mid_epoch: bool) -> Iterator[Any]:
-        """An iterator that starts like the epoch and is advanced to the position."""
         if place is not None:
             self._restore(place["epoch_start"]["iterator"] if mid_epoch else place["now"])
         self._epoch_start = {"iterator": self._present()}

@@ -177,14 +177,12 @@ class Rescue(RescueWriter):
             signal.pthread_kill(main, waiting.number)
 
     def _end_waiting(self) -> None:
-        """The step that a signal waited for is complete."""
         assert self._pending is not None
         number, self._pending = self._pending.number, None
         self._last_save(signal.Signals(number).name)
         self.context.deferred = lambda: self.signals.pass_on(number, sys._getframe(1))
 
     def _last_save(self, why: str) -> None:
-        """Save the present state before passing on a signal, unless its weights belong to no step."""
         if self.phase is StepPhase.UPDATING:
             self.say(
                 f"rescue: {why} came during an optimizer step that did not end in time; earlier checkpoints stay"
@@ -243,7 +241,6 @@ class Rescue(RescueWriter):
             self.say(f"rescue: the final state could not be saved ({type(error).__name__}: {error})")
 
     def _finish(self, why: str) -> None:
-        """Write the copy of a dead model, or the state of a live one, if it is newer than the checkpoints."""
         steps, saved, final_copy = self._steps_done(), self._saved_step(), self._final_copy
         if final_copy is not None and self.saver is not None and final_copy[0] >= steps:
             if final_copy[0] > saved:

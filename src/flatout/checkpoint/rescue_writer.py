@@ -103,7 +103,6 @@ class RescueWriter(Listener):
         self._saving = self._content_reported = self._due = False
 
     def _on_signal(self, number: int) -> bool:
-        """Whether to pass a signal to the program now."""
         return True
 
     @property
@@ -149,7 +148,6 @@ class RescueWriter(Listener):
     def _pack(
         self, why: str, ended: bool = False, frame: FrameType | None = None
     ) -> tuple[int, Packed, dict[str, Any]]:
-        """The completed steps, their state, and its metadata."""
         assert self.training_state is not None
         training_state, steps = self.training_state, self._steps_done() if ended else self.context.steps
         inside = self.phase.inside and steps == self.context.steps
@@ -235,7 +233,6 @@ class RescueWriter(Listener):
             )
 
     def _saved_step(self) -> int:
-        """The step of the newest valid checkpoint, after all writing has ended; -1 if there is none."""
         if self.saver is None:
             return -1
         self.saver.wait()

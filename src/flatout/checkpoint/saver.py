@@ -184,7 +184,6 @@ class CheckpointWriter:
         self.cost.last_s += worked_s
 
     def _report_failure(self, sentence: str) -> None:
-        """Report the same failure only once, until a checkpoint succeeds."""
         self._failures += 1
         failure = sentence.partition(": ")[2]
         if failure != self._last_failure:

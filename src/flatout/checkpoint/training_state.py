@@ -158,7 +158,6 @@ class TrainingState:
     # -- finding
 
     def _modules(self, named: list[tuple[str, Any]], trained: dict[int, Any]) -> list[Any]:
-        """The trained modules, outermost as the script calls them, and the script's copies of them."""
         roots = _outermost([unwrapped(root) for root in self.context.roots])
         kind = self.torch.nn.Module
         others = _outermost([unwrapped(value) for _, value in named if isinstance(value, kind)])
@@ -180,7 +179,6 @@ class TrainingState:
         return roots + copies
 
     def _wrappers(self, named: list[tuple[str, Any]], modules: list[Any]) -> list[Any]:
-        """Wrappers by whose name a module may be known."""
         wanted = set(map(id, modules))
         return [
             value
@@ -260,7 +258,6 @@ class TrainingState:
 
 
 def _outermost(modules: Iterable[Any]) -> list[Any]:
-    """Each module once, without those that are parts of others."""
     once = list({id(module): module for module in modules}.values())
     parts = {id(part) for module in once for part in list(_tree(module))[1:]}
     return [module for module in once if id(module) not in parts]
@@ -278,7 +275,6 @@ def _parameters(module: Module) -> Iterator[Any]:
 
 
 def _layers(module: Module, prefix: str) -> Iterator[tuple[str, Any, Any, Any, Any]]:
-    """The prefix and the live dictionaries of each layer, in the order of ``state_dict``."""
     yield prefix, module._parameters, module._buffers, module._non_persistent_buffers_set, module._version
     for name, child in module._modules.items():
         if child is not None:
@@ -304,7 +300,6 @@ def _module_state(layers: list[tuple[str, Any, Any, Any, Any]]) -> dict[str, Any
 def _optimizer_state(
     torch: ModuleType, groups: list[dict[str, Any]], state: Mapping[Any, Any]
 ) -> dict[str, Any]:
-    """The state with the numbering of torch's ``Optimizer.state_dict``."""
     numbers: dict[int, int] = {}
     packed = []
     for group in groups:

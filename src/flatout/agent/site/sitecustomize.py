@@ -62,7 +62,7 @@ def _enter():
         if device:
             from flatout.agent import device as devices
 
-            devices.install(device)
+            devices.install()
         if job:
             from flatout.agent import bootstrap
 

@@ -49,7 +49,6 @@ class BatchHolders:
 
 
 def _running(frame: FrameType | None) -> list[Any]:
-    """Return the running generators from a frame outwards."""
     frames = []
     while frame is not None:
         if frame.f_code.co_flags & inspect.CO_GENERATOR:

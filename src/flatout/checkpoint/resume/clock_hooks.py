@@ -101,8 +101,6 @@ class ClockHooks:
         self.ledger.set(builtins, "__import__", self._wrap_import(builtins.__import__))
 
     def _wrap_import(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Give the user's files a `datetime` with recorded clock readings, all other code the real one."""
-
         @wraps(original)
         # called often: torch imports in each step
         def imports(

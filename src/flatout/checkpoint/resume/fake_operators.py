@@ -41,8 +41,11 @@ from flatout.checkpoint.resume.operator_names import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+Function = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 Refuse = Callable[[str], NoReturn]
-Answer = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+Answer = Callable[[Args, Kwargs], Any]
 is_autocasting = torch._C._is_any_autocast_enabled
 
 
@@ -62,7 +65,7 @@ class FakeOperators:
         self._answers: dict[Any, Answer] = {}
         self._fake: Any = None
         self.gradient_sources = GradientSources()
-        self._special_cases: dict[str, Callable[..., Any]] = {
+        self._special_cases: dict[str, Function] = {
             "backward": self._backward,
             "requires_grad": self._requires_grad,
             "grad_fn": self._grad_fn,
@@ -101,12 +104,11 @@ class FakeOperators:
 
     # -- answering a function
 
-    def _answer_of(self, func: Callable[..., Any]) -> Answer:
-        """Return how calls of a function are answered from here on."""
+    def _answer_of(self, func: Function) -> Answer:
         way = self._answers[func] = self._choose_answer(func, name_of(func))
         return way
 
-    def _choose_answer(self, func: Callable[..., Any], name: str) -> Answer:
+    def _choose_answer(self, func: Function, name: str) -> Answer:
         special_case = self._special_cases.get(name.removeprefix("get "))
         if name == "data.__set__":
             return self._set_data
@@ -140,14 +142,14 @@ class FakeOperators:
             return partial(self._in_place, name, func)
         answer, has_gradient = self.answer, name not in WITHOUT_GRADIENT
 
-        def call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def call(args: Args, kwargs: Kwargs) -> Any:
             if kwargs and kwargs.get("out") is not None:
                 return self._in_place(name, func, args, kwargs)
             return answer(func, args, kwargs, has_gradient)
 
         return call
 
-    def _index(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _index(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         if not has_mask(args[1]):
             return self.answer(func, (args[0], _without_positions(args[1])), kwargs)
         result = self.recorded_shapes(sys._getframe(2).f_lasti)  # of the caller: the mode is in between
@@ -158,15 +160,13 @@ class FakeOperators:
         )
         return result
 
-    def _reject_packed(
-        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _reject_packed(self, name: str, func: Function, args: Args, kwargs: Kwargs) -> Any:
         """Reject packed sequences: the values of their lengths decide the shapes."""
         if name.endswith("_sequence") or (isinstance(args[1], torch.Tensor) and args[1].dtype is torch.int64):
             self.refuse("packed sequences (pack_padded_sequence) cannot be replayed")
         return self.answer(func, args, kwargs)
 
-    def _set_data(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _set_data(self, args: Args, kwargs: Kwargs) -> None:
         """Keep the values of weights, in their new shape."""
         target, value = args
         if type(value) is ReplayTensor or is_trained(value):
@@ -181,9 +181,7 @@ class FakeOperators:
         else:
             target.data = value
 
-    def _read_values(
-        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _read_values(self, name: str, func: Function, args: Args, kwargs: Kwargs) -> Any:
         if name == "__deepcopy__":  # with the memo of copies
             return ReplayTensor(args[0].meta) if type(args[0]) is ReplayTensor else func(*args)
         if any(has_fake(arg) for arg in args):
@@ -192,10 +190,7 @@ class FakeOperators:
 
     # -- in-place functions
 
-    def _in_place(
-        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Answer an in-place function: it returns the tensor it writes to."""
+    def _in_place(self, name: str, func: Function, args: Args, kwargs: Kwargs) -> Any:
         target = kwargs.get("out")
         if target is None:
             target = args[0] if args else next(iter(tensors_in([*kwargs.values()])))
@@ -206,10 +201,10 @@ class FakeOperators:
     def _write(
         self,
         name: str,
-        func: Callable[..., Any],
+        func: Function,
         targets: Iterable[Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         result: object,
     ) -> Any:
         targets = list(targets)
@@ -232,10 +227,7 @@ class FakeOperators:
             self._swap(result, ReplayTensor(metas[0], result.sources))
         return result
 
-    def _foreach(
-        self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Answer a function of lists of tensors; names that end in ``_`` write to all lists that they may."""
+    def _foreach(self, name: str, func: Function, args: Args, kwargs: Kwargs) -> Any:
         if kwargs.get("out") is not None:
             return self._in_place(name, func, args, kwargs)
         if not name.endswith("_"):
@@ -251,9 +243,9 @@ class FakeOperators:
 
     def answer(
         self,
-        func: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        func: Function,
+        args: Args,
+        kwargs: Kwargs,
         has_gradient: bool = True,
     ) -> Any:
         """Return the result of a function as fake tensors that know their gradient sources."""
@@ -290,10 +282,7 @@ class FakeOperators:
             spec,
         )
 
-    def _infer(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[list[Any], Any, bool]:
-        """Ask torch for the result of a function on such arguments."""
+    def _infer(self, func: Function, args: Args, kwargs: Kwargs) -> tuple[list[Any], Any, bool]:
         if self._fake is None:
             from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -329,7 +318,6 @@ class FakeOperators:
         self.refuse("indexing with a mask cannot be replayed here")
 
     def _make_fake(self, target: Tensor, sources: frozenset[Any]) -> None:
-        """Replace a tensor that was written to by a fake tensor."""
         if type(target) is ReplayTensor:
             if sources:
                 target.sources = self.gradient_sources.union(target.sources, sources)
@@ -415,7 +403,7 @@ def _autocast_key() -> Any:
     )
 
 
-def name_of(func: Callable[..., Any]) -> str:
+def name_of(func: Function) -> str:
     name = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):
         owner = getattr(func, "__self__", None)

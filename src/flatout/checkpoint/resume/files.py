@@ -32,6 +32,7 @@ from flatout.agent.ledger import Ledger
 from flatout.agent.overlay import Overlay
 from flatout.checkpoint.resume.value_log import ValueLog
 
+Function = Callable[..., Any]
 MAX_READ_FILES = 4096  # files
 END_BYTES = 1 << 12
 WHY_IN_PLACE, WHY_PROGRAMS = "it modifies part of a file in place", "it starts other programs during training"
@@ -115,7 +116,7 @@ class Files:
 
     # -- recording and replaying
 
-    def _wrap_stat(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_stat(self, original: Function) -> Function:
         @wraps(original)
         def stat(path: object, *args: object, **kwargs: object) -> Any:
             key = None if kwargs or isinstance(path, int) else self._observes(path)
@@ -131,7 +132,6 @@ class Files:
             self.resumes_itself(key)
 
     def _observes(self, path: object) -> str | None:
-        """Return the canonical name of a file of the script; None for a file that is not tracked."""
         if (
             not self.value_log.observes
             or self.overlay.bypassed
@@ -141,11 +141,7 @@ class Files:
             return None
         return self.overlay.key(path)
 
-    def _wrap_unsupported(
-        self, why: str, applies: Callable[..., bool], original: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        """Wrap a function whose effects cannot be repeated. ``applies``: for which arguments."""
-
+    def _wrap_unsupported(self, why: str, applies: Callable[..., bool], original: Function) -> Function:
         @wraps(original)
         def unsupported(*args: object, **kwargs: object) -> Any:
             if self.value_log.observes and applies(*args, **kwargs):
@@ -158,7 +154,7 @@ class Files:
         """Return why the script's effects outside the process prevent an exact resume."""
         return list(self._why_not)
 
-    def _wrap_open(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_open(self, original: Function) -> Function:
         @wraps(original)
         def hooked_open(file: object, mode: object = "r", *args: object, **kwargs: object) -> Any:
             key = self._observes(file)
@@ -176,7 +172,7 @@ class Files:
 
         return hooked_open
 
-    def _wrap_mkdir(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_mkdir(self, original: Function) -> Function:
         @wraps(original)
         def mkdir(path: object, *args: object, **kwargs: object) -> None:
             key = self._observes(path) if kwargs.get("dir_fd") is None else None
@@ -186,7 +182,7 @@ class Files:
 
         return mkdir
 
-    def _wrap_rename(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_rename(self, original: Function) -> Function:
         @wraps(original)
         def rename(src: object, dst: object, **kwargs: object) -> None:
             key = self._observes(dst)
@@ -198,7 +194,7 @@ class Files:
 
         return rename
 
-    def _wrap_save(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_save(self, original: Function) -> Function:
         """Wrap a function that saves tensors. During a replay it leaves an empty file in the sandbox.
 
         The real content is on the disk already. The empty file can be moved and removed like any other.
@@ -221,7 +217,7 @@ class Files:
 
         return save
 
-    def _wrap_load(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_load(self, original: Function) -> Function:
         @wraps(original)
         def load(f: object, *args: object, **kwargs: object) -> Any:
             key = self._observes(f) if isinstance(f, (str, os.PathLike)) else None
@@ -372,7 +368,6 @@ def is_library(path: object) -> bool:
 def _maps_to_write(
     kind: object, filename: object, dtype: object = "", mode: object = "r+", *shape: object, **options: object
 ) -> bool:
-    """Whether these arguments of numpy.memmap allow changes of the file."""
     return mode not in ("r", "c", "readonly", "copyonwrite")
 
 
@@ -421,7 +416,6 @@ def _restore_content(
 
 
 def _move_aside(path: str, folder: Path) -> None:
-    """Move away what was made after the checkpoint; remove a folder only if it is empty."""
     try:
         if os.path.isdir(path) and not os.path.islink(path):
             os.rmdir(path)

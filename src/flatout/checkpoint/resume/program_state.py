@@ -80,7 +80,6 @@ def program_state(reachable: ReachableState, initial: InitialTensors) -> tuple[d
 
 
 def _storage_of(tensor: Tensor) -> tuple[int, int, int]:
-    """Return the address of its memory, the size of that memory in elements, and its offset."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes() // tensor.element_size(), tensor.storage_offset()
 

@@ -359,12 +359,9 @@ class _Walk:
         )  # user classes count even inside a library's object
         for key, value in list(getattr(thing, "__dict__", {}).items()):
             self._visit(f"{path}.{key}", value, is_user, depth)
-        for item in kind.__mro__:
-            for slot in (
-                getattr(item, "__slots__", ())
-                if type(getattr(item, "__slots__", ())) in (list, tuple)
-                else ()
-            ):
+        for base in kind.__mro__:
+            slots = getattr(base, "__slots__", ())
+            for slot in slots if type(slots) in (list, tuple) else ():
                 if slot not in ("__dict__", "__weakref__") and hasattr(thing, slot):
                     self._visit(f"{path}.{slot}", getattr(thing, slot), is_user, depth)
         return None

@@ -32,6 +32,7 @@ from flatout.checkpoint.resume.fake_tensors import ReplayTensor
 from flatout.checkpoint.resume.value_log import ValueLog
 from flatout.checkpoint.worker_state import BatchWithWorkerState, FindGenerators, WorkerStateCollate
 
+Function = Callable[..., Any]
 ITERATOR_CREATED = 1  # an event; the output of a sampler is a different one
 NOT_TENSORS = -1  # instead of a shape: the batch holds more than tensors
 LOADED_ATTRIBUTE = "flatout_loaded"  # an attribute of tensors that a replay has loaded again
@@ -68,7 +69,7 @@ class ReplayedLoaders:
 
     # -- iterators
 
-    def _wrap_init(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_init(self, original: Function) -> Function:
         value_log = self.value_log
 
         @wraps(original)
@@ -86,7 +87,7 @@ class ReplayedLoaders:
 
         return init
 
-    def _wrap_next_index(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_next_index(self, original: Function) -> Function:
         value_log = self.value_log
 
         @wraps(original)
@@ -99,7 +100,7 @@ class ReplayedLoaders:
 
         return next_index
 
-    def _wrap_next(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_next(self, original: Function) -> Function:
         value_log = self.value_log
 
         @wraps(original)
@@ -113,8 +114,7 @@ class ReplayedLoaders:
 
         return take
 
-    def _wrap_fetch(self, original: Callable[..., Any], by_index: bool) -> Callable[..., Any]:
-        """Wrap the fetch of a process without workers."""
+    def _wrap_fetch(self, original: Function, by_index: bool) -> Function:
         value_log = self.value_log
 
         @wraps(original)
@@ -138,7 +138,6 @@ class ReplayedLoaders:
     # -- shapes of batches
 
     def _log_shape(self, batch: object) -> int:
-        """Log the number of a batch's shape, and the shape itself when it is new."""
         metas = batch_key(batch)
         number = NOT_TENSORS if metas is None else self._numbers.get(metas)
         if number is None:
@@ -163,8 +162,7 @@ class ReplayedLoaders:
 
     # -- loader workers
 
-    def _wrap_workers_init(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Make workers report their state."""
+    def _wrap_workers_init(self, original: Function) -> Function:
         value_log = self.value_log
 
         @wraps(original)
@@ -187,7 +185,7 @@ class ReplayedLoaders:
 
         return init
 
-    def _wrap_process_data(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_process_data(self, original: Function) -> Function:
         value_log = self.value_log
 
         @wraps(original)
@@ -206,7 +204,7 @@ class ReplayedLoaders:
 
         return process
 
-    def _wrap_get_iterator(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_get_iterator(self, original: Function) -> Function:
         value_log = self.value_log
 
         @wraps(original)
@@ -291,7 +289,6 @@ class ReplayedIterator(_BaseDataLoaderIter):
             pass
 
     def _reset(self, loader: DataLoader, first_iter: bool = False) -> None:
-        """Start another epoch of persistent workers."""
         if self.real is not None:
             self.real._reset(loader, first_iter)
         else:

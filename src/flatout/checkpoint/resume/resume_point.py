@@ -230,7 +230,6 @@ class ResumePoint:
 
 
 def _restored_in_place(current: object, value: object) -> Any:
-    """Put the values into the existing tensor; return other kinds of values as they are."""
     if (
         not isinstance(current, torch.Tensor)
         or not isinstance(value, torch.Tensor)
@@ -251,7 +250,6 @@ def _same_bits(one: object, other: object) -> bool:
 
 
 def _with_storage(values: Tensor, device: str, layout: list[int], storages: dict[int, Any]) -> Any:
-    """Return a tensor with these values; tensors that shared memory share it again."""
     address, size, offset = layout
     storage = storages.get(address)
     if storage is None or storage.nbytes() != size * values.element_size():
@@ -263,7 +261,6 @@ def _with_storage(values: Tensor, device: str, layout: list[int], storages: dict
 
 
 def _differs(name: str, before: str, now: str, first_values: list[str]) -> str:
-    """Name the first value in a variable that differs, if its mark was recorded."""
     marks = [metadata.partition(" ")[2] for metadata in (before, now)]
     i = next(
         (i for i in range(len(first_values)) if marks[0][4 * i : 4 * i + 4] != marks[1][4 * i : 4 * i + 4]),

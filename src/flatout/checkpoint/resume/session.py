@@ -288,7 +288,6 @@ class ExactSession(Listener):
     # -- recording
 
     def _extra_state(self, frame: FrameType | None) -> tuple[dict[str, Any], str]:
-        """Return what a checkpoint needs to resume from this event, and why it would be unusable, or ""."""
         value_log = self.value_log
         if value_log.paused > 1:  # one of them is for the checkpointing listener
             return {}, "its steps end inside a backward pass, where nothing is recorded"
@@ -352,7 +351,6 @@ class ExactSession(Listener):
     # -- events
 
     def _event(self, what: int) -> bool:
-        """Log an event; return whether the checkpointing listener gets it."""
         if not self.value_log.observes:  # e.g. inside a backward pass
             return not self.value_log.replaying
         if self.value_log.event(what):
@@ -394,7 +392,6 @@ class ExactSession(Listener):
             self._forward_event(self.rescue.step_end)
 
     def _forward_event(self, event: Callable[..., None], *args: object) -> None:
-        """Call the checkpointing listener, unrecorded."""
         with self.value_log.unrecorded:
             event(*args)
 
@@ -411,7 +408,6 @@ class ExactSession(Listener):
         self.skipping.replay(self._start_training)
 
     def _resume_point(self, frame: FrameType) -> None:
-        """Restore the saved state: the script is at the resume point, with fake tensors."""
         try:
             with self.value_log.unrecorded:
                 self.skipping.stop()

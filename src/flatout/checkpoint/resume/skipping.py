@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
+Function = Callable[..., Any]
+
 
 class TrainingSkipper:
     """Patches the skipped functions. ``ledger``: for patches that stay after the resume point."""
@@ -41,14 +43,11 @@ class TrainingSkipper:
         ledger.set(torch.autograd, "grad", self._wrap_grad(torch.autograd.grad))
         if self._step_patches.entries():
             return  # keep the patches: torch hooks a step method only once
-        for kind in (
-            getattr(torch.optim, name)
-            for name in torch.optim.__all__
-            if isinstance(getattr(torch.optim, name), type)
-        ):
-            if issubclass(kind, torch.optim.Optimizer) and kind not in (
-                torch.optim.Optimizer,
-                torch.optim.LBFGS,
+        for kind in (getattr(torch.optim, name) for name in torch.optim.__all__):
+            if (
+                isinstance(kind, type)
+                and issubclass(kind, Optimizer)
+                and kind not in (Optimizer, torch.optim.LBFGS)
             ):
                 # below torch's hooks, which are recorded
                 self._step_patches.set(kind, "step", _wrap_step(kind.step, self.value_log))
@@ -120,7 +119,6 @@ class TrainingSkipper:
         self._until_resume_point.restore()
 
     def _on_bypass(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Handle an operation on a fake tensor that bypassed the mode, e.g. from TorchScript."""
         name = func.__name__.partition(".")[0]
         if not self._mode.disabled:
             if not func._schema.is_mutable:
@@ -130,9 +128,7 @@ class TrainingSkipper:
                 return self.replay_tensors.gradient_sources.add_sources(args[0], args)
         return self.replay_tensors.refuse(f"{name}() needs a tensor that the checkpoint does not hold")
 
-    def _wrap_module_call(
-        self, original: Callable[..., Any], on_start: Callable[[], None]
-    ) -> Callable[..., Any]:
+    def _wrap_module_call(self, original: Function, on_start: Callable[[], None]) -> Function:
         @wraps(original)
         def call(module: Module, *args: object, **kwargs: object) -> Any:
             if (
@@ -145,7 +141,7 @@ class TrainingSkipper:
 
         return call
 
-    def _wrap_backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_backward(self, original: Function) -> Function:
         @wraps(original)
         def backward(
             tensors: Any,
@@ -165,7 +161,7 @@ class TrainingSkipper:
 
         return backward
 
-    def _wrap_grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_grad(self, original: Function) -> Function:
         @wraps(original)
         def grad(outputs: object, inputs: object, *args: object, **kwargs: object) -> Any:
             if not self.value_log.replaying:
@@ -175,9 +171,7 @@ class TrainingSkipper:
 
         return grad
 
-    def _wrap_apply(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap an autograd function: its results get the gradient sources of its inputs."""
-
+    def _wrap_apply(self, original: Function) -> Function:
         def apply(cls: type, *args: object, **kwargs: object) -> Any:
             of_class = original.__get__(None, cls)
             if self._mode.disabled:
@@ -194,7 +188,7 @@ def _compiler(stance: str) -> None:
         torch.compiler.set_stance(stance)
 
 
-def _without_torch_function(original: Callable[..., Any]) -> Callable[..., Any]:
+def _without_torch_function(original: Function) -> Function:
     @wraps(original)
     def copy(weight: Tensor, *args: object) -> Any:
         with torch._C.DisableTorchFunction():
@@ -203,7 +197,7 @@ def _without_torch_function(original: Callable[..., Any]) -> Callable[..., Any]:
     return copy
 
 
-def _wrap_step(original: Callable[..., Any], value_log: ValueLog) -> Callable[..., Any]:
+def _wrap_step(original: Function, value_log: ValueLog) -> Function:
     # optimizer -> number of weights that had gradients
     max_gradients: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -231,7 +225,7 @@ def _wrap_step(original: Callable[..., Any], value_log: ValueLog) -> Callable[..
     return step
 
 
-def _recorded_closure(closure: Callable[..., Any], value_log: ValueLog) -> Callable[..., Any]:
+def _recorded_closure(closure: Function, value_log: ValueLog) -> Function:
     """Wrap the closure of an optimizer step: it is the script's own code, so it is recorded."""
 
     def call() -> Any:
@@ -244,7 +238,7 @@ def _recorded_closure(closure: Callable[..., Any], value_log: ValueLog) -> Calla
     return call
 
 
-def _skip_if(original: Callable[..., Any], condition: Callable[[Any], bool]) -> Callable[..., Any]:
+def _skip_if(original: Function, condition: Callable[[Any], bool]) -> Function:
     @wraps(original)
     def call(thing: object, *args: object) -> Any:
         if not condition(thing):

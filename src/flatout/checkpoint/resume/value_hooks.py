@@ -27,6 +27,7 @@ from flatout.checkpoint.resume.value_log import LargeValue, ValueLog, encode
 if TYPE_CHECKING:
     from torch import Tensor
 
+Function = Callable[..., Any]
 VALUE_METHODS = (
     "item",
     "tolist",
@@ -92,7 +93,7 @@ class ValueHooks:
 
     # -- wrappers
 
-    def _wrap_value(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_value(self, original: Function) -> Function:
         value_log, thread_id = self.value_log, threading.get_ident
         seeded = SEEDED_SAMPLER if original.__name__ == "tolist" else None
 
@@ -123,9 +124,7 @@ class ValueHooks:
 
         return observed
 
-    def _answer(
-        self, original: Callable[..., Any], place: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _answer(self, original: Function, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value_log = self.value_log
         value = value_log.take(place)
         if isinstance(value, Exception):
@@ -152,19 +151,19 @@ class ValueHooks:
             return recomputed
         return recomputed if encode(recomputed) == encode(value) else value
 
-    def _wrap_shape(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        value_log, thread_id = self.value_log, threading.get_ident
+    def _wrap_shape(self, original: Function) -> Function:
+        value_log = self.value_log
 
         @wraps(original)
         def observed(*args: object, **kwargs: object) -> Any:
-            if value_log.paused or thread_id() != value_log.main:
+            if not value_log.observes:
                 return original(*args, **kwargs)
             return self._record_shapes(original, sys._getframe(1).f_lasti, args, kwargs)
 
         return observed
 
     def _record_shapes(
-        self, original: Callable[..., Any], place: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, original: Function, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         value_log = self.value_log
         if value_log.replaying:
@@ -191,7 +190,7 @@ class ValueHooks:
         return result
 
     def _replay_shapes(
-        self, original: Callable[..., Any], place: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, original: Function, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         recorded = self.recorded_shapes(place)
         if self.value_log.training_began:  # random tensors may differ from the first run
@@ -214,20 +213,19 @@ class ValueHooks:
         tensors = [dense(*shape) for shape in shapes[1]]
         return tensors[0] if not shapes[0] else tuple(tensors)
 
-    def _wrap_constructor(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the construction of a tensor from a list with tensors; reads inside are not recorded."""
-        value_log, thread_id = self.value_log, threading.get_ident
+    def _wrap_constructor(self, original: Function) -> Function:
+        value_log = self.value_log
 
         @wraps(original)
         def constructor(data: object, *args: object, **kwargs: object) -> Any:
-            if not isinstance(data, (list, tuple)) or value_log.paused or thread_id() != value_log.main:
+            if not isinstance(data, (list, tuple)) or not value_log.observes:
                 return original(data, *args, **kwargs)
             with value_log.unrecorded:
                 return original(data, *args, **kwargs)
 
         return constructor
 
-    def _wrap_where(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_where(self, original: Function) -> Function:
         """Wrap `where`: with only a condition, its result has one row per true element."""
 
         @wraps(original)
@@ -238,7 +236,7 @@ class ValueHooks:
 
         return where
 
-    def _wrap_one_hot(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_one_hot(self, original: Function) -> Function:
         """Wrap `one_hot`: without a number of classes, the values decide the shape."""
 
         @wraps(original)
@@ -252,7 +250,7 @@ class ValueHooks:
     def _on_mask(self, original: Callable[[], Any], mask: Tensor, caller: FrameType) -> Any:
         """Index a real tensor with a mask; `flatout.checkpoint.resume.fake_operators` handles computed tensors."""
         value_log = self.value_log
-        if value_log.paused or threading.get_ident() != value_log.main:
+        if not value_log.observes:
             return original()
         return self._record_shapes(original, _users_frame(caller).f_lasti, (), {})
 
