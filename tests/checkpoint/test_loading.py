@@ -161,7 +161,7 @@ def course(reading, epochs, training, at=None):
         if (
             isinstance(getattr(reading.loader, "sampler", None), DistributedSampler)
             and not reading.consumed
-            and reading._sought is None
+            and reading._target is None
         ):
             reading.loader.sampler.set_epoch(epoch)
         for batch in reading.epoch():

@@ -97,7 +97,7 @@ def test_one_writer_and_a_copy_that_does_not_change(tmp_path):
         assert at_work.wait(20)
         weights += 1  # training continues
         free = CheckpointWriter(torch, saves, "test", time.clocks, print)
-        free._writing = saver._writing
+        free._thread = saver._thread
         assert not free.due(6)  # a write is in progress
         threading.Timer(0.2, go_on.set).start()
         saver.save(10, pack(torch, {"w": weights}), {})

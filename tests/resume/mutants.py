@@ -53,7 +53,7 @@ check(
     "mark",
     "each step ends after the same way",
     "value_log",
-    "elif self._take() != {MARK: self.flow}:",
+    "elif self._take() != {STEP_MARK: self.flow}:",
     "elif self._take() is None:",
     "other_way_in_the_middle",
     beside="byte",
@@ -62,7 +62,7 @@ check(
     "left_over",
     "no value is left over at the seam",
     "value_log",
-    "if self._read != len(self.checks):",
+    "if self._next_entry != len(self.checks):",
     "if False:",
     "reads_less_before_the_save",
 )
@@ -86,7 +86,7 @@ check(
     "large",
     "a value that was too large to be kept is the same when it is computed again",
     "value_hooks",
-    "if zlib.crc32(encoded(again).encode()) != value.digest:",
+    "if zlib.crc32(encode(recomputed).encode()) != value.digest:",
     "if False:",
     "large_list_of_the_machine",
     beside="plain",
@@ -96,7 +96,7 @@ check(
     "a value that was too large to be kept is not asked of a tensor without values",
     "value_hooks",
     """value_log.refuse(
-                f"in step {value_log.steps + 1} {really.__name__}() returns more values to Python than the journal keeps"
+                f"in step {value_log.steps + 1} {original.__name__}() returns more values to Python than the journal keeps"
             )""",
     "return [0.0] * args[0].numel()",
     "large_list_that_was_computed",
@@ -122,20 +122,20 @@ check(
     "if False:",
     "process_number_kept",
 )
-check("paths", "there are the same tensors", "resume_point", "if lost:", "if False:", "mask_made_meanwhile")
+check("paths", "there are the same tensors", "resume_point", "if mismatched:", "if False:", "mask_made_meanwhile")
 check(
     "together",
     "tensors that shared their memory share it again",
     "resume_point",
-    "apart = self._no_longer_together(world)",
-    "apart: set[int] = set()",
+    "separated = self._separated_storages(reachable)",
+    "separated: set[int] = set()",
     "weights_in_the_memory_of_another_tensor",
 )
 check(
     "optimizers",
     "there are the same optimizers",
     "resume_point",
-    'if list(self.state["optimizers"]) != list(world.optimizers):',
+    'if list(self.state["optimizers"]) != list(reachable.optimizers):',
     "if False:",
     "optimizer_in_a_cache",
     beside="plain",
@@ -169,8 +169,8 @@ check(
     "draws",
     "a program does not draw in turns with what is skipped",
     "session",
-    'if drawn := self._draws.compare(saved["random"]):',
-    "if drawn := list[str]():",
+    'if interleaved := self._draws.compare(saved["random"]):',
+    "if interleaved := list[str]():",
     "random_in_turns_in_a_cycle",
     beside="plain",
 )
@@ -178,8 +178,8 @@ check(
     "complete",
     "all objects can be looked through",
     "program_state",
-    'unsound = [] if world.complete else ["it holds more objects than can be inspected"]',
-    "unsound = []",
+    'reasons = [] if reachable.complete else ["it holds more objects than can be inspected"]',
+    "reasons = []",
     "more_than_can_be_looked_through",
 )
 
@@ -189,7 +189,7 @@ check(
     "tripped",
     "nothing reads a tensor that has no values",
     "fake_tensors",
-    "return ReplayTensor.reached(func, args, kwargs or {})",
+    "return ReplayTensor.on_bypass(func, args, kwargs or {})",
     "return func(*torch.utils._pytree.tree_map(lambda each: torch.zeros(each.meta[0], dtype=each.meta[2]) if type(each) is ReplayTensor else each, args), **(kwargs or {}))",
     "loader_in_a_cycle",
 )
@@ -243,7 +243,7 @@ check(
     "programs",
     "no other programs are started while it trains",
     "files",
-    'ledger.set(popen, "__init__", started(popen.__init__))',
+    'ledger.set(popen, "__init__", starts_program(popen.__init__))',
     "pass",
     "another_program_writes",
 )
@@ -259,7 +259,7 @@ check(
     "by_itself",
     "a program that resumes by itself is left alone",
     "files",
-    "if key in self.looked_for:",
+    "if key in self.probed:",
     "if False:",
     "goes_on_by_itself",
     why="it says who goes on, the program from its own file or flatout; without it, this program goes on exactly",
