@@ -64,7 +64,6 @@ def rows(batch: Any, samples: int, start: int, stop: int) -> Any:
 
 
 def _is_per_sample(thing: object, samples: int) -> bool:
-    """Whether a list has one entry per sample, rather than tensors that hold all samples."""
     if not isinstance(thing, (list, tuple)) or len(thing) != samples or hasattr(thing, "_fields"):
         return False
     return all(batch_dimension(tuple(tensor.shape), samples) is None for tensor in tensors_in(thing))

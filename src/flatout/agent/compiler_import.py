@@ -54,8 +54,6 @@ def _stub(*arguments: object) -> None: ...
 
 
 def _step_of(func: Callable[..., object]) -> Callable[..., object]:
-    """The step of an optimizer as torch makes it, without the calls for the compiler. It runs with torch's globals."""
-
     def step(*args: Any, **kwargs: Any) -> object:
         was_enabled = torch.is_grad_enabled()  # type: ignore[name-defined]  # noqa: F821
         try:

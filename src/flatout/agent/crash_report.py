@@ -106,7 +106,6 @@ class CrashReport:
             return
 
     def _lines(self, error: BaseException) -> list[str]:
-        """Call the entry, again if interrupted: torch's SIGCHLD handler raises at any point."""
         import importlib
 
         if self.finder not in sys.meta_path:

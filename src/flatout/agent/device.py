@@ -2,8 +2,8 @@
 
 `torch.device("cuda")` is a C value, and its comparisons cannot be changed. So everything that *takes* a device
 is wrapped: tensor constructors, `Tensor.to` and similar, loaded storages, autocast and GradScaler, generators,
-DataParallel. `torch.cuda` gets the answers of `host_answers.py`. A call that takes no device costs nothing; a
-TorchFunctionMode would be called for each operation of a step, and only in the thread that entered it.
+DataParallel. `torch.cuda` gets the answers of `host_answers.py`. A call
+that takes no device costs nothing.
 
 `torch.cuda.is_available()` returns False to the script, so that a script which can train on a CPU does so. It
 returns True in an assert, and in a condition whose branch raises or exits. Libraries always get the true answer.
@@ -100,11 +100,9 @@ class DeviceArguments:
             self.ledger.set_item(os.environ, VISIBLE_DEVICES, "")
 
     def kind(self, name: Any) -> Any:
-        """Redirect a device type alone: "cuda"."""
         return self(name).type if name in ACCELERATORS else name
 
     def type_name(self, name: object) -> Any:
-        """Redirect a tensor type name: "torch.cuda.FloatTensor"."""
         if not isinstance(name, str) or not name.startswith("torch.cuda."):
             return name
         self("cuda")
@@ -229,8 +227,6 @@ def _default_device(devices: DeviceArguments, original: Function) -> Any:
 
 
 def _generators(devices: DeviceArguments, original: type) -> Any:
-    """Wrap `torch.Generator`, a C type; the wrapper creates generators of that type."""
-
     class GeneratorMeta(type(original)):  # type: ignore[misc]
         def __call__(cls, device: Any = "cpu") -> Any:
             return original(devices(device))
@@ -245,7 +241,6 @@ def _generators(devices: DeviceArguments, original: type) -> Any:
 
 
 def _redirect_types(devices: DeviceArguments) -> None:
-    """Redirect functions with a device type. An explicit dtype stays; CUDA's default becomes the CPU's."""
     torch = devices.torch
     typed = partial(devices.wrap_argument, name="device_type", change=devices.kind)
     devices.patch(torch.amp.autocast_mode.autocast, "__init__", partial(typed, position=1))
@@ -275,7 +270,6 @@ def _redirect_types(devices: DeviceArguments) -> None:
 
 
 def _redirect_wrappers(devices: DeviceArguments) -> None:
-    """DataParallel and DistributedDataParallel keep their names in a `state_dict`, and compute on the CPU."""
     parallel = devices.torch.nn.parallel
 
     def without_device_ids(original: Function) -> Any:

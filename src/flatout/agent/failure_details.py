@@ -191,10 +191,6 @@ def _processes(record: FailureRecord, error: BaseException, torch: ModuleType | 
 
 
 def _memory(record: FailureRecord, error: BaseException, torch: ModuleType | None) -> None:
-    """Record the bytes on the device that the error names, or the fullest one, and what holds them.
-
-    Asks only if CUDA is in use: asking would initialise it.
-    """
     if torch is None or not torch.cuda.is_initialized():
         return
     devices = range(torch.cuda.device_count())
@@ -281,7 +277,6 @@ def _batch(record: FailureRecord, error: BaseException, torch: ModuleType | None
 
 
 def _unguarded(record: FailureRecord, error: BaseException, torch: ModuleType | None) -> None:
-    """Record that the workers of a loader import the script again, which has no main guard."""
     script = getattr(sys.modules["__main__"], "__file__", None)
     for frame, _ in traceback.walk_tb(error.__traceback__) if script else ():
         for worker in getattr(frame.f_locals.get("self"), "_workers", ()):
@@ -291,7 +286,6 @@ def _unguarded(record: FailureRecord, error: BaseException, torch: ModuleType | 
 
 
 def _forward_call(record: FailureRecord, error: BaseException, torch: ModuleType | None) -> None:
-    """Record the forward call of the failing operation; anomaly mode stores it in the graph."""
     named = NODE.search(str(error))
     if torch is None or named is None:
         return

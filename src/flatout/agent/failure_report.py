@@ -1,8 +1,5 @@
 """Start-up failure reports: a rank reports its failure to the launcher when the exception reaches the top.
 
-The end of a process does not show which rank failed first. Ending takes long, and meanwhile other ranks fail
-because this rank no longer answers.
-
 The launch has a folder, named by FLATOUT_LAUNCH. The rank writes to an event FIFO in it, which the launcher
 reads. Lines arrive in the order in which ranks write them, so no clock is needed. The rank stores its report,
 `rank<k>.failed`, by atomic rename:
@@ -12,8 +9,7 @@ reads. Lines arrive in the order in which ranks write them, so no clock is neede
     reported <rank> <pid>          the report is complete
     leaving <rank> <pid>           the script has ended, for any reason, and its objects are being destroyed
 
-Like the crash report, this file is read at the start of a script and imports nothing that is not loaded
-already.
+This file is read at the start of a script, so it imports nothing heavy.
 """
 
 from __future__ import annotations

@@ -128,15 +128,10 @@ class FakeExecution:
         return result
 
     def measure_workspaces(self) -> None:
-        """Count the workspaces of kernels from here on; call it between two steps."""
         with self.real_execution():
             self.workspaces.measure()
 
     def _run_fake(self, function: Any, leaves: list[Any], rebuild: Callable[..., Any], values: object) -> Any:
-        """Return the result of an operator, without values.
-
-        Raises torch's error if shapes depend on unknown values.
-        """
         from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
         if not function._schema.returns and function._schema.is_mutable:
@@ -156,7 +151,6 @@ class FakeExecution:
             return self._largest_result(function, args, kwargs)
 
     def _largest_result(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Return an upper bound: every element that can be selected is selected."""
         torch, aten = self.torch, self.torch.ops.aten
         if function is aten.nonzero.default:
             return self._empty((args[0].numel(), args[0].dim()), torch.int64)

@@ -79,7 +79,6 @@ def place_of(line: Line | None) -> SourceLocation | None:
 
 
 def location_parts(line: Line) -> tuple[str, int, str]:
-    """Return file, line and function; module-level lines have no function."""
     code, number = line
     return code.co_filename, number, "" if code.co_name == "<module>" else qualified_name(code)
 

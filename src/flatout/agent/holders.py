@@ -198,7 +198,6 @@ def _rank(node: ast.AST, last_name: str, kind: str) -> int | None:
 
 
 def _last_name(node: ast.AST) -> str:
-    """Return the last name of ``a``, ``self.a``, ``a[i]`` and ``a[i].b``."""
     while isinstance(node, ast.Subscript):
         node = node.value
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""

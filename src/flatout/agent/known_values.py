@@ -129,7 +129,6 @@ class KnownValues:
                 self._truths[output] = self._truth(function, leaves)
 
     def _truth(self, function: Any, leaves: list[Any]) -> bool:
-        """Whether a check is most likely true, judged by its operator: "finite" is x == x and |x| != inf."""
         name = function._schema.name.removeprefix("aten::").removesuffix("_")
         tensors = [leaf for leaf in leaves if isinstance(leaf, self.torch.Tensor)]
         truths = [bool(self._truths.get(tensor, False)) for tensor in tensors]

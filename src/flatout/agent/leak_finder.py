@@ -133,7 +133,6 @@ class LeakFinder:
         return (thing for thing in gc.get_objects() if issubclass(type(thing), tensor_class))
 
     def _created_between(self, expected_ids: set[int]) -> list[list[Any]]:
-        """Group the living tensors by the look after which they were created; the last look is left out."""
         now = {id(tensor): tensor for tensor in self._living_tensors() if id(tensor) not in expected_ids}
         groups = []
         for (_, before), (_, after) in zip(self._snapshots[:-2], self._snapshots[1:-1], strict=True):

@@ -223,7 +223,6 @@ class Loaders:
             self._last_position = None
 
     def first_like(self, position: int) -> int:
-        """Return the position of the first loader made with equal arguments."""
         return self._first_positions[position]
 
     def data_is_random(self) -> bool:

@@ -58,7 +58,6 @@ def variables_of(frame: FrameType, always: bool = False) -> dict[str, Any]:
 
 @lru_cache(maxsize=4096)
 def _reads_locals(code: CodeType) -> bool:
-    """Whether the code reads its local variables, as `locals()` and `eval()` do; ``model.eval()`` does not."""
     readers = READS_LOCALS & set(code.co_names)
     if readers != {"eval"}:
         return bool(readers)

@@ -387,7 +387,6 @@ def _is_link(path: str) -> bool:
 
 
 def _check_access(real: str, folder: str) -> None:
-    """Raise as the kernel would if the user may not change a folder, which lies at ``real``."""
     if not posix.access(real, os.W_OK | os.X_OK):
         raise _denied(real, folder)
 

@@ -62,7 +62,6 @@ class ProgramView:
 
     @property
     def roots(self) -> list[Any]:
-        """Outermost trainable modules called with gradients enabled, in the order first seen."""
         return [root for ref in self._roots.values() if (root := ref()) is not None]
 
     @property
@@ -75,12 +74,10 @@ class ProgramView:
 
     @property
     def scalers(self) -> list[Any]:
-        """The enabled GradScalers of the script."""
         return self._scalers.enabled
 
     @property
     def loaders(self) -> list[dict[str, Any]]:
-        """The arguments that the script passed to each DataLoader, and those that it got."""
         return self._loaders.descriptions
 
     @property
@@ -94,7 +91,6 @@ class ProgramView:
 
     @property
     def device(self) -> Any:
-        """The device of the first parameter."""
         return next((p.device for p in self.parameters), self.torch.device("cpu"))
 
     @property
@@ -103,7 +99,6 @@ class ProgramView:
 
     @property
     def model_is_split(self) -> bool:
-        """Whether the script calls parts of its model separately, so that no forward is the whole model."""
         return len(self.roots) > MAX_ROOTS
 
     @staticmethod
@@ -138,7 +133,6 @@ class ProgramView:
         return any(name.startswith(names) for name in kinds)
 
     def data_is_random(self) -> bool:
-        """Whether fetching a sample of the first map-style data set draws random numbers; True if unknown."""
         return self._loaders.data_is_random()
 
     def change_loaders(self, rule: LoaderRule, ledger: Ledger) -> None:
@@ -187,7 +181,6 @@ class ProgramView:
     def wrap_loader_method(
         self, what: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], ledger: Ledger
     ) -> None:
-        """Wrap a method of all DataLoaders (`agent/loader_methods.py`, METHODS), until the ledger is restored."""
         wrap_loader_method(self.torch, what, wrap, ledger)
 
     # for packages that must not import this one
@@ -199,7 +192,6 @@ class ProgramView:
     variables_of = staticmethod(variables_of)
 
     def without_scale(self, loss: Tensor) -> Any:
-        """Return the unscaled loss of a loss that a GradScaler has scaled; other losses unchanged."""
         return self._scalers.without_scale(loss)
 
     def report(self, lever: str, sentence: str) -> None:

@@ -57,7 +57,6 @@ class SharedFolders:
         os.close(os.open(os.path.join(self.records, f"{name}.{self.rank}"), os.O_CREAT | os.O_WRONLY, 0o600))
 
     def _made_by_another(self, original: Callable[..., Any], name: str) -> bool:
-        """Return whether another rank made the folder; a second mkdir in one rank is the script's error."""
         event, own_record = threading.Event(), f"{name}.{self.rank}"
         for _ in range(50):
             try:

@@ -147,7 +147,6 @@ class Summarizer:
         return Path(self.request.folder) / self.request.name / name
 
     def _free_path(self, rank: int) -> Path:
-        """The file of this process: a program may train in several processes of one rank, one after another."""
         number = 1
         while (path := self._path(f"rank{rank}{'' if number == 1 else f'-{number}'}.json")).exists():
             number += 1

@@ -22,7 +22,6 @@ class Scalers:
 
     @property
     def enabled(self) -> list[Any]:
-        """Return the enabled GradScalers of the script."""
         return [
             scaler for ref in self._scalers.values() if (scaler := ref()) is not None and scaler.is_enabled()
         ]

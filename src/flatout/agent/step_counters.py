@@ -144,7 +144,6 @@ class StepCounters:
 
 
 def _size(batch: object, depth: int = 0) -> int:
-    """The first dimension of the first tensor in a batch; 0 without one."""
     shape = getattr(batch, "shape", None)
     if shape is not None:
         return int(shape[0]) if len(shape) else 0

@@ -78,10 +78,6 @@ class TrainingContext(ProgramView):
             self._loaders.register(loader)
 
     def rebuild_loader(self, loader: DataLoader, ledger: AnyLedger) -> Any:
-        """Return this DataLoader rebuilt by the rules, or itself if no rule applies.
-
-        Feeds act on it from here on.
-        """
         return self._loaders.rebuild(loader, ledger)
 
     def first_step_done(self, backwards: int) -> None:

@@ -207,10 +207,6 @@ class CheckpointFolder:
             pass
 
     def _older_than(self, path: Path) -> list[Path]:
-        """The checkpoints before ``path``, newest first.
-
-        Corrupt ones with higher numbers do not count as kept.
-        """
         return [older for older in self.paths() if _number(older) < _number(path)]
 
     def set_aside(self, corrupt: CorruptCheckpoint) -> Path:

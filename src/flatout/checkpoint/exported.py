@@ -105,10 +105,6 @@ def _module_state(module_state: Mapping[str, Any]) -> Any:
 
 
 def _plain(torch: ModuleType, value: Any) -> Any:
-    """Convert to the types that torch loads with weights_only.
-
-    Arrays become tensors, sequences become lists.
-    """
     if isinstance(value, dict):
         return {_plain(torch, key): _plain(torch, part) for key, part in value.items()}
     if type(value) in (list, tuple, set):

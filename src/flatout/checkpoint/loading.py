@@ -233,7 +233,6 @@ class LoaderPosition:
     # -- a DataLoader whose samples have indices
 
     def _skip_indices(self, place: dict[str, Any] | None, mid_epoch: bool) -> tuple[Iterator[Any], int]:
-        """The iterator, and the number of batches to fetch again to restore the workers' turn."""
         refetches = self.consumed % self.workers if self.workers else 0
         self._sampler_target, self._sampler_started = (place, self.consumed - refetches), False
         self._next_worker = 0

@@ -127,7 +127,6 @@ def _tensors_in(torch: ModuleType, file: HashedFileReader) -> dict[str, Any]:
 
 
 def _empty(torch: ModuleType, entry: dict[str, Any], offset: int, max_bytes: int) -> Any:
-    """Allocate the tensor that begins ``offset``. Rejects gaps, overlaps and sizes beyond the file."""
     dtype, shape, (start, end) = (
         getattr(torch, TORCH_DTYPES[entry["dtype"]]),
         entry["shape"],

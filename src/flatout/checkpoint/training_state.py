@@ -200,10 +200,6 @@ class TrainingState:
     def _free_tensors(
         self, named: list[tuple[str, Any]], uncovered: dict[int, Any], covered: set[int]
     ) -> dict[str, Callable[[], Any]]:
-        """Weights outside all modules: those of optimizers.
-
-        Without optimizers and modules, all leaf tensors that the script names.
-        """
         tensor_class = self.torch.Tensor
         tensors = dict(uncovered)
         if not tensors and not covered:

@@ -29,7 +29,7 @@ def _path_finder():
 
 
 def _enter():
-    """Attach what the variables ask for. Return "ok", or why flatout is not in this process; None without a wish."""
+    """Attach what the variables ask for. Return "ok", or why flatout is not in this process; None if nothing is asked for."""
     job, explain = os.environ.get("FLATOUT_JOB"), os.environ.get("FLATOUT_EXPLAIN")
     if job and not os.path.exists(job):  # its run is over
         job = None

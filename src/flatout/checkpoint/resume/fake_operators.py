@@ -161,13 +161,11 @@ class FakeOperators:
         return result
 
     def _reject_packed(self, name: str, func: Function, args: Args, kwargs: Kwargs) -> Any:
-        """Reject packed sequences: the values of their lengths decide the shapes."""
         if name.endswith("_sequence") or (isinstance(args[1], torch.Tensor) and args[1].dtype is torch.int64):
             self.refuse("packed sequences (pack_padded_sequence) cannot be replayed")
         return self.answer(func, args, kwargs)
 
     def _set_data(self, args: Args, kwargs: Kwargs) -> None:
-        """Keep the values of weights, in their new shape."""
         target, value = args
         if type(value) is ReplayTensor or is_trained(value):
             if target.requires_grad and type(target) is not ReplayTensor:
@@ -389,7 +387,6 @@ class FakeOperators:
 
 
 def _without_positions(index: object) -> Any:
-    """Replace a 0-dim integer tensor index by 0: the shape does not depend on its value."""
     if isinstance(index, tuple):
         return tuple(map(_without_positions, index))
     return (
@@ -413,9 +410,6 @@ def name_of(func: Function) -> str:
 
 
 def _key(values: tuple[Any, ...] | list[Any]) -> Any:
-    """Return a key of the arguments that can affect a result's shape. Raises TypeError for unhashable
-    ones.
-    """
     parts: list[Any] = []
     for value in values:
         kind = type(value)

@@ -141,7 +141,6 @@ class ReachableState:
 
 
 def _frames(frame: FrameType | None) -> list[tuple[str, dict[str, Any], bool]]:
-    """Return the running functions, outermost first: stable name, variables, whether the user wrote it."""
     functions = []
     while frame is not None:
         code = frame.f_code

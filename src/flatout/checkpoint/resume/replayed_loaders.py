@@ -149,7 +149,6 @@ class ReplayedLoaders:
         return number
 
     def _fake_batch(self) -> Any:
-        """Return a fake batch; None if the batch must be loaded."""
         value_log = self.value_log
         number = value_log.take(2)
         if number == NOT_TENSORS:

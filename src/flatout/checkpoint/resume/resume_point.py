@@ -140,7 +140,6 @@ class ResumePoint:
             )
 
     def _was_written_to(self, tensor: Tensor) -> bool:
-        """Whether it was written to through another tensor that shares its memory."""
         if type(tensor) not in TENSOR_TYPES or tensor.layout is not torch.strided or tensor.is_meta:
             return False
         try:

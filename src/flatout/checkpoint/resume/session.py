@@ -319,7 +319,6 @@ class ExactSession(Listener):
         return ReachableState().collect(frame, {"call": self._call, **self.batches.generator_variables()})
 
     def _start_training(self) -> None:
-        """Start the training at the first batch or module call; everything before it was really executed."""
         if self._initial is None:
             self.value_log.training_began, self._began_s = True, seconds()
             self.files.stop_observing_probes()
@@ -334,7 +333,6 @@ class ExactSession(Listener):
                 self._record_from_here()
 
     def _record_from_here(self) -> None:
-        """Record from here on, with the values so far. Processes that do not train never reach this."""
         self.recording_begins()
         try:
             self.value_log.record(ValueJournal(self.journal))

@@ -226,8 +226,6 @@ def _wrap_step(original: Function, value_log: ValueLog) -> Function:
 
 
 def _recorded_closure(closure: Function, value_log: ValueLog) -> Function:
-    """Wrap the closure of an optimizer step: it is the script's own code, so it is recorded."""
-
     def call() -> Any:
         before, value_log.paused = value_log.paused, value_log.paused - 1
         try:

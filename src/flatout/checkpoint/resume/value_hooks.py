@@ -226,8 +226,6 @@ class ValueHooks:
         return constructor
 
     def _wrap_where(self, original: Function) -> Function:
-        """Wrap `where`: with only a condition, its result has one row per true element."""
-
         @wraps(original)
         def where(condition: object, *args: object, **kwargs: object) -> Any:
             if args or kwargs or not self.value_log.observes:
@@ -248,7 +246,6 @@ class ValueHooks:
         return one_hot
 
     def _on_mask(self, original: Callable[[], Any], mask: Tensor, caller: FrameType) -> Any:
-        """Index a real tensor with a mask; `flatout.checkpoint.resume.fake_operators` handles computed tensors."""
         value_log = self.value_log
         if not value_log.observes:
             return original()
