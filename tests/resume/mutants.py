@@ -122,7 +122,14 @@ check(
     "if False:",
     "process_number_kept",
 )
-check("paths", "there are the same tensors", "resume_point", "if mismatched:", "if False:", "mask_made_meanwhile")
+check(
+    "paths",
+    "there are the same tensors",
+    "resume_point",
+    "if mismatched:",
+    "if False:",
+    "mask_made_meanwhile",
+)
 check(
     "together",
     "tensors that shared their memory share it again",

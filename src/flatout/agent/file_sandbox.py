@@ -44,16 +44,7 @@ OS_CALLS = {
     "_scandir": ("scandir",),
     "_open": ("open",),
     "_create": ("mkdir", "mkfifo", "mknod"),
-    "_change_attributes": (
-        "chmod",
-        "chown",
-        "utime",
-        "truncate",
-        "setxattr",
-        "removexattr",
-        "fchmod",
-        "fchown",
-    ),
+    "_chattr": ("chmod", "chown", "utime", "truncate", "setxattr", "removexattr", "fchmod", "fchown"),
     "_change_link": ("lchown",),
     "_remove": ("unlink", "remove", "rmdir"),
     "_rename": ("rename", "replace"),
@@ -268,9 +259,7 @@ class FileSandbox:
         original(self._path_for_new(path, dir_fd), *args, **kwargs)
         self.overlay.record()
 
-    def _change_attributes(
-        self, original: Any, path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any
-    ) -> None:
+    def _chattr(self, original: Any, path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> None:
         overlay, handle = self.overlay, path
         if isinstance(handle, int):
             path = overlay.path_of(handle)
@@ -286,7 +275,7 @@ class FileSandbox:
         by_path(overlay.upper + key, *args, **kwargs)
 
     def _change_link(self, original: Any, path: Any, *args: Any) -> None:
-        self._change_attributes(posix.chown, path, *args, follow_symlinks=False)
+        self._chattr(posix.chown, path, *args, follow_symlinks=False)
 
     def _remove(self, original: Any, path: Any, *, dir_fd: int | None = None) -> None:
         key, real = self.overlay.find(path, False, dir_fd)
@@ -320,11 +309,8 @@ class FileSandbox:
         if not dots and (not mode or all(excluded) or no_parent):
             original(real, target_real)
             return
-        if (
-            why := errno.EBUSY
-            if dots
-            else self._rename_errno(source, target, mode, target_mode, any(excluded))
-        ):
+        across = any(excluded)
+        if why := errno.EBUSY if dots else self._rename_errno(source, target, mode, target_mode, across):
             raise OSError(why, os.strerror(why), src, None, dst)
         if target_mode and os.path.samestat(posix.lstat(real), posix.lstat(target_real)):
             return  # two names of one file

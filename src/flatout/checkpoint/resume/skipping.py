@@ -50,7 +50,7 @@ class TrainingSkipper:
                 and kind not in (Optimizer, torch.optim.LBFGS)
             ):
                 # below torch's hooks, which are recorded
-                self._step_patches.set(kind, "step", _wrap_step(kind.step, self.value_log))
+                self._step_patches.set(kind, "step", _wrap_step(kind.step, self.value_log))  # type: ignore[attr-defined]
 
     # -- replaying
 
