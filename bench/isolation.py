@@ -23,7 +23,7 @@ from typing import Any
 from overhead import interval, spell
 from provenance import SRC, markdown_table, stamp, write_result
 
-from flatout.agent.file_sandbox import FILES
+from flatout.agent.file_sandbox import FILES_VARIABLE
 from flatout.launch.environment import with_hook
 
 TIMED = "import time; start = time.perf_counter()\n{}\nprint(time.perf_counter() - start)"
@@ -71,7 +71,7 @@ def run(program: str, apart: bool, home: Path) -> float:
     if apart:
         trial = folder / "trials" / "1"
         trial.mkdir(parents=True)
-        environment |= {FILES: str(trial / "files"), "TMPDIR": str(folder)}
+        environment |= {FILES_VARIABLE: str(trial / "files"), "TMPDIR": str(folder)}
     begin = time.perf_counter()
     words = [sys.executable, "-c", TIMED.format(program)]
     done = subprocess.run(words, env=environment, cwd=folder / "work", capture_output=True, text=True)

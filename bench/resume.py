@@ -273,7 +273,7 @@ def stall(seconds_each: float, scratch: Path) -> list[dict[str, Any]]:
 
         for side in loops:
             block(side, 2.0)
-        waited_s, worked_s, saves = saver.cost.waited_s, saver.cost.worked_s, saver.cost.saves
+        waited_s, worked_s, saves = saver.cost.waited_s, saver.cost.worked_s, saver.cost.checkpoints
         length_s, began = (
             max(2.0, 2.5 * saver.cost.last_s / saver.share),
             time.monotonic(),
@@ -290,7 +290,7 @@ def stall(seconds_each: float, scratch: Path) -> list[dict[str, Any]]:
             {
                 "state": name,
                 "bytes": size,
-                "saves": saver.cost.saves - saves,
+                "saves": saver.cost.checkpoints - saves,
                 "block_s": length_s,
                 "rounds": rounds,
                 "seconds": 2 * len(rounds) * length_s,

@@ -103,7 +103,7 @@ def run(program, *levers):
         ]
     finally:
         if context is not None:
-            context.rest()
+            context.stop_observing()
         ledger.restore()
     return answer, end, context.reports if context is not None else []
 

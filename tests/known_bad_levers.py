@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 def around(context, wrapper, ledger):
     """Wraps the forward pass of each root module."""
     for root in context.roots:
-        context.wrap_forward(context.without_ranks(root), wrapper, ledger)
+        context.wrap_forward(context.unwrap_ddp(root), wrapper, ledger)
     return ledger.restore
 
 

@@ -61,7 +61,7 @@ class Bench:
         self.model = GPT(self.vocabulary, self.context, width, heads, layers).to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
         self.training_context = TrainingContext(torch, Listener(), Ledger())
-        self.training_context.introduce([self.model], [self.optimizer], [])
+        self.training_context.register_objects([self.model], [self.optimizer], [])
         self.training_context.first_step_done(1)
         self.made, self.found = stamp(), dict[str, Any](frontier=[], out_of_memory=[], finder={})
 

@@ -50,7 +50,7 @@ class Bench:
             for _ in range(2)
         ]
         self.context = TrainingContext(torch, Listener(), Ledger())
-        self.context.introduce([self.model], [self.optimizer], [])
+        self.context.register_objects([self.model], [self.optimizer], [])
         self.context.first_step_done(1)
         self.step()
 

@@ -25,7 +25,7 @@ FEWEST_STEPS = 5
 def switch(context, on, counted):
     if on and not context.ledger.entries():
         context.install()
-        context.rest()
+        context.stop_observing()
         if counted:
             StepCounters().install(torch, context.ledger)
     elif not on:
@@ -51,7 +51,7 @@ def main():
     model, optimizer = make(args.layers, args.width)
     length = statistics.median(steps(model, optimizer, data, 1.0))
     context = next(thing for thing in gc.get_objects() if isinstance(thing, TrainingContext))
-    if not context.asleep:
+    if not context.paused:
         raise SystemExit("flatout does not rest")
     count = max(FEWEST_STEPS, round(BLOCK_S / length))
     rounds, start = [], time.perf_counter()

@@ -32,7 +32,7 @@ class Switch:
         context = self.context
         if on and not context.ledger.entries():
             context.install()
-            context._stop_looking()
+            context._remove_global_hooks()
             for root in self.roots:
                 context._root_hooks[id(root)] = [
                     root.register_forward_pre_hook(context._root_begins, with_kwargs=True, prepend=True),
@@ -75,7 +75,7 @@ def main():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     length = statistics.median(steps(model, optimizer, data, 30))
     rescue = next(thing for thing in gc.get_objects() if isinstance(thing, Rescue))
-    if not rescue.active or rescue.saver is None or rescue.context.asleep:
+    if not rescue.active or rescue.saver is None or rescue.context.paused:
         raise SystemExit("nothing is kept of this program")
     switch, saver = Switch(rescue), rescue.saver
     saver.wait()

@@ -163,9 +163,9 @@ def on_and_off(seconds, layers):
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
     loader = torch.utils.data.DataLoader(torch.randn(1 << 16, 256), batch_sampler=[list(range(64))] * 100_000)
     batches = iter(loader)
-    words, counters, ledger = heartbeat._installed.words, StepCounters(), Ledger()
+    words, counters, ledger = heartbeat._installed.page, StepCounters(), Ledger()
     counters.page = words
-    heartbeat._installed.counters._backwards.restore()  # the hooks of this process
+    heartbeat._installed.counters._backward_hook.restore()  # the hooks of this process
 
     def block(count):
         lengths = []
@@ -186,7 +186,7 @@ def on_and_off(seconds, layers):
                 counters.install(torch, ledger)
             elif not on:
                 ledger.restore()
-                counters._backwards.restore()
+                counters._backward_hook.restore()
             block(2)
             times.append(1e6 * block(8 if layers > 4 else 64))
         rounds.append(times)

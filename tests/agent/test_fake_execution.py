@@ -67,7 +67,7 @@ def test_a_step_changes_nothing_and_its_memory_is_counted(fake_run):
     del x, loss
     gc.collect()
     assert blocks.in_use_bytes < 5 * parameters  # itself, gradients, two moments, and little else
-    with fake_execution.really():
+    with fake_execution.real_execution():
         assert all(torch.equal(a, b) for a, b in zip(before, model.state_dict().values(), strict=True))
         assert torch.equal(random, torch.get_rng_state())
 

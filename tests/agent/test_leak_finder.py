@@ -32,8 +32,8 @@ def steps(once, model):
         once(loss)
         del loss
         if step % 3 == 0:
-            holders.look(step)
-    found = holders.found(list(model.parameters()) + [p.grad for p in model.parameters()])
+            holders.inspect(step)
+    found = holders.leak(list(model.parameters()) + [p.grad for p in model.parameters()])
     KEPT.clear()
     gc.collect()
     return found
@@ -109,8 +109,8 @@ def test_one_tensor_that_only_grows():
     for step in range(1, 13):
         replay = torch.cat([replay, torch.ones(4, 2)])
         if step % 3 == 0:
-            holders.look(step)
-    held = holders.found([])
+            holders.inspect(step)
+    held = holders.leak([])
     assert held is not None
     assert held.holder == "tensor `replay`"
     assert held.place.line == line("replay = torch.cat(")
@@ -129,8 +129,8 @@ def test_a_list_of_numbers_in_a_data_set():
     for step in range(1, 13):
         data.fetch(step)
         if step % 3 == 0:
-            holders.look(step)
-    fullest = holders.fullest()
+            holders.inspect(step)
+    fullest = holders.growing_container()
     assert fullest is not None
     assert fullest.holder == "list `self.given` of Noted"
     assert fullest.place.line == line("self.given.append(")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from flatout.agent.ledger import Ledger
-from flatout.agent.listener import EVENTS, Guarded, Listener
+from flatout.agent.listener import EVENTS, GuardedListener, Listener
 from flatout.agent.training_context import TrainingContext
 
 torch = pytest.importorskip("torch")
@@ -27,7 +27,7 @@ class Clumsy(Listener):
     def step_end(self):
         self.observed.append("step")
 
-    def broke(self, error):
+    def on_error(self, error):
         self.mistakes.append(error)
 
 
@@ -66,4 +66,4 @@ def test_a_request_to_stop_passes():
             raise SystemExit(3)
 
     with pytest.raises(SystemExit):
-        Guarded(Stops()).step_end()
+        GuardedListener(Stops()).step_end()

@@ -6,7 +6,7 @@ Finding a name does not extend an object's life.
 import sys
 import weakref
 
-from flatout.agent.names import names_of, visible
+from flatout.agent.names import names_of, visible_objects
 
 
 class Thing:
@@ -33,7 +33,7 @@ class Trainer:
 
 
 def named(frame, *things):
-    return [names_of(things, visible(frame)).get(id(thing)) for thing in things]
+    return [names_of(things, visible_objects(frame)).get(id(thing)) for thing in things]
 
 
 # The inspected code has no assert: pytest would rewrite it to use its own variables.
@@ -62,7 +62,7 @@ def one_that_asks():
     before = 1
     mine = locals()
     thing = Thing()
-    list(visible(sys._getframe()))
+    list(visible_objects(sys._getframe()))
     return before, dict(mine), thing
 
 

@@ -10,24 +10,24 @@ from pathlib import Path
 import pytest
 
 from flatout.agent.ledger import Ledger
-from flatout.agent.signals import OBSERVED, Signals
+from flatout.agent.signals import OBSERVED_SIGNALS, Signals
 
 
 @pytest.fixture
 def stand():
     """``signals, observed = stand(answer)``; everything is restored when the test ends."""
-    ledger, before, original = Ledger(), {}, {number: signal.getsignal(number) for number in OBSERVED}
+    ledger, before, original = Ledger(), {}, {number: signal.getsignal(number) for number in OBSERVED_SIGNALS}
 
     def install(passes=True):
         observed = []
-        before.update((number, signal.getsignal(number)) for number in OBSERVED)
+        before.update((number, signal.getsignal(number)) for number in OBSERVED_SIGNALS)
         signals = Signals(lambda number: (observed.append(number), passes)[1])
         assert signals.install(ledger)
         return signals, observed
 
     yield install
     ledger.restore()
-    after = {number: signal.getsignal(number) for number in OBSERVED}
+    after = {number: signal.getsignal(number) for number in OBSERVED_SIGNALS}
     for number, handler in original.items():
         signal.signal(number, handler)
     assert after == before
@@ -95,7 +95,7 @@ def test_an_earlier_wrapper_of_the_function_is_found(stand):
     beneath = raw(signal.SIGUSR1, lambda number, frame: (calls.append(number), beneath(number, frame)))
     os.kill(os.getpid(), signal.SIGUSR1)
     assert (calls, len(observed)) == ([signal.SIGUSR1], 1), "and this process is still running"
-    signals.look_again()
+    signals.recheck()
     os.kill(os.getpid(), signal.SIGUSR1)
     assert (len(calls), len(observed)) == (2, 2)
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.agent.steps import PATIENCE, StepBoundaries
+from flatout.agent.steps import MAX_MISSED_EVENTS, StepBoundaries
 
 counts = st.integers(1, 30)
 
@@ -27,7 +27,7 @@ def cycle_ends(boundaries, cycles, cycle):
 def knowing(*keys):
     boundaries = StepBoundaries()
     for key in keys:
-        boundaries.optimizer_made(key)
+        boundaries.optimizer_created(key)
     return boundaries
 
 
@@ -39,7 +39,7 @@ def test_any_cycle_of_any_optimizers(cycles, backwards, each, repetitions):
     steps = [key for key, times in enumerate(repetitions) for _ in range(times)]
     cycle = [event for key in steps for event in ("b", key)] if each else ["b"] * backwards + steps
     steps = cycle_ends(knowing(*range(len(repetitions))), cycles, cycle)
-    if repetitions[-1] == 1 and sum(repetitions) < PATIENCE:
+    if repetitions[-1] == 1 and sum(repetitions) < MAX_MISSED_EVENTS:
         assert steps == list(range(cycles))
     else:
         assert set(steps) == set(range(cycles))
@@ -71,15 +71,15 @@ def test_no_optimizer_object(cycles, unused):
 @given(st.integers(1, 40))
 def test_an_optimizer_that_never_steps_is_given_up(cycles):
     """A script may create one and then update its parameters itself."""
-    steps = cycle_ends(knowing(1), PATIENCE + cycles, ["b"])
+    steps = cycle_ends(knowing(1), MAX_MISSED_EVENTS + cycles, ["b"])
     assert len(steps) == cycles
-    assert steps == list(range(PATIENCE, PATIENCE + cycles))
+    assert steps == list(range(MAX_MISSED_EVENTS, MAX_MISSED_EVENTS + cycles))
 
 
 @given(st.integers(1, 40))
 def test_one_of_two_optimizers_never_steps(cycles):
-    steps = cycle_ends(knowing(1, 2), PATIENCE + cycles, ["b", 1])
-    assert steps == list(range(PATIENCE, PATIENCE + cycles))
+    steps = cycle_ends(knowing(1, 2), MAX_MISSED_EVENTS + cycles, ["b", 1])
+    assert steps == list(range(MAX_MISSED_EVENTS, MAX_MISSED_EVENTS + cycles))
 
 
 @given(st.integers(1, 10), st.integers(1, 10), st.booleans())
@@ -91,10 +91,10 @@ def test_a_recreated_optimizer(epochs, steps_an_epoch, old_goes_first):
     boundaries, steps = StepBoundaries(), 0
     for epoch in range(epochs):
         if old_goes_first and epoch:
-            boundaries.optimizer_gone(epoch - 1)
-        boundaries.optimizer_made(epoch)
+            boundaries.optimizer_deleted(epoch - 1)
+        boundaries.optimizer_created(epoch)
         if not old_goes_first and epoch:
-            boundaries.optimizer_gone(epoch - 1)
+            boundaries.optimizer_deleted(epoch - 1)
         steps += len(cycle_ends(boundaries, steps_an_epoch, ["b", epoch]))
     assert steps == epochs * steps_an_epoch
 
@@ -104,8 +104,8 @@ def test_a_second_phase_with_its_own_optimizer(first, second):
     """The old optimizer still exists but no longer steps: the cycle is learned again after a timeout."""
     boundaries = knowing(1)
     assert len(cycle_ends(boundaries, first, ["b", 1])) == first
-    boundaries.optimizer_made(2)
-    assert len(cycle_ends(boundaries, PATIENCE + second, ["b", 2])) >= second
+    boundaries.optimizer_created(2)
+    assert len(cycle_ends(boundaries, MAX_MISSED_EVENTS + second, ["b", 2])) >= second
 
 
 @given(
@@ -123,9 +123,9 @@ def test_any_order_of_events(events):
     boundaries, ends, chances = StepBoundaries(), 0, 0
     for what, key in events:
         if what == "make":
-            boundaries.optimizer_made(key)
+            boundaries.optimizer_created(key)
         elif what == "gone":
-            boundaries.optimizer_gone(key)
+            boundaries.optimizer_deleted(key)
         elif what == "b":
             boundaries.backward_ended()
         else:

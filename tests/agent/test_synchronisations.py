@@ -6,7 +6,7 @@ import inspect
 import pytest
 
 from flatout.agent.call_counters import CallCounters
-from flatout.agent.frames import is_users
+from flatout.agent.frames import is_user_file
 from flatout.agent.ledger import Ledger
 from flatout.agent.synchronisations import SyncRecorder
 
@@ -64,7 +64,7 @@ def test_each_kind_is_recorded_once_with_its_line(synchronisations):
         float(x[0])
         asked["item", here() - 1] = 3
     x.to(torch.float64), x[1], torch.where(x > 1, x, x)  # none of these waits
-    found = synchronisations.seen(1)
+    found = synchronisations.records(1)
     assert {(c.kind, c.place.line): c.calls for c in found} == asked
     assert {c.place.file for c in found} == {__file__}
     assert all(c.ms > 0 for c in found)
@@ -77,7 +77,7 @@ def test_torchs_reads_of_its_own_host_tensors_do_not_count(synchronisations):
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    assert synchronisations.seen(1) == []
+    assert synchronisations.records(1) == []
 
 
 @pytest.mark.parametrize(("device", "loads"), [("cpu", True), ("xpu", False)])
@@ -87,7 +87,7 @@ def test_the_loader_and_tensors_of_the_host_beside_a_device_are_left_out(device,
     observed.install()
     torch.ones(()).item()
     ledger.restore()
-    assert observed.seen(1) == []
+    assert observed.records(1) == []
 
 
 def test_a_copy_to_a_device_has_its_kind():
@@ -101,10 +101,10 @@ def test_a_copy_to_a_device_has_its_kind():
     ledger.restore()
     found = [
         (c.calls, c.sized_bytes, c.pinned, c.non_blocking)
-        for c in sorted(observed.seen(1), key=lambda c: c.place.line)
+        for c in sorted(observed.records(1), key=lambda c: c.place.line)
     ]
     assert found == [(2, 64, False, True), (1, 32, False, False), (1, 8, False, False)]
-    assert {c.kind for c in observed.seen(1)} == {"to device"}
+    assert {c.kind for c in observed.records(1)} == {"to device"}
 
 
 def test_calls_are_counted_with_their_place():
@@ -117,7 +117,7 @@ def test_calls_are_counted_with_their_place():
         optimizer.zero_grad(set_to_none=False)
         gc.collect()
     ledger.restore()
-    seen = counters.seen(steps=2)
+    seen = counters.per_step(steps=2)
     assert {name: event_of["calls"] for name, event_of in seen.items()} == {
         "make_optimizer": 0.5,
         "zero_grad": 2.0,
@@ -130,5 +130,5 @@ def test_calls_are_counted_with_their_place():
 
 @pytest.mark.parametrize("file", ["<string>", torch.__file__, gc.__name__, inspect.__file__, ""])
 def test_whose_file(file):
-    assert not is_users(file) or file == "gc"
-    assert is_users(__file__)
+    assert not is_user_file(file) or file == "gc"
+    assert is_user_file(__file__)

@@ -431,7 +431,7 @@ def test_live_objects_are_described_while_they_live(enter):
     assert context.parameters == list(model.parameters())
     assert context.has_layer("Linear")
     assert not context.has_layer("Conv")
-    assert not context.in_pieces
+    assert not context.model_is_split
 
 
 def test_a_loss_without_parameters_is_not_a_root(enter):
@@ -706,7 +706,7 @@ def test_at_rest_nothing_is_observed_and_training_continues(enter):
 
     steps([], model, optimizer, batches(3))
     observed = len(probe.observed)
-    context.rest()
+    context.stop_observing()
     steps([], model, optimizer, batches(3))
     assert len(probe.observed) == observed
     assert not model._forward_hooks

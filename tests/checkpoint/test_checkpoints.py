@@ -170,8 +170,8 @@ def test_one_writer_at_a_time_and_a_killed_one_is_followed(tmp_path):
     )  # as a writer would leave it, with one more dot before its name each time its removal was interrupted
     left.mkdir()
     (left / "state.json").write_text("{")
-    (folder / f".leaving-writing-6-{os.getpid()}").mkdir()
-    (folder / ".leaving-link").symlink_to("/etc")
+    (folder / f".removing-writing-6-{os.getpid()}").mkdir()
+    (folder / ".removing-link").symlink_to("/etc")
     write(folder, 1)
     assert sorted(each.name for each in folder.iterdir()) == ["lock", "step-00000001"]
     assert os.path.exists("/etc/passwd")

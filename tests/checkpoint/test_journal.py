@@ -75,6 +75,6 @@ def test_an_invalid_journal_is_rejected(tmp_path, monkeypatch):
         path.write_bytes(journal.HEADER + journal.BLOCK.pack(len(payload), digest) + payload)
         with pytest.raises(SaveError, match="corrupt"):
             read_journal(path, JournalPosition(path.stat().st_size, digest))
-    monkeypatch.setattr(journal, "MOST_BYTES", 100)
+    monkeypatch.setattr(journal, "MAX_BYTES", 100)
     with pytest.raises(StorageError, match="would exceed"):
         writer.append(b"", [json.dumps(os.urandom(200).hex())])

@@ -160,8 +160,8 @@ def course(reading, epochs, training, at=None):
     for epoch in range(epochs):
         if (
             isinstance(getattr(reading.loader, "sampler", None), DistributedSampler)
-            and not reading.given
-            and reading._sought is None
+            and not reading.consumed
+            and reading._target is None
         ):
             reading.loader.sampler.set_epoch(epoch)
         for batch in reading.epoch():
@@ -175,7 +175,7 @@ def course(reading, epochs, training, at=None):
                     json.loads(json.dumps(packed.tree)),
                     {name: tensor.clone() for name, tensor in packed.tensors.items()},
                 )
-        reading.over()
+        reading.end_epoch()
     return seen, place, draw()
 
 
@@ -189,11 +189,11 @@ def resumes(make, at, training, epochs=2):
     seed_all(99)
     draw()
     second = LoaderPosition(torch, make(), own_generators)
-    assert second.go_on(place) == []
+    assert second.resume(place) == []
     per_epoch = len(whole) // epochs
     done = (at - 1) // per_epoch
     rest, _, later = course(second, epochs - done, training)
-    return rest == whole[at:] and later == after, first.inexact + second.inexact, second.passed_over
+    return rest == whole[at:] and later == after, first.inexact + second.inexact, second.refetched
 
 
 KINDS = [
@@ -300,11 +300,11 @@ def test_calls_to_the_sampler_at_the_end_of_an_epoch_are_kept(workers):
         for _ in range(epochs):
             for batch in reading.epoch():
                 seen.append(batch.tolist())
-                if reading.given == len(reading.loader):
+                if reading.consumed == len(reading.loader):
                     reading.loader.sampler.set_epoch(reading.loader.sampler.epoch + 1)
                 if len(seen) == at:
                     place = reading.place()
-            reading.over()
+            reading.end_epoch()
         return seen, place
 
     def reading():
@@ -317,7 +317,7 @@ def test_calls_to_the_sampler_at_the_end_of_an_epoch_are_kept(workers):
     whole, place = course(first, 3, at=per_epoch)
     assert whole[per_epoch : 2 * per_epoch] != whole[2 * per_epoch :]
     second = reading()
-    assert second.go_on(place) == []
+    assert second.resume(place) == []
     assert course(second, 3)[0] == whole[per_epoch:]
 
 
@@ -395,7 +395,7 @@ def test_differences_are_reported():
     other = LoaderPosition(
         torch, DataLoader(Augmented(set()), 3, num_workers=1, multiprocessing_context="fork"), own_generators
     )
-    said = "; ".join(other.go_on(place))
+    said = "; ".join(other.resume(place))
     for words in (
         "batch size of the loader: 2 when it was saved, 3 now",
         "loader workers: 0 when",

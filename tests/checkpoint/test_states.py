@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from flatout.checkpoint import bounded
 from flatout.checkpoint.checkpoint import verified
 from flatout.checkpoint.checkpoints import CheckpointFolder, write_state
-from flatout.checkpoint.disk import Stored
+from flatout.checkpoint.disk import FileDigest
 from flatout.checkpoint.environment import environment
 from flatout.checkpoint.manifest import Manifest
 from flatout.checkpoint.random_states import random_states
@@ -286,8 +286,8 @@ def test_tied_tensors_stay_tied_and_unsupported_types_are_named(tmp_path):
 def test_oversized_plain_values_are_rejected_on_writing(tmp_path, monkeypatch):
     with CheckpointFolder(tmp_path / "saves") as saves:
         saves.write("test", 1, {"": pack(torch, {"x": 1})})
-        monkeypatch.setattr(bounded, "MOST_VALUES", 5000)
-        monkeypatch.setattr(bounded, "MOST_BYTES", 1 << 20)
+        monkeypatch.setattr(bounded, "MAX_VALUES", 5000)
+        monkeypatch.setattr(bounded, "MAX_BYTES", 1 << 20)
         for many in ([[None] * 1000] * 5, b"x" * (1 << 20)):
             with pytest.raises(SaveError, match="keep large ones in tensors"):
                 saves.write("test", 2, {"": pack(torch, many)})
@@ -342,7 +342,7 @@ def test_an_invalid_header_is_rejected(tmp_path, data):
     path = tmp_path / "t.safetensors"
     path.write_bytes(data)
     with pytest.raises(SaveError, match=r"t\.safetensors"):
-        read_tensors(torch, path, Stored(len(data), hashlib.sha256(data).hexdigest()))
+        read_tensors(torch, path, FileDigest(len(data), hashlib.sha256(data).hexdigest()))
 
 
 @pytest.mark.parametrize(
@@ -408,7 +408,7 @@ def test_a_manifest_is_exactly_what_was_written():
             Manifest.from_text(changed)
     for name in ("../x", "/etc/passwd", ".hidden", "a/b", "", "x" * 200, "a\0b"):
         with pytest.raises(SaveError, match="changed"):
-            Manifest.from_text(Manifest("loop", 3, {name: Stored(0, "0" * 64)}).to_text().encode())
+            Manifest.from_text(Manifest("loop", 3, {name: FileDigest(0, "0" * 64)}).to_text().encode())
 
 
 def test_tensors_are_written_without_a_second_copy(tmp_path):

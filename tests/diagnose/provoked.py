@@ -412,10 +412,10 @@ def a_lambda_for_a_spawned_worker(well):
 
 UNGUARDED = """
 import json, multiprocessing, sys, traceback
-from flatout.agent.failure_details import look
+from flatout.agent.failure_details import record_failure
 
 def hear(kind, error, trace):
-    json.dump([look(error).to_json(), "".join(traceback.format_exception(kind, error, trace))], open({out!r}, "w"))
+    json.dump([record_failure(error).to_json(), "".join(traceback.format_exception(kind, error, trace))], open({out!r}, "w"))
 
 def work():
     pass
@@ -660,13 +660,13 @@ def reraise_from_child():
 
 
 def _seen(error):
-    from flatout.agent.failure_details import look
+    from flatout.agent.failure_details import record_failure
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's own would raise again for a second worker here
     trace = error.__traceback__
     # The frames of this file's own harness do not belong to the program.
     trace = trace.tb_next if trace is not None else None
-    return look(error.with_traceback(trace)).to_json(), "".join(
+    return record_failure(error.with_traceback(trace)).to_json(), "".join(
         traceback.format_exception(type(error), error, trace)
     )
 

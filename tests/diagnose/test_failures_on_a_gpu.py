@@ -5,7 +5,7 @@ These records are hand-made because there is no GPU to die on; the real ones are
 
 import pytest
 
-from flatout.agent.failure_details import look
+from flatout.agent.failure_details import record_failure
 from flatout.diagnose.explain import explain
 from flatout.schema.failure import ExceptionRecord, FailureRecord, FrameSeen, ModuleSeen, TensorSeen
 
@@ -156,7 +156,7 @@ def test_a_real_one_out_of_memory():
         model(images)
         torch.empty(1 << 50, dtype=torch.uint8, device="cuda")
     except RuntimeError as error:
-        failure = look(error)
+        failure = record_failure(error)
     finding = explain(failure)
     assert finding is not None
     assert finding.rule == "FE040"

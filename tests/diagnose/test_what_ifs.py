@@ -41,7 +41,7 @@ def context():
     loader = torch.utils.data.DataLoader(torch.arange(24.0).reshape(12, 2), batch_size=2)
     return TrainingContext(
         torch=torch,
-        asleep=False,
+        paused=False,
         loaders=[{}],
         optimizers=[optimizer],
         closure_steps=False,

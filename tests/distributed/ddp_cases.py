@@ -77,7 +77,7 @@ class Program:
         return torch.cat([p.grad.reshape(-1) for p in self.model.parameters() if p.grad is not None]).tolist()
 
     def leave(self):
-        self.context.rest()
+        self.context.stop_observing()
         self.ledger.restore()
         return self.steps
 

@@ -198,10 +198,10 @@ def _ceilings(path):
 
 def _digest(path):
     """For an enormous file only the length is right: its digest would take longer than the test."""
-    from flatout.checkpoint.disk import Stored, what_is_stored
+    from flatout.checkpoint.disk import FileDigest, digest_of_file
 
     size = path.stat().st_size
-    return what_is_stored(path, Stored(size, "")) if size < 1 << 28 else Stored(size, "0" * 64)
+    return digest_of_file(path, FileDigest(size, "")) if size < 1 << 28 else FileDigest(size, "0" * 64)
 
 
 def _save(path):

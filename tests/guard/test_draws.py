@@ -72,7 +72,7 @@ def test_levers_that_change_loaders_do_not_act_a_second_time():
     try:
         assert drawn(DataLoader(Flipped(), batch_size=4))
     finally:
-        context.rest()
+        context.stop_observing()
         ledger.restore()
     assert len(made) == 1
     assert len(context.loaders) == 1

@@ -73,7 +73,7 @@ def observed(*levers, **options):
     try:
         yield probe
     finally:
-        probe.context.rest()
+        probe.context.stop_observing()
         probe.context.ledger.restore()
 
 

@@ -91,7 +91,7 @@ def a_script(training_state):
         )[1]
     )
     both.step()
-    training_state.look(sys._getframe())
+    training_state.find(sys._getframe())
     return training_state.state(), {
         "netG": netG,
         "ema": ema,
@@ -138,11 +138,11 @@ def test_names_and_states(find, tmp_path):
 def test_a_deleted_model_is_reported_while_its_state_exists(find):
     training_state, _ = find()
     states = []
-    training_state.gone = lambda: states.append(training_state.state())
+    training_state.on_deleted = lambda: states.append(training_state.state())
     net = torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     train(net, optimizer)
-    training_state.look(None)
+    training_state.find(None)
     train(net, optimizer)
     last = {name: value.clone() for name, value in net.state_dict().items()}
     del net
@@ -170,7 +170,7 @@ def bare(training_state):
     )
     for _ in range(2):
         (data @ W @ parameters[0]).sum().backward()
-    training_state.look(sys._getframe())
+    training_state.find(sys._getframe())
     return {
         key: {name: value.clone() if key == "tensors" else value for name, value in held.items()}
         for key, held in training_state.state().items()

@@ -64,7 +64,7 @@ class Program:
         return found
 
     def leave(self):
-        self.context.rest()
+        self.context.stop_observing()
         self.ledger.restore()
         gc.collect()
 
@@ -101,5 +101,5 @@ def training(request):
 
     yield make
     for each in made:
-        each.context.rest()
+        each.context.stop_observing()
         each.ledger.restore()

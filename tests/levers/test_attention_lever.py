@@ -262,7 +262,7 @@ def test_with_another_lever(training, name, value):
         for each in reversed(undo):
             each()
         assert live.context.reports == []
-        live.context.rest()
+        live.context.stop_observing()
         live.ledger.restore()
     assert losses[1] == pytest.approx(losses[0], rel=2e-3 if name == "autocast" else 1e-5)
 

@@ -49,7 +49,7 @@ def context():
     made = TrainingContext(torch, Phases(), ledger)
     made.install()
     yield made
-    made.rest()
+    made.stop_observing()
     ledger.restore()
 
 

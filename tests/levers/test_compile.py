@@ -223,6 +223,6 @@ def test_a_program_that_starts_under_it_compiles_once(monkeypatch):
             optimizer.step()
             compiled.append(len(graphs))
     finally:
-        context.rest()
+        context.stop_observing()
         context.ledger.restore()
     assert compiled == [0, 0, 1, 1, 1]

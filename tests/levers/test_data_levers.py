@@ -282,7 +282,7 @@ def seen():
 
     yield make
     for ledger, context in zip(ledgers[::2], ledgers[1::2], strict=True):
-        context.rest()
+        context.stop_observing()
         ledger.restore()
 
 
@@ -349,7 +349,7 @@ def test_undone_in_mid_training(lever):
         undo()
         found += [*taking, *loader]
     finally:
-        context.rest()
+        context.stop_observing()
         ledger.restore()
     torch.manual_seed(5)
     loader = DataLoader(Images(augmented()), 5, shuffle=True)

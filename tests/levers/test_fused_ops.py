@@ -181,7 +181,7 @@ class Blocks(torch.nn.Module):
 def test_layers_as_wide_as_an_embedding_of_positions_are_no_heads(training):
     live = training()
     live.model = Blocks()
-    live.context.introduce([live.model], [live.optimizer], [])
+    live.context.register_objects([live.model], [live.optimizer], [])
     before = deferred.COUNT[0]
     undo = LEVER.apply(live.context, True, Ledger())
     assert (
@@ -215,7 +215,7 @@ def test_with_compile_the_blocks_are_compiled_and_the_loss_takes_no_logits(monke
         model, draw, losses = Blocks(), torch.Generator().manual_seed(1), []
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         context = TrainingContext(torch, Listener(), Ledger())
-        context.introduce([model], [optimizer], [])
+        context.register_objects([model], [optimizer], [])
         undo = [lever.apply(context, value, Ledger()) for lever, value in levers]
         for step in range(6):
             tokens = torch.randint(50, (4, 9), generator=draw)

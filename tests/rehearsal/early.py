@@ -58,7 +58,7 @@ class Training:
 
     def __exit__(self, *_):
         self.lever.restore()
-        self.context.rest()
+        self.context.stop_observing()
         self.ledger.restore()
 
     def apply(self):

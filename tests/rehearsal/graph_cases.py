@@ -84,7 +84,7 @@ class Training:
     def end(self):
         if self.recorded:
             self.undo()
-            self.context.rest()
+            self.context.stop_observing()
             self.ledger.restore()
         return [*self.found, *(p.detach() for p in self.model.parameters()), *self.model.buffers()]
 
@@ -420,7 +420,7 @@ def hooks_of_the_script_keep_a_module_eager():
     model = small().to(DEVICE)
     model[0].register_forward_hook(lambda *_: None)
     context = TrainingContext(torch, Listener(), Ledger())
-    context.introduce([model], [], [])
+    context.register_objects([model], [], [])
     answer = LEVER.applies(Facts(), context)
     return "" if isinstance(answer, Skip) and "has hooks on Linear" in answer.reason else repr(answer)
 

@@ -93,7 +93,7 @@ def attention():
         model, x = Attention().to(device), torch.randn(3, 6, 8).to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         context = TrainingContext(torch, Listener(), Ledger())
-        context.introduce([model], [optimizer], [])
+        context.register_objects([model], [optimizer], [])
         undo = LEVER.apply(context, True, Ledger()) if name == "lever" else context.ledger.restore
         losses = []
         with OperatorRecorder() as observed:

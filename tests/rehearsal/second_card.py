@@ -42,7 +42,7 @@ def check(function):
 
 def context(model, optimizer=None):
     found = TrainingContext(torch, Listener(), Ledger())
-    found.introduce([model], [optimizer] if optimizer else [], [])
+    found.register_objects([model], [optimizer] if optimizer else [], [])
     return found
 
 
@@ -105,11 +105,12 @@ def an_error_is_looked_at_on_the_device_that_it_names():
     try:
         torch.empty(2**40, dtype=torch.uint8, device=DEVICE)
     except torch.OutOfMemoryError as error:
-        seen = failure_details.look(error)
+        seen = failure_details.record_failure(error)
     assert seen.facts["gpu"] == "Stand-in card 1"
     assert 4_000_000 <= seen.memory["parameters"] <= seen.memory["allocated"] < 50 * 2**20
     assert (
-        failure_details.look(RuntimeError("CUDA error: out of memory")).facts["gpu"] == "Stand-in card 0"
+        failure_details.record_failure(RuntimeError("CUDA error: out of memory")).facts["gpu"]
+        == "Stand-in card 0"
     )  # the fullest
     del held
 

@@ -53,7 +53,7 @@ check(
     "mark",
     "each step ends after the same way",
     "value_log",
-    "elif self._take() != {MARK: self.flow}:",
+    "elif self._take() != {STEP_MARK: self.flow}:",
     "elif self._take() is None:",
     "other_way_in_the_middle",
     beside="byte",
@@ -62,7 +62,7 @@ check(
     "left_over",
     "no value is left over at the seam",
     "value_log",
-    "if self._read != len(self.checks):",
+    "if self._next_entry != len(self.checks):",
     "if False:",
     "reads_less_before_the_save",
 )
@@ -86,7 +86,7 @@ check(
     "large",
     "a value that was too large to be kept is the same when it is computed again",
     "value_hooks",
-    "if zlib.crc32(encoded(again).encode()) != value.digest:",
+    "if zlib.crc32(encode(recomputed).encode()) != value.digest:",
     "if False:",
     "large_list_of_the_machine",
     beside="plain",
@@ -96,7 +96,7 @@ check(
     "a value that was too large to be kept is not asked of a tensor without values",
     "value_hooks",
     """value_log.refuse(
-                f"in step {value_log.steps + 1} {really.__name__}() returns more values to Python than the journal keeps"
+                f"in step {value_log.steps + 1} {original.__name__}() returns more values to Python than the journal keeps"
             )""",
     "return [0.0] * args[0].numel()",
     "large_list_that_was_computed",
@@ -106,8 +106,8 @@ check(
     "threads",
     "what another thread reads from a clock is not the program's way",
     "clock_hooks",
-    "if not value_log.observes or not is_users",
-    "if value_log.paused or not is_users",
+    "if not value_log.observes or not is_user_file",
+    "if value_log.paused or not is_user_file",
     "thread_reads_the_same_clock",
     beside="plain",
 )
@@ -122,20 +122,27 @@ check(
     "if False:",
     "process_number_kept",
 )
-check("paths", "there are the same tensors", "resume_point", "if lost:", "if False:", "mask_made_meanwhile")
+check(
+    "paths",
+    "there are the same tensors",
+    "resume_point",
+    "if mismatched:",
+    "if False:",
+    "mask_made_meanwhile",
+)
 check(
     "together",
     "tensors that shared their memory share it again",
     "resume_point",
-    "apart = self._no_longer_together(world)",
-    "apart: set[int] = set()",
+    "separated = self._separated_storages(reachable)",
+    "separated: set[int] = set()",
     "weights_in_the_memory_of_another_tensor",
 )
 check(
     "optimizers",
     "there are the same optimizers",
     "resume_point",
-    'if list(self.state["optimizers"]) != list(world.optimizers):',
+    'if list(self.state["optimizers"]) != list(reachable.optimizers):',
     "if False:",
     "optimizer_in_a_cache",
     beside="plain",
@@ -169,17 +176,17 @@ check(
     "draws",
     "a program does not draw in turns with what is skipped",
     "session",
-    'if drawn := self._draws.compare(saved["random"]):',
-    "if drawn := list[str]():",
+    'if interleaved := self._draws.compare(saved["random"]):',
+    "if interleaved := list[str]():",
     "random_in_turns_in_a_cycle",
     beside="plain",
 )
 check(
     "complete",
     "all objects can be looked through",
-    "saved_world",
-    'unsound = [] if world.complete else ["it holds more objects than can be inspected"]',
-    "unsound = []",
+    "program_state",
+    'reasons = [] if reachable.complete else ["it holds more objects than can be inspected"]',
+    "reasons = []",
     "more_than_can_be_looked_through",
 )
 
@@ -189,7 +196,7 @@ check(
     "tripped",
     "nothing reads a tensor that has no values",
     "fake_tensors",
-    "return ReplayTensor.reached(func, args, kwargs or {})",
+    "return ReplayTensor.on_bypass(func, args, kwargs or {})",
     "return func(*torch.utils._pytree.tree_map(lambda each: torch.zeros(each.meta[0], dtype=each.meta[2]) if type(each) is ReplayTensor else each, args), **(kwargs or {}))",
     "loader_in_a_cycle",
 )
@@ -210,7 +217,7 @@ check(
     "read_again",
     "a file that was read has not changed",
     "files",
-    "if not self.overlay.holds(key) and self.reads.get(key, present) != present:",
+    "if not self.overlay.in_upper(key) and self.reads.get(key, present) != present:",
     "if False:",
     "numbers_change_meanwhile",
     beside="plain",
@@ -243,7 +250,7 @@ check(
     "programs",
     "no other programs are started while it trains",
     "files",
-    'ledger.set(popen, "__init__", started(popen.__init__))',
+    'ledger.set(popen, "__init__", starts_program(popen.__init__))',
     "pass",
     "another_program_writes",
 )
@@ -259,7 +266,7 @@ check(
     "by_itself",
     "a program that resumes by itself is left alone",
     "files",
-    "if key in self.looked_for:",
+    "if key in self.probed:",
     "if False:",
     "goes_on_by_itself",
     why="it says who goes on, the program from its own file or flatout; without it, this program goes on exactly",

@@ -146,7 +146,7 @@ def test_a_module_of_fake_tensors_gives_fake_results_and_gradients(name, trainin
         found = module(ReplayTensor(meta_of(real)))
         loss = sum(leaf.sum() for leaf in torch.utils._pytree.tree_leaves(found))
         assert loss.requires_grad
-        replay_tensors.gradient_sources.went_backward([loss], None)
+        replay_tensors.gradient_sources.set_gradients([loss], None)
         grads = {name for name, p in module.named_parameters() if p.grad is not None}
         assert all(type(p.grad) is ReplayTensor for p in module.parameters() if p.grad is not None)
         module.zero_grad()
@@ -165,7 +165,7 @@ def test_results_without_gradients_or_detached_have_none():
         cut = (weight * x).detach()
         assert not cut.requires_grad
         assert (weight * x).argmax().requires_grad is False
-        replay_tensors.gradient_sources.went_backward([(cut * x).sum()], None)
+        replay_tensors.gradient_sources.set_gradients([(cut * x).sum()], None)
         assert weight.grad is None
 
 

@@ -54,7 +54,7 @@ def go(value_log, way, hand_over):
 
 def played(path, position, events):
     value_log = ValueLog(refuse, print)
-    value_log.play(read_journal(path, position), events + 1)
+    value_log.replay(read_journal(path, position), events + 1)
     return value_log
 
 
@@ -78,7 +78,7 @@ def test_the_same_control_flow_gives_the_same_values(tmp_path_factory, way):
         assert repr(before) == repr(now)
     assert value_log.event(0)
     value_log.end()
-    assert not value_log.going
+    assert not value_log.replaying
 
 
 @given(way=WAYS, more=st.integers(0, 9))
@@ -106,7 +106,7 @@ def test_exceptions_and_large_values(tmp_path):
     value_log.record(ValueJournal(tmp_path / "j"))
     value_log.put(ValueError("of two"), 1)
     value_log.put(numpy.random.default_rng(0).random(1 << 20), 2)
-    value_log.put([1.0] * 100, 2, comes_again=True)
+    value_log.put([1.0] * 100, 2, recomputed=True)
     value_log.put(math.nan, 3)
     value_log = played(tmp_path / "j", value_log.write(), 0)
     error = value_log.take(1)

@@ -79,7 +79,7 @@ def context():
     made = TrainingContext(torch, Passing(), ledger)
     made.install()
     yield made
-    made.rest()
+    made.stop_observing()
     ledger.restore()
 
 

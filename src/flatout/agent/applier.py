@@ -18,8 +18,8 @@ from flatout.schema.plan import Choice, Plan, spell
 if TYPE_CHECKING:
     from flatout.schema.program import TrainingContext
 
-EARLY = (Moment.IMPORT, Moment.LOADER)
-LATE = (Moment.MODEL, Moment.OPTIMIZER, Moment.STEP)
+BEFORE_FIRST_STEP = (Moment.IMPORT, Moment.LOADER)
+AFTER_FIRST_STEP = (Moment.MODEL, Moment.OPTIMIZER, Moment.STEP)
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Applier:
         self.facts = facts
         self.context = context
         self.outcomes: list[Outcome] = []
-        self._on: list[tuple[Choice, Undo]] = []
+        self._applied: list[tuple[Choice, Undo]] = []
 
     def lever(self, choice: Choice) -> Lever | None:
         return self.table.get(choice.name)
@@ -69,19 +69,23 @@ class Applier:
         Used between two blocks of steps.
         """
         wanted = self.in_order(choices)
-        keep = 0
-        while keep < len(wanted) and keep < len(self._live()) and self._live()[keep][0] == wanted[keep]:
-            keep += 1
-        for choice, undo in reversed(self._live()[keep:]):
+        unchanged = 0
+        while (
+            unchanged < len(wanted)
+            and unchanged < len(self._live())
+            and self._live()[unchanged][0] == wanted[unchanged]
+        ):
+            unchanged += 1
+        for choice, undo in reversed(self._live()[unchanged:]):
             undo()
-            self._on.remove((choice, undo))
+            self._applied.remove((choice, undo))
         outcomes = []
-        for choice in wanted[keep:]:
+        for choice in wanted[unchanged:]:
             lever = self.lever(choice)
             if lever is None or lever.apply is None:
                 outcomes.append(Outcome(choice, False, "it cannot be switched while the program runs"))
             else:
-                outcomes.append(self._apply(lever, choice, ask=False))
+                outcomes.append(self._apply(lever, choice, check_program=False))
         return outcomes
 
     def options(self) -> dict[str, Options | Skip]:
@@ -97,32 +101,32 @@ class Applier:
     def _live(self) -> list[tuple[Choice, Undo]]:
         return [
             (c, u)
-            for c, u in self._on
+            for c, u in self._applied
             if self.table[c.name].live and self.table[c.name].moment is not Moment.PROCESS
         ]
 
     def in_order(self, choices: Sequence[Choice]) -> list[Choice]:
         """The choices in the order in which they act."""
-        order = {name: at for at, name in enumerate(self.table)}
+        order = {name: i for i, name in enumerate(self.table)}
         return sorted(choices, key=lambda c: order.get(c.name, len(order)))
 
-    def _apply(self, lever: Lever, choice: Choice, ask: bool = True) -> Outcome:
-        clash = next((c.name for c, _ in self._on if c.name in lever.excludes), None)
+    def _apply(self, lever: Lever, choice: Choice, check_program: bool = True) -> Outcome:
+        clash = next((c.name for c, _ in self._applied if c.name in lever.excludes), None)
         if clash:
             return Outcome(choice, False, f"it cannot be combined with {clash}")
-        missing = next((name for name in lever.needs if all(c.name != name for c, _ in self._on)), None)
+        missing = next((name for name in lever.needs if all(c.name != name for c, _ in self._applied)), None)
         if missing:
             return Outcome(choice, False, f"it requires {missing}, which is not applied")
         ledger = Ledger()  # one per lever, so that each can be removed separately
         try:
-            answer = lever.applies(self.facts, self.context) if ask else None
+            answer = lever.applies(self.facts, self.context) if check_program else None
             if isinstance(answer, Skip):
                 return Outcome(choice, False, answer.reason)
             if lever.apply is None:
                 return Outcome(choice, False, "it acts before the program starts; use `flatout run`")
             if isinstance(answer, Options):
                 choice = replace(choice, value=answer.value_for(choice.value))
-            self._on.append((choice, lever.apply(self.context, choice.value, ledger)))
+            self._applied.append((choice, lever.apply(self.context, choice.value, ledger)))
             return Outcome(choice, True)
         except Exception as error:
             try:
@@ -133,11 +137,11 @@ class Applier:
 
 
 def before_start(
-    table: Iterable[Lever], plan: Plan, facts: Facts, ask: bool = True
+    table: Iterable[Lever], plan: Plan, facts: Facts, check_machine: bool = True
 ) -> tuple[dict[str, str], list[Outcome]]:
     """Apply the PROCESS levers of a plan, which act before the program starts.
 
-    ``ask``: leave out levers that do not apply to this machine, and choose an available value.
+    ``check_machine``: leave out levers that do not apply to this machine, and choose an available value.
 
     Returns environment variables for the program, and an outcome for each of these levers.
     """
@@ -148,7 +152,7 @@ def before_start(
         if choice is None or lever.moment is not Moment.PROCESS:
             continue
         try:
-            answer = lever.applies(facts, None) if ask else None
+            answer = lever.applies(facts, None) if check_machine else None
             if isinstance(answer, Skip):
                 outcomes.append(Outcome(choice, False, answer.reason))
                 continue
@@ -164,14 +168,14 @@ def before_start(
 
 
 def _failed(error: Exception) -> str:
-    first = str(error).strip().splitlines()
-    return f"it failed to start ({type(error).__name__}: {first[0] if first else 'no message'})"
+    lines = str(error).strip().splitlines()
+    return f"it failed to start ({type(error).__name__}: {lines[0] if lines else 'no message'})"
 
 
 def one_line(outcomes: Sequence[Outcome]) -> str:
     """The line that a run prints at its start: what is applied, and what is not, with the reason."""
     applied = ", ".join(spell(o.choice.name, o.choice.value) for o in outcomes if o.applied) or "nothing"
-    left = "; ".join(
+    skipped = "; ".join(
         f"{spell(o.choice.name, o.choice.value)} ({o.reason})" for o in outcomes if not o.applied
     )
-    return f"applied {applied}" + (f"; not applied: {left}" if left else "")
+    return f"applied {applied}" + (f"; not applied: {skipped}" if skipped else "")

@@ -9,10 +9,10 @@ from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Protocol
 
-from flatout.agent.applier import EARLY, LATE, Applier, Outcome, one_line
-from flatout.agent.bootstrap import say, say_at_once
+from flatout.agent.applier import AFTER_FIRST_STEP, BEFORE_FIRST_STEP, Applier, Outcome, one_line
+from flatout.agent.bootstrap import say, say_unbuffered
 from flatout.agent.ledger import Ledger
-from flatout.agent.listener import Listener, Several
+from flatout.agent.listener import Listener, ListenerGroup
 from flatout.agent.training_context import TrainingContext
 from flatout.job.claims import REPORT, claim
 from flatout.job.rank_environment import first_on_node, rank_number, this_rank
@@ -38,13 +38,13 @@ class Checkpointing(Protocol):
     def install(self) -> None:
         """Called after everything else that changes how loaders are made."""
 
-    def for_real(self) -> AbstractContextManager[None]:
+    def real_execution(self) -> AbstractContextManager[None]:
         """Inside, flatout's own code acts on real tensors and is not recorded."""
 
     def begin(self, context: TrainingContext) -> None:
         """Called after the first step, or at the resume point of a replay."""
 
-    def broke(self, error: Exception) -> None:
+    def on_error(self, error: Exception) -> None:
         """Called after an internal error; the program continues without flatout."""
 
 
@@ -52,78 +52,80 @@ class Checkpointing(Protocol):
 MakeCheckpointing = Callable[[Ledger, Callable[[], None]], Checkpointing | None]
 
 
-class Attached(Listener):
+class AttachedRun(Listener):
     """Waits for the first step, applies the levers that need it, and removes the hooks."""
 
     def __init__(self, request: RunRequest, torch: ModuleType, checkpoints: MakeCheckpointing) -> None:
         self.plan = request.plan
-        self.early = list(map(Outcome.from_json, request.started))
-        here = this_rank()
+        self.start_outcomes = list(map(Outcome.from_json, request.started))
+        rank_env = this_rank()
         self.rank = rank_number()
         ledger = Ledger()
         self.checkpoints = checkpoints(ledger, self.resumed)
-        listener = self if self.checkpoints is None else Several(self, self.checkpoints.listener)
+        listener = self if self.checkpoints is None else ListenerGroup(self, self.checkpoints.listener)
         self.context = TrainingContext(torch, listener, ledger)
         self.real_files: Callable[[], AbstractContextManager[None]] = nullcontext
-        if here is not None and here.world_size > 1:
-            from flatout.agent.rank_files import keep_aside, launch_folder
+        if rank_env is not None and rank_env.world_size > 1:
+            from flatout.agent.rank_files import launch_folder, redirect_files
             from flatout.distributed.rendezvous import of_rank_0
 
-            self.plan = Plan.from_json(json.loads(of_rank_0(torch, here, json.dumps(self.plan.to_json()))))
-            self.real_files = keep_aside(launch_folder(here), here.rank, self.context.ledger)
+            self.plan = Plan.from_json(
+                json.loads(of_rank_0(torch, rank_env, json.dumps(self.plan.to_json())))
+            )
+            self.real_files = redirect_files(launch_folder(rank_env), rank_env.rank, self.context.ledger)
         self.applier = Applier(TABLE.of(self.plan.names), request.facts, self.context)
-        self.applier.start(self.plan, EARLY)
+        self.applier.start(self.plan, BEFORE_FIRST_STEP)
         self.context.install()
         if self.checkpoints is not None:
             self.checkpoints.install()
-        self.speaks = False
+        self.prints = False
 
     @property
     def replaying(self) -> bool:
         return self.checkpoints is not None and self.checkpoints.replaying
 
-    def broke(self, error: Exception) -> None:
+    def on_error(self, error: Exception) -> None:
         say(f"internal error in flatout ({type(error).__name__}: {error}); the program continues without it")
         if self.checkpoints is not None:
-            self.checkpoints.broke(error)
-        self.context.rest()
+            self.checkpoints.on_error(error)
+        self.context.stop_observing()
 
     def step_end(self) -> None:
         if self.context.steps == 1:
-            with self.checkpoints.for_real() if self.checkpoints is not None else nullcontext():
-                self.applier.start(self.plan, LATE)
+            with self.checkpoints.real_execution() if self.checkpoints is not None else nullcontext():
+                self.applier.start(self.plan, AFTER_FIRST_STEP)
             if self.checkpoints is not None and not self.replaying:
                 self.checkpoints.begin(self.context)
             # on every node, so that none says at its end that nothing was applied; rank 0 alone speaks
             with self.real_files():
                 claimed = first_on_node() and claim(os.environ["FLATOUT_JOB"] + REPORT)
-            self.speaks = self.rank == 0 and claimed
+            self.prints = self.rank == 0 and claimed
             if not self.replaying:  # a replay shows nothing
-                self._tell_what_is_applied(say)
+                self._report_applied(say)
         elif self.context.steps >= 3:
             for lever, sentence in self.context.reports:
-                self._says(lever, sentence)
+                self._print_report(lever, sentence)
             self.context.reports.clear()
-            self.context.says = self._says
-            self.settled()
+            self.context.print_report = self._print_report
+            self.finish_start()
 
-    def _says(self, lever: str, sentence: str) -> None:
-        if self.speaks:
+    def _print_report(self, lever: str, sentence: str) -> None:
+        if self.prints:
             say(f"{lever}: {sentence}")
 
-    def settled(self) -> None:
+    def finish_start(self) -> None:
         """Remove the hooks that are no longer needed: all levers are applied and reported."""
         if self.checkpoints is not None and self.checkpoints.active:
-            self.context.listen_for(self.checkpoints.listener)
+            self.context.switch_listener(self.checkpoints.listener)
         else:
-            self.context.rest()
+            self.context.stop_observing()
 
     def resumed(self) -> None:
         """Called at the resume point: the program continues from its saved state."""
         assert self.checkpoints is not None
         self.checkpoints.begin(self.context)
-        self._tell_what_is_applied(say_at_once)
+        self._report_applied(say_unbuffered)
 
-    def _tell_what_is_applied(self, tell: Callable[[str], None]) -> None:
-        if self.speaks and (len(self.plan) or self.checkpoints is None):
-            tell(one_line([*self.early, *self.applier.outcomes]))
+    def _report_applied(self, notify: Callable[[str], None]) -> None:
+        if self.prints and (len(self.plan) or self.checkpoints is None):
+            notify(one_line([*self.start_outcomes, *self.applier.outcomes]))

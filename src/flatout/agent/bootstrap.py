@@ -29,22 +29,22 @@ class AfterImport:
         report: Callable[[str], None] = lambda why: None,
     ) -> None:
         self._callbacks, self._report = callbacks, report
-        self._asks = False
+        self._searching = False
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
         # another finder of this kind queries the others, too
-        if fullname not in self._callbacks or self._asks:
+        if fullname not in self._callbacks or self._searching:
             return None
         others = (
             finder.find_spec(fullname, path, target)
             for finder in list(sys.meta_path)
             if finder is not self and hasattr(finder, "find_spec")
         )
-        self._asks = True
+        self._searching = True
         try:
-            spec = next((found for found in others if found is not None), None)
+            spec = next((candidate for candidate in others if candidate is not None), None)
         finally:
-            self._asks = False
+            self._searching = False
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
@@ -88,7 +88,7 @@ def show(text: str) -> None:
         pass  # standard error is closed
 
 
-def say_at_once(sentence: str) -> None:
+def say_unbuffered(sentence: str) -> None:
     """Print a line without Python's buffers, whose lock the script may hold when a signal interrupts it."""
     try:
         os.write(2, f"flatout: {sentence}\n".encode(errors="replace"))
@@ -110,7 +110,7 @@ def install(path: str, report: Callable[[str], None]) -> None:
     sys.meta_path.insert(0, AfterImport(callbacks, report))
     if job.get("pid") == os.getpid():
         # a run without levers is only counted
-        atexit.register(_leave, path, os.getpid(), not job["entry"].endswith(":count"))
+        atexit.register(_at_exit, path, os.getpid(), not job["entry"].endswith(":count"))
 
 
 def _call_entry(job: dict[str, Any], torch: ModuleType) -> None:
@@ -121,20 +121,20 @@ def _call_entry(job: dict[str, Any], torch: ModuleType) -> None:
     getattr(importlib.import_module(module), function)(job)
 
 
-def _leave(path: str, pid: int, applies: bool) -> None:
+def _at_exit(path: str, pid: int, has_levers: bool) -> None:
     """At the end of a run's first process, remove the job. Report if levers were to be applied and none was."""
     if pid != os.getpid():
         return
     from flatout.job.claims import REPORT, claim
 
-    if applies and claim(path + REPORT):
-        never = "finished a training step" if "torch" in sys.modules else "imported torch"
-        say(f"nothing was applied: this program never {never}")
+    if has_levers and claim(path + REPORT):
+        milestone = "finished a training step" if "torch" in sys.modules else "imported torch"
+        say(f"nothing was applied: this program never {milestone}")
     folder, name = os.path.split(path)
     try:
-        for each in os.listdir(folder):
-            if each.startswith(name):  # the job and its claims
-                os.unlink(os.path.join(folder, each))
+        for entry in os.listdir(folder):
+            if entry.startswith(name):  # the job and its claims
+                os.unlink(os.path.join(folder, entry))
         os.rmdir(folder)
     except OSError:
         pass  # already removed, or not empty

@@ -11,7 +11,7 @@ from functools import wraps
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.agent.frames import Line, place_of, users_line
+from flatout.agent.frames import Line, place_of, user_line
 from flatout.agent.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class _Counter:
 class CallCounters:
     def __init__(self, torch: ModuleType, ledger: Ledger, now_ns: Callable[[], int]) -> None:
         self.torch, self.ledger, self.now_ns = torch, ledger, now_ns
-        self._seen: dict[str, _Counter] = {}
+        self._counters: dict[str, _Counter] = {}
 
     def install(self) -> None:
         torch = self.torch
@@ -43,46 +43,46 @@ class CallCounters:
             ("make_scheduler", torch.optim.lr_scheduler.LRScheduler, "__init__"),
             ("set_threads", torch, "set_num_threads"),
         ):
-            self.ledger.set(owner, function, self._counted(name, getattr(owner, function)))
+            self.ledger.set(owner, function, self._wrap(name, getattr(owner, function)))
         self.ledger.set(
             torch.autograd.anomaly_mode.detect_anomaly,
             "__enter__",
-            self._counted("anomaly", torch.autograd.anomaly_mode.detect_anomaly.__enter__),
+            self._wrap("anomaly", torch.autograd.anomaly_mode.detect_anomaly.__enter__),
         )
-        self.ledger.set(optimizer, "zero_grad", self._zeroed(optimizer.zero_grad))
+        self.ledger.set(optimizer, "zero_grad", self._wrap_zero_grad(optimizer.zero_grad))
 
-    def seen(self, steps: int) -> dict[str, Any]:
+    def per_step(self, steps: int) -> dict[str, Any]:
         return {
             name: {
-                "calls": event_of.calls / steps,
-                "ms": event_of.ns / 1e6 / steps,
-                "most": max(event_of.lines.values()),
+                "calls": counter.calls / steps,
+                "ms": counter.ns / 1e6 / steps,
+                "most": max(counter.lines.values()),
                 "places": [
                     place.to_json()
-                    for line, _ in event_of.lines.most_common(5)
+                    for line, _ in counter.lines.most_common(5)
                     if (place := place_of(line)) is not None
                 ],
             }
-            for name, event_of in self._seen.items()
+            for name, counter in self._counters.items()
         }
 
-    def _counted(self, name: str, really: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(really)
+    def _wrap(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
         def counted(*args: object, **kwargs: object) -> Any:
             start = self.now_ns()
             try:
-                return really(*args, **kwargs)
+                return original(*args, **kwargs)
             finally:
                 self._note(name, self.now_ns() - start, sys._getframe(1))
 
         return counted
 
-    def _zeroed(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(really)
+    def _wrap_zero_grad(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
         def zeroed(optimizer: Optimizer, set_to_none: bool = True) -> Any:
             start = self.now_ns()
             try:
-                return really(optimizer, set_to_none)
+                return original(optimizer, set_to_none)
             finally:
                 self._note(
                     "zero_grad" if set_to_none else "zero_grad_to_zero",
@@ -93,7 +93,7 @@ class CallCounters:
         return zeroed
 
     def _note(self, name: str, ns: int, caller: FrameType) -> None:
-        event_of = self._seen.setdefault(name, _Counter())
-        event_of.calls += 1
-        event_of.ns += ns
-        event_of.lines[users_line(caller)] += 1
+        counter = self._counters.setdefault(name, _Counter())
+        counter.calls += 1
+        counter.ns += ns
+        counter.lines[user_line(caller)] += 1

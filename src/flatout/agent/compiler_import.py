@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 COMPILER = "torch._dynamo"
 
 
-class _BeforeImport:
+class _CompilerImportHook:
     """Restores torch's functions before the compiler is imported; it finds no modules itself."""
 
     def __init__(self, ledger: Ledger) -> None:
@@ -37,31 +37,29 @@ def postpone(torch: Any) -> None:
     if COMPILER in sys.modules or not hasattr(torch, "_disable_dynamo"):
         return
     ledger, optimizers = Ledger(), sys.modules["torch.optim.optimizer"]
-    untraced, plain = torch._disable_dynamo(_plain).__code__, _step_of(_plain).__code__
-    step = optimizers._use_grad_for_differentiable(_plain).__code__
-    for kind in [optimizers.Optimizer, *optimizers.Optimizer.__subclasses__()]:
-        for function in vars(kind).values():
+    disabled_code, plain_step_code = torch._disable_dynamo(_stub).__code__, _step_of(_stub).__code__
+    torch_step_code = optimizers._use_grad_for_differentiable(_stub).__code__
+    for optimizer_class in [optimizers.Optimizer, *optimizers.Optimizer.__subclasses__()]:
+        for function in vars(optimizer_class).values():
             code = getattr(function, "__code__", None)
-            if code is untraced:
+            if code is disabled_code:
                 # where torch keeps the function that it makes with the compiler
                 ledger.set(function.__wrapped__, "__dynamo_disable", function.__wrapped__, new=True)
-            elif code is step and code.co_freevars == plain.co_freevars:
-                ledger.set_flag(function, "__code__", plain)
-    sys.meta_path.insert(0, _BeforeImport(ledger))
+            elif code is torch_step_code and code.co_freevars == plain_step_code.co_freevars:
+                ledger.set_flag(function, "__code__", plain_step_code)
+    sys.meta_path.insert(0, _CompilerImportHook(ledger))
 
 
-def _plain(*arguments: object) -> None: ...
+def _stub(*arguments: object) -> None: ...
 
 
 def _step_of(func: Callable[..., object]) -> Callable[..., object]:
-    """The step of an optimizer as torch makes it, without the calls for the compiler. It runs with torch's globals."""
-
     def step(*args: Any, **kwargs: Any) -> object:
-        before = torch.is_grad_enabled()  # type: ignore[name-defined]  # noqa: F821
+        was_enabled = torch.is_grad_enabled()  # type: ignore[name-defined]  # noqa: F821
         try:
             torch.set_grad_enabled(args[0].defaults["differentiable"])  # type: ignore[name-defined]  # noqa: F821
             return func(*args, **kwargs)
         finally:
-            torch.set_grad_enabled(before)  # type: ignore[name-defined]  # noqa: F821
+            torch.set_grad_enabled(was_enabled)  # type: ignore[name-defined]  # noqa: F821
 
     return step

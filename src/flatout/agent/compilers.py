@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.nn import Module
 
-VARIABLES = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
-COMPILED = "_torchdynamo_orig_callable"  # attribute of every callable from torch.compile, unless disable=True
+DISABLING_VARIABLES = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
+COMPILED_MARK = (
+    "_torchdynamo_orig_callable"  # attribute of every callable from torch.compile, unless disable=True
+)
 
 
 def compiler_off() -> str:
     """Return the setting that disables torch.compile here, as a user would write it; empty if enabled."""
-    for name in VARIABLES:
+    for name in DISABLING_VARIABLES:
         if os.environ.get(name) == "1":
             return f"{name}=1"
     # Importing these takes seconds; if they are not imported, their settings are unchanged.
@@ -39,6 +41,6 @@ def _has_compiled_code(module: Module) -> bool:
         return True
     # module.compile(), and module.forward = torch.compile(module.forward)
     return any(
-        hasattr(code, COMPILED)
+        hasattr(code, COMPILED_MARK)
         for code in (getattr(module, "_compiled_call_impl", None), vars(module).get("forward"))
     )

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from flatout.agent.failure_report import FailureReporter
 
-REPORTS_OF_OTHERS = (
+CHILD_ERRORS = (
     "ChildFailedError",
     "CalledProcessError",
     "ProcessRaisedException",
@@ -32,46 +32,50 @@ class CrashReport:
 
     def __init__(self, entry: str, finder: object) -> None:
         self.entry, self.finder = entry, finder
-        self.info = os.environ.get("FLATOUT_CRASH_REPORTS", os.devnull)  # created by the process that reports
-        self.first = os.environ.get("FLATOUT_FIRST", "")
+        self.claim_path = os.environ.get(
+            "FLATOUT_CRASH_REPORTS", os.devnull
+        )  # created by the process that reports
+        self.first_pid = os.environ.get("FLATOUT_FIRST", "")
         self.ledger = Ledger()
-        self.observed = False
-        self.launcher = _launcher()
+        self.hook_called = False
+        self.reporter = _failure_reporter()
         self.unexplained: BaseException | None = None
-        self.before = self.ledger.set(sys, "excepthook", self.observe)
+        self.previous_hook = self.ledger.set(sys, "excepthook", self.excepthook)
 
-    def observe(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        self.observed = True
+    def excepthook(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        self.hook_called = True
         if "FLATOUT_HEARTBEAT" in os.environ:
             from flatout.agent import heartbeat
 
             heartbeat.failed(error)
-        explains = self.launcher is None or self.launcher.observe(error)
-        self.before(kind, error, trace)
-        if explains and self.launcher is None:
+        explains = self.reporter is None or self.reporter.report(error)
+        self.previous_hook(kind, error, trace)
+        if explains and self.reporter is None:
             self.explain(error)
         elif explains:
             # for the end: torch prints a rank's traceback after all hooks, and a launcher does not wait
             self.unexplained = error
 
-    def leave(self) -> None:
+    def at_exit(self) -> None:
         """At the end, explain the failure of a script whose own excepthook replaced this one."""
-        if self.launcher is not None:
-            self.launcher.leave()
+        if self.reporter is not None:
+            self.reporter.report_exit()
         if self.unexplained is not None:
             self.explain(self.unexplained)
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         # Test runners and debuggers set last_value for caught exceptions; the exception that ended the script
         # called the hook.
         if (
-            not self.observed
+            not self.hook_called
             and error is not None
-            and sys.excepthook != self.observe
-            and (self.launcher is None or self.launcher.observe(error))
+            and sys.excepthook != self.excepthook
+            and (self.reporter is None or self.reporter.report(error))
         ):
             self.explain(error)
         if self._is_first():
-            for remove, path in ((os.unlink, self.info), (os.rmdir, os.path.dirname(self.info))):
+            for remove, path in ((os.unlink, self.claim_path), (os.rmdir, os.path.dirname(self.claim_path))):
                 try:
                     remove(path)
                 except OSError:
@@ -82,9 +86,9 @@ class CrashReport:
         if not isinstance(error, Exception):
             return  # KeyboardInterrupt, SystemExit and the like are no failures
         try:
-            if os.path.exists(self.info) and (
+            if os.path.exists(self.claim_path) and (
                 not self._is_first()
-                or type(error).__name__ in REPORTS_OF_OTHERS
+                or type(error).__name__ in CHILD_ERRORS
                 or str(error).startswith("DataLoader worker (pid")
             ):
                 return
@@ -93,7 +97,7 @@ class CrashReport:
                 return
             from flatout.job.claims import claim
 
-            if claim(self.info) or self._is_first():
+            if claim(self.claim_path) or self._is_first():
                 from flatout.agent.bootstrap import say
 
                 for line in lines:
@@ -102,34 +106,32 @@ class CrashReport:
             return
 
     def _lines(self, error: BaseException) -> list[str]:
-        """Call the entry, again if interrupted: torch's SIGCHLD handler raises at any point."""
         import importlib
 
         if self.finder not in sys.meta_path:
             sys.meta_path.append(self.finder)  # type: ignore[arg-type]
         module, function = self.entry.split(":")
-        for left in (1, 0):
+        for retries in (1, 0):
             try:
                 lines: list[str] = getattr(importlib.import_module(module), function)(error)
                 return lines
             except Exception:
-                if not left:
+                if not retries:
                     raise
         return []
 
     def _is_first(self) -> bool:
-        return self.first == str(os.getpid())
+        return self.first_pid == str(os.getpid())
 
 
-def _launcher() -> FailureReporter | None:
-    """Return the reporter to the launcher if there are several ranks; otherwise import nothing."""
+def _failure_reporter() -> FailureReporter | None:
     if "FLATOUT_LAUNCH" not in os.environ:
         return None
-    from flatout.agent.failure_report import of_this_launch
+    from flatout.agent.failure_report import reporter_of_launch
 
-    return of_this_launch()
+    return reporter_of_launch()
 
 
 def install(entry: str, finder: object) -> None:
     """Install the crash report at the start of a Python process of a run. ``finder`` finds flatout."""
-    atexit.register(CrashReport(entry, finder).leave)
+    atexit.register(CrashReport(entry, finder).at_exit)

@@ -5,28 +5,28 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from flatout.agent.attached import Attached, MakeCheckpointing
+from flatout.agent.attached import AttachedRun, MakeCheckpointing
 from flatout.agent.live_figures import LiveFigures
 from flatout.agent.run_summary import Summarizer
 from flatout.agent.step_counters import counters
 from flatout.schema.run_request import RunRequest
 
 
-class MonitoredRun(Attached):
+class MonitoredRun(AttachedRun):
     """Counts steps once the levers are applied, when its other hooks are removed."""
 
     def __init__(self, request: RunRequest, torch: ModuleType, checkpoints: MakeCheckpointing) -> None:
         self.request = request
         super().__init__(request, torch, checkpoints)
 
-    def settled(self) -> None:
-        super().settled()
+    def finish_start(self) -> None:
+        super().finish_start()
         request, torch = self.request, self.context.torch
         counts = counters(torch)
         counts.begin(self.context.steps)
         if request.summary is not None:
             Summarizer(request.summary, self.plan.to_json(), counts, torch, self.real_files)
-        if request.watch is not None and self.speaks:
+        if request.watch is not None and self.prints:
             from flatout.agent.live_line import LiveLine
 
             LiveLine(LiveFigures(torch, counts), request.watch)
@@ -41,4 +41,4 @@ def attach(job: dict[str, Any]) -> None:
 
 def start(request: RunRequest, torch: ModuleType, checkpoints: MakeCheckpointing) -> None:
     counted = request.watch is not None or request.summary is not None
-    (MonitoredRun if counted else Attached)(request, torch, checkpoints)
+    (MonitoredRun if counted else AttachedRun)(request, torch, checkpoints)

@@ -17,7 +17,7 @@ import traceback
 from types import FrameType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
-from flatout.agent.names import inside
+from flatout.agent.names import named_items
 from flatout.schema.facts import ASKED_DEVICE
 from flatout.schema.failure import ExceptionRecord, FailureRecord, FrameSeen, ModuleSeen, TensorSeen
 
@@ -25,63 +25,63 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-MOST_FRAMES = 200
-MOST_TENSORS = 12
-MOST_ENTRIES = 1 << 22  # of an integer tensor whose minimum and maximum are read
-MOST_CHARACTERS = 20_000
-MOST_NODES = 20_000  # of an autograd graph
+MAX_FRAMES = 200
+MAX_TENSORS = 12
+MAX_INTEGER_ENTRIES = 1 << 22  # of an integer tensor whose minimum and maximum are read
+MAX_MESSAGE_CHARS = 20_000
+MAX_NODES = 20_000  # of an autograd graph
 NODE = re.compile(r"(?:Function '|output \d+ of )(\w+?)(?:Backward\d*)?[',]")
 WORD = re.compile(r"[A-Za-z_]\w*")
-OF_A_GPU = re.compile(r"\bGPU (\d+)\b")
+GPU_NUMBER = re.compile(r"\bGPU (\d+)\b")
 
 
-def look(error: BaseException) -> FailureRecord:
+def record_failure(error: BaseException) -> FailureRecord:
     """Return every available detail. Raises nothing: unavailable details are left out."""
     record = FailureRecord(live=True)
     for link, thrown in _chain(error):
-        record.chain.insert(0, _thrown(thrown, link))
+        record.chain.insert(0, _exception_record(thrown, link))
     torch = sys.modules.get("torch")
-    for add in (_processes, _memory, _module, _batch, _forward_call, _unguarded):
+    for collect in (_processes, _memory, _module, _batch, _forward_call, _unguarded):
         try:
-            add(record, error, torch)
+            collect(record, error, torch)
         except Exception:
             continue  # the process is dying: any part of it may be broken
     return record
 
 
 def _chain(error: BaseException) -> list[tuple[str, BaseException]]:
-    found: list[tuple[str, BaseException]] = []
-    link, now = "", error
-    while len(found) < 10 and all(now is not other for _, other in found):
-        found.append((link, now))
-        if now.__cause__ is not None:
-            link, now = "cause", now.__cause__
-        elif now.__context__ is not None and not now.__suppress_context__:
-            link, now = "context", now.__context__
+    chain: list[tuple[str, BaseException]] = []
+    link, current = "", error
+    while len(chain) < 10 and all(current is not other for _, other in chain):
+        chain.append((link, current))
+        if current.__cause__ is not None:
+            link, current = "cause", current.__cause__
+        elif current.__context__ is not None and not current.__suppress_context__:
+            link, current = "context", current.__context__
         else:
             break
-    return found
+    return chain
 
 
-def _thrown(error: BaseException, link: str) -> ExceptionRecord:
+def _exception_record(error: BaseException, link: str) -> ExceptionRecord:
     kind = type(error)
     frames = list(traceback.walk_tb(error.__traceback__))
-    if len(frames) > MOST_FRAMES:
-        frames = frames[: MOST_FRAMES // 2] + frames[-MOST_FRAMES // 2 :]
-    seen = [_frame(frame, line) for frame, line in frames]
-    last = max((at for at, frame in enumerate(seen) if frame.mine), default=len(seen))
-    for at in range(last, len(seen)):
+    if len(frames) > MAX_FRAMES:
+        frames = frames[: MAX_FRAMES // 2] + frames[-MAX_FRAMES // 2 :]
+    records = [_frame(frame, line) for frame, line in frames]
+    last_user_frame = max((i for i, frame in enumerate(records) if frame.mine), default=len(records))
+    for i in range(last_user_frame, len(records)):
         try:
-            seen[at].tensors = _tensors(frames[at][0], _statement(*frames[at]))
+            records[i].tensors = _tensors(frames[i][0], _statement(*frames[i]))
         except Exception:
             continue
     try:
-        message = str(error)[:MOST_CHARACTERS]
+        message = str(error)[:MAX_MESSAGE_CHARS]
     except Exception:
         message = ""
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     notes = [str(note)[:1000] for note in getattr(error, "__notes__", None) or ()]
-    return ExceptionRecord(name, [one.__name__ for one in kind.__mro__[:-2]], message, notes, seen, link)
+    return ExceptionRecord(name, [base.__name__ for base in kind.__mro__[:-2]], message, notes, records, link)
 
 
 def _frame(frame: FrameType, line: int) -> FrameSeen:
@@ -91,25 +91,24 @@ def _frame(frame: FrameType, line: int) -> FrameSeen:
         line,
         frame.f_code.co_name,
         linecache.getline(file, line, frame.f_globals).strip(),
-        _is_mine(file),
+        _is_user_file(file),
     )
 
 
 def _statement(frame: FrameType, line: int) -> str:
-    """Return the line with the lines after it: a call may span several."""
     return " ".join(
-        linecache.getline(frame.f_code.co_filename, at, frame.f_globals).strip()
-        for at in range(line, line + 4)
+        linecache.getline(frame.f_code.co_filename, number, frame.f_globals).strip()
+        for number in range(line, line + 4)
     )
 
 
-def _is_mine(file: str) -> bool:
+def _is_user_file(file: str) -> bool:
     if file.startswith("<") and not file.startswith("<ipython"):
         return file in ("<stdin>", "<string>")
-    return not os.path.abspath(file).startswith(_FOREIGN)
+    return not os.path.abspath(file).startswith(_LIBRARY_DIRS)
 
 
-def _foreign() -> tuple[str, ...]:
+def _library_dirs() -> tuple[str, ...]:
     paths = {
         *sysconfig.get_paths().values(),
         *site.getsitepackages(),
@@ -120,61 +119,62 @@ def _foreign() -> tuple[str, ...]:
     if torch:
         paths.add(os.path.dirname(torch))
     paths -= {sysconfig.get_path("scripts"), sysconfig.get_path("data")}
-    both = {os.path.abspath(path) for path in paths} | {os.path.realpath(path) for path in paths}
-    return tuple(os.path.join(path, "") for path in both)
+    real_and_absolute = {os.path.abspath(path) for path in paths} | {os.path.realpath(path) for path in paths}
+    return tuple(os.path.join(path, "") for path in real_and_absolute)
 
 
-_FOREIGN = _foreign()
+_LIBRARY_DIRS = _library_dirs()
 
 
 def _tensors(frame: FrameType, statement: str) -> list[TensorSeen]:
-    """Return the tensors that the failing line names, then the others of the frame."""
     torch = sys.modules.get("torch")
     if torch is None:
         return []
     named = [word for word in dict.fromkeys(WORD.findall(statement)) if word in frame.f_locals]
-    found: list[TensorSeen] = []
+    tensors: list[TensorSeen] = []
     for name in [*named, *(name for name in list(frame.f_locals) if name not in named)]:
         value = frame.f_locals[name]
-        parts = [(name, value), *inside(name, value)]
-        found += [_tensor(part, each, torch) for part, each in parts if isinstance(each, torch.Tensor)]
-        if len(found) >= MOST_TENSORS:
+        parts = [(name, value), *named_items(name, value)]
+        tensors += [_tensor(part, item, torch) for part, item in parts if isinstance(item, torch.Tensor)]
+        if len(tensors) >= MAX_TENSORS:
             break
-    return found[:MOST_TENSORS]
+    return tensors[:MAX_TENSORS]
 
 
 def _tensor(name: str, value: Tensor, torch: ModuleType) -> TensorSeen:
-    seen = TensorSeen(
+    tensor = TensorSeen(
         name,
         [int(size) for size in value.shape],
         str(value.dtype).removeprefix("torch."),
         str(value.device),
         bool(value.requires_grad),
     )
-    whole = not value.dtype.is_floating_point and not value.dtype.is_complex and value.dtype != torch.bool
+    is_integer = (
+        not value.dtype.is_floating_point and not value.dtype.is_complex and value.dtype != torch.bool
+    )
     if (
-        whole
+        is_integer
         and value.device.type == "cpu"
         and type(value) is torch.Tensor
-        and 0 < value.numel() <= MOST_ENTRIES
+        and 0 < value.numel() <= MAX_INTEGER_ENTRIES
     ):
         flat = value.detach().reshape(-1)
-        read = torch._C.TensorBase.item  # bypasses hooks on tensor reads
-        low, high = read(flat.argmin()), read(flat.argmax())
-        seen.low, seen.high = read(flat[low]), read(flat[high])
-        seen.where_low, seen.where_high = _unravel(low, seen.shape), _unravel(high, seen.shape)
-    return seen
+        read_item = torch._C.TensorBase.item  # bypasses hooks on tensor reads
+        low, high = read_item(flat.argmin()), read_item(flat.argmax())
+        tensor.low, tensor.high = read_item(flat[low]), read_item(flat[high])
+        tensor.where_low, tensor.where_high = _unravel(low, tensor.shape), _unravel(high, tensor.shape)
+    return tensor
 
 
-def _unravel(at: int, shape: list[int]) -> list[int]:
-    found: list[int] = []
+def _unravel(flat_index: int, shape: list[int]) -> list[int]:
+    indices: list[int] = []
     for size in reversed(shape):
-        at, rest = divmod(at, size)
-        found.insert(0, rest)
-    return found
+        flat_index, index = divmod(flat_index, size)
+        indices.insert(0, index)
+    return indices
 
 
-# -- process state -----------------------------------------------------------------------------------------
+# -- process state
 
 
 def _processes(record: FailureRecord, error: BaseException, torch: ModuleType | None) -> None:
@@ -182,8 +182,8 @@ def _processes(record: FailureRecord, error: BaseException, torch: ModuleType | 
         value = os.environ.get(f"FLATOUT_{name}") or os.environ.get(name, "")
         if value.isdigit():
             record.__dict__[key] = int(value)
-    if asked := os.environ.get(ASKED_DEVICE):
-        record.facts["device"] = asked
+    if asked_device := os.environ.get(ASKED_DEVICE):
+        record.facts["device"] = asked_device
     record.facts["python"] = sys.version.split()[0]
     if torch is not None:
         record.facts["torch"] = str(torch.__version__)
@@ -191,17 +191,13 @@ def _processes(record: FailureRecord, error: BaseException, torch: ModuleType | 
 
 
 def _memory(record: FailureRecord, error: BaseException, torch: ModuleType | None) -> None:
-    """Record the bytes on the device that the error names, or the fullest one, and what holds them.
-
-    Asks only if CUDA is in use: asking would initialise it.
-    """
     if torch is None or not torch.cuda.is_initialized():
         return
     devices = range(torch.cuda.device_count())
-    named = OF_A_GPU.search(str(error))
+    gpu = GPU_NUMBER.search(str(error))
     device = (
-        int(named[1])
-        if named is not None and int(named[1]) in devices
+        int(gpu[1])
+        if gpu is not None and int(gpu[1]) in devices
         else max(devices, key=torch.cuda.memory_allocated)
     )
     record.facts["gpu"] = torch.cuda.get_device_name(device)
@@ -215,54 +211,52 @@ def _memory(record: FailureRecord, error: BaseException, torch: ModuleType | Non
         "allocated": statistics.get("allocated_bytes.all.current", 0),
         "reserved": statistics.get("reserved_bytes.all.current", 0),
     }
-    kept: dict[str, dict[int, int]] = {"parameters": {}, "gradients": {}, "optimizer state": {}}
+    storages: dict[str, dict[int, int]] = {"parameters": {}, "gradients": {}, "optimizer state": {}}
 
-    def keep(kind: str, value: object) -> None:
+    def add(kind: str, value: object) -> None:
         if isinstance(value, torch.Tensor) and value.device == torch.device("cuda", device):
             storage = value.untyped_storage()
-            kept[kind][storage.data_ptr()] = storage.nbytes()
+            storages[kind][storage.data_ptr()] = storage.nbytes()
 
     for thing in gc.get_objects():
         # type() instead of isinstance(): the __class__ of a foreign object may run code and warn
         if issubclass(type(thing), torch.nn.Parameter):
-            keep("parameters", thing.data)
-            keep("gradients", thing.grad)
+            add("parameters", thing.data)
+            add("gradients", thing.grad)
         elif issubclass(type(thing), torch.optim.Optimizer):
             for state in thing.state.values():
                 for value in state.values() if isinstance(state, dict) else ():
-                    keep("optimizer state", value)
-    record.memory.update({kind: sum(storages.values()) for kind, storages in kept.items()})
+                    add("optimizer state", value)
+    record.memory.update({kind: sum(sizes.values()) for kind, sizes in storages.items()})
 
 
 def _module(record: FailureRecord, error: BaseException, torch: ModuleType | None) -> None:
-    """Record which layer was running, by its path in the outermost module on the stack."""
     if torch is None:
         return
-    error = _root(error)
-    running, root, called = None, None, ""
+    error = _first_error(error)
+    running, root, root_name = None, None, ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         self = frame.f_locals.get("self")
         if isinstance(self, torch.nn.Module) and not frame.f_code.co_name.startswith("__init__"):
             running = self
             if root is None:
-                root, called = self, _name_of(self, error.__traceback__)
+                root, root_name = self, _name_of(self, error.__traceback__)
     if running is None or root is None:
         return
     path = next((name for name, module in root.named_modules() if module is running), "")
     shapes = {
         name: [int(size) for size in value.shape] for name, value in running.named_parameters(recurse=False)
     }
-    record.module = ModuleSeen(".".join(filter(None, (called, path))), type(running).__name__, shapes)
+    record.module = ModuleSeen(".".join(filter(None, (root_name, path))), type(running).__name__, shapes)
 
 
-def _root(error: BaseException) -> BaseException:
+def _first_error(error: BaseException) -> BaseException:
     return _chain(error)[-1][1]
 
 
 def _name_of(module: Module, trace: TracebackType | None) -> str:
-    """Return the name of the module in the user's own frame."""
     for frame, _ in traceback.walk_tb(trace):
-        if _is_mine(frame.f_code.co_filename):
+        if _is_user_file(frame.f_code.co_filename):
             for name, value in frame.f_locals.items():
                 if value is module and name != "self":
                     return name
@@ -270,21 +264,19 @@ def _name_of(module: Module, trace: TracebackType | None) -> str:
 
 
 def _batch(record: FailureRecord, error: BaseException, torch: ModuleType | None) -> None:
-    """Record the number of the batch, if exactly one loader is in use."""
     loading = sys.modules.get("torch.utils.data.dataloader")
     if loading is None:
         return
-    given = [
+    yielded = [
         thing._num_yielded
         for thing in gc.get_objects()
         if issubclass(type(thing), loading._BaseDataLoaderIter)
     ]
-    if len(given) == 1 and given[0]:
-        record.batch = given[0] - 1
+    if len(yielded) == 1 and yielded[0]:
+        record.batch = yielded[0] - 1
 
 
 def _unguarded(record: FailureRecord, error: BaseException, torch: ModuleType | None) -> None:
-    """Record that the workers of a loader import the script again, which has no main guard."""
     script = getattr(sys.modules["__main__"], "__file__", None)
     for frame, _ in traceback.walk_tb(error.__traceback__) if script else ():
         for worker in getattr(frame.f_locals.get("self"), "_workers", ()):
@@ -294,7 +286,6 @@ def _unguarded(record: FailureRecord, error: BaseException, torch: ModuleType | 
 
 
 def _forward_call(record: FailureRecord, error: BaseException, torch: ModuleType | None) -> None:
-    """Record the forward call of the failing operation; anomaly mode stores it in the graph."""
     named = NODE.search(str(error))
     if torch is None or named is None:
         return
@@ -304,12 +295,12 @@ def _forward_call(record: FailureRecord, error: BaseException, torch: ModuleType
         for value in list(frame.f_locals.values())
         if isinstance(value, torch.Tensor)
     ]
-    nodes, known = [value.grad_fn for value in values if value.grad_fn is not None], set[Any]()
-    while nodes and len(known) < MOST_NODES:
+    nodes, visited = [value.grad_fn for value in values if value.grad_fn is not None], set[Any]()
+    while nodes and len(visited) < MAX_NODES:
         node = nodes.pop()
-        if node in known:
+        if node in visited:
             continue
-        known.add(node)
+        visited.add(node)
         call = node.metadata.get("traceback_") if node.name().startswith(f"{named[1]}Backward") else None
         if call:
             lines = "".join(call).rstrip().split("\n")
@@ -318,4 +309,4 @@ def _forward_call(record: FailureRecord, error: BaseException, torch: ModuleType
                 *lines,
             ]
             return
-        nodes += [following for following, _ in node.next_functions if following is not None]
+        nodes += [next_node for next_node, _ in node.next_functions if next_node is not None]

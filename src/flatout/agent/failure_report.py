@@ -1,19 +1,15 @@
 """Start-up failure reports: a rank reports its failure to the launcher when the exception reaches the top.
 
-The end of a process does not show which rank failed first. Ending takes long, and meanwhile other ranks fail
-because this rank no longer answers.
-
 The launch has a folder, named by FLATOUT_LAUNCH. The rank writes to an event FIFO in it, which the launcher
 reads. Lines arrive in the order in which ranks write them, so no clock is needed. The rank stores its report,
 `rank<k>.failed`, by atomic rename:
 
     failing <rank> <pid>           an exception has reached the top; the report is being written
     failing <rank> <pid> first     the same, from the first rank (the explained and the named rank must be the same)
-    words   <rank> <pid>           the report is complete
+    reported <rank> <pid>          the report is complete
     leaving <rank> <pid>           the script has ended, for any reason, and its objects are being destroyed
 
-Like the crash report, this file is read at the start of a script and imports nothing that is not loaded
-already.
+This file is read at the start of a script, so it imports nothing heavy.
 """
 
 from __future__ import annotations
@@ -25,8 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 EVENT_FIFO, CLAIM = "event_fifo", "claim"
-FAILING, WORDS, LEAVING, FIRST = "failing", "words", "leaving", "first"
-MOST_CHARACTERS = 100_000  # of a traceback
+FAILING, REPORTED, LEAVING, FIRST = "failing", "reported", "leaving", "first"
+MAX_TRACEBACK_CHARS = 100_000  # of a traceback
 
 
 class FailureReporter:
@@ -35,42 +31,42 @@ class FailureReporter:
     It *is* the rank if the launcher is its parent; a rank may start processes of its own.
     """
 
-    def __init__(self, local_launcher: str, rank: str, launcher: str) -> None:
-        self.local_launcher, self.rank = local_launcher, rank
-        self.is_rank = launcher == str(os.getppid())
-        self._open = os.open  # before the files of this rank are kept apart from those of the others
+    def __init__(self, launch_folder: str, rank: str, launcher_pid: str) -> None:
+        self.launch_folder, self.rank = launch_folder, rank
+        self.is_rank = launcher_pid == str(os.getppid())
+        self._original_open = os.open  # before the files of this rank are kept apart from those of the others
 
-    def observe(self, error: BaseException) -> bool:
+    def report(self, error: BaseException) -> bool:
         """Report an exception that ends this process; return whether it is the first and may be explained."""
         try:
             if isinstance(error, KeyboardInterrupt):
-                self._ring(FAILING)
+                self._send(FAILING)
                 # writing imports code that calls eval(); CPython then exits with 1, not by SIGINT
                 # (run_eval_code_obj)
                 return False
             from flatout.job.claims import claim
 
-            first = self.is_rank and claim(os.path.join(self.local_launcher, CLAIM))
-            self._ring(FAILING, FIRST if first else "")
+            first = self.is_rank and claim(os.path.join(self.launch_folder, CLAIM))
+            self._send(FAILING, FIRST if first else "")
             self._write(error)
-            self._ring(WORDS)
+            self._send(REPORTED)
         except Exception:
             return False  # the launch is over, or its disk full: the exit time must do
         return first or not self.is_rank
 
-    def leave(self) -> None:
+    def report_exit(self) -> None:
         """Report that this process ends."""
         try:
-            self._ring(LEAVING)
+            self._send(LEAVING)
         except OSError:
             pass
 
-    def _ring(self, word: str, more: str = "") -> None:
+    def _send(self, event: str, detail: str = "") -> None:
         # never blocks: without a launcher it raises
-        event_fifo = os.open(os.path.join(self.local_launcher, EVENT_FIFO), os.O_WRONLY | os.O_NONBLOCK)
+        event_fifo = os.open(os.path.join(self.launch_folder, EVENT_FIFO), os.O_WRONLY | os.O_NONBLOCK)
         try:
             # less than PIPE_BUF: lines of ranks do not mix
-            os.write(event_fifo, f"{word} {self.rank} {os.getpid()} {more}\n".encode())
+            os.write(event_fifo, f"{event} {self.rank} {os.getpid()} {detail}\n".encode())
         finally:
             os.close(event_fifo)
 
@@ -85,34 +81,36 @@ class FailureReporter:
             "rank": self.rank,
             "host": os.uname().nodename,
             "pid": os.getpid(),
-            "traceback": text[-MOST_CHARACTERS:],
+            "traceback": text[-MAX_TRACEBACK_CHARS:],
         }
-        path = Path(self.local_launcher, f"rank{self.rank}.failed")
+        path = Path(self.launch_folder, f"rank{self.rank}.failed")
         write_json(path, report)
         error_file = os.environ.get("FLATOUT_ERROR_FILE")
         if error_file and self.is_rank:
             self._tell_torchrun(error_file, error, text, int(path.stat().st_mtime))
 
     def _tell_torchrun(self, error_file: str, error: BaseException, text: str, timestamp: int) -> None:
-        """Write the file that torchrun shows in its own report of this rank."""
         import json
 
-        log = os.path.join(self.local_launcher, f"rank{self.rank}.log")
-        more = f"The output of this rank is in {log}\n" if os.path.exists(log) else ""
+        log = os.path.join(self.launch_folder, f"rank{self.rank}.log")
+        log_hint = f"The output of this rank is in {log}\n" if os.path.exists(log) else ""
         message = {
-            "message": f"{type(error).__name__}: {error}"[:MOST_CHARACTERS],
-            "extraInfo": {"py_callstack": text[-MOST_CHARACTERS:] + more, "timestamp": str(timestamp)},
+            "message": f"{type(error).__name__}: {error}"[:MAX_TRACEBACK_CHARS],
+            "extraInfo": {
+                "py_callstack": text[-MAX_TRACEBACK_CHARS:] + log_hint,
+                "timestamp": str(timestamp),
+            },
         }
-        out = self._open(error_file, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
-        os.write(out, json.dumps({"message": message}).encode())
-        os.close(out)
+        handle = self._original_open(error_file, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
+        os.write(handle, json.dumps({"message": message}).encode())
+        os.close(handle)
 
 
-def of_this_launch(environment: Mapping[str, str] = os.environ) -> FailureReporter | None:
+def reporter_of_launch(environment: Mapping[str, str] = os.environ) -> FailureReporter | None:
     """Return the reporter; None if no flatout launcher waits for reports."""
-    local_launcher, rank = environment.get("FLATOUT_LAUNCH"), environment.get("FLATOUT_RANK", "")
+    launch_folder, rank = environment.get("FLATOUT_LAUNCH"), environment.get("FLATOUT_RANK", "")
     return (
-        FailureReporter(local_launcher, rank, environment.get("FLATOUT_LAUNCHER", ""))
-        if local_launcher and rank.isdigit()
+        FailureReporter(launch_folder, rank, environment.get("FLATOUT_LAUNCHER", ""))
+        if launch_folder and rank.isdigit()
         else None
     )

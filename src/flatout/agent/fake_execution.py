@@ -17,22 +17,22 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.agent.known_values import KnownValues
 from flatout.agent.ledger import Ledger
-from flatout.agent.recurrent import by_layers, workspace_bytes
+from flatout.agent.recurrent import lstm_by_layers, workspace_bytes
 from flatout.agent.workspaces import Workspaces
 
 if TYPE_CHECKING:
     from torch import Tensor, UntypedStorage
 
-Born = Callable[[int, bool], Any]  # (bytes, whether a real tensor owns it) -> handle of the block
-Gone = Callable[[Any], None]
+OnAlloc = Callable[[int, bool], Any]  # (bytes, whether a real tensor owns it) -> handle of the block
+OnFree = Callable[[Any], None]
 
 
 class FakeExecution:
     """Runs operators without memory.
 
-    ``born`` gets each allocated block and returns a handle, which ``gone`` gets back.
+    ``on_alloc`` gets each allocated block and returns a handle, which ``on_free`` gets back.
 
-    ``kernels_are_ours``: the script will run on this machine, so the workspaces of its kernels can be
+    ``same_machine``: the script will run on this machine, so the workspaces of its kernels can be
     measured here.
     """
 
@@ -40,26 +40,26 @@ class FakeExecution:
         self,
         torch: ModuleType,
         ledger: Ledger,
-        born: Born,
-        gone: Gone,
+        on_alloc: OnAlloc,
+        on_free: OnFree,
         device_type: str,
-        kernels_are_ours: bool = True,
+        same_machine: bool = True,
     ) -> None:
         from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-        self.torch, self.ledger, self.born, self.gone = torch, ledger, born, gone
+        self.torch, self.ledger, self.on_alloc, self.on_free = torch, ledger, on_alloc, on_free
         self.device_type = device_type
-        self.kernels_are_ours = kernels_are_ours and device_type == "cpu"
+        self.measures_workspaces = same_machine and device_type == "cpu"
         self.fake_tensor = FakeTensor
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.known = KnownValues(torch)
+        self.values = KnownValues(torch)
         self.workspaces = Workspaces(torch)
         self._blocks: dict[int, Any] = {}  # address of a storage, real or not -> its block
         self._fakes: dict[int, Any] = {}  # id of a real tensor -> its counterpart, while the tensor lives
         # address of a real storage -> a counterpart that keeps its fake storage alive
-        self._kept: dict[int, Any] = {}
+        self._fake_of_storage: dict[int, Any] = {}
 
-    # -- install --------------------------------------------------------------------------------------------
+    # -- install
 
     def install(self) -> None:
         from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,24 +73,26 @@ class FakeExecution:
                 return fake_execution._dispatched(function, args, kwargs or {})
 
         tensor = self.torch.Tensor
-        self.ledger.set(tensor, "numpy", _or_stand_in(tensor.numpy, self._array, self.fake_tensor), new=True)
         self.ledger.set(
-            tensor, "__format__", _or_stand_in(tensor.__format__, self._formatted, self.fake_tensor)
+            tensor, "numpy", _for_fake_tensors(tensor.numpy, self._array, self.fake_tensor), new=True
         )
-        self.ledger.set(self.torch._VF, "lstm", by_layers(self.torch, self.torch._VF.lstm))
+        self.ledger.set(
+            tensor, "__format__", _for_fake_tensors(tensor.__format__, self._formatted, self.fake_tensor)
+        )
+        self.ledger.set(self.torch._VF, "lstm", lstm_by_layers(self.torch, self.torch._VF.lstm))
         for mode in (self.fake_mode, Counting()):
             mode.__enter__()
             self.ledger.call("dispatch mode", partial(mode.__exit__, None, None, None))
 
     @contextmanager
-    def really(self) -> Iterator[None]:
+    def real_execution(self) -> Iterator[None]:
         """Execute everything inside for real."""
         from torch.utils._python_dispatch import _disable_current_modes
 
         with _disable_current_modes():
             yield
 
-    # -- operators ------------------------------------------------------------------------------------------
+    # -- operators
 
     def _dispatched(self, function: Any, args: Any, kwargs: Any) -> Any:
         torch = self.torch
@@ -104,57 +106,51 @@ class FakeExecution:
             for leaf in leaves
         ]
         if function is torch.ops.aten._local_scalar_dense.default:
-            with self.really():
-                return self.known.number(leaves[0])
+            with self.real_execution():
+                return self.values.number(leaves[0])
 
         def rebuild(parts: list[Any]) -> Any:
             return torch.utils._pytree.tree_unflatten(parts, spec)
 
-        with self.really():
-            values = self.known.computed(function, leaves, rebuild)
+        with self.real_execution():
+            values = self.values.compute(function, leaves, rebuild)
         if function is torch.ops.aten.equal.default:
             return values if isinstance(values, bool) else True
-        made = self._shaped(function, leaves, rebuild, values)
-        with self.really():
-            self.known.note(function, leaves, made, values)
-        for each in made if isinstance(made, (list, tuple)) else (made,):
-            if isinstance(each, self.fake_tensor):
-                self._count(each, real=False)
-        passing_bytes = self.workspaces.of(function, args) if self.kernels_are_ours else 0
-        if passing_bytes:
-            self.gone(self.born(passing_bytes, False))
-        return made
+        result = self._run_fake(function, leaves, rebuild, values)
+        with self.real_execution():
+            self.values.record_outputs(function, leaves, result, values)
+        for output in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(output, self.fake_tensor):
+                self._track(output, real=False)
+        temporary_bytes = self.workspaces.bytes_of(function, args) if self.measures_workspaces else 0
+        if temporary_bytes:
+            self.on_free(self.on_alloc(temporary_bytes, False))
+        return result
 
-    def learn_workspaces(self) -> None:
-        """Count the workspaces of kernels from here on; call it between two steps."""
-        with self.really():
-            self.workspaces.learn()
+    def measure_workspaces(self) -> None:
+        with self.real_execution():
+            self.workspaces.measure()
 
-    def _shaped(self, function: Any, leaves: list[Any], rebuild: Callable[..., Any], values: object) -> Any:
-        """Return the result of an operator, without values.
-
-        Raises torch's error if shapes depend on unknown values.
-        """
+    def _run_fake(self, function: Any, leaves: list[Any], rebuild: Callable[..., Any], values: object) -> Any:
         from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
         if not function._schema.returns and function._schema.is_mutable:
             return None  # it writes into existing tensors
         args, kwargs = rebuild(leaves)
         try:
-            made = function(*args, **kwargs)
+            result = function(*args, **kwargs)
             if function is self.torch.ops.aten.mkldnn_rnn_layer.default and self.torch.is_grad_enabled():
-                return (*made[:3], self._workspace(args))
-            return made
+                return (*result[:3], self._workspace(args))
+            return result
         except (DynamicOutputShapeException, DataDependentOutputException):
             if values is not None:
                 return self.torch.utils._pytree.tree_map_only(
                     self.torch.Tensor, self.fake_mode.from_tensor, values
                 )
-            self.known.guessed.add("a choice of elements")
-            return self._everything_chosen(function, args, kwargs)
+            self.values.guesses.add("a choice of elements")
+            return self._largest_result(function, args, kwargs)
 
-    def _everything_chosen(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Return an upper bound: every element that can be selected is selected."""
+    def _largest_result(self, function: Any, args: Any, kwargs: Any) -> Any:
         torch, aten = self.torch, self.torch.ops.aten
         if function is aten.nonzero.default:
             return self._empty((args[0].numel(), args[0].dim()), torch.int64)
@@ -163,10 +159,10 @@ class FakeExecution:
         if function is aten.index.Tensor:
             indices = []
             for index in args[1]:
-                chooses = index is not None and index.dtype in (torch.bool, torch.uint8)
+                is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
                 indices += (
                     [self._empty((index.numel(),), torch.int64) for _ in range(index.dim())]
-                    if chooses
+                    if is_mask
                     else [index]
                 )
             with self.fake_mode:
@@ -174,7 +170,7 @@ class FakeExecution:
         raise NotImplementedError(f"the output shape of {function._schema.name} depends on values")
 
     def _workspace(self, args: Sequence[Any]) -> Any:
-        with self.really():
+        with self.real_execution():
             size_bytes = workspace_bytes(self.torch, args)
         return self._empty((size_bytes,), self.torch.uint8)
 
@@ -182,32 +178,33 @@ class FakeExecution:
         with self.fake_mode:
             return self.torch.empty(shape, dtype=dtype)
 
-    # -- storages -------------------------------------------------------------------------------------------
+    # -- storages
 
     def _fake(self, tensor: Tensor) -> Any:
-        """Return the fake counterpart of a real tensor, the same one as long as the tensor lives."""
         fake = self._fakes.get(id(tensor))
         if fake is None:
-            with self.really():
+            with self.real_execution():
                 fake = self.fake_mode.from_tensor(tensor)
-                if self.known.worth_keeping(tensor):
-                    self.known.set(fake, tensor.detach().clone())
+                if self.values.worth_keeping(tensor):
+                    self.values.set(fake, tensor.detach().clone())
             self._fakes[id(tensor)] = fake
             weakref.finalize(tensor, self._fakes.pop, id(tensor), None).atexit = False
             self.count_real(tensor)
             if tensor.layout == self.torch.strided:
-                place = tensor.untyped_storage()._cdata
-                if place not in self._kept:
-                    self._kept[place] = fake
-                    weakref.finalize(tensor.untyped_storage(), self._kept.pop, place, None).atexit = False
-                self._enter(fake.untyped_storage(), None)  # the real storage is counted already
+                address = tensor.untyped_storage()._cdata
+                if address not in self._fake_of_storage:
+                    self._fake_of_storage[address] = fake
+                    weakref.finalize(
+                        tensor.untyped_storage(), self._fake_of_storage.pop, address, None
+                    ).atexit = False
+                self._add_block(fake.untyped_storage(), None)  # the real storage is counted already
         return fake
 
     def count_real(self, tensor: Tensor) -> Any:
         """Return the block of a real tensor on the device; None if it has none there."""
         if tensor.device.type != self.device_type or tensor.layout != self.torch.strided:
             return None
-        return self._count(tensor, real=True)
+        return self._track(tensor, real=True)
 
     def block_of(self, tensor: Tensor) -> Any:
         """Return the block of a fake tensor; None for a real tensor or another device."""
@@ -217,29 +214,29 @@ class FakeExecution:
             else None
         )
 
-    def _count(self, tensor: Tensor, real: bool) -> Any:
+    def _track(self, tensor: Tensor, real: bool) -> Any:
         if tensor.layout != self.torch.strided or tensor.device.type != self.device_type:
             return None
         storage = tensor.untyped_storage()
         if storage._cdata not in self._blocks:
-            self._enter(storage, self.born(storage.nbytes(), real))
+            self._add_block(storage, self.on_alloc(storage.nbytes(), real))
         return self._blocks[storage._cdata]
 
-    def _enter(self, storage: UntypedStorage, block: Any) -> None:
+    def _add_block(self, storage: UntypedStorage, block: Any) -> None:
         if storage._cdata not in self._blocks:
             self._blocks[storage._cdata] = block
-            weakref.finalize(storage, self._gone, storage._cdata).atexit = False
+            weakref.finalize(storage, self._freed, storage._cdata).atexit = False
 
-    def _gone(self, place: int) -> None:
-        block = self._blocks.pop(place, None)
+    def _freed(self, address: int) -> None:
+        block = self._blocks.pop(address, None)
         if block is not None:
-            self.gone(block)
+            self.on_free(block)
 
-    # -- queries from Python --------------------------------------------------------------------------------
+    # -- queries from Python
 
     def _array(self, tensor: Tensor, *args: object, **kwargs: object) -> Any:
-        with self.really():
-            value = self.known.of(tensor)
+        with self.real_execution():
+            value = self.values.get(tensor)
             return (
                 value
                 if value is not None
@@ -250,14 +247,14 @@ class FakeExecution:
         return format(tensor.detach().item() if tensor.dim() == 0 else repr(tensor), spec)
 
 
-def _or_stand_in(
-    really: Callable[..., Any], stand_in: Callable[..., Any], fake_tensor: type
+def _for_fake_tensors(
+    original: Callable[..., Any], replacement: Callable[..., Any], fake_tensor: type
 ) -> Callable[..., Any]:
-    def ask(tensor: Tensor, *args: object, **kwargs: object) -> Any:
+    def call(tensor: Tensor, *args: object, **kwargs: object) -> Any:
         return (
-            stand_in(tensor, *args, **kwargs)
+            replacement(tensor, *args, **kwargs)
             if isinstance(tensor, fake_tensor)
-            else really(tensor, *args, **kwargs)
+            else original(tensor, *args, **kwargs)
         )
 
-    return ask
+    return call

@@ -1,6 +1,6 @@
 """Keeps every change of files that a program makes in a folder of its own (agent/overlay.py).
 
-``CALLS`` names the functions with which Python changes, lists and inspects files, and ``LIBRARIES`` those of
+``OS_CALLS`` names the functions with which Python changes, lists and inspects files, and ``LIBRARY_CALLS`` those of
 libraries whose C code opens files itself. Each gets the real path from the overlay. Python raises an audit event for
 each change, so one that would change the user's files all the same ends the program before it happens. What other
 programs change, and C code that is not named here, is found after a trial (trial/leaks.py).
@@ -28,42 +28,42 @@ if TYPE_CHECKING:
     from types import ModuleType
     from typing import Any
 
-FILES = "FLATOUT_FILES"  # names the folder for what the processes of a trial change
+FILES_VARIABLE = "FLATOUT_FILES"  # names the folder for what the processes of a trial change
 ESCAPED = "escaped"  # in the folder of the overlay: what would have changed the user's files
-NAMELESS = getattr(os, "O_TMPFILE", -1)  # a file without a name leaves nothing behind
-WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+O_TMPFILE = getattr(os, "O_TMPFILE", -1)  # a file without a name leaves nothing behind
+WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 # method of FileSandbox -> functions of `os`
-CALLS = {
-    "_reads": ("stat", "statvfs", "pathconf", "getxattr", "listxattr", "execv", "execve"),
-    "_may": ("access",),
-    "_reads_link": ("lstat", "readlink"),
-    "_enters": ("chdir", "fchdir"),
-    "_tells_folder": ("getcwd", "getcwdb"),
-    "_lists": ("listdir",),
-    "_scans": ("scandir",),
-    "_opens": ("open",),
-    "_makes": ("mkdir", "mkfifo", "mknod"),
-    "_changes": ("chmod", "chown", "utime", "truncate", "setxattr", "removexattr", "fchmod", "fchown"),
-    "_changes_link": ("lchown",),
-    "_removes": ("unlink", "remove", "rmdir"),
-    "_moves": ("rename", "replace"),
-    "_links": ("link",),
-    "_links_to": ("symlink",),
+OS_CALLS = {
+    "_read": ("stat", "statvfs", "pathconf", "getxattr", "listxattr", "execv", "execve"),
+    "_access": ("access",),
+    "_read_link": ("lstat", "readlink"),
+    "_chdir": ("chdir", "fchdir"),
+    "_getcwd": ("getcwd", "getcwdb"),
+    "_listdir": ("listdir",),
+    "_scandir": ("scandir",),
+    "_open": ("open",),
+    "_create": ("mkdir", "mkfifo", "mknod"),
+    "_chattr": ("chmod", "chown", "utime", "truncate", "setxattr", "removexattr", "fchmod", "fchown"),
+    "_change_link": ("lchown",),
+    "_remove": ("unlink", "remove", "rmdir"),
+    "_rename": ("rename", "replace"),
+    "_link": ("link",),
+    "_symlink": ("symlink",),
 }
 # module -> function, position and name of the path, flags with which its C code opens a file
-NEW = os.O_CREAT | os.O_TRUNC | os.O_WRONLY
-LIBRARIES = {
-    "torch": (("save", 1, "f", NEW), ("load", 0, "f", 0)),
-    "torch.jit": (("save", 1, "f", NEW), ("load", 0, "f", 0)),
+CREATE_FLAGS = os.O_CREAT | os.O_TRUNC | os.O_WRONLY
+LIBRARY_CALLS = {
+    "torch": (("save", 1, "f", CREATE_FLAGS), ("load", 0, "f", 0)),
+    "torch.jit": (("save", 1, "f", CREATE_FLAGS), ("load", 0, "f", 0)),
     "safetensors": (("safe_open", 0, "filename", 0),),
-    "safetensors.torch": (("save_file", 1, "filename", NEW), ("load_file", 0, "filename", 0)),
-    "safetensors.numpy": (("save_file", 1, "filename", NEW), ("load_file", 0, "filename", 0)),
+    "safetensors.torch": (("save_file", 1, "filename", CREATE_FLAGS), ("load_file", 0, "filename", 0)),
+    "safetensors.numpy": (("save_file", 1, "filename", CREATE_FLAGS), ("load_file", 0, "filename", 0)),
     "sqlite3": (("connect", 0, "database", os.O_CREAT | os.O_RDWR),),
     "subprocess": (("Popen.__init__", 10, "cwd", 0),),
 }
 # audit event -> positions of a path and of the open folder it is relative to
-EVENTS = {
+AUDIT_EVENTS = {
     "open": ((0, None),),
     "os.mkdir": ((0, 2),),
     "os.rmdir": ((0, 1),),
@@ -81,7 +81,7 @@ EVENTS = {
 }
 
 
-_trial: list[Overlay] = []  # of this process, if it belongs to a trial
+_process_overlays: list[Overlay] = []  # of this process, if it belongs to a trial
 
 
 def enter(folder: str) -> None:
@@ -94,11 +94,11 @@ def enter(folder: str) -> None:
     sandbox.install()
     sandbox.keep_byte_code()
     sys.addaudithook(sandbox.audit)
-    _trial.append(overlay)
+    _process_overlays.append(overlay)
 
 
 def overlay_of_process() -> Overlay:
-    return _trial[0]
+    return _process_overlays[0]
 
 
 class FileSandbox:
@@ -107,189 +107,190 @@ class FileSandbox:
         self.ledger = ledger
 
     def install(self) -> None:
-        for method, names in CALLS.items():
+        for method, names in OS_CALLS.items():
             for name in names:
                 if hasattr(os, name):
                     self._wrap(os, name, getattr(self, method))
-        self._wrap(builtins, "open", self._opens_file)
+        self._wrap(builtins, "open", self._open_file)
         self.ledger.set(io, "open", builtins.open)
-        self._wrap(io, "open_code", self._reads)
+        self._wrap(io, "open_code", self._read)
         if sys.version_info < (3, 11):
             self._install_pathlib()
         libraries: dict[str, Callable[[ModuleType], None]]
-        libraries = {name: partial(self._install_library, rows) for name, rows in LIBRARIES.items()}
+        libraries = {name: partial(self._install_library, rows) for name, rows in LIBRARY_CALLS.items()}
         for name in set(libraries) & set(sys.modules):
             libraries.pop(name)(sys.modules[name])
-        for finder in (AfterImport(libraries), Modules(self.overlay)):
+        for finder in (AfterImport(libraries), ModuleFinder(self.overlay)):
             sys.meta_path.insert(0 if isinstance(finder, AfterImport) else len(sys.meta_path), finder)
-            self.ledger.call("sys.meta_path", partial(_leave, finder))
+            self.ledger.call("sys.meta_path", partial(_remove_finder, finder))
 
     def _install_library(self, rows: Iterable[tuple[str, int, str, int]], module: ModuleType) -> None:
-        for name, at, keyword, flags in rows:
+        for name, position, keyword, flags in rows:
             owner: Any = module
             *classes, function = name.split(".")
-            for each in classes:
-                owner = getattr(owner, each)
-            self._wrap(owner, function, partial(self._opens_below, at, keyword, flags))
+            for name_of_class in classes:
+                owner = getattr(owner, name_of_class)
+            self._wrap(owner, function, partial(self._open_in_library, position, keyword, flags))
 
     def _install_pathlib(self) -> None:
-        """Replace the references that pathlib keeps in Python 3.10."""
         import pathlib
 
         accessor = vars(pathlib)["_NormalAccessor"]
-        for name in ("open", *(name for names in CALLS.values() for name in names)):
+        for name in ("open", *(name for names in OS_CALLS.values() for name in names)):
             if name in vars(accessor):
                 self.ledger.set(accessor, name, staticmethod(getattr(io if name == "open" else os, name)))
 
-    def _wrap(self, owner: object, name: str, does: Callable[..., Any]) -> None:
-        really, own = getattr(owner, name), self.overlay.own
+    def _wrap(self, owner: object, name: str, replacement: Callable[..., Any]) -> None:
+        original, local = getattr(owner, name), self.overlay.local
 
-        @wraps(really)
+        @wraps(original)
         def sandboxed(*args: Any, **kwargs: Any) -> Any:
-            if getattr(own, "busy", False):
-                return really(*args, **kwargs)
-            own.answering, before = True, getattr(own, "answering", False)
+            if getattr(local, "bypassed", False):
+                return original(*args, **kwargs)
+            local.in_sandbox, was_in_sandbox = True, getattr(local, "in_sandbox", False)
             try:
-                return does(really, *args, **kwargs)
+                return replacement(original, *args, **kwargs)
             except OSError as error:  # the program knows its own paths, not the real ones
                 error.filename, error.filename2 = (
-                    path if known is not None else None
-                    for known, path in zip(
+                    path if given is not None else None
+                    for given, path in zip(
                         (error.filename, error.filename2), (*args, None, None), strict=False
                     )
                 )
                 raise
             finally:
-                own.answering = before
+                local.in_sandbox = was_in_sandbox
 
         self.ledger.set(owner, name, sandboxed)
         # libraries look these functions up to learn what they accept
         for group in ("supports_dir_fd", "supports_fd", "supports_follow_symlinks", "supports_effective_ids"):
             members = getattr(os, group)
-            if really in members:
+            if original in members:
                 members.add(sandboxed)
                 self.ledger.call(f"os.{group}", partial(members.discard, sandboxed))
 
-    # -- reading ----------------------------------------------------------------------------------------------------
+    # -- reading
 
-    def _reads(self, really: Any, path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> Any:
-        return really(
-            self.overlay.reading(path, kwargs.get("follow_symlinks", True), dir_fd), *args, **kwargs
+    def _read(self, original: Any, path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> Any:
+        return original(
+            self.overlay.path_to_read(path, kwargs.get("follow_symlinks", True), dir_fd), *args, **kwargs
         )
 
-    def _may(self, *args: Any, **kwargs: Any) -> bool:
+    def _access(self, *args: Any, **kwargs: Any) -> bool:
         try:
-            return bool(self._reads(*args, **kwargs))
+            return bool(self._read(*args, **kwargs))
         except OSError:
             return False
 
-    def _reads_link(self, really: Any, path: Any, *args: Any, dir_fd: int | None = None) -> Any:
-        return really(self.overlay.reading(path, False, dir_fd), *args)
+    def _read_link(self, original: Any, path: Any, *args: Any, dir_fd: int | None = None) -> Any:
+        return original(self.overlay.path_to_read(path, False, dir_fd), *args)
 
-    def _enters(self, really: Any, path: Any) -> None:
-        if not self.overlay.changed():
-            really(path)
+    def _chdir(self, original: Any, path: Any) -> None:
+        if not self.overlay.has_changes():
+            original(path)
             return
-        key, place = self.overlay.find(self.overlay.path_of(path) if isinstance(path, int) else path)
-        below = self.overlay.below(key)
-        posix.chdir(below if below is not None and is_folder(below) else place)
+        key, real = self.overlay.find(self.overlay.path_of(path) if isinstance(path, int) else path)
+        lower = self.overlay.lower(key)
+        posix.chdir(lower if lower is not None and is_folder(lower) else real)
 
-    def _tells_folder(self, really: Any) -> Any:
+    def _getcwd(self, original: Any) -> Any:
         folder = self.overlay.cwd()
-        return os.fsencode(folder) if really.__name__ == "getcwdb" else folder
+        return os.fsencode(folder) if original.__name__ == "getcwdb" else folder
 
-    def _lists(self, really: Any, path: Any = None) -> list[Any]:
-        if not self.overlay.changed():
-            return really(path)
-        key, place = self._folder(path)
-        names = self.overlay.names(key) if is_folder(place) else really(place)
+    def _listdir(self, original: Any, path: Any = None) -> list[Any]:
+        if not self.overlay.has_changes():
+            return original(path)
+        key, real = self._folder(path)
+        names = self.overlay.names(key) if is_folder(real) else original(real)
         return list(map(os.fsencode, names)) if isinstance(path, bytes) else names
 
-    def _scans(self, really: Any, path: Any = None) -> Any:
-        if not self.overlay.changed():
-            return really(path)
-        key, place = self._folder(path)
-        if not is_folder(place):
-            return really(place)
+    def _scandir(self, original: Any, path: Any = None) -> Any:
+        if not self.overlay.has_changes():
+            return original(path)
+        key, real = self._folder(path)
+        if not is_folder(real):
+            return original(real)
         text: Any = "." if path is None else "" if isinstance(path, int) else os.fspath(path)
-        return Entries(key, text, self.overlay.names(key))
+        return ScandirIterator(key, text, self.overlay.names(key))
 
     def _folder(self, path: Any) -> tuple[str, str]:
         return self.overlay.find(
             self.overlay.path_of(path) if isinstance(path, int) else "." if path is None else path
         )
 
-    # -- opening ----------------------------------------------------------------------------------------------------
+    # -- opening
 
-    def _opens(
-        self, really: Any, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
+    def _open(
+        self, original: Any, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
     ) -> int:
-        if flags & WRITES and flags & NAMELESS != NAMELESS:
-            return posix.open(self.overlay.writing(path, flags, dir_fd), flags, mode)
-        return posix.open(self.overlay.reading(path, not flags & os.O_NOFOLLOW, dir_fd), flags, mode)
+        if flags & WRITE_FLAGS and flags & O_TMPFILE != O_TMPFILE:
+            return posix.open(self.overlay.path_to_write(path, flags, dir_fd), flags, mode)
+        return posix.open(self.overlay.path_to_read(path, not flags & os.O_NOFOLLOW, dir_fd), flags, mode)
 
-    def _opens_file(self, really: Any, file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
+    def _open_file(self, original: Any, file: Any, mode: Any = "r", *args: Any, **kwargs: Any) -> Any:
         """Open with an opener, so that the file keeps the name that the program gave."""
         is_path = isinstance(file, (str, bytes, os.PathLike)) and isinstance(mode, str)
         writes = is_path and set(mode) & set("wax+")
-        if is_path and len(args) < 6 and not kwargs.get("opener") and (writes or self.overlay.changed()):
-            kwargs["opener"] = lambda path, flags: self._opens(None, path, flags, 0o666)
-        return really(file, mode, *args, **kwargs)
+        if is_path and len(args) < 6 and not kwargs.get("opener") and (writes or self.overlay.has_changes()):
+            kwargs["opener"] = lambda path, flags: self._open(None, path, flags, 0o666)
+        return original(file, mode, *args, **kwargs)
 
-    def _opens_below(self, at: int, keyword: str, flags: int, really: Any, *args: Any, **kwargs: Any) -> Any:
-        path = args[at] if len(args) > at else kwargs.get(keyword)
+    def _open_in_library(
+        self, position: int, keyword: str, flags: int, original: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        path = args[position] if len(args) > position else kwargs.get(keyword)
         text = os.fsdecode(path) if isinstance(path, (str, bytes, os.PathLike)) else ""
         if text and not text.startswith((":", "file:")):  # a database in memory, or a URI
-            real = self.overlay.writing(path, flags) if flags else self.overlay.reading(path)
-            if len(args) > at:
-                args = (*args[:at], real, *args[at + 1 :])
+            real = self.overlay.path_to_write(path, flags) if flags else self.overlay.path_to_read(path)
+            if len(args) > position:
+                args = (*args[:position], real, *args[position + 1 :])
             else:
                 kwargs[keyword] = real
-        return really(*args, **kwargs)
+        return original(*args, **kwargs)
 
-    # -- changing ---------------------------------------------------------------------------------------------------
+    # -- changing
 
-    def _new(self, path: Any, dir_fd: int | None) -> str:
+    def _path_for_new(self, path: Any, dir_fd: int | None) -> str:
         """Return the real path at which an entry is made; if there is one already, its own, where that fails."""
-        key, place = self.overlay.find(path, False, dir_fd)
-        return place if mode_of(place) or self.overlay.leaves_alone(key) else self.overlay.fresh(key)
+        key, real = self.overlay.find(path, False, dir_fd)
+        return real if mode_of(real) or self.overlay.excludes(key) else self.overlay.new_path(key)
 
-    def _makes(self, really: Any, path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> None:
-        really(self._new(path, dir_fd), *args, **kwargs)
-        self.overlay.note()
+    def _create(self, original: Any, path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> None:
+        original(self._path_for_new(path, dir_fd), *args, **kwargs)
+        self.overlay.record()
 
-    def _changes(self, really: Any, path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> None:
+    def _chattr(self, original: Any, path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> None:
         overlay, handle = self.overlay, path
         if isinstance(handle, int):
             path = overlay.path_of(handle)
-        key, place = overlay.find(path, kwargs.get("follow_symlinks", True), dir_fd)
-        if not key or not mode_of(place) or overlay.leaves_alone(key):
-            really(handle if isinstance(handle, int) else place, *args, **kwargs)
+        key, real = overlay.find(path, kwargs.get("follow_symlinks", True), dir_fd)
+        if not key or not mode_of(real) or overlay.excludes(key):
+            original(handle if isinstance(handle, int) else real, *args, **kwargs)
             return
-        owner = posix.lstat(place).st_uid
-        if posix.geteuid() not in (0, owner) and not posix.access(place, os.W_OK):
+        owner = posix.lstat(real).st_uid
+        if posix.geteuid() not in (0, owner) and not posix.access(real, os.W_OK):
             raise OSError(errno.EPERM, os.strerror(errno.EPERM), path)
         overlay.copy_up(key)
-        by_path = {"fchmod": posix.chmod, "fchown": posix.chown}.get(really.__name__, really)
+        by_path = {"fchmod": posix.chmod, "fchown": posix.chown}.get(original.__name__, original)
         by_path(overlay.upper + key, *args, **kwargs)
 
-    def _changes_link(self, really: Any, path: Any, *args: Any) -> None:
-        self._changes(posix.chown, path, *args, follow_symlinks=False)
+    def _change_link(self, original: Any, path: Any, *args: Any) -> None:
+        self._chattr(posix.chown, path, *args, follow_symlinks=False)
 
-    def _removes(self, really: Any, path: Any, *, dir_fd: int | None = None) -> None:
-        key, place = self.overlay.find(path, False, dir_fd)
-        mode = mode_of(place)
-        if not mode or stat.S_ISDIR(mode) != (really.__name__ == "rmdir") or self.overlay.leaves_alone(key):
-            really(place)
+    def _remove(self, original: Any, path: Any, *, dir_fd: int | None = None) -> None:
+        key, real = self.overlay.find(path, False, dir_fd)
+        mode = mode_of(real)
+        if not mode or stat.S_ISDIR(mode) != (original.__name__ == "rmdir") or self.overlay.excludes(key):
+            original(real)
             return
         why = errno.ENOTEMPTY if stat.S_ISDIR(mode) and self.overlay.names(key) else 0
-        if why := errno.EINVAL if _last(path) == "." else why:
+        if why := errno.EINVAL if _last_name(path) == "." else why:
             raise OSError(why, os.strerror(why), path)
         self.overlay.remove(key)
 
-    def _moves(
+    def _rename(
         self,
-        really: Any,
+        original: Any,
         src: Any,
         dst: Any,
         *,
@@ -297,51 +298,52 @@ class FileSandbox:
         dst_dir_fd: int | None = None,
     ) -> None:
         overlay = self.overlay
-        source, place = overlay.find(src, False, src_dir_fd)
-        if not is_folder(overlay.place(source.rpartition("/")[0])):
-            really(place, place)
-        target, goes = overlay.find(dst, False, dst_dir_fd)
-        stays = [overlay.leaves_alone(source), overlay.leaves_alone(target)]
-        mode, there = mode_of(place), mode_of(goes)
-        nowhere = not is_folder(overlay.place(target.rpartition("/")[0]))
-        dots = not nowhere and {_last(src), _last(dst)} & {".", ".."}
-        if not dots and (not mode or all(stays) or nowhere):
-            really(place, goes)
+        source, real = overlay.find(src, False, src_dir_fd)
+        if not is_folder(overlay.real_path(source.rpartition("/")[0])):
+            original(real, real)
+        target, target_real = overlay.find(dst, False, dst_dir_fd)
+        excluded = [overlay.excludes(source), overlay.excludes(target)]
+        mode, target_mode = mode_of(real), mode_of(target_real)
+        no_parent = not is_folder(overlay.real_path(target.rpartition("/")[0]))
+        dots = not no_parent and {_last_name(src), _last_name(dst)} & {".", ".."}
+        if not dots and (not mode or all(excluded) or no_parent):
+            original(real, target_real)
             return
-        if why := errno.EBUSY if dots else self._why_not_moved(source, target, mode, there, any(stays)):
+        across = any(excluded)
+        if why := errno.EBUSY if dots else self._rename_errno(source, target, mode, target_mode, across):
             raise OSError(why, os.strerror(why), src, None, dst)
-        if there and os.path.samestat(posix.lstat(place), posix.lstat(goes)):
+        if target_mode and os.path.samestat(posix.lstat(real), posix.lstat(target_real)):
             return  # two names of one file
-        if not stays[1]:
-            goes = overlay.fresh(target)
-            if there:
+        if not excluded[1]:
+            target_real = overlay.new_path(target)
+            if target_mode:
                 overlay.remove(target)
-        if not any(stays):
+        if not any(excluded):
             overlay.move(source, target)
             return
         import shutil
 
-        with overlay.looking():
-            (shutil.move if stays[0] else partial(shutil.copy2, follow_symlinks=False))(place, goes)
-        overlay.note() if stays[0] else overlay.remove(source)
+        with overlay.bypass():
+            (shutil.move if excluded[0] else partial(shutil.copy2, follow_symlinks=False))(real, target_real)
+        overlay.record() if excluded[0] else overlay.remove(source)
 
-    def _why_not_moved(self, source: str, target: str, mode: int, there: int, across: bool) -> int:
+    def _rename_errno(self, source: str, target: str, mode: int, target_mode: int, crosses: bool) -> int:
         if source == target:
             return 0
         if stat.S_ISDIR(mode) and target.startswith(f"{source}/"):
             return errno.EINVAL
         if source.startswith(f"{target}/"):
             return errno.ENOTEMPTY
-        if there and stat.S_ISDIR(mode) != stat.S_ISDIR(there):
-            return errno.EISDIR if stat.S_ISDIR(there) else errno.ENOTDIR
-        if there and stat.S_ISDIR(there) and self.overlay.names(target):
+        if target_mode and stat.S_ISDIR(mode) != stat.S_ISDIR(target_mode):
+            return errno.EISDIR if stat.S_ISDIR(target_mode) else errno.ENOTDIR
+        if target_mode and stat.S_ISDIR(target_mode) and self.overlay.names(target):
             return errno.ENOTEMPTY
         # shutil.move then goes on file by file
-        return errno.EXDEV if across and stat.S_ISDIR(mode) else 0
+        return errno.EXDEV if crosses and stat.S_ISDIR(mode) else 0
 
-    def _links(
+    def _link(
         self,
-        really: Any,
+        original: Any,
         src: Any,
         dst: Any,
         *,
@@ -349,88 +351,88 @@ class FileSandbox:
         dst_dir_fd: int | None = None,
         **kwargs: Any,
     ) -> None:
-        source, place = self.overlay.find(src, False, src_dir_fd)
-        if not mode_of(place):
-            really(place, place, **kwargs)
-        goes = self._new(dst, dst_dir_fd)
-        if not is_folder(place) and not mode_of(goes) and not self.overlay.leaves_alone(source):
+        source, real = self.overlay.find(src, False, src_dir_fd)
+        if not mode_of(real):
+            original(real, real, **kwargs)
+        target_real = self._path_for_new(dst, dst_dir_fd)
+        if not is_folder(real) and not mode_of(target_real) and not self.overlay.excludes(source):
             self.overlay.copy_up(source)
-            place = self.overlay.place(source)
-        really(place, goes, **kwargs)
-        self.overlay.note()
+            real = self.overlay.real_path(source)
+        original(real, target_real, **kwargs)
+        self.overlay.record()
 
-    def _links_to(self, really: Any, src: Any, dst: Any, *args: Any, dir_fd: int | None = None) -> None:
-        really(src, self._new(dst, dir_fd), *args)
-        self.overlay.note()
+    def _symlink(self, original: Any, src: Any, dst: Any, *args: Any, dir_fd: int | None = None) -> None:
+        original(src, self._path_for_new(dst, dir_fd), *args)
+        self.overlay.record()
 
-    # -- the byte code and the audit of a trial ---------------------------------------------------------------------------------------
+    # -- the byte code and the audit of a trial
 
     def keep_byte_code(self) -> None:
         """Write byte code only for installed packages, as a plain run of the program would."""
         python = "/python{}.{}/".format(*sys.version_info)
 
-        def caches(really: Any, loader: object, path: str, *args: Any, **kwargs: Any) -> None:
+        def set_data(original: Any, loader: object, path: str, *args: Any, **kwargs: Any) -> None:
             if any(part in path for part in ("/site-packages/", "/dist-packages/", python)):
-                really(loader, path, *args, **kwargs)
+                original(loader, path, *args, **kwargs)
 
-        self._wrap(machinery.SourceFileLoader, "set_data", caches)
+        self._wrap(machinery.SourceFileLoader, "set_data", set_data)
 
     def audit(self, event: str, args: tuple[Any, ...]) -> None:
         """End the program before a change that did not come through this sandbox."""
-        paths = EVENTS.get(event)
-        own = self.overlay.own
-        if paths is None or self.overlay.busy or getattr(own, "answering", False):
+        paths = AUDIT_EVENTS.get(event)
+        local = self.overlay.local
+        if paths is None or self.overlay.bypassed or getattr(local, "in_sandbox", False):
             return
-        if event == "open" and not (isinstance(args[2], int) and args[2] & WRITES):
+        if event == "open" and not (isinstance(args[2], int) and args[2] & WRITE_FLAGS):
             return
-        for at, folder in paths:
-            path, fd = args[at], -1 if folder is None else args[folder]
+        for position, folder in paths:
+            path, fd = args[position], -1 if folder is None else args[folder]
             if isinstance(path, (str, bytes, os.PathLike)) and os.fspath(path) not in ("", b"", ":memory:"):
-                own.answering = True
+                local.in_sandbox = True
                 try:
-                    key, place = self.overlay.find(path, True, fd if fd >= 0 else None)
+                    key, real = self.overlay.find(path, True, fd if fd >= 0 else None)
                 finally:
-                    own.answering = False
-                special = mode_of(place) and not stat.S_ISREG(mode_of(place)) and not is_folder(place)
-                if not special and not self.overlay.leaves_alone(key):
+                    local.in_sandbox = False
+                special = mode_of(real) and not stat.S_ISREG(mode_of(real)) and not is_folder(real)
+                if not special and not self.overlay.excludes(key):
                     self._stop(event, os.fsdecode(path))
 
     def _stop(self, event: str, path: str) -> None:
         frame: Any = sys._getframe(2)
-        with self.overlay.looking():
+        with self.overlay.bypass():
             os.makedirs(self.overlay.folder, exist_ok=True)
             with open(f"{self.overlay.folder}/{ESCAPED}", "w", encoding="utf-8", errors="replace") as file:
                 file.write(f"{event} of {path} at {frame.f_code.co_filename}:{frame.f_lineno}")
         os._exit(1)
 
 
-class Modules:
+class ModuleFinder:
     """Finds modules that the program has written itself."""
 
     def __init__(self, overlay: Overlay) -> None:
         self.overlay = overlay
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> Any:
-        if self.overlay.busy or not self.overlay.changed():
+        if self.overlay.bypassed or not self.overlay.has_changes():
             return None
         keys = [self.overlay.key(folder or ".", True) for folder in (sys.path if path is None else path)]
-        above = [self.overlay.upper + key for key in keys if self.overlay.holds(key)]
-        return machinery.PathFinder.find_spec(name, above) if above else None
+        upper_folders = [self.overlay.upper + key for key in keys if self.overlay.in_upper(key)]
+        return machinery.PathFinder.find_spec(name, upper_folders) if upper_folders else None
 
 
-class Entries:
+class ScandirIterator:
     """What ``os.scandir`` returns for a folder of the view."""
 
     def __init__(self, key: str, path: Any, names: list[str]) -> None:
-        self._entries = (Entry(key, path, name) for name in names)
+        self._entries = (DirEntry(key, path, name) for name in names)
 
-    def __iter__(self) -> Entries:
+    def __iter__(self) -> ScandirIterator:
         return self
 
-    def __next__(self) -> Entry:
+    def __next__(self) -> DirEntry:
         return next(self._entries)
 
-    def __enter__(self) -> Entries:
+    def __enter__(self) -> ScandirIterator:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -440,7 +442,7 @@ class Entries:
         self._entries.close()
 
 
-class Entry:
+class DirEntry:
     """An ``os.DirEntry`` of the view."""
 
     def __init__(self, key: str, path: Any, name: str) -> None:
@@ -461,9 +463,9 @@ class Entry:
             error.filename = self.path
             raise
 
-    def _is(self, of_kind: Callable[[int], bool], follow_symlinks: bool) -> bool:
+    def _is(self, is_kind: Callable[[int], bool], follow_symlinks: bool) -> bool:
         try:
-            return of_kind(self.stat(follow_symlinks=follow_symlinks).st_mode)
+            return is_kind(self.stat(follow_symlinks=follow_symlinks).st_mode)
         except FileNotFoundError:
             return False
 
@@ -483,11 +485,10 @@ class Entry:
         return self.stat(follow_symlinks=False).st_ino
 
 
-def _last(path: Any) -> str:
-    """Return the last name of a path as it is written."""
+def _last_name(path: Any) -> str:
     return os.fsdecode(path).rstrip("/").rpartition("/")[2]
 
 
-def _leave(finder: object) -> None:
+def _remove_finder(finder: object) -> None:
     if finder in sys.meta_path:
         sys.meta_path.remove(finder)

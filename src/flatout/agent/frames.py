@@ -12,25 +12,25 @@ from types import CodeType, FrameType
 
 from flatout.schema.findings import SourceLocation
 
-HOME = str(Path(__file__).resolve().parents[1]) + "/"
-PYTHON = tuple(
+FLATOUT_DIR = str(Path(__file__).resolve().parents[1]) + "/"
+STDLIB_DIRS = tuple(
     {
         str(Path(path)) + "/"
         for name, path in sysconfig.get_paths().items()
         if name in ("stdlib", "platstdlib")
     }
 )
-LIBRARIES = ("/site-packages/", "/dist-packages/")
+PACKAGE_DIRS = ("/site-packages/", "/dist-packages/")
 Line = tuple[CodeType, int]  # a function's code, and the line in its file
 
 
 @lru_cache(maxsize=4096)
-def is_users(filename: str) -> bool:
+def is_user_file(filename: str) -> bool:
     """Whether a file is the user's own source, not that of a library, Python, flatout or generated code."""
     return bool(filename) and not (
-        filename.startswith(("<", HOME))
-        or any(part in filename for part in LIBRARIES)
-        or filename.startswith(PYTHON)
+        filename.startswith(("<", FLATOUT_DIR))
+        or any(part in filename for part in PACKAGE_DIRS)
+        or filename.startswith(STDLIB_DIRS)
         or is_installed(filename)
     )
 
@@ -57,34 +57,33 @@ def is_torch(filename: str) -> bool:
     return (
         "/site-packages/torch/" in filename
         or "/dist-packages/torch/" in filename
-        or filename.startswith(HOME)
+        or filename.startswith(FLATOUT_DIR)
     )
 
 
-def users_line(frame: FrameType | None) -> Line | None:
+def user_line(frame: FrameType | None) -> Line | None:
     """Return the innermost user line on the stack; without one, a line of a library other than torch."""
     library: Line | None = None
     while frame is not None:
         filename = frame.f_code.co_filename
-        if is_users(filename):
+        if is_user_file(filename):
             return frame.f_code, frame.f_lineno
-        if library is None and not is_torch(filename) and not filename.startswith(("<", *PYTHON)):
+        if library is None and not is_torch(filename) and not filename.startswith(("<", *STDLIB_DIRS)):
             library = frame.f_code, frame.f_lineno
         frame = frame.f_back
     return library
 
 
 def place_of(line: Line | None) -> SourceLocation | None:
-    return place_at(*spelled(line)) if line is not None else None
+    return place_at(*location_parts(line)) if line is not None else None
 
 
-def spelled(line: Line) -> tuple[str, int, str]:
-    """Return file, line and function; module-level lines have no function."""
+def location_parts(line: Line) -> tuple[str, int, str]:
     code, number = line
-    return code.co_filename, number, "" if code.co_name == "<module>" else qualified(code)
+    return code.co_filename, number, "" if code.co_name == "<module>" else qualified_name(code)
 
 
-def qualified(code: CodeType) -> str:
+def qualified_name(code: CodeType) -> str:
     """Return the name of a function with that of its class; Python 3.10 knows the function's only."""
     return getattr(code, "co_qualname", code.co_name)
 

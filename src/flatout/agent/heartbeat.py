@@ -33,76 +33,76 @@ if TYPE_CHECKING:
 
 ON_NAN = "FLATOUT_ON_NAN"
 # a real-time signal; threads, debuggers and profilers use the first ones
-ASKS_FOR_STACK = 45 if sys.platform == "linux" else 0
+STACK_SIGNAL = 45 if sys.platform == "linux" else 0
 FIRST_DESCRIPTOR = 300  # high, so that scripts get small descriptors as usual
-LOOK_EVERY = 20  # steps, on a device: reading a value synchronises
+CHECK_EVERY_STEPS = 20  # steps, on a device: reading a value synchronises
 _installed: HeartbeatWriter | None = None
 
 
 class HeartbeatWriter:
-    """Writes the heartbeat. ``words`` are the page of this process; a forked child gets its own."""
+    """Writes the heartbeat. ``page`` are the page of this process; a forked child gets its own."""
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self.counters: StepCounters | None = None
         self._not_finite: Tensor | None = None
-        self._observed_losses = 0
+        self._checked_losses = 0
         self._begin()
 
     def install(self) -> None:
         os.register_at_fork(after_in_child=self._begin)
-        sys.meta_path.insert(0, AfterImport({"torch": self._torch_is_there}))
+        sys.meta_path.insert(0, AfterImport({"torch": self._after_torch_import}))
 
     def _begin(self) -> None:
-        self.words = words = heartbeat.begin(self.folder).words
+        self.page = page = heartbeat.begin(self.folder).words
         rank = os.environ.get("FLATOUT_RANK") or os.environ.get("RANK") or ""
-        words[RANK] = int(rank) + 1 if rank.isdigit() else 0
+        page[RANK] = int(rank) + 1 if rank.isdigit() else 0
         if self.counters is not None:
-            self.counters.page = words
+            self.counters.page = page
         try:
-            self._can_be_asked()
+            self._register_stack_dump()
         except (OSError, ValueError, RuntimeError, AttributeError):
             pass  # no descriptor left: the monitor must use /proc instead
 
-    def _can_be_asked(self) -> None:
-        if not ASKS_FOR_STACK or signal.getsignal(ASKS_FOR_STACK) is not signal.SIG_DFL:
+    def _register_stack_dump(self) -> None:
+        if not STACK_SIGNAL or signal.getsignal(STACK_SIGNAL) is not signal.SIG_DFL:
             return  # the script handles this signal itself
         path = os.path.join(self.folder, f"stack.{os.getpid()}")
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
-            kept = fcntl.fcntl(handle, fcntl.F_DUPFD_CLOEXEC, FIRST_DESCRIPTOR)
+            descriptor = fcntl.fcntl(handle, fcntl.F_DUPFD_CLOEXEC, FIRST_DESCRIPTOR)
         except OSError:  # the descriptor limit is lower
-            kept = os.dup(handle)
+            descriptor = os.dup(handle)
         os.close(handle)
-        faulthandler.register(ASKS_FOR_STACK, file=kept, all_threads=True, chain=False)
-        self.words[STACK], self.words[SIGNAL] = kept, ASKS_FOR_STACK
+        faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True, chain=False)
+        self.page[STACK], self.page[SIGNAL] = descriptor, STACK_SIGNAL
 
-    def _torch_is_there(self, torch: ModuleType) -> None:
+    def _after_torch_import(self, torch: ModuleType) -> None:
         from flatout.agent.step_counters import counters
 
         self.torch = torch
-        self.words[HEARTBEATS] += 1
+        self.page[HEARTBEATS] += 1
         # handlers registered before torch's import, and torch's own cleanup, run later
-        atexit.register(self.words.__setitem__, ENDING, 1)
+        atexit.register(self.page.__setitem__, ENDING, 1)
         self.counters = counters(torch)
-        self.counters.page = self.words
+        self.counters.page = self.page
         if os.environ.get(ON_NAN) == "stop":
-            self.counters.losses = self._look_at
+            self.counters.on_losses = self._check_losses
         ledger = Ledger()
-        ledger.set(torch, "save", self._tell_of_save(torch.save))
-        ledger.set(torch, "load", self._tell_of_load(torch.load))
+        ledger.set(torch, "save", self._wrap_save(torch.save))
+        ledger.set(torch, "load", self._wrap_load(torch.load))
 
-    def _tell_of_save(self, save: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_save(self, save: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(save)
         def hooked_save(*args: object, **kwargs: object) -> Any:
-            self.words[HEARTBEATS] += 1
+            self.page[HEARTBEATS] += 1
             result = save(*args, **kwargs)
             heartbeat.saved()
             return result
 
         return hooked_save
 
-    def _tell_of_load(self, load: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_load(self, load: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(load)
         def hooked_load(f: Any, *args: object, **kwargs: object) -> Any:
             result = load(f, *args, **kwargs)
@@ -116,34 +116,33 @@ class HeartbeatWriter:
 
         return hooked_load
 
-    # -- losses ---------------------------------------------------------------------------------------------
+    # -- losses
 
-    def _look_at(self, losses: Tensor | Sequence[Tensor]) -> None:
-        """End the script if a loss is NaN or infinite; on a device, up to LOOK_EVERY steps later.
+    def _check_losses(self, losses: Tensor | Sequence[Tensor]) -> None:
+        """End the script if a loss is NaN or infinite; on a device, up to CHECK_EVERY_STEPS steps later.
 
         It raises SystemExit, which no ``except Exception`` catches.
         """
         loss = losses if isinstance(losses, self.torch.Tensor) else losses[0] if losses else None
         if loss is None or loss.numel() != 1:
             return
-        strange = ~self.torch.isfinite(loss.detach()).reshape(())
+        not_finite = ~self.torch.isfinite(loss.detach()).reshape(())
         if loss.device.type != "cpu":
             self._not_finite = (
-                strange
+                not_finite
                 if self._not_finite is None
-                else self._not_finite | strange.to(self._not_finite.device)
+                else self._not_finite | not_finite.to(self._not_finite.device)
             )
-            self._observed_losses += 1
-            if self._observed_losses % LOOK_EVERY:
+            self._checked_losses += 1
+            if self._checked_losses % CHECK_EVERY_STEPS:
                 return
-            strange, self._not_finite = self._not_finite, None
-        if bool(strange):
-            self.words[NOT_FINITE] = self.words[STEPS] + 1
+            not_finite, self._not_finite = self._not_finite, None
+        if bool(not_finite):
+            self.page[NOT_FINITE] = self.page[STEPS] + 1
             raise SystemExit(NotFinite.exit_code)
 
 
 def install(folder: str) -> None:
-    """Install the heartbeat at the start of a Python process of a monitored run."""
     global _installed
     if _installed is None:
         _installed = HeartbeatWriter(folder)
@@ -161,12 +160,12 @@ def failed(error: BaseException) -> None:
         from flatout.job.folder import write_json
 
         places = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
-        info = {
+        report = {
             "pid": os.getpid(),
             "kinds": [kind.__name__ for kind in type(error).__mro__],
             "message": str(error)[:2000],
             "places": places[-60:],
         }
-        write_json(Path(_installed.folder, f"failed.{os.getpid()}"), info)
+        write_json(Path(_installed.folder, f"failed.{os.getpid()}"), report)
     except Exception:
         return

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch import device as Device
 
-NOTHING = (
+NO_OPS = (
     "synchronize",
     "set_device",
     "set_device_index",
@@ -29,7 +29,7 @@ NOTHING = (
     "set_sync_debug_mode",
     "set_per_process_memory_fraction",
 )
-ZERO = (
+RETURN_ZERO = (
     "current_device",
     "current_device_index",
     "memory_allocated",
@@ -41,10 +41,10 @@ ZERO = (
     "utilization",
     "get_sync_debug_mode",
 )
-COUNTS = ("memory_stats", "memory_stats_as_nested_dict", "host_memory_stats")
+RETURN_COUNTER = ("memory_stats", "memory_stats_as_nested_dict", "host_memory_stats")
 
 
-def nothing(*args: object, **kwargs: object) -> None:
+def no_op(*args: object, **kwargs: object) -> None:
     """Do nothing: nothing is queued, cached or counted on the CPU."""
 
 
@@ -56,19 +56,19 @@ class Event:
     """A moment of the host clock: on the CPU, all earlier work is done when it is recorded."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        self._at_s = 0.0
+        self._time_s = 0.0
 
     def record(self, stream: object = None) -> None:
-        self._at_s = sys.modules["time"].perf_counter()
+        self._time_s = sys.modules["time"].perf_counter()
 
     def query(self) -> bool:
         return True
 
     def elapsed_time(self, end_event: Event) -> float:
         """Return milliseconds."""
-        return float(end_event._at_s - self._at_s) * 1e3
+        return float(end_event._time_s - self._time_s) * 1e3
 
-    wait = synchronize = nothing
+    wait = synchronize = no_op
 
 
 class Stream:
@@ -93,10 +93,10 @@ class Stream:
     def __exit__(self, *_: object) -> None:
         pass
 
-    wait_event = wait_stream = synchronize = nothing
+    wait_event = wait_stream = synchronize = no_op
 
 
-class Here:
+class NoOpContext:
     """A context that selects a device or a stream: there is only one, so it does nothing."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
@@ -136,20 +136,18 @@ def host_answers(torch: ModuleType) -> dict[str, Any]:
             seeds.add(seed)
             torch.default_generator.manual_seed(seed)
 
-    def put_back(state: Tensor, device: Device = None) -> None:
+    def set_state(state: Tensor, device: Device = None) -> None:
         if state.shape == torch.get_rng_state().shape:  # the state of a card has another shape
             torch.set_rng_state(state)
 
-    def put_back_all(states: Iterable[Tensor]) -> None:
+    def set_states(states: Iterable[Tensor]) -> None:
         for state in states:
-            put_back(state)
+            set_state(state)
 
     return {
-        **dict.fromkeys(
-            (*NOTHING, *(name for name in dir(torch.cuda) if name.startswith("reset_"))), nothing
-        ),
-        **dict.fromkeys(ZERO, zero),
-        **dict.fromkeys(COUNTS, lambda device=None: Counter()),
+        **dict.fromkeys((*NO_OPS, *(name for name in dir(torch.cuda) if name.startswith("reset_"))), no_op),
+        **dict.fromkeys(RETURN_ZERO, zero),
+        **dict.fromkeys(RETURN_COUNTER, lambda device=None: Counter()),
         **dict.fromkeys(("memory_summary", "list_gpu_processes"), lambda *args, **kwargs: ""),
         "memory_snapshot": lambda *args, **kwargs: [],
         "mem_get_info": lambda device=None: memory,
@@ -164,11 +162,11 @@ def host_answers(torch: ModuleType) -> dict[str, Any]:
         **dict.fromkeys(("current_stream", "default_stream"), lambda device=None: torch.cuda.Stream()),
         **dict.fromkeys(("Stream", "ExternalStream"), stream),
         "Event": Event,
-        **dict.fromkeys(("stream", "StreamContext", "device", "device_of"), Here),
+        **dict.fromkeys(("stream", "StreamContext", "device", "device_of"), NoOpContext),
         **dict.fromkeys(("manual_seed", "manual_seed_all"), seed),
         "initial_seed": torch.initial_seed,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "get_rng_state_all": lambda: [torch.get_rng_state()],
-        "set_rng_state": put_back,
-        "set_rng_state_all": put_back_all,
+        "set_rng_state": set_state,
+        "set_rng_state_all": set_states,
     }

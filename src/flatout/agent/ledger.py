@@ -34,20 +34,20 @@ class Ledger:
         """
         if not hasattr(owner, name) and not new:
             raise MissingTarget(f"{_title(owner)} has no attribute {name!r}")
-        seen = getattr(owner, name, None)
-        own = vars(owner).get(name, _ABSENT) if hasattr(owner, "__dict__") else seen
+        current = getattr(owner, name, None)
+        own_value = vars(owner).get(name, _ABSENT) if hasattr(owner, "__dict__") else current
         _assign(owner, name, value)
-        script = _known_to_script(seen, value)
+        table = _register_with_torchscript(current, value)
 
         def restore() -> None:
-            script.pop(id(value), None)
-            if own is _ABSENT:
+            table.pop(id(value), None)
+            if own_value is _ABSENT:
                 _remove(owner, name)
             else:
-                _assign(owner, name, own)
+                _assign(owner, name, own_value)
 
         self._undo.append((f"{_title(owner)}.{name}", restore))
-        return seen
+        return current
 
     def set_flag(self, owner: object, name: str, value: object) -> None:
         """Set a flag through its setter, which ``set`` bypasses: torch.backends' switches act there."""
@@ -93,12 +93,12 @@ class Ledger:
             raise RuntimeError("could not undo " + "; ".join(failures))
 
 
-def _known_to_script(function: object, stand_in: object) -> dict[int, str]:
+def _register_with_torchscript(function: object, replacement: object) -> dict[int, str]:
     """Keep TorchScript working: it identifies torch's functions by address, not their replacements."""
     table: dict[int, str] = getattr(sys.modules.get("torch.jit._builtins"), "_builtin_table", None) or {}
-    if id(function) not in table or id(stand_in) in table:
+    if id(function) not in table or id(replacement) in table:
         return {}
-    table[id(stand_in)] = table[id(function)]
+    table[id(replacement)] = table[id(function)]
     return table
 
 

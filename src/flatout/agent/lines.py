@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from flatout.agent.frames import Line, users_line
+from flatout.agent.frames import Line, user_line
 from flatout.agent.ledger import Ledger
 
 Key = tuple[str, tuple[tuple[int, ...], ...]]  # an operator's name and the shapes of its tensors
@@ -21,15 +21,17 @@ Key = tuple[str, tuple[tuple[int, ...], ...]]  # an operator's name and the shap
 class OperatorLines:
     """Maps operators to lines.
 
-    ``by_operator``: the lines of each kind of call, in call order. ``moments``: the time of each call, from
+    ``by_operator``: the lines of each kind of call, in call order. ``times``: the time of each call, from
     ``now_ns``.
     """
 
     def __init__(self, torch: ModuleType, ledger: Ledger, now_ns: Callable[[], int]) -> None:
         self.torch, self.ledger, self.now_ns = torch, ledger, now_ns
         self.by_operator: dict[Key, list[Line | None]] = defaultdict(list)
-        self.moments: list[tuple[int, Line | None]] = []
-        self._forward: dict[int, Line | None] = {}  # number of an autograd node -> the line that created it
+        self.times: list[tuple[int, Line | None]] = []
+        self._forward_lines: dict[
+            int, Line | None
+        ] = {}  # number of an autograd node -> the line that created it
 
     def install(self) -> None:
         from torch.utils._python_dispatch import TorchDispatchMode
@@ -50,12 +52,14 @@ class OperatorLines:
     def _observed(self, function: Any, args: Any) -> None:
         node = self.torch._C._current_autograd_node()
         if node is None:
-            line = users_line(sys._getframe(2))
+            line = user_line(sys._getframe(2))
             # its node was created just before
-            self._forward[self.torch._C._autograd._get_sequence_nr() - 1] = line
+            self._forward_lines[self.torch._C._autograd._get_sequence_nr() - 1] = line
         else:
             number = node._sequence_nr()
-            line = self._forward[number] if number in self._forward else users_line(sys._getframe(2))
+            line = (
+                self._forward_lines[number] if number in self._forward_lines else user_line(sys._getframe(2))
+            )
         shapes = tuple(tuple(arg.shape) for arg in args if isinstance(arg, self.torch.Tensor) and arg.dim())
         self.by_operator[function._schema.name, shapes].append(line)
-        self.moments.append((self.now_ns(), line))
+        self.times.append((self.now_ns(), line))

@@ -35,14 +35,14 @@ class Listener:
     def optimizer_end(self, optimizer: Optimizer) -> None: ...
     def step_end(self) -> None: ...
 
-    def broke(self, error: Exception) -> None:
+    def on_error(self, error: Exception) -> None:
         """Called when the listener itself raised an exception in an event; it gets no further events."""
 
 
 EVENTS = tuple(name for name in vars(Listener) if name.endswith(("_begin", "_end")))
 
 
-class Guarded(Listener):
+class GuardedListener(Listener):
     """Passes events on; the first exception of the listener stops the listener, not the script.
 
     Only ``Exception`` is caught: stopping the script and Ctrl-C pass through.
@@ -51,38 +51,41 @@ class Guarded(Listener):
     def __init__(self, listener: Listener) -> None:
         self.wants_phases = listener.wants_phases
         self._listener = listener
-        self.__dict__.update({name: self._careful(getattr(listener, name)) for name in EVENTS})
+        self.__dict__.update({name: self._catch_errors(getattr(listener, name)) for name in EVENTS})
 
-    def _careful(self, observe: Callable[..., None]) -> Callable[..., None]:
+    def _catch_errors(self, observe: Callable[..., None]) -> Callable[..., None]:
         @wraps(observe)
-        def observe_or_leave(*args: object) -> None:
+        def observe_or_stop(*args: object) -> None:
             try:
                 observe(*args)
             except Exception as error:
                 for name in EVENTS:  # the methods of the class remain; they do nothing
                     self.__dict__.pop(name, None)
-                self._listener.broke(error)
+                self._listener.on_error(error)
 
-        return observe_or_leave
+        return observe_or_stop
 
 
-class Several(Listener):
+class ListenerGroup(Listener):
     """Passes events to several listeners, in this order."""
 
     def __init__(self, first: Listener, *others: Listener) -> None:
         self.listeners = (first, *others)
-        self.wants_phases = any(each.wants_phases for each in self.listeners)
+        self.wants_phases = any(listener.wants_phases for listener in self.listeners)
         self.__dict__.update(
-            {name: self._each([getattr(each, name) for each in self.listeners]) for name in EVENTS}
+            {
+                name: self._call_all([getattr(listener, name) for listener in self.listeners])
+                for name in EVENTS
+            }
         )
 
     @staticmethod
-    def _each(observing: Sequence[Callable[..., None]]) -> Callable[..., None]:
+    def _call_all(methods: Sequence[Callable[..., None]]) -> Callable[..., None]:
         def observe(*args: object) -> None:
-            for each in observing:
-                each(*args)
+            for method in methods:
+                method(*args)
 
         return observe
 
-    def broke(self, error: Exception) -> None:
-        self.listeners[0].broke(error)
+    def on_error(self, error: Exception) -> None:
+        self.listeners[0].on_error(error)

@@ -11,7 +11,7 @@ from types import ModuleType
 from flatout.agent.step_counters import StepCounters
 from flatout.measure.clock import seconds
 
-Moment = tuple[float, int, int, float]  # seconds, steps, nanoseconds of waiting for data, CPU seconds
+Reading = tuple[float, int, int, float]  # seconds, steps, nanoseconds of waiting for data, CPU seconds
 
 
 class LiveFigures:
@@ -20,25 +20,25 @@ class LiveFigures:
     def __init__(self, torch: ModuleType, counts: StepCounters) -> None:
         self.torch, self.counts = torch, counts
         self.cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self._shares: list[float] = []
+        self._gpu_samples: list[float] = []
         self._no_nvml = False
 
-    def now(self) -> Moment:
+    def now(self) -> Reading:
         # CPU seconds: of this process and of its loader workers that have ended
         cpu_s = sum(
             sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
         )
         return seconds(), self.counts.steps, self.counts.waited_ns, cpu_s
 
-    def between(self, before: Moment, now: Moment) -> dict[str, float | None]:
+    def between(self, start: Reading, end: Reading) -> dict[str, float | None]:
         """Return the live figures (`schema/run_summary.py`, LIVE)."""
-        passed_s, steps, waited_ns, cpu_s = (new - old for new, old in zip(now, before, strict=True))
-        passed_s = max(passed_s, 1e-9)
+        elapsed_s, steps, waited_ns, cpu_s = (new - old for new, old in zip(end, start, strict=True))
+        elapsed_s = max(elapsed_s, 1e-9)
         return {
-            "steps_per_s": steps / passed_s,
-            "samples_per_s": steps * self.counts.samples_a_step / passed_s or None,
-            "data_wait": min(1.0, waited_ns / 1e9 / passed_s),
-            "cores_used": cpu_s / passed_s,
+            "steps_per_s": steps / elapsed_s,
+            "samples_per_s": steps * self.counts.samples_a_step / elapsed_s or None,
+            "data_wait": min(1.0, waited_ns / 1e9 / elapsed_s),
+            "cores_used": cpu_s / elapsed_s,
             "memory_bytes": self.memory_bytes,
             "gpu_busy": self.sample(),
         }
@@ -56,21 +56,21 @@ class LiveFigures:
 
     @property
     def gpu_busy(self) -> float | None:
-        return sum(self._shares) / len(self._shares) if self._shares else None
+        return sum(self._gpu_samples) / len(self._gpu_samples) if self._gpu_samples else None
 
     def sample(self) -> float | None:
         """Return how busy the GPU is now."""
         if self._no_nvml or not self.on_cuda:
             return None
         try:
-            self._shares.append(self.torch.cuda.utilization() / 100)
+            self._gpu_samples.append(self.torch.cuda.utilization() / 100)
         except Exception:  # no NVML, or a driver that does not tell
             self._no_nvml = True
             return None
-        return self._shares[-1]
+        return self._gpu_samples[-1]
 
 
-class Repeated:
+class PeriodicThread:
     """Calls a function at intervals in a daemon thread, until it is stopped or the function raises OSError."""
 
     def __init__(self, every_s: float, call: Callable[[], object], name: str) -> None:

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 
 from flatout.agent.bootstrap import say
-from flatout.agent.live_figures import LiveFigures, Moment, Repeated
+from flatout.agent.live_figures import LiveFigures, PeriodicThread, Reading
 from flatout.render.formatting import figure, size
 
 EVERY_S = 10.0
@@ -20,10 +20,10 @@ class LiveLine:
     """The live line: starts with the first counted steps, and ends when the process exits."""
 
     def __init__(self, figures: LiveFigures, known: Mapping[str, float]) -> None:
-        self.figures, self.known = figures, known
+        self.figures, self.profiled = figures, known
         self.last = figures.now()
         self.pid = os.getpid()
-        self.repeated = Repeated(EVERY_S, self._show, "flatout-watch")
+        self.thread = PeriodicThread(EVERY_S, self._show, "flatout-watch")
         atexit.register(self.close)
 
     def _show(self) -> None:
@@ -31,26 +31,29 @@ class LiveLine:
         text, self.last = self.sentence(self.last, now), now
         say(text)
 
-    def sentence(self, before: Moment, now: Moment) -> str:
+    def sentence(self, start: Reading, end: Reading) -> str:
         """Return the figures between two moments, such as
         ``1,234 samples/s | 82.3 steps/s | waits for data 12 % | 1.8 of 2 cores | 1.2 GiB``."""
-        seen = self.figures.between(before, now)
-        machine = [f"{seen['cores_used']:.1f} of {self.figures.cores} cores", size(seen["memory_bytes"] or 0)]
-        if seen["gpu_busy"] is not None:
-            machine.append(f"GPU {seen['gpu_busy']:.0%} busy")
-        if not seen["steps_per_s"]:
+        figures = self.figures.between(start, end)
+        machine = [
+            f"{figures['cores_used']:.1f} of {self.figures.cores} cores",
+            size(figures["memory_bytes"] or 0),
+        ]
+        if figures["gpu_busy"] is not None:
+            machine.append(f"GPU {figures['gpu_busy']:.0%} busy")
+        if not figures["steps_per_s"]:
             return " | ".join(["no step finished", *machine])
-        parts = [f"{figure(seen['samples_per_s'])} samples/s"] if seen["samples_per_s"] else []
+        parts = [f"{figure(figures['samples_per_s'])} samples/s"] if figures["samples_per_s"] else []
         parts += [
-            f"{figure(seen['steps_per_s'])} steps/s",
-            f"waits for data {100 * (seen['data_wait'] or 0.0):.0f} %",
+            f"{figure(figures['steps_per_s'])} steps/s",
+            f"waits for data {100 * (figures['data_wait'] or 0.0):.0f} %",
             *machine,
         ]
-        if self.known.get("ideal_ms"):
-            parts.append(f"MFU {self.known['ideal_ms'] * seen['steps_per_s'] / 10:.0f} %")
+        if self.profiled.get("ideal_ms"):
+            parts.append(f"MFU {self.profiled['ideal_ms'] * figures['steps_per_s'] / 10:.0f} %")
         return " | ".join(parts)
 
     def close(self) -> None:
         """Stop. Does nothing in a forked process."""
         if os.getpid() == self.pid:
-            self.repeated.stop()
+            self.thread.stop()

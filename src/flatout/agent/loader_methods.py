@@ -25,11 +25,11 @@ METHODS = {
 }
 
 
-def around(
+def wrap_loader_method(
     torch: ModuleType, what: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], ledger: Ledger
 ) -> None:
     """Wrap one of ``METHODS`` of all DataLoaders, until the ledger is restored."""
     path, name = METHODS[what]
     owner: Any = attrgetter(path)(torch.utils.data)
-    really = getattr(owner, name)
-    ledger.set(owner, name, wraps(really)(wrap(really)))
+    original = getattr(owner, name)
+    ledger.set(owner, name, wraps(original)(wrap(original)))

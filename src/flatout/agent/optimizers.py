@@ -19,73 +19,81 @@ class Optimizers:
 
     def __init__(self, boundaries: StepBoundaries) -> None:
         self._boundaries = boundaries
-        self._known: dict[int, weakref.ref[Any]] = {}
+        self._refs: dict[int, weakref.ref[Any]] = {}
         self._stepping: list[int] = []  # outermost first
 
     @property
     def alive(self) -> list[Any]:
-        return [optimizer for ref in self._known.values() if (optimizer := ref()) is not None]
+        return [optimizer for ref in self._refs.values() if (optimizer := ref()) is not None]
 
     @property
     def stepping(self) -> bool:
         return bool(self._stepping)
 
-    def observe(self, ledger: Ledger, every_step: Ledger, context: Any) -> None:
-        """Report each outermost step to ``context`` until ``every_step`` is restored, new optimizers until ``ledger`` is."""
-        from torch.optim import optimizer as torchs
+    def observe(self, ledger: Ledger, step_hooks: Ledger, context: Any) -> None:
+        """Report each outermost step to ``context`` until ``step_hooks`` is restored, new optimizers until ``ledger`` is."""
+        from torch.optim import optimizer as torch_optimizer
 
-        def begins(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not context.asleep and self._begins(optimizer):
+        def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not context.paused and self._enter(optimizer):
                 context.optimizer_begins(optimizer)
 
-        def ends(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not context.asleep and self._ends(optimizer):
+        def after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not context.paused and self._exit(optimizer):
                 context.optimizer_ends(optimizer)
 
-        every_step.call("optimizer step hook", torchs.register_optimizer_step_pre_hook(begins).remove)
-        every_step.call("optimizer step hook", torchs.register_optimizer_step_post_hook(ends).remove)
-        ledger.set(torchs.Optimizer, "__init__", self._wrap_init(torchs.Optimizer.__init__, context))
+        step_hooks.call(
+            "optimizer step hook", torch_optimizer.register_optimizer_step_pre_hook(before_step).remove
+        )
+        step_hooks.call(
+            "optimizer step hook", torch_optimizer.register_optimizer_step_post_hook(after_step).remove
+        )
+        ledger.set(
+            torch_optimizer.Optimizer,
+            "__init__",
+            self._wrap_init(torch_optimizer.Optimizer.__init__, context),
+        )
 
     def _wrap_init(self, init: Callable[..., Any], context: Any) -> Callable[..., Any]:
         @wraps(init)
         def hooked_init(optimizer: Optimizer, *args: object, **kwargs: object) -> None:
             init(optimizer, *args, **kwargs)
-            if not context.asleep:
-                self.meet(optimizer)
+            if not context.paused:
+                self.register(optimizer)
 
         return hooked_init
 
-    def meet(self, optimizer: Optimizer) -> None:
+    def register(self, optimizer: Optimizer) -> None:
         key = id(optimizer)
-        boundaries, known = self._boundaries, self._known
+        boundaries, refs = self._boundaries, self._refs
 
-        def gone(_: object) -> None:
-            boundaries.optimizer_gone(key)
-            known.pop(key, None)
+        def deleted(_: object) -> None:
+            boundaries.optimizer_deleted(key)
+            refs.pop(key, None)
 
-        known[key] = weakref.ref(optimizer, gone)
-        boundaries.optimizer_made(key)
+        refs[key] = weakref.ref(optimizer, deleted)
+        boundaries.optimizer_created(key)
 
-    def _begins(self, optimizer: Optimizer) -> bool:
-        self._leaves(optimizer)  # a step that raised left its entry behind
+    def _enter(self, optimizer: Optimizer) -> bool:
+        self._pop(optimizer)  # a step that raised left its entry behind
         self._stepping.append(id(optimizer))
         return len(self._stepping) == 1
 
-    def _ends(self, optimizer: Optimizer) -> bool:
-        self._leaves(optimizer)
+    def _exit(self, optimizer: Optimizer) -> bool:
+        self._pop(optimizer)
         if self._stepping:  # the inner optimizer of a wrapper: only the wrapper counts
-            self._boundaries.optimizer_gone(id(optimizer))
-            self._known.pop(id(optimizer), None)
+            self._boundaries.optimizer_deleted(id(optimizer))
+            self._refs.pop(id(optimizer), None)
             return False
-        if id(optimizer) not in self._known:
-            self.meet(optimizer)
+        if id(optimizer) not in self._refs:
+            self.register(optimizer)
         return True
 
-    def _leaves(self, optimizer: Optimizer) -> None:
+    def _pop(self, optimizer: Optimizer) -> None:
         if id(optimizer) in self._stepping:
             del self._stepping[self._stepping.index(id(optimizer)) :]
 
-    def wait_for_no_wrapper_of(self, optimizer: Optimizer) -> None:
+    def ignore_wrappers_of(self, optimizer: Optimizer) -> None:
         """Do not wait for a wrapper that shares the parameter groups: it may never step itself.
 
         SAM, for example, has two methods of its own, and its inner optimizer steps.
@@ -93,4 +101,4 @@ class Optimizers:
         groups = {id(group) for group in optimizer.param_groups}
         for wrapper in self.alive:
             if wrapper is not optimizer and any(id(group) in groups for group in wrapper.param_groups):
-                self._boundaries.optimizer_gone(id(wrapper))
+                self._boundaries.optimizer_deleted(id(wrapper))

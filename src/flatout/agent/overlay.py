@@ -22,55 +22,63 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-SYSTEM = ("/dev", "/proc", "/sys")
-CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME")
-LINKS = 40  # as the kernel: more links in one path are a circle
+SYSTEM_FOLDERS = ("/dev", "/proc", "/sys")
+CACHE_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME")
+MAX_LINKS = 40  # as the kernel: more links in one path are a circle
 REMOVED = ".removed-by-the-program"  # is nowhere, so the kernel says that there is no such file
 NOWHERE, INHERITED = "", "."  # of `moved`: no original content; what the folder above says
 
 
 class Overlay:
-    def __init__(self, folder: str, outside: tuple[str, ...] = ()) -> None:
-        """``outside``: folders that are left alone, besides those of the system and of caches."""
+    def __init__(self, folder: str, excluded: tuple[str, ...] = ()) -> None:
+        """``excluded``: folders that are left alone, besides those of the system and of caches."""
         self.folder = os.path.realpath(folder)
         self.upper = f"{self.folder}/files"
-        self._list = f"{self.folder}/moved"
+        self._moves_file = f"{self.folder}/moved"
         self._moved: dict[str, str] = {}
         # folder as it is written -> its key, whether it is as the user has it; until a folder or a link changes
         self._folders: dict[str, str] = {}
         self._untouched: dict[str, bool] = {}
-        self._seen = 0  # bytes of the list
+        self._bytes_read = 0  # bytes of `moved`
         self._renew_lock()
         os.register_at_fork(after_in_child=self._renew_lock)
-        self._count = itertools.count()
-        self.own = threading.local()  # busy: flatout uses the real files; answering: the sandbox acts
+        self._copy_numbers = itertools.count()
+        self.local = threading.local()  # bypassed: flatout uses the real files; in_sandbox: the sandbox acts
         home = os.path.expanduser("~")
-        caches = [os.environ[name] for name in CACHES if os.environ.get(name)]
+        caches = [os.environ[name] for name in CACHE_VARIABLES if os.environ.get(name)]
         temporary = os.environ.get("TMPDIR") or "/tmp"
-        left_alone = [*SYSTEM, self.folder, *outside, temporary, *caches, f"{home}/.cache", f"{home}/.triton"]
-        self._outside = tuple({os.path.realpath(path) + "/" for path in left_alone})
+        excluded_paths = [
+            *SYSTEM_FOLDERS,
+            self.folder,
+            *excluded,
+            temporary,
+            *caches,
+            f"{home}/.cache",
+            f"{home}/.triton",
+        ]
+        self._excluded = tuple({os.path.realpath(path) + "/" for path in excluded_paths})
         self._project = os.path.join(os.path.realpath(self.cwd()), "")  # users keep projects in /tmp
 
     def _renew_lock(self) -> None:
-        """Threads of one process share what is above: what one reads is replaced, never changed, by another."""
+        """Threads share the dicts above without it: one with other content replaces them."""
         self._lock = threading.RLock()
 
-    # -- who asks ---------------------------------------------------------------------------------------------------
+    # -- the bypass
 
     @contextmanager
-    def looking(self) -> Iterator[None]:
+    def bypass(self) -> Iterator[None]:
         """Inside, the sandbox does not act: flatout's own code uses the real files."""
-        before, self.own.busy = self.busy, True
+        was_bypassed, self.local.bypassed = self.bypassed, True
         try:
             yield
         finally:
-            self.own.busy = before
+            self.local.bypassed = was_bypassed
 
     @property
-    def busy(self) -> bool:
-        return getattr(self.own, "busy", False)
+    def bypassed(self) -> bool:
+        return getattr(self.local, "bypassed", False)
 
-    # -- paths ------------------------------------------------------------------------------------------------------
+    # -- paths
 
     def cwd(self) -> str:
         return self._logical(posix.getcwd())
@@ -82,47 +90,47 @@ class Overlay:
     def _logical(self, path: str) -> str:
         if f"{path}/".startswith(f"{self.upper}/"):
             return path[len(self.upper) :] or "/"
-        for key, there in self._moved.items():
-            if there and f"{path}/".startswith(f"{there}/"):
-                return key + path[len(there) :]
+        for key, real in self._moved.items():
+            if real and f"{path}/".startswith(f"{real}/"):
+                return key + path[len(real) :]
         return path
 
-    def is_outside(self, path: object) -> bool:
+    def excludes_path(self, path: object) -> bool:
         """Whether a path is left alone: not a path, or one of the system, of a cache or of flatout."""
-        return not isinstance(path, (str, bytes, os.PathLike)) or self.leaves_alone(self.key(path))
+        return not isinstance(path, (str, bytes, os.PathLike)) or self.excludes(self.key(path))
 
-    def leaves_alone(self, key: str) -> bool:
+    def excludes(self, key: str) -> bool:
         key += "/"
-        if not key.startswith(self._outside):
+        if not key.startswith(self._excluded):
             return False
-        longest = max(len(folder) for folder in self._outside if key.startswith(folder))
+        longest = max(len(folder) for folder in self._excluded if key.startswith(folder))
         return not key.startswith(self._project) or longest > len(self._project)
 
     def key(self, path: Any, follow: bool = False) -> str:
         return self.find(path, follow)[0]
 
-    def find(self, path: Any, follow: bool = True, at: int | None = None) -> tuple[str, str]:
-        """Return the key of a path, and where it lies, or would lie: the real path. ``at``: an open folder."""
+    def find(self, path: Any, follow: bool = True, dir_fd: int | None = None) -> tuple[str, str]:
+        """Return the key of a path, and where it lies, or would lie: the real path. ``dir_fd``: an open folder."""
         text = os.fsdecode(path)
         if not text:
             return "", ""
         if not text.startswith("/"):
-            text = f"{self.cwd() if at is None else self.path_of(at)}/{text}"
-        self.changed()
+            text = f"{self.cwd() if dir_fd is None else self.path_of(dir_fd)}/{text}"
+        self.has_changes()
         folder, _, name = text.rstrip("/").rpartition("/")
         if name in ("", ".", ".."):
             key = self._walk(text)
         else:
             folders = self._folders
-            above = folders.get(folder)
-            if above is None:
-                above = folders[folder] = self._walk(folder)
-            key = f"{above}/{name}"
-            place = self.place(key)
-            if not ((follow or text.endswith("/")) and _is_link(place)):
-                return key, place
+            parent_key = folders.get(folder)
+            if parent_key is None:
+                parent_key = folders[folder] = self._walk(folder)
+            key = f"{parent_key}/{name}"
+            real = self.real_path(key)
+            if not ((follow or text.endswith("/")) and _is_link(real)):
+                return key, real
             key = self._walk(key)
-        return key, self.place(key)
+        return key, self.real_path(key)
 
     def _walk(self, text: str) -> str:
         key, rest, links = "", text.split("/")[::-1], 0
@@ -131,89 +139,88 @@ class Overlay:
             if name == "..":
                 key = key.rpartition("/")[0]
             elif name not in ("", "."):
-                place = self.place(f"{key}/{name}")
-                if _is_link(place):
+                real = self.real_path(f"{key}/{name}")
+                if _is_link(real):
                     links += 1
-                    if links > LINKS:
+                    if links > MAX_LINKS:
                         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), text)
-                    target = posix.readlink(place)
+                    target = posix.readlink(real)
                     key = "" if target.startswith("/") else key
                     rest += target.split("/")[::-1]
                 else:
                     key = f"{key}/{name}"
         return key
 
-    def place(self, key: str) -> str:
+    def real_path(self, key: str) -> str:
         """Return where the content of a key lies; if there is none, a path with which the kernel reports why."""
-        if not self._seen or self.leaves_alone(key):
+        if not self._bytes_read or self.excludes(key):
             return key or "/"
-        above = self.upper + key
-        if mode_of(above):
-            return above
-        below = self.below(key)
-        if below is not None and (not key or mode_of(below)):
-            return below
+        upper = self.upper + key
+        if mode_of(upper):
+            return upper
+        lower = self.lower(key)
+        if lower is not None and (not key or mode_of(lower)):
+            return lower
         folder, _, name = key.rpartition("/")
-        parent = self.place(folder)
+        parent = self.real_path(folder)
         if not is_folder(parent) or parent == self.upper + folder:
             return f"{parent}/{name}"
-        return f"{parent}/{REMOVED}" if below is None else below
+        return f"{parent}/{REMOVED}" if lower is None else lower
 
-    def below(self, key: str) -> str | None:
+    def lower(self, key: str) -> str | None:
         """Return where the user's content of a key lies, or None if nothing of it belongs to the key any more."""
         folder, moved = key, self._moved
         while moved:
-            there = moved.get(folder)
-            if there is not None:
-                return there + key[len(folder) :] if there else None
+            real = moved.get(folder)
+            if real is not None:
+                return real + key[len(folder) :] if real else None
             if not folder:
                 break
             folder = folder.rpartition("/")[0]
         return key or "/"
 
-    # -- the list of what has moved, shared by all processes --------------------------------------------------------
+    # -- the list of what has moved, shared by all processes
 
-    def changed(self) -> bool:
+    def has_changes(self) -> bool:
         """Whether the program has changed anything; first read what its other processes have."""
         try:
-            size = posix.stat(self._list).st_size
+            size = posix.stat(self._moves_file).st_size
         except OSError:
             size = 0
-        if size != self._seen:
+        if size != self._bytes_read:
             with self._lock:
-                self._read_list()
+                self._read_moves()
         return bool(size)
 
-    def _read_list(self) -> None:
-        with self.looking(), open(self._list, "rb") as file:
-            file.seek(self._seen)
+    def _read_moves(self) -> None:
+        with self.bypass(), open(self._moves_file, "rb") as file:
+            file.seek(self._bytes_read)
             text = file.read()
-        pairs = text.count(b"\0") // 2
-        fields = os.fsdecode(text).split("\0")[: 2 * pairs]  # the rest is being written
+        fields = os.fsdecode(text).split("\0")[: text.count(b"\0") // 2 * 2]  # what follows is being written
         moved = dict(self._moved)
-        for key, there in zip(fields[::2], fields[1::2], strict=True):
-            if there == INHERITED:
+        for key, real in zip(fields[::2], fields[1::2], strict=True):
+            if real == INHERITED:
                 moved.pop(key, None)
             elif key:
-                moved[key] = there
+                moved[key] = real
         self._moved, self._folders, self._untouched = moved, {}, {}
-        self._seen += sum(len(os.fsencode(field)) + 1 for field in fields)
+        self._bytes_read += sum(len(os.fsencode(field)) + 1 for field in fields)
 
-    def note(self, *moves: tuple[str, str]) -> None:
+    def record(self, *moves: tuple[str, str]) -> None:
         """Record moves, or only that a folder or a link has changed, in one write."""
-        if not self._seen:
+        if not self._bytes_read:
             self.begin()
-        self._append("".join(f"{key}\0{there}\0" for key, there in moves or [("", NOWHERE)]))
-        self.changed()
+        self._append("".join(f"{key}\0{real}\0" for key, real in moves or [("", NOWHERE)]))
+        self.has_changes()
 
     def begin(self) -> None:
         """Make an empty list: asking for one that is not there takes longer."""
-        with self.looking():
+        with self.bypass():
             os.makedirs(self.folder, exist_ok=True)
         self._append("")
 
     def _append(self, text: str) -> None:
-        handle = posix.open(self._list, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        handle = posix.open(self._moves_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             posix.write(handle, os.fsencode(text))
         finally:
@@ -221,104 +228,104 @@ class Overlay:
 
     def hide(self, key: str) -> None:
         """Hide what the user has at a key."""
-        self.note((key, NOWHERE))
+        self.record((key, NOWHERE))
 
     def hides(self, key: str) -> bool:
-        return self.below(key) is None and not self.holds(key)
+        return self.lower(key) is None and not self.in_upper(key)
 
-    def holds(self, key: str) -> bool:
+    def in_upper(self, key: str) -> bool:
         """Whether the program has made or changed this itself."""
         return _lstat(self.upper + key) is not None
 
-    # -- reading ----------------------------------------------------------------------------------------------------
+    # -- reading
 
-    def reading(self, path: Any, follow: bool = True, at: int | None = None) -> Any:
+    def path_to_read(self, path: Any, follow: bool = True, dir_fd: int | None = None) -> Any:
         """Return the real path of what the program sees there."""
-        if not isinstance(path, (str, bytes, os.PathLike)) or (not self.changed() and at is None):
+        if not isinstance(path, (str, bytes, os.PathLike)) or (not self.has_changes() and dir_fd is None):
             return path
         text = os.fsdecode(path)
-        if at is None and text.startswith("/"):
+        if dir_fd is None and text.startswith("/"):
             folder, _, name = text.rpartition("/")
-            untouched = self._untouched
-            known = untouched.get(folder)
-            if known is None:
-                known = untouched[folder] = self._is_untouched(folder)
-            if known and name not in ("", ".", "..") and not (follow and _is_link(text)):
+            cache = self._untouched
+            untouched = cache.get(folder)
+            if untouched is None:
+                untouched = cache[folder] = self._is_untouched(folder)
+            if untouched and name not in ("", ".", "..") and not (follow and _is_link(text)):
                 return path
-        place = self.find(path, follow, at)[1]
-        return os.fsencode(place) if isinstance(path, bytes) else place
+        real = self.find(path, follow, dir_fd)[1]
+        return os.fsencode(real) if isinstance(path, bytes) else real
 
     def _is_untouched(self, folder: str) -> bool:
         key = self._walk(folder)
         moved = any(path.rpartition("/")[0] == key for path in self._moved)
-        return not moved and self.below(key) == folder and not self.holds(key)
+        return not moved and self.lower(key) == folder and not self.in_upper(key)
 
     def names(self, key: str) -> list[str]:
         """Return the names in a folder of the view."""
-        below, above = self.below(key), self.upper + key
+        lower, upper = self.lower(key), self.upper + key
         moved = {
-            path.rpartition("/")[2]: there
-            for path, there in self._moved.items()
+            path.rpartition("/")[2]: real
+            for path, real in self._moved.items()
             if path and path.rpartition("/")[0] == key
         }
-        found = dict.fromkeys(name for name, there in moved.items() if there and mode_of(there))
-        if below is not None and is_folder(below):
-            found |= dict.fromkeys(name for name in posix.listdir(below) if name not in moved)
-        if is_folder(above):
-            found |= dict.fromkeys(posix.listdir(above))
-        return list(found)
+        names = dict.fromkeys(name for name, real in moved.items() if real and mode_of(real))
+        if lower is not None and is_folder(lower):
+            names |= dict.fromkeys(name for name in posix.listdir(lower) if name not in moved)
+        if is_folder(upper):
+            names |= dict.fromkeys(posix.listdir(upper))
+        return list(names)
 
-    # -- changing ---------------------------------------------------------------------------------------------------
+    # -- changing
 
-    def writing(self, path: Any, flags: int, at: int | None = None) -> Any:
+    def path_to_write(self, path: Any, flags: int, dir_fd: int | None = None) -> Any:
         """Return the real path to open with these flags: above, or where the program itself must fail."""
         exclusive = flags & os.O_CREAT and flags & os.O_EXCL
-        key, place = self.find(path, not (exclusive or flags & os.O_NOFOLLOW), at)
-        mode = mode_of(place)
-        if not key or self.leaves_alone(key) or (mode and place == self.upper + key):
-            return place
+        key, real = self.find(path, not (exclusive or flags & os.O_NOFOLLOW), dir_fd)
+        mode = mode_of(real)
+        if not key or self.excludes(key) or (mode and real == self.upper + key):
+            return real
         if not mode:
-            return self.fresh(key) if flags & os.O_CREAT else place
+            return self.new_path(key) if flags & os.O_CREAT else real
         if exclusive or not stat.S_ISREG(mode):
-            return place
-        if not posix.access(place, os.W_OK):
-            raise _denied(place, path)
+            return real
+        if not posix.access(real, os.W_OK):
+            raise _denied(real, path)
         self.copy_up(key, with_content=not flags & os.O_TRUNC)
         return self.upper + key
 
-    def fresh(self, key: str) -> str:
+    def new_path(self, key: str) -> str:
         """Return the real path of a new entry, whose folder then exists above; in a folder that does not, one that fails."""
         folder, _, name = key.rpartition("/")
-        place = self.place(folder)
-        if not is_folder(place):
-            return f"{place}/{name}"
-        _check_access(place, folder)
+        real = self.real_path(folder)
+        if not is_folder(real):
+            return f"{real}/{name}"
+        _check_access(real, folder)
         self.mirror(folder)
         return self.upper + key
 
     def mirror(self, folder: str) -> None:
         """Make a folder of the user above, with its mode and times."""
-        above = self.upper + folder
-        if _lstat(above) is not None:
+        upper = self.upper + folder
+        if _lstat(upper) is not None:
             return
         if folder:
             self.mirror(folder.rpartition("/")[0])
-        about = posix.stat(self.below(folder) or "/")
+        status = posix.stat(self.lower(folder) or "/")
         with self._times_kept(folder):
-            with self.looking():
-                os.makedirs(above, exist_ok=True)  # another process may do the same
-            posix.chmod(above, stat.S_IMODE(about.st_mode) | stat.S_IRWXU)
-            posix.utime(above, ns=(about.st_atime_ns, about.st_mtime_ns))
-        self.note()
+            with self.bypass():
+                os.makedirs(upper, exist_ok=True)  # another process may do the same
+            posix.chmod(upper, stat.S_IMODE(status.st_mode) | stat.S_IRWXU)
+            posix.utime(upper, ns=(status.st_atime_ns, status.st_mtime_ns))
+        self.record()
 
     @contextmanager
     def _times_kept(self, key: str) -> Iterator[None]:
         """Keep the times of the folder of a key: what is only copied up is not new to the program."""
         folder = self.upper + key.rpartition("/")[0]
-        about = _lstat(folder) if key else None
+        status = _lstat(folder) if key else None
         yield
-        if about is not None:
-            posix.utime(folder, ns=(about.st_atime_ns, about.st_mtime_ns))
+        if status is not None:
+            posix.utime(folder, ns=(status.st_atime_ns, status.st_mtime_ns))
 
     def copy_up(self, key: str, with_content: bool = True) -> None:
         """Copy what the user has at a key, so that the program can change it."""
@@ -326,51 +333,51 @@ class Overlay:
             self._copy_up(key, with_content)
 
     def _copy_up(self, key: str, with_content: bool) -> None:
-        place = self.below(key)
-        if place is None or self.holds(key):
+        real = self.lower(key)
+        if real is None or self.in_upper(key):
             return
-        if is_folder(place):
+        if is_folder(real):
             self.mirror(key)
             return
         import shutil
 
         self.mirror(key.rpartition("/")[0])
-        copy = f"{self.folder}/copy-{os.getpid()}-{next(self._count)}"
-        with self.looking(), self._times_kept(key):
+        copy = f"{self.folder}/copy-{os.getpid()}-{next(self._copy_numbers)}"
+        with self.bypass(), self._times_kept(key):
             if with_content:
-                shutil.copy2(place, copy, follow_symlinks=False)
+                shutil.copy2(real, copy, follow_symlinks=False)
             else:
                 open(copy, "wb").close()
-                shutil.copymode(place, copy)
+                shutil.copymode(real, copy)
             posix.rename(copy, self.upper + key)
 
     def remove(self, key: str) -> None:
         """Remove a file, a link or an empty folder from the view."""
         folder = key.rpartition("/")[0]
-        _check_access(self.place(folder), folder)
+        _check_access(self.real_path(folder), folder)
         mode = mode_of(self.upper + key)
         if mode:
             (posix.rmdir if stat.S_ISDIR(mode) else posix.unlink)(self.upper + key)
-        below = self.below(key)
-        if below is not None and mode_of(below):
+        lower = self.lower(key)
+        if lower is not None and mode_of(lower):
             self.hide(key)
         elif not stat.S_ISREG(mode):
-            self.note()
+            self.record()
 
     def move(self, source: str, target: str) -> None:
         """Rename within the view; ``target`` is free. What the user has stays where it is and gets another key."""
         folder = source.rpartition("/")[0]
-        _check_access(self.place(folder), folder)
+        _check_access(self.real_path(folder), folder)
         self.mirror(target.rpartition("/")[0])
-        if self.holds(source):
+        if self.in_upper(source):
             posix.rename(self.upper + source, self.upper + target)
-        below = self.below(source)
-        inner = [(path, there) for path, there in self._moved.items() if path.startswith(f"{source}/")]
-        old = [(path, INHERITED) for path in self._moved if path.startswith((f"{source}/", f"{target}/"))]
-        self.note(
-            *old,
-            (target, below if below is not None and mode_of(below) else NOWHERE),
-            *[(target + path[len(source) :], there) for path, there in inner],
+        lower = self.lower(source)
+        inside = [(path, real) for path, real in self._moved.items() if path.startswith(f"{source}/")]
+        cleared = [(path, INHERITED) for path in self._moved if path.startswith((f"{source}/", f"{target}/"))]
+        self.record(
+            *cleared,
+            (target, lower if lower is not None and mode_of(lower) else NOWHERE),
+            *[(target + path[len(source) :], real) for path, real in inside],
             (source, NOWHERE),
         )
 
@@ -384,8 +391,8 @@ def _lstat(path: str) -> os.stat_result | None:
 
 def mode_of(path: str) -> int:
     """Return the kind and permissions of what is at a path, without following a link; 0 if there is nothing."""
-    about = _lstat(path)
-    return about.st_mode if about is not None else 0
+    status = _lstat(path)
+    return status.st_mode if status is not None else 0
 
 
 def is_folder(path: str) -> bool:
@@ -396,13 +403,12 @@ def _is_link(path: str) -> bool:
     return stat.S_ISLNK(mode_of(path))
 
 
-def _check_access(place: str, folder: str) -> None:
-    """Raise as the kernel would if the user may not change a folder, which lies at ``place``."""
-    if not posix.access(place, os.W_OK | os.X_OK):
-        raise _denied(place, folder)
+def _check_access(real: str, folder: str) -> None:
+    if not posix.access(real, os.W_OK | os.X_OK):
+        raise _denied(real, folder)
 
 
-def _denied(place: str, path: object) -> OSError:
-    folder = place if is_folder(place) else place.rpartition("/")[0] or "/"
+def _denied(real: str, path: object) -> OSError:
+    folder = real if is_folder(real) else real.rpartition("/")[0] or "/"
     number = errno.EROFS if posix.statvfs(folder).f_flag & os.ST_RDONLY else errno.EACCES
     return OSError(number, os.strerror(number), path)

@@ -18,7 +18,7 @@ HOOKS = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
-BESIDES = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+HOOK_FLAGS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
 def keep_out_of_pickles(torch: ModuleType, ledger: Ledger, owner: type) -> None:
@@ -26,39 +26,39 @@ def keep_out_of_pickles(torch: ModuleType, ledger: Ledger, owner: type) -> None:
 
     It patches ``__reduce_ex__`` instead of ``__getstate__``, which many classes define themselves.
     """
-    usual = torch.nn.Module.__reduce_ex__
+    original = torch.nn.Module.__reduce_ex__
 
-    def reduce_without_ours(module: Module, protocol: object) -> Any:
-        answer = usual(module, protocol)
-        if not isinstance(answer, tuple) or len(answer) < 3:
-            return answer
-        return (*answer[:2], _without_ours(answer[2], owner), *answer[3:])
+    def reduce_without_hooks(module: Module, protocol: object) -> Any:
+        reduced = original(module, protocol)
+        if not isinstance(reduced, tuple) or len(reduced) < 3:
+            return reduced
+        return (*reduced[:2], _filtered_state(reduced[2], owner), *reduced[3:])
 
-    ledger.set(torch.nn.Module, "__reduce_ex__", reduce_without_ours, new=True)
+    ledger.set(torch.nn.Module, "__reduce_ex__", reduce_without_hooks, new=True)
 
 
-def _without_ours(held: object, owner: type) -> Any:
-    if not isinstance(held, dict):
-        return held  # the state of a class with __slots__ has another form, without flatout's hooks
-    state = dict(held)
+def _filtered_state(module_state: object, owner: type) -> Any:
+    if not isinstance(module_state, dict):
+        return module_state  # the state of a class with __slots__ has another form, without flatout's hooks
+    state = dict(module_state)
     if getattr(state.get("forward"), "flatout", False):
         del state["forward"]
     return without_hooks(state, lambda hook: isinstance(getattr(hook, "__self__", None), owner))
 
 
-def without_hooks(held: dict[str, Any], is_ours: Callable[[Any], bool]) -> dict[str, Any]:
+def without_hooks(module_state: dict[str, Any], is_ours: Callable[[Any], bool]) -> dict[str, Any]:
     """Return the state of a module without flatout's hooks."""
-    state = dict(held)
-    ours: set[int] = set()
+    state = dict(module_state)
+    removed: set[int] = set()
     for name in HOOKS:
         hooks = state.get(name) or {}
-        mine = {key for key, hook in hooks.items() if is_ours(hook)}
-        if mine:
-            state[name] = type(hooks)((key, hook) for key, hook in hooks.items() if key not in mine)
-            ours |= mine
-    for name in BESIDES if ours else ():
+        matching = {key for key, hook in hooks.items() if is_ours(hook)}
+        if matching:
+            state[name] = type(hooks)((key, hook) for key, hook in hooks.items() if key not in matching)
+            removed |= matching
+    for name in HOOK_FLAGS if removed else ():
         if name in state:
             state[name] = type(state[name])(
-                (key, value) for key, value in state[name].items() if key not in ours
+                (key, value) for key, value in state[name].items() if key not in removed
             )
     return state

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.agent.batches import rows, samples_in
 from flatout.agent.compilers import compiler_off
-from flatout.agent.loader_methods import around
+from flatout.agent.loader_methods import wrap_loader_method
 from flatout.agent.loaders import FeedRule, LoaderRule, Loaders, loader_key
 from flatout.agent.names import variables_of
 from flatout.agent.optimizers import Optimizers
@@ -22,10 +22,10 @@ from flatout.schema.program import Ledger
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
-    from torch.utils.data import DataLoader, Dataset
+    from torch.utils.data import DataLoader
 
-MOST_NAMES = 32  # of layers
-ROOTS_THAT_MAKE_SENSE = 16  # with more root modules, the script calls its model in pieces
+MAX_LAYER_NAMES = 32  # of layers
+MAX_ROOTS = 16  # with more root modules, the script calls its model in pieces
 
 
 class ProgramView:
@@ -46,7 +46,7 @@ class ProgramView:
         self.distributions_seen = False
         self.threads_at_import = torch.get_num_threads()
         self.reports: list[tuple[str, str]] = []  # messages of levers after they were applied
-        self.says: Callable[[str, str], None] | None = None  # prints such a message at once
+        self.print_report: Callable[[str, str], None] | None = None  # prints such a message at once
         self.handed_on: Any = None  # where the runs of a search pass on their cached samples
         self.data_parallel: Any = (
             None  # the installed state of `data_parallel`, for levers that act through it
@@ -62,7 +62,6 @@ class ProgramView:
 
     @property
     def roots(self) -> list[Any]:
-        """Outermost trainable modules called with gradients enabled, in the order first seen."""
         return [root for ref in self._roots.values() if (root := ref()) is not None]
 
     @property
@@ -75,13 +74,11 @@ class ProgramView:
 
     @property
     def scalers(self) -> list[Any]:
-        """The enabled GradScalers of the script."""
         return self._scalers.enabled
 
     @property
     def loaders(self) -> list[dict[str, Any]]:
-        """The arguments that the script passed to each DataLoader, and those that it got."""
-        return self._loaders.seen
+        return self._loaders.descriptions
 
     @property
     def parameters(self) -> list[Any]:
@@ -89,12 +86,11 @@ class ProgramView:
         from_optimizers = [
             p for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]
         ]
-        found = from_optimizers or [p for root in self.roots for p in root.parameters()]
-        return [p for p in {id(p): p for p in found}.values() if p.requires_grad]
+        parameters = from_optimizers or [p for root in self.roots for p in root.parameters()]
+        return [p for p in {id(p): p for p in parameters}.values() if p.requires_grad]
 
     @property
     def device(self) -> Any:
-        """The device of the first parameter."""
         return next((p.device for p in self.parameters), self.torch.device("cpu"))
 
     @property
@@ -102,26 +98,27 @@ class ProgramView:
         return str(self.device.type)
 
     @property
-    def in_pieces(self) -> bool:
-        """Whether the script calls parts of its model separately, so that no forward is the whole model."""
-        return len(self.roots) > ROOTS_THAT_MAKE_SENSE
+    def model_is_split(self) -> bool:
+        return len(self.roots) > MAX_ROOTS
 
     @staticmethod
-    def without_ranks(root: Module) -> Any:
+    def unwrap_ddp(root: Module) -> Any:
         """Return the module inside a wrapper that averages gradients: one rank alone can call it."""
         return root.module if type(root).__name__ == "DistributedDataParallel" else root
 
     @property
     def ddp_modules(self) -> list[Any]:
         """The script's DistributedDataParallel modules that train: root modules, or inside of one."""
-        found = {
+        modules = {
             id(module): module
             for root in self.roots
             for module in root.modules()
             if type(module).__name__ == "DistributedDataParallel"
         }
         return [
-            module for module in found.values() if type(module).__module__ == "torch.nn.parallel.distributed"
+            module
+            for module in modules.values()
+            if type(module).__module__ == "torch.nn.parallel.distributed"
         ]
 
     def has_layer(self, *names: str) -> bool:
@@ -136,7 +133,6 @@ class ProgramView:
         return any(name.startswith(names) for name in kinds)
 
     def data_is_random(self) -> bool:
-        """Whether fetching a sample of the first map-style data set draws random numbers; True if unknown."""
         return self._loaders.data_is_random()
 
     def change_loaders(self, rule: LoaderRule, ledger: Ledger) -> None:
@@ -146,74 +142,63 @@ class ProgramView:
 
     def feed_loaders(self, rule: FeedRule, ledger: Ledger) -> None:
         """Let ``rule(loader, asked, feed)`` choose how batches are made, until the ledger is restored."""
-        ledger.call("feed rule", self._loaders.feed_by(rule))
+        ledger.call("feed rule", self._loaders.add_feed_rule(rule))
 
     @property
     def training_loader(self) -> int | None:
         """The position in ``loaders`` of the loader that fed most backward passes, or None."""
-        fed = self._loaders.fed
+        fed = self._loaders.backward_counts
         return max(fed, key=fed.__getitem__) if fed else None
 
     @property
-    def loaders_that_train(self) -> list[int]:
+    def training_loader_numbers(self) -> list[int]:
         """The positions in ``loaders`` of all that fed a backward pass."""
-        return sorted({self._loaders.first_like(number) for number in self._loaders.fed})
+        return sorted({self._loaders.first_like(number) for number in self._loaders.backward_counts})
 
     @property
     def live_loaders(self) -> list[Any]:
         """The living DataLoaders, in creation order."""
-        return list(self._loaders.alive)
+        return list(self._loaders.script_args)
 
     @property
     def training_loaders(self) -> list[Any]:
         """The loaders in ``live_loaders`` that train; all of them if no backward pass was fed from any."""
-        train = self.loaders_that_train
+        positions = self.training_loader_numbers
         return [
-            loader for loader in self.live_loaders if not train or self.first_loader_like(loader) in train
+            loader
+            for loader in self.live_loaders
+            if not positions or self.first_loader_like(loader) in positions
         ]
 
     def number_of_loader(self, loader: DataLoader) -> int | None:
         """Return the position of a DataLoader in ``loaders``; None if it was made before flatout attached."""
-        return self._loaders.number.get(loader)
+        return self._loaders.positions.get(loader)
 
     def first_loader_like(self, loader: DataLoader) -> int | None:
         """Return the position of the first DataLoader made like this one, e.g. in an earlier epoch."""
-        return self._loaders.alike.get(loader)
+        return self._loaders.first_alike.get(loader)
 
-    @staticmethod
-    def loader_key(dataset: Dataset, arguments: dict[str, Any]) -> tuple[Any, ...]:
-        """Return a key that loaders made alike have in common."""
-        return loader_key(dataset, arguments)
-
-    def around_loaders(
+    def wrap_loader_method(
         self, what: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], ledger: Ledger
     ) -> None:
-        """Wrap a method of all DataLoaders (`agent/loader_methods.py`, METHODS), until the ledger is restored."""
-        around(self.torch, what, wrap, ledger)
+        wrap_loader_method(self.torch, what, wrap, ledger)
 
-    @staticmethod
-    def samples_in(batch: object, asked: int | None = None) -> int | None:
-        """Return the number of samples in a batch, or None; ``asked``: the batch size of its loader."""
-        return samples_in(batch, asked)
-
-    @staticmethod
-    def rows_of(batch: object, samples: int, start: int, stop: int) -> Any:
-        """Return some samples of a batch."""
-        return rows(batch, samples, start, stop)
-
-    without_hooks = staticmethod(without_hooks)  # for packages that must not import this one
+    # for packages that must not import this one
+    loader_key = staticmethod(loader_key)
+    samples_in = staticmethod(samples_in)
+    rows_of = staticmethod(rows)
+    without_hooks = staticmethod(without_hooks)
     compiler_off = staticmethod(compiler_off)
     variables_of = staticmethod(variables_of)
 
     def without_scale(self, loss: Tensor) -> Any:
-        """Return the unscaled loss of a loss that a GradScaler has scaled; other losses unchanged."""
         return self._scalers.without_scale(loss)
 
     def report(self, lever: str, sentence: str) -> None:
-        if self.says is None:
+        if self.print_report is None:
             self.reports.append((lever, sentence))
         else:
-            self.says(lever, sentence)
+            self.print_report(lever, sentence)
 
     def describe(self) -> dict[str, Any]:
         parameters = self.parameters
@@ -244,8 +229,8 @@ def layer_counts(roots: Iterable[Any]) -> dict[str, int]:
     modules = {id(module): module for root in roots for module in root.modules()}
     counts = Counter(_layer_name(type(module)) for module in modules.values())
     return dict(
-        sorted(((name, n) for name, n in counts.items() if name), key=lambda each: (-each[1], each[0]))[
-            :MOST_NAMES
+        sorted(((name, n) for name, n in counts.items() if name), key=lambda item: (-item[1], item[0]))[
+            :MAX_LAYER_NAMES
         ]
     )
 

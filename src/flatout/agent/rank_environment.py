@@ -36,23 +36,23 @@ def from_torchrun(environment: MutableMapping[str, str], one_device: bool = Fals
     host = environment["MASTER_ADDR"]
     address = f"{f'[{host}]' if ':' in host else host}:{environment['MASTER_PORT']}"
     # torchrun counts a restart after a failure, but not one that admits a node
-    number = f"{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}.{environment['WORLD_SIZE']}"
-    info = RankEnvironment(
+    attempt = f"{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}.{environment['WORLD_SIZE']}"
+    rank_env = RankEnvironment(
         int(environment["RANK"]),
         int(environment["LOCAL_RANK"]),
         int(environment["WORLD_SIZE"]),
         int(environment["LOCAL_WORLD_SIZE"]),
-        f"tcp://{address}/{number}",
+        f"tcp://{address}/{attempt}",
     )
     if one_device:
         environment["CUDA_VISIBLE_DEVICES"] = own_device(
-            environment.get("CUDA_VISIBLE_DEVICES"), info.local_rank
+            environment.get("CUDA_VISIBLE_DEVICES"), rank_env.local_rank
         )
     error_file = environment.get("TORCHELASTIC_ERROR_FILE")
     for name in of_other_launchers(environment):
         del environment[name]
-    environment.update(info.environment() | ({ERROR_FILE: error_file} if error_file else {}))
-    return info
+    environment.update(rank_env.environment() | ({ERROR_FILE: error_file} if error_file else {}))
+    return rank_env
 
 
 def own_device(visible: str | None, local_rank: int) -> str:
@@ -77,23 +77,25 @@ def enter(environment: MutableMapping[str, str]) -> RankEnvironment | None:
     All ranks except rank 0 write their output to a file in FLATOUT_LAUNCH, the folder of this node's launch.
     Otherwise each output line of the script would appear once per rank.
     """
-    info = from_torchrun(environment, environment.get("FLATOUT_DATA_PARALLEL") == "gpus")
-    if info is None:
+    rank_env = from_torchrun(environment, environment.get("FLATOUT_DATA_PARALLEL") == "gpus")
+    if rank_env is None:
         return None
-    torchrun = environment["FLATOUT_LAUNCHER"]
-    if torchrun == str(os.getppid()):
+    torchrun_pid = environment["FLATOUT_LAUNCHER"]
+    if torchrun_pid == str(os.getppid()):
         die_with_parent()
-        if os.getppid() != int(torchrun):  # it has ended already
+        if os.getppid() != int(torchrun_pid):  # it has ended already
             os._exit(128 + signal.SIGKILL)
-    if info.rank:
+    if rank_env.rank:
         log = os.open(
-            log_of(environment["FLATOUT_LAUNCH"], info.rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600
+            log_path(environment["FLATOUT_LAUNCH"], rank_env.rank),
+            os.O_WRONLY | os.O_CREAT | os.O_APPEND,
+            0o600,
         )
         for stream in (1, 2):
             os.dup2(log, stream)
         os.close(log)
-    return info
+    return rank_env
 
 
-def log_of(launch: str, rank: int) -> str:
+def log_path(launch: str, rank: int) -> str:
     return os.path.join(launch, f"rank{rank}.log")

@@ -27,48 +27,47 @@ from flatout.job.rank_environment import RankEnvironment
 from flatout.job.temporary import owner
 from flatout.job.trust import private_folder
 
-TIMEOUT_S = 0.5  # wait for the rank that made a folder to note it
+FOLDER_TIMEOUT_S = 0.5  # wait for the rank that made a folder to note it
 
 
-class Folders:
+class SharedFolders:
     """Records which rank made which folder, with one file per folder in the launch folder."""
 
     def __init__(self, launch: str, rank: int) -> None:
-        self.notes, self.rank = os.path.join(launch, "folders"), rank
+        self.records, self.rank = os.path.join(launch, "folders"), rank
 
-    def make(self, really: Callable[..., Any], path: Any, *args: object, **kwargs: object) -> None:
+    def make(self, original: Callable[..., Any], path: Any, *args: object, **kwargs: object) -> None:
         """Call ``os.mkdir``, which succeeds if another rank has just made this folder."""
         if kwargs.get("dir_fd") is not None:
-            really(path, *args, **kwargs)
+            original(path, *args, **kwargs)
             return
         name = hashlib.sha256(os.path.realpath(os.fsencode(path))).hexdigest()
         try:
-            really(path, *args, **kwargs)
+            original(path, *args, **kwargs)
         except FileExistsError:
-            if not os.path.isdir(path) or not self._made_by_another(really, name):
+            if not os.path.isdir(path) or not self._made_by_another(original, name):
                 raise
-        self._note(really, name)
+        self._record(original, name)
 
-    def _note(self, really: Callable[..., Any], name: str) -> None:
+    def _record(self, original: Callable[..., Any], name: str) -> None:
         try:
-            really(self.notes)
+            original(self.records)
         except FileExistsError:
             pass
-        os.close(os.open(os.path.join(self.notes, f"{name}.{self.rank}"), os.O_CREAT | os.O_WRONLY, 0o600))
+        os.close(os.open(os.path.join(self.records, f"{name}.{self.rank}"), os.O_CREAT | os.O_WRONLY, 0o600))
 
-    def _made_by_another(self, really: Callable[..., Any], name: str) -> bool:
-        """Return whether another rank made the folder; a second mkdir in one rank is the script's error."""
-        waiting, mine = threading.Event(), f"{name}.{self.rank}"
+    def _made_by_another(self, original: Callable[..., Any], name: str) -> bool:
+        event, own_record = threading.Event(), f"{name}.{self.rank}"
         for _ in range(50):
             try:
-                found = [each for each in os.listdir(self.notes) if each.startswith(name)]
+                records = [record for record in os.listdir(self.records) if record.startswith(name)]
             except FileNotFoundError:
-                found = []
-            if mine in found:
+                records = []
+            if own_record in records:
                 return False
-            if found:
+            if records:
                 return True
-            waiting.wait(TIMEOUT_S / 50)
+            event.wait(FOLDER_TIMEOUT_S / 50)
         return False
 
 
@@ -77,37 +76,37 @@ class RankFileSandbox(FileSandbox):
 
     def __init__(self, launch: str, rank: int, ledger: Ledger) -> None:
         super().__init__(Overlay(os.path.join(launch, f"rank{rank}.files"), (launch,)), ledger)
-        self.folders = Folders(launch, rank)
+        self.folders = SharedFolders(launch, rank)
 
-    def _makes(self, really: Any, path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> None:
-        key, place = self.overlay.find(path, False, dir_fd)
-        if really.__name__ != "mkdir" or self.overlay.leaves_alone(key) or self.overlay.hides(key):
-            super()._makes(really, path, *args, dir_fd=dir_fd, **kwargs)
+    def _create(self, original: Any, path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> None:
+        key, real = self.overlay.find(path, False, dir_fd)
+        if original.__name__ != "mkdir" or self.overlay.excludes(key) or self.overlay.hides(key):
+            super()._create(original, path, *args, dir_fd=dir_fd, **kwargs)
         else:
-            self.folders.make(really, place, *args, **kwargs)
-            self.overlay.note()
+            self.folders.make(original, real, *args, **kwargs)
+            self.overlay.record()
 
 
-def launch_folder(here: RankEnvironment) -> str:
+def launch_folder(rank_env: RankEnvironment) -> str:
     """Return the private folder that the ranks of a launch share on this machine.
 
     The launcher has created it, or has only named the rendezvous.
     """
-    made = os.environ.get("FLATOUT_LAUNCH")
-    if made:
-        return made
+    folder = os.environ.get("FLATOUT_LAUNCH")
+    if folder:
+        return folder
     # Anyone can guess the name, so a folder that belongs to another user is rejected.
-    name = f"flatout-ranks-{hashlib.sha256(here.rendezvous.encode()).hexdigest()[:16]}"
+    name = f"flatout-ranks-{hashlib.sha256(rank_env.rendezvous.encode()).hexdigest()[:16]}"
     folder = str(private_folder(Path(tempfile.gettempdir()) / name))
-    private_folder(Path(folder, f"flatout-rank-{owner()}-{here.rank}"))  # shows who uses it
-    atexit.register(shutil.rmtree, os.path.join(folder, f"rank{here.rank}.files"), ignore_errors=True)
+    private_folder(Path(folder, f"flatout-rank-{owner()}-{rank_env.rank}"))  # shows who uses it
+    atexit.register(shutil.rmtree, os.path.join(folder, f"rank{rank_env.rank}.files"), ignore_errors=True)
     return folder
 
 
 RealFiles = Callable[[], AbstractContextManager[None]]  # inside, files are the user's, in every rank
 
 
-def keep_aside(launch: str, rank: int, ledger: Ledger) -> RealFiles:
+def redirect_files(launch: str, rank: int, ledger: Ledger) -> RealFiles:
     """Redirect the files of a rank from here on; ``launch`` is the launch folder."""
     if rank:
         temporary = os.path.join(launch, f"rank{rank}.files", "tmp")
@@ -116,12 +115,12 @@ def keep_aside(launch: str, rank: int, ledger: Ledger) -> RealFiles:
         ledger.set(tempfile, "tempdir", temporary)
         sandbox = RankFileSandbox(launch, rank, ledger)
         sandbox.install()
-        return sandbox.overlay.looking
-    folders, really = Folders(launch, rank), os.mkdir
+        return sandbox.overlay.bypass
+    folders, original = SharedFolders(launch, rank), os.mkdir
 
-    @wraps(really)
+    @wraps(original)
     def make(path: object, *args: object, **kwargs: object) -> None:
-        folders.make(really, path, *args, **kwargs)
+        folders.make(original, path, *args, **kwargs)
 
     ledger.set(os, "mkdir", make)
     return nullcontext

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor
 
-ASKED = 16  # steps and samples of the small layer; beyond, the workspace grows linearly with both
-LSTM = 2  # number of the mode (rnn_kind in ATen)
+MEASURED_SIZE = 16  # steps and samples of the small layer; beyond, the workspace grows linearly with both
+LSTM_MODE = 2  # number of the mode (rnn_kind in ATen)
 
 
-def by_layers(torch: ModuleType, really: Callable[..., Any]) -> Callable[..., Any]:
+def lstm_by_layers(torch: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``torch._VF.lstm``.
 
     Shapes: input (steps, batch, features), or batch first; states (layers * directions, batch, width).
@@ -27,26 +27,30 @@ def by_layers(torch: ModuleType, really: Callable[..., Any]) -> Callable[..., An
 
     def lstm(input: Tensor, states: Any, weights: Sequence[Tensor], *rest: Any) -> Any:
         if not isinstance(states, (list, tuple)) or not _goes_to_onednn(torch, input, states):
-            return really(input, states, weights, *rest)
+            return original(input, states, weights, *rest)
         has_biases, layers, dropout, training, bidirectional, batch_first = rest
         directions = 2 if bidirectional else 1
-        each = 4 if has_biases else 2
+        weights_per_layer = 4 if has_biases else 2
         x = (input.transpose(0, 1) if batch_first else input).contiguous()
         hidden, cells = [], []
         for layer in range(layers):
             outputs = []
             for direction in range(directions):
-                at = layer * directions + direction
-                own = list(weights[at * each : (at + 1) * each])
-                own += [] if has_biases else [torch.zeros(own[0].shape[0], dtype=own[0].dtype)] * 2
-                made = torch.ops.aten.mkldnn_rnn_layer(
+                i = layer * directions + direction
+                layer_weights = list(weights[i * weights_per_layer : (i + 1) * weights_per_layer])
+                layer_weights += (
+                    []
+                    if has_biases
+                    else [torch.zeros(layer_weights[0].shape[0], dtype=layer_weights[0].dtype)] * 2
+                )
+                results = torch.ops.aten.mkldnn_rnn_layer(
                     x,
-                    *own,
-                    states[0][at],
-                    states[1][at],
+                    *layer_weights,
+                    states[0][i],
+                    states[1][i],
                     direction == 1,
                     [],
-                    LSTM,
+                    LSTM_MODE,
                     states[0].shape[2],
                     layers,
                     has_biases,
@@ -54,9 +58,9 @@ def by_layers(torch: ModuleType, really: Callable[..., Any]) -> Callable[..., An
                     batch_first,
                     training,
                 )
-                outputs.append(made[0])
-                hidden.append(made[1])
-                cells.append(made[2])
+                outputs.append(results[0])
+                hidden.append(results[1])
+                cells.append(results[2])
             x = outputs[0] if directions == 1 else torch.cat(outputs, 2)
             if dropout and training and layer < layers - 1:
                 x = torch.dropout(x, dropout, True)
@@ -82,13 +86,13 @@ def workspace_bytes(torch: ModuleType, args: Sequence[Any]) -> int:
     input, weights, rest = args[0], args[1:5], args[7:]
     steps, samples = input.shape[:2]
     width = args[5].shape[-1]
-    few_steps, few = min(ASKED, steps), min(ASKED, samples)
+    few_steps, few_samples = min(MEASURED_SIZE, steps), min(MEASURED_SIZE, samples)
     tensors = [
-        torch.zeros(few_steps, few, input.shape[2]),
+        torch.zeros(few_steps, few_samples, input.shape[2]),
         *(torch.zeros(tuple(weight.shape)) for weight in weights),
-        torch.zeros(few, width),
-        torch.zeros(few, width),
+        torch.zeros(few_samples, width),
+        torch.zeros(few_samples, width),
     ]
     with torch.enable_grad():  # oneDNN keeps nothing without gradients
-        asked = torch.ops.aten.mkldnn_rnn_layer(*tensors, *rest)[3].numel()
-    return int(asked * (steps * samples) / (few_steps * few))
+        measured = torch.ops.aten.mkldnn_rnn_layer(*tensors, *rest)[3].numel()
+    return int(measured * (steps * samples) / (few_steps * few_samples))

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 from flatout import __version__
 from flatout.agent.bootstrap import say, show
-from flatout.agent.live_figures import LiveFigures, Repeated
+from flatout.agent.live_figures import LiveFigures, PeriodicThread
 from flatout.agent.step_counters import StepCounters, counters
 from flatout.job.claims import REPORT, SUMMARY, claim
 from flatout.job.folder import JobFolder, write_json
@@ -28,7 +28,7 @@ from flatout.schema.facts import untested
 from flatout.schema.run_summary import FAILED, LIVE, RunSummary, SummaryRequest
 
 GPU_EVERY_S = 5.0
-MOST_LOG_BYTES = 1 << 20
+MAX_LOG_BYTES = 1 << 20
 
 
 def count(job: dict[str, Any]) -> None:
@@ -60,23 +60,21 @@ class Summarizer:
         except FileNotFoundError:  # it was removed
             self.folder = ""
         self.figures = LiveFigures(torch, counts)
-        self.live: TextIO | None = None
-        self.first = self.last = self.figures.now()
-        self.sampling: Repeated | None = None
+        self.live_file: TextIO | None = None
+        self.start = self.latest = self.figures.now()
+        self.sampler_thread: PeriodicThread | None = None
         self.closed = False
-        counts.at_first = self._begin
+        counts.on_first_step = self._start_thread
         atexit.register(self.close)
 
-    def _begin(self) -> None:
-        """Start the thread, if there is anything to sample: a process with threads is less safe to fork."""
+    def _start_thread(self) -> None:
         if self.request.every_s or self.figures.on_cuda:
             every_s = self.request.every_s or GPU_EVERY_S
-            self.sampling = Repeated(every_s, self._sample, "flatout-summary")
+            self.sampler_thread = PeriodicThread(every_s, self._sample, "flatout-summary")
 
-    # -- live figures -----------------------------------------------------------------------------------------------
+    # -- live figures
 
     def _sample(self) -> None:
-        """Sample the GPU, and write live figures if they are asked for."""
         if self.request.every_s:
             self._write_live()
         else:
@@ -84,83 +82,81 @@ class Summarizer:
 
     def _write_live(self) -> None:
         now = self.figures.now()
-        if now[1] == self.last[1]:
+        if now[1] == self.latest[1]:
             return
-        figures = self.figures.between(self.last, now)
-        self.last = now
-        self._line({"step": now[1], "seconds": now[0], **{name: figures[name] for name in LIVE}})
+        figures = self.figures.between(self.latest, now)
+        self.latest = now
+        self._append_line({"step": now[1], "seconds": now[0], **{name: figures[name] for name in LIVE}})
 
-    def _line(self, data: dict[str, Any]) -> None:
+    def _append_line(self, data: dict[str, Any]) -> None:
         try:
             with self.real_files():
-                if self.live is None:
+                if self.live_file is None:
                     path = self._path(f"rank{rank_number()}.jsonl")
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    self.live = path.open("a", encoding="utf-8", buffering=1)
-                self.live.write(json.dumps(data) + "\n")
+                    self.live_file = path.open("a", encoding="utf-8", buffering=1)
+                self.live_file.write(json.dumps(data) + "\n")
         except (OSError, ValueError):
             self.request = SummaryRequest(**{**vars(self.request), "every_s": 0.0})  # the disk is full
 
-    # -- the end ----------------------------------------------------------------------------------------------------
+    # -- the end
 
     def close(self) -> None:
         """Write and show the record. Does nothing in a forked process."""
         if os.getpid() != self.pid or self.closed:
             return
         self.closed = True
-        if self.sampling is not None:
-            self.sampling.stop()
+        if self.sampler_thread is not None:
+            self.sampler_thread.stop()
         if self.counts.last_ns <= self.counts.first_ns:
             return
         record = self.record()
         if self.request.every_s:
             self._write_live()
-            self._line({"end": record.to_json()})
+            self._append_line({"end": record.to_json()})
         try:
             with self.real_files():
                 # It has a .gitignore, and is only written if it is trusted
                 JobFolder(Path(self.request.folder).parent).make()
                 path = self._free_path(record.rank)
                 write_json(path, record.to_json())
-                where = min(os.path.relpath(path), str(path), key=len)
+                written_to = min(os.path.relpath(path), str(path), key=len)
         except (OSError, StorageError) as error:
-            where = f"not written: {first_line(error)}"
+            written_to = f"not written: {first_line(error)}"
         if self.request.shows and record.rank == 0 and claim(os.environ.get("FLATOUT_JOB", "") + SUMMARY):
             from flatout.render.run_box import box
 
-            show(box(record, where, self._failed_trackers()))
+            show(box(record, written_to, self._failed_trackers()))
         if record.how == KeyboardInterrupt.__name__:
             _end_as_interrupted()
 
     def _failed_trackers(self) -> dict[str, str]:
-        """Return the trackers that said in their log that they did not take the figures, and why."""
-        found = {}
+        failures = {}
         for log in sorted(self._path("").glob("*.log")):
             try:
                 with log.open("rb") as file:
-                    lines = file.read(MOST_LOG_BYTES).decode(errors="replace").splitlines()
+                    lines = file.read(MAX_LOG_BYTES).decode(errors="replace").splitlines()
             except OSError:
                 continue
-            said = [line.removeprefix(FAILED) for line in lines if line.startswith(FAILED)]
-            if said:
-                found[log.stem] = said[0]
-        return found
+            reported = [line.removeprefix(FAILED) for line in lines if line.startswith(FAILED)]
+            if reported:
+                failures[log.stem] = reported[0]
+        return failures
 
     def _path(self, name: str) -> Path:
         return Path(self.request.folder) / self.request.name / name
 
     def _free_path(self, rank: int) -> Path:
-        """The file of this process: a program may train in several processes of one rank, one after another."""
         number = 1
         while (path := self._path(f"rank{rank}{'' if number == 1 else f'-{number}'}.json")).exists():
             number += 1
         return path
 
     def record(self) -> RunSummary:
-        counts, here = self.counts, this_rank()
-        passed_s = max((counts.last_ns - counts.first_ns) / 1e9, 1e-9)
-        steps_per_s = (counts.steps - counts.first_step) / passed_s
-        whole = self.figures.between(self.first, self.figures.now())
+        counts, rank_env = self.counts, this_rank()
+        elapsed_s = max((counts.last_ns - counts.first_ns) / 1e9, 1e-9)
+        steps_per_s = (counts.steps - counts.first_step) / elapsed_s
+        figures = self.figures.between(self.start, self.figures.now())
         return RunSummary(
             list(self.request.command),
             self.folder,
@@ -171,16 +167,18 @@ class Summarizer:
             untested=untested(str(self.torch.__version__)),
             machine=self.request.machine,
             rank=rank_number(),
-            world_size=here.world_size if here is not None else int(os.environ.get("WORLD_SIZE") or 1),
+            world_size=rank_env.world_size
+            if rank_env is not None
+            else int(os.environ.get("WORLD_SIZE") or 1),
             plan=self.plan,
             flatout=__version__,
             how=getattr(getattr(sys, "last_type", None), "__name__", "ended"),  # of an uncaught exception
             steps=counts.steps,
-            seconds=passed_s,
+            seconds=elapsed_s,
             steps_per_s=steps_per_s,
             samples_per_s=steps_per_s * counts.samples_a_step or None,
-            data_wait=min(1.0, counts.waited_ns / 1e9 / passed_s),
-            cores_used=whole["cores_used"] or 0.0,
+            data_wait=min(1.0, counts.waited_ns / 1e9 / elapsed_s),
+            cores_used=figures["cores_used"] or 0.0,
             cores=self.figures.cores,
             peak_memory_bytes=self.figures.memory_bytes,
             gpu_busy=self.figures.gpu_busy,

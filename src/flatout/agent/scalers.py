@@ -17,20 +17,19 @@ if TYPE_CHECKING:
 class Scalers:
     def __init__(self, torch: ModuleType) -> None:
         self.torch = torch
-        self._seen: dict[int, weakref.ref[Any]] = {}
+        self._scalers: dict[int, weakref.ref[Any]] = {}
         self._unscaled: dict[int, tuple[weakref.ref[Any], Any]] = {}
 
     @property
     def enabled(self) -> list[Any]:
-        """Return the enabled GradScalers of the script."""
         return [
-            scaler for ref in self._seen.values() if (scaler := ref()) is not None and scaler.is_enabled()
+            scaler for ref in self._scalers.values() if (scaler := ref()) is not None and scaler.is_enabled()
         ]
 
     def without_scale(self, loss: Tensor) -> Any:
         """Return the unscaled loss of a scaled one; other losses are returned unchanged."""
-        known = self._unscaled.get(id(loss)) if self._unscaled else None
-        return known[1] if known is not None and known[0]() is loss else loss
+        entry = self._unscaled.get(id(loss))
+        return entry[1] if entry is not None and entry[0]() is loss else loss
 
     def observe(self, ledger: Ledger, context: Any) -> None:
         scaler_class = self.torch.amp.GradScaler
@@ -39,18 +38,18 @@ class Scalers:
         @wraps(scale)
         def hooked_scale(scaler: object, outputs: object) -> Any:
             scaled = scale(scaler, outputs)
-            self._seen.setdefault(id(scaler), weakref.ref(scaler))
+            self._scalers.setdefault(id(scaler), weakref.ref(scaler))
             if scaled is not outputs and isinstance(scaled, self.torch.Tensor):
                 self._unscaled = {id(scaled): (weakref.ref(scaled), outputs)}
             return scaled
 
         @wraps(step)
         def hooked_step(scaler: Any, optimizer: Optimizer, *args: object, **kwargs: object) -> Any:
-            observed = context.optimizer_events
+            events_before = context.optimizer_events
             result = step(scaler, optimizer, *args, **kwargs)
             # With infinite gradients the optimizer was not called, but the cycle has ended all the same.
-            if scaler.is_enabled() and context.optimizer_events == observed and not context.asleep:
-                context.optimizer_left_out(optimizer)
+            if scaler.is_enabled() and context.optimizer_events == events_before and not context.paused:
+                context.optimizer_skipped(optimizer)
             return result
 
         ledger.set(scaler_class, "scale", hooked_scale)

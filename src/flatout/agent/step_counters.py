@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.ledger import Ledger
-from flatout.agent.loader_methods import around
+from flatout.agent.loader_methods import wrap_loader_method
 from flatout.agent.steps import StepBoundaries
 from flatout.job.heartbeat import BACKWARDS, BATCHES, HEARTBEATS, STEPS
 from flatout.measure.clock import HostClock
@@ -23,58 +23,64 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 SAMPLED_STEPS = 64  # whose batches are looked at, for the samples of a step
-DEEPEST = 3
-_of_process: StepCounters | None = None
+MAX_DEPTH = 3
+_process_counters: StepCounters | None = None
 
 
 def counters(torch: ModuleType) -> StepCounters:
     """Return the counters of this process. The first call installs their hooks."""
-    global _of_process
-    if _of_process is None:
-        _of_process = StepCounters()
-        _of_process.install(torch, Ledger())
-    return _of_process
+    global _process_counters
+    if _process_counters is None:
+        _process_counters = StepCounters()
+        _process_counters.install(torch, Ledger())
+    return _process_counters
 
 
 class StepCounters:
     """``steps`` of the optimizers, or backward passes without one, and the nanoseconds that they waited for data (``waited_ns``).
 
-    ``page`` is the heartbeat's, if there is one. ``losses`` is called before each backward pass then."""
+    ``page`` is the heartbeat's, if there is one. ``on_losses`` is called before each backward pass then."""
 
     def __init__(self) -> None:
         self.page: Any = None
-        self.losses: Callable[[Any], None] | None = None
+        self.on_losses: Callable[[Any], None] | None = None
         self.boundaries = StepBoundaries()
         self._in_backward = False
-        self._backwards = Ledger()
+        self._backward_hook = Ledger()
         self.begin()
 
     def begin(self, steps: int = 0) -> None:
         """Count from here on, after ``steps`` steps."""
         self.steps, self.waited_ns = steps, 0
         self.first_ns = self.last_ns = self.first_step = 0  # when the first and the last counted step ended
-        self.at_first: Callable[[], None] = lambda: None  # called when the first step is counted
-        self._samples: list[int] = []  # of each of the first steps
-        self._fetched = 0
-        self._lonely = 0  # backward passes that were counted before an optimizer stepped
+        self.on_first_step: Callable[[], None] = lambda: None  # called when the first step is counted
+        self._step_samples: list[int] = []  # of each of the first steps
+        self._fetched_samples = 0
+        self._backward_steps = 0  # backward passes that were counted before an optimizer stepped
 
     @property
     def samples_a_step(self) -> float:
         """The median over the first steps, so that an evaluation between two of them does not count."""
-        return median(self._samples) if self._samples else 0.0
+        return median(self._step_samples) if self._step_samples else 0.0
 
     def install(self, torch: ModuleType, ledger: Ledger) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        ledger.call("optimizer step hook", register_optimizer_step_post_hook(self._stepped).remove)
-        around(torch, "batch", self._waited, ledger)
-        self._backwards.set(torch.autograd, "backward", self._passed(torch.autograd.backward, torch.autograd))
+        ledger.call(
+            "optimizer step hook", register_optimizer_step_post_hook(self._after_optimizer_step).remove
+        )
+        wrap_loader_method(torch, "batch", self._wrap_next, ledger)
+        self._backward_hook.set(
+            torch.autograd, "backward", self._wrap_backward(torch.autograd.backward, torch.autograd)
+        )
 
-    def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._lonely:  # the backward passes until now were no steps
+    def _after_optimizer_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self._backward_steps:  # the backward passes until now were no steps
             if self.page is not None:
-                self.page[STEPS] = max(0, self.page[STEPS] - self._lonely)
-            self.steps, self.first_ns, self._lonely = self.steps - self._lonely, 0, 0
+                self.page[STEPS] = max(0, self.page[STEPS] - self._backward_steps)
+            self.steps, self.first_ns, self._backward_steps = self.steps - self._backward_steps, 0, 0
         if self.boundaries.optimizer_stepped(id(optimizer)):
             self._count()
         elif self.page is not None:
@@ -83,66 +89,65 @@ class StepCounters:
     def _count(self) -> None:
         if not self.first_ns:
             self.first_step = self.steps + 1
-            begin, self.at_first = self.at_first, lambda: None
-            begin()
+            on_first_step, self.on_first_step = self.on_first_step, lambda: None
+            on_first_step()
             self.first_ns = HostClock.mark()
         self.steps += 1
         if self.page is not None:
             self.page[STEPS] += 1
         self.last_ns = HostClock.mark()
-        if self.steps <= SAMPLED_STEPS and self._fetched:
-            self._samples.append(self._fetched)
-            self._fetched = 0
+        if self.steps <= SAMPLED_STEPS and self._fetched_samples:
+            self._step_samples.append(self._fetched_samples)
+            self._fetched_samples = 0
 
-    def _passed(self, backward: Callable[..., Any], autograd: ModuleType) -> Callable[..., Any]:
+    def _wrap_backward(self, backward: Callable[..., Any], autograd: ModuleType) -> Callable[..., Any]:
         @wraps(backward)
         def hooked_backward(tensors: Any, *args: object, **kwargs: object) -> Any:
             if self._in_backward:  # reentrant checkpointing calls it inside itself
                 return backward(tensors, *args, **kwargs)
-            page, lonely = self.page, not self.boundaries.optimizer_seen
+            page, counts_as_step = self.page, not self.boundaries.optimizer_seen
             if page is not None:
                 page[BACKWARDS] += 1
-                if self.losses is not None:
-                    self.losses(tensors)
-            if not lonely:
+                if self.on_losses is not None:
+                    self.on_losses(tensors)
+            if not counts_as_step:
                 if page is None and autograd.backward is hooked_backward:  # nothing wraps it
-                    self._backwards.restore()
+                    self._backward_hook.restore()
                 return backward(tensors, *args, **kwargs)
             self._in_backward = True
             try:
                 result = backward(tensors, *args, **kwargs)
             finally:
                 self._in_backward = False
-            self._lonely += 1
+            self._backward_steps += 1
             self._count()
             return result
 
         return hooked_backward
 
-    def _waited(self, take: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_next(self, original_next: Callable[..., Any]) -> Callable[..., Any]:
         mark = HostClock.mark
 
         def next_counted(iterator: object) -> Any:
             start = mark()
             try:
-                batch = take(iterator)
+                batch = original_next(iterator)
             finally:
                 self.waited_ns += mark() - start
             if self.page is not None:
                 self.page[BATCHES] += 1
             if self.steps < SAMPLED_STEPS:
-                self._fetched += _size(batch)
+                self._fetched_samples += _size(batch)
             return batch
 
         return next_counted
 
 
 def _size(batch: object, depth: int = 0) -> int:
-    """The first dimension of the first tensor in a batch; 0 without one."""
     shape = getattr(batch, "shape", None)
     if shape is not None:
         return int(shape[0]) if len(shape) else 0
-    if depth > DEEPEST:
+    if depth > MAX_DEPTH:
         return 0
     parts = batch.values() if isinstance(batch, dict) else batch if isinstance(batch, (list, tuple)) else ()
     return next((size for part in parts if (size := _size(part, depth + 1))), 0)

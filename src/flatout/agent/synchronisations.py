@@ -14,7 +14,7 @@ from functools import wraps
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.agent.frames import Line, is_torch, place_of, users_line
+from flatout.agent.frames import Line, is_torch, place_of, user_line
 from flatout.agent.ledger import Ledger
 from flatout.agent.masks import observe_masks
 from flatout.schema.profile import SyncRecord
@@ -22,6 +22,7 @@ from flatout.schema.profile import SyncRecord
 if TYPE_CHECKING:
     from torch import Tensor
 
+Function = Callable[..., Any]
 METHODS = {
     "item": "item",
     "tolist": "item",
@@ -42,23 +43,16 @@ METHODS = {
     "equal": "compare",
     "allclose": "compare",
 }
-FUNCTIONS = {
-    "nonzero": "nonzero",
-    "argwhere": "nonzero",
-    "unique": "nonzero",
-    "masked_select": "nonzero",
-    "equal": "compare",
-    "allclose": "compare",
-}
-MOVES = ("to", "cuda")
-MAKERS = ("tensor", "as_tensor")
+FUNCTIONS = ("nonzero", "argwhere", "unique", "masked_select", "equal", "allclose")
+MOVE_METHODS = ("to", "cuda")
+CONSTRUCTORS = ("tensor", "as_tensor")
 
 
 @dataclass
-class _Sum:
+class _Total:
     calls: int = 0
     ns: int = 0
-    sized: int = 0
+    bytes: int = 0
 
 
 class SyncRecorder:
@@ -77,47 +71,47 @@ class SyncRecorder:
     ) -> None:
         self.torch, self.ledger, self.device_type, self.now_ns = torch, ledger, device_type, now_ns
         self.fetching = fetching
-        self._sums: dict[tuple[str, Line | None, bool | None, bool | None], _Sum] = {}
-        self._inside = False
+        self._totals: dict[tuple[str, Line | None, bool | None, bool | None], _Total] = {}
+        self._in_hook = False
 
     def install(self) -> None:
         torch = self.torch
         for name, kind in METHODS.items():
-            self.ledger.set(torch.Tensor, name, self._observed(getattr(torch.Tensor, name), kind))
-        observe_masks(torch, self.ledger, self._masked)
-        for name, kind in FUNCTIONS.items():
-            self.ledger.set(torch, name, self._observed(getattr(torch, name), kind))
-        self.ledger.set(torch, "where", self._found(torch.where))
-        for name in MOVES:
-            self.ledger.set(torch.Tensor, name, self._moved(getattr(torch.Tensor, name)))
+            self.ledger.set(torch.Tensor, name, self._wrap(getattr(torch.Tensor, name), kind))
+        observe_masks(torch, self.ledger, self._on_mask)
+        for name in FUNCTIONS:
+            self.ledger.set(torch, name, self._wrap(getattr(torch, name), METHODS[name]))
+        self.ledger.set(torch, "where", self._wrap_where(torch.where))
+        for name in MOVE_METHODS:
+            self.ledger.set(torch.Tensor, name, self._wrap_move(getattr(torch.Tensor, name)))
         if self.device_type == "cpu":
             return
-        for name in MAKERS:
-            self.ledger.set(torch, name, self._made(getattr(torch, name)))
+        for name in CONSTRUCTORS:
+            self.ledger.set(torch, name, self._wrap_constructor(getattr(torch, name)))
         if self.device_type == "cuda":
             for owner in (torch.cuda, torch.cuda.Event, torch.cuda.Stream):
-                self.ledger.set(owner, "synchronize", self._waited(owner.synchronize))
+                self.ledger.set(owner, "synchronize", self._wrap_synchronize(owner.synchronize))
 
-    def seen(self, steps: int) -> list[SyncRecord]:
+    def records(self, steps: int) -> list[SyncRecord]:
         """Return the synchronisations recorded in ``steps`` steps, the most expensive first."""
-        found = [
+        records = [
             SyncRecord(
                 kind,
                 place_of(line),
                 total.calls / steps,
                 total.ns / 1e6 / steps,
-                total.sized / steps,
+                total.bytes / steps,
                 pinned,
                 non_blocking,
             )
-            for (kind, line, pinned, non_blocking), total in self._sums.items()
+            for (kind, line, pinned, non_blocking), total in self._totals.items()
         ]
-        return sorted(found, key=lambda synchronisation: -synchronisation.ms)
+        return sorted(records, key=lambda synchronisation: -synchronisation.ms)
 
-    # -- wrappers -------------------------------------------------------------------------------------------
+    # -- wrappers
 
     def _counts(self, tensor: Tensor, caller: FrameType) -> bool:
-        if self._inside or not isinstance(tensor, self.torch.Tensor) or self.torch.compiler.is_compiling():
+        if self._in_hook or not isinstance(tensor, self.torch.Tensor) or self.torch.compiler.is_compiling():
             return False
         if self.device_type != "cpu":
             return bool(tensor.device.type != "cpu")
@@ -127,21 +121,21 @@ class SyncRecorder:
         self,
         kind: str,
         caller: FrameType,
-        really: Callable[..., Any],
+        original: Function,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         tensor: Tensor | None = None,
-        **about: bool | None,
+        **details: bool | None,
     ) -> Any:
-        self._inside = True
+        self._in_hook = True
         start = self.now_ns()
         try:
-            return really(*args, **kwargs)
+            return original(*args, **kwargs)
         finally:
-            self._note(kind, caller, self.now_ns() - start, tensor, **about)
-            self._inside = False
+            self._add(kind, caller, self.now_ns() - start, tensor, **details)
+            self._in_hook = False
 
-    def _note(
+    def _add(
         self,
         kind: str,
         caller: FrameType,
@@ -150,78 +144,79 @@ class SyncRecorder:
         pinned: bool | None = None,
         non_blocking: bool | None = None,
     ) -> None:
-        total = self._sums.setdefault((kind, users_line(caller), pinned, non_blocking), _Sum())
+        total = self._totals.setdefault((kind, user_line(caller), pinned, non_blocking), _Total())
         total.calls += 1
         total.ns += ns
-        total.sized += (
+        total.bytes += (
             tensor.numel() * tensor.element_size()
             if tensor is not None and tensor.layout == self.torch.strided
             else 0
         )
 
-    def _observed(self, really: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        @wraps(really)
+    def _wrap(self, original: Function, kind: str) -> Function:
+        @wraps(original)
         def observed(tensor: Tensor = None, *args: object, **kwargs: object) -> Any:
             if tensor is None:
-                return really(*args, **kwargs)
+                return original(*args, **kwargs)
             caller = sys._getframe(1)
             if not self._counts(tensor, caller):
-                return really(tensor, *args, **kwargs)
-            return self._measure(kind, caller, really, (tensor, *args), kwargs, tensor)
+                return original(tensor, *args, **kwargs)
+            return self._measure(kind, caller, original, (tensor, *args), kwargs, tensor)
 
         return observed
 
-    def _masked(self, really: Callable[[], Any], mask: Tensor, caller: FrameType) -> Any:
-        """Record indexing with a mask: the number of results is only known once the mask is computed."""
+    def _on_mask(self, original: Callable[[], Any], mask: Tensor, caller: FrameType) -> Any:
         return (
-            self._measure("nonzero", caller, really, (), {}, mask) if self._counts(mask, caller) else really()
+            self._measure("nonzero", caller, original, (), {}, mask)
+            if self._counts(mask, caller)
+            else original()
         )
 
-    def _found(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(really)
+    def _wrap_where(self, original: Function) -> Function:
+        @wraps(original)
         def found(condition: object, *args: object, **kwargs: object) -> Any:
             if args or kwargs or not self._counts(condition, sys._getframe(1)):
-                return really(condition, *args, **kwargs)
-            return self._measure("nonzero", sys._getframe(1), really, (condition,), {}, condition)
+                return original(condition, *args, **kwargs)
+            return self._measure("nonzero", sys._getframe(1), original, (condition,), {}, condition)
 
         return found
 
-    def _moved(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(really)
+    def _wrap_move(self, original: Function) -> Function:
+        @wraps(original)
         def moved(tensor: Tensor, *args: object, **kwargs: object) -> Any:
-            if self._inside or self.torch.compiler.is_compiling():
-                return really(tensor, *args, **kwargs)
+            if self._in_hook or self.torch.compiler.is_compiling():
+                return original(tensor, *args, **kwargs)
             start = self.now_ns()
-            result = really(tensor, *args, **kwargs)
+            result = original(tensor, *args, **kwargs)
             ns = self.now_ns() - start
             if result.device.type != tensor.device.type:
-                asked = bool(kwargs.get("non_blocking", False) or any(arg is True for arg in args[1:2]))
+                non_blocking = bool(
+                    kwargs.get("non_blocking", False) or any(arg is True for arg in args[1:2])
+                )
                 if result.device.type == "cpu":
-                    self._note("to host", sys._getframe(1), ns, tensor, non_blocking=asked)
+                    self._add("to host", sys._getframe(1), ns, tensor, non_blocking=non_blocking)
                 else:
-                    self._note("to device", sys._getframe(1), ns, tensor, tensor.is_pinned(), asked)
+                    self._add("to device", sys._getframe(1), ns, tensor, tensor.is_pinned(), non_blocking)
             return result
 
         return moved
 
-    def _made(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        """Record tensor creation from Python values: on a device, a copy from memory that is not pinned."""
-
-        @wraps(really)
+    def _wrap_constructor(self, original: Function) -> Function:
+        @wraps(original)
         def made(data: object, *args: object, **kwargs: object) -> Any:
             start = self.now_ns()
-            result = really(data, *args, **kwargs)
-            if not self._inside and result.device.type != "cpu" and not isinstance(data, self.torch.Tensor):
-                self._note("to device", sys._getframe(1), self.now_ns() - start, result, False, False)
+            result = original(data, *args, **kwargs)
+            if not self._in_hook and result.device.type != "cpu" and not isinstance(data, self.torch.Tensor):
+                self._add("to device", sys._getframe(1), self.now_ns() - start, result, False, False)
             return result
 
         return made
 
-    def _waited(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(really)
+    def _wrap_synchronize(self, original: Function) -> Function:
+        @wraps(original)
         def waited(*args: object, **kwargs: object) -> Any:
-            if self._inside:
-                return really(*args, **kwargs)
-            return self._measure("synchronize", sys._getframe(1), really, args, kwargs)
+            if self._in_hook:
+                return original(*args, **kwargs)
+            return self._measure("synchronize", sys._getframe(1), original, args, kwargs)
 
         return waited

@@ -2,7 +2,7 @@
 
 This module does not time, hash or decide; a Listener does. What is installed, and its cost:
 
-    Optimizer pre/post step hooks      torch's own global hooks, one call per step, until a backward pass after rest()
+    Optimizer pre/post step hooks      torch's own global hooks, one call per step, until a backward pass after stop_observing()
     torch.autograd.backward            one wrapper per backward pass (Tensor.backward calls it), as long
     torch.autograd.grad                one wrapper per call
     DataLoader.__init__                 one wrapper, to find loaders and let LOADER levers choose arguments
@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.agent.compilers import is_compiled
 from flatout.agent.ledger import Ledger
-from flatout.agent.listener import Guarded, Listener
+from flatout.agent.listener import GuardedListener, Listener
 from flatout.agent.pickles import keep_out_of_pickles
-from flatout.agent.program_view import ROOTS_THAT_MAKE_SENSE, ProgramView
+from flatout.agent.program_view import MAX_ROOTS, ProgramView
 from flatout.schema.program import Ledger as AnyLedger
 from flatout.schema.program import Wrapper
 
@@ -34,32 +34,34 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
+Function = Callable[..., Any]
+
 
 class TrainingContext(ProgramView):
     """The view of a running script, with the hooks that keep it up to date and send events to a listener."""
 
     def __init__(self, torch: ModuleType, listener: Listener, ledger: Ledger) -> None:
         super().__init__(torch)
-        self.listener: Listener = Guarded(listener)
+        self.listener: Listener = GuardedListener(listener)
         self.ledger = ledger
-        self._every_step = Ledger()  # what each step pays for
-        self._pickles_guarded = False
+        self._step_hooks = Ledger()  # what each step pays for
+        self._pickles_filtered = False
         # root -> whether its last forward pass was under autocast, until a backward pass
         self._under_autocast: dict[int, bool] = {}
-        self._depth = 0
+        self._forward_depth = 0
         self._in_backward = False
         self._backwards_at_step = 0
-        self._discovery: list[Any] = []
-        self._filter: Any = None
+        self._global_hooks: list[Any] = []
+        self._warning_filter: Any = None
         self._root_hooks: dict[int, list[Any]] = {}
-        self.asleep = False
-        self.resting = False  # asleep for good
-        self._unseen = False
-        self.then: Callable[[], None] | None = None
+        self.paused = False
+        self.stopped = False  # paused for good
+        self._compiler_safe = False
+        self.deferred: Callable[[], None] | None = None
 
-    # -- install --------------------------------------------------------------------------------------------
+    # -- install
 
-    def introduce(
+    def register_objects(
         self,
         roots: Iterable[Any],
         optimizers: Iterable[Any],
@@ -70,17 +72,13 @@ class TrainingContext(ProgramView):
         self._roots = {id(root): weakref.ref(root) for root in roots}
         self._losses = {id(loss): weakref.ref(loss) for loss in losses}
         for optimizer in optimizers:
-            self._optimizers.meet(optimizer)
+            self._optimizers.register(optimizer)
         self.compiled_by_script = any(map(is_compiled, self.roots))
         for loader in loaders:
-            self._loaders.meet(loader)
+            self._loaders.register(loader)
 
-    def made_again(self, loader: DataLoader, ledger: AnyLedger) -> Any:
-        """Return this DataLoader rebuilt by the rules, or itself if no rule applies.
-
-        Feeds act on it from here on.
-        """
-        return self._loaders.made_again(loader, ledger)
+    def rebuild_loader(self, loader: DataLoader, ledger: AnyLedger) -> Any:
+        return self._loaders.rebuild(loader, ledger)
 
     def first_step_done(self, backwards: int) -> None:
         """Let levers act, for a caller that runs the steps itself."""
@@ -89,37 +87,37 @@ class TrainingContext(ProgramView):
     def install(self) -> None:
         """Install the hooks. Called once, right after torch was imported."""
         torch, ledger = self.torch, self.ledger
-        ledger.call("hooks of each step", self._every_step.restore)
-        self._optimizers.observe(ledger, self._every_step, self)
-        self._every_step.set(torch.autograd, "backward", self._wrap_backward(torch.autograd.backward))
+        ledger.call("hooks of each step", self._step_hooks.restore)
+        self._optimizers.observe(ledger, self._step_hooks, self)
+        self._step_hooks.set(torch.autograd, "backward", self._wrap_backward(torch.autograd.backward))
         ledger.set(torch.autograd, "grad", self._wrap_grad(torch.autograd.grad))
-        self._loaders.observe_making(ledger)
+        self._loaders.observe_creation(ledger)
         self._scalers.observe(ledger, self)
         if self.listener.wants_phases:
             self._loaders.observe_batches(ledger, self)
         distribution = torch.distributions.Distribution
         ledger.set(distribution, "__init__", self._wrap_distribution_init(distribution.__init__))
-        self._look_for_roots()
+        self._add_global_hooks()
         os.register_at_fork(after_in_child=self._forked)
 
     def _forked(self) -> None:
         # A child that is forked during training is a loader worker or a helper, so it stays inactive.
         if self.steps or self.backwards:
-            self.asleep = True
+            self.paused = True
             self.listener = Listener()
 
-    def listen_for(self, listener: Listener) -> None:
+    def switch_listener(self, listener: Listener) -> None:
         """Send events only to this listener from now on.
 
         A compiler must not see these hooks: it would trace them and break its graphs there.
         """
-        self.listener, self._unseen = Guarded(listener), True
+        self.listener, self._compiler_safe = GuardedListener(listener), True
         for root in self.roots:
             compiled = getattr(root, "_compiled_call_impl", None)
             if compiled is not None:  # compiled by module.compile(), which includes the hooks
-                self.ledger.set(root, "_compiled_call_impl", self._called_from_outside(root, compiled))
+                self.ledger.set(root, "_compiled_call_impl", self._wrap_compiled_call(root, compiled))
 
-    def _called_from_outside(self, root: Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_compiled_call(self, root: Module, compiled: Function) -> Function:
         module = weakref.ref(root)
 
         @wraps(compiled)
@@ -129,24 +127,24 @@ class TrainingContext(ProgramView):
 
         return call
 
-    def rest(self) -> None:
+    def stop_observing(self) -> None:
         """Stop listening for good. Levers and loader rules stay; the next backward pass removes the hooks of each step.
 
         Not this call: torch may be iterating over the optimizer hooks.
         """
-        self.asleep = self.resting = True
+        self.paused = self.stopped = True
         self.listener = Listener()
-        self._stop_looking()
+        self._remove_global_hooks()
         for hooks in self._root_hooks.values():
             for hook in hooks:
                 hook.remove()
         self._root_hooks.clear()
 
-    # -- root modules ---------------------------------------------------------------------------------------
+    # -- root modules
 
-    def _look_for_roots(self) -> None:
+    def _add_global_hooks(self) -> None:
         modules = self.torch.nn.modules.module
-        self._discovery = [
+        self._global_hooks = [
             modules.register_module_forward_pre_hook(self._any_forward_begins),
             modules.register_module_forward_hook(self._any_forward_ends, always_call=True),
         ]
@@ -156,28 +154,28 @@ class TrainingContext(ProgramView):
             message=r"Using `torch\.compile\(module\)` when there are global hooks",
             category=UserWarning,
         )
-        self._filter = warnings.filters[0]
-        self.ledger.call("global forward hooks", self._stop_looking)
+        self._warning_filter = warnings.filters[0]
+        self.ledger.call("global forward hooks", self._remove_global_hooks)
 
     @property
-    def looks_for_roots(self) -> bool:
+    def has_global_hooks(self) -> bool:
         """Whether hooks run around every module's forward.
 
         A compiler would trace them, and recompile when they are gone.
         """
-        return bool(self._discovery)
+        return bool(self._global_hooks)
 
-    def _stop_looking(self) -> None:
-        for hook in self._discovery:
+    def _remove_global_hooks(self) -> None:
+        for hook in self._global_hooks:
             hook.remove()
-        self._discovery = []
-        if self._filter in warnings.filters:
+        self._global_hooks = []
+        if self._warning_filter in warnings.filters:
             # a list; typeshed declares a sequence
-            warnings.filters.remove(self._filter)  # type: ignore[attr-defined]
+            warnings.filters.remove(self._warning_filter)  # type: ignore[attr-defined]
 
     def _any_forward_begins(self, module: Module, args: tuple[Any, ...]) -> None:
-        self._depth += 1
-        if self._depth > 1 or not self.torch.is_grad_enabled() or self.asleep:
+        self._forward_depth += 1
+        if self._forward_depth > 1 or not self.torch.is_grad_enabled() or self.paused:
             return
         key = id(module)
         known = self._roots.get(key)
@@ -190,23 +188,25 @@ class TrainingContext(ProgramView):
                 self._losses[key] = weakref.ref(module)
             return
         self._roots[key] = weakref.ref(module)
-        if len(self._roots) <= ROOTS_THAT_MAKE_SENSE:
-            hooked = self.torch.nn.Module  # a ScriptModule has hooks, but no methods to set them
+        if len(self._roots) <= MAX_ROOTS:
+            module_class = self.torch.nn.Module  # a ScriptModule has hooks, but no methods to set them
             self._root_hooks[key] = [
-                hooked.register_forward_pre_hook(module, self._root_begins, with_kwargs=True, prepend=True),
-                hooked.register_forward_hook(module, self._root_ends),
+                module_class.register_forward_pre_hook(
+                    module, self._root_begins, with_kwargs=True, prepend=True
+                ),
+                module_class.register_forward_hook(module, self._root_ends),
             ]
             self._keep_out_of_pickles()
             self._root_begins(module, args, {})  # this call has run its own pre-hooks already
 
     def _any_forward_ends(self, module: Module, args: tuple[Any, ...], output: object) -> None:
-        self._depth = max(0, self._depth - 1)
+        self._forward_depth = max(0, self._forward_depth - 1)
 
     def _root_begins(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         torch = self.torch
-        if self._unseen and torch.compiler.is_compiling():
+        if self._compiler_safe and torch.compiler.is_compiling():
             return
-        if self.asleep or not torch.is_grad_enabled():
+        if self.paused or not torch.is_grad_enabled():
             return
         if self.boundaries.forward_or_backward_begins():
             self._step_ended()
@@ -215,29 +215,29 @@ class TrainingContext(ProgramView):
                 "cuda"
             )
         self.listener.forward_begin(module, args, kwargs)
-        self._do_then()
+        self._run_deferred()
 
     def _root_ends(self, module: Module, args: tuple[Any, ...], output: object) -> None:
-        if self._unseen:  # the end of a forward pass is not needed
+        if self._compiler_safe:  # the end of a forward pass is not needed
             return
-        if not self.asleep and self.torch.is_grad_enabled():
+        if not self.paused and self.torch.is_grad_enabled():
             self.listener.forward_end(module, output)
 
     def _keep_out_of_pickles(self) -> None:
-        if not self._pickles_guarded:
-            self._pickles_guarded = True
+        if not self._pickles_filtered:
+            self._pickles_filtered = True
             keep_out_of_pickles(self.torch, self.ledger, TrainingContext)
 
-    # -- backward -------------------------------------------------------------------------------------------
+    # -- backward
 
-    def _wrap_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_backward(self, backward: Function) -> Function:
         context = self
 
         @wraps(backward)
         def hooked_backward(tensors: Any, *args: object, **kwargs: object) -> Any:
-            if context.asleep:
-                if context.resting and context.torch.autograd.backward is hooked_backward:  # nothing wraps it
-                    context._every_step.restore()
+            if context.paused:
+                if context.stopped and context.torch.autograd.backward is hooked_backward:  # nothing wraps it
+                    context._step_hooks.restore()
                 return backward(tensors, *args, **kwargs)
             # reentrant checkpointing calls backward inside a backward pass
             if context._in_backward:
@@ -250,7 +250,7 @@ class TrainingContext(ProgramView):
             context.anomaly_seen = context.torch.is_anomaly_enabled()
             context._note_autocast()
             context.listener.backward_begin(tuple(map(context.without_scale, roots)))
-            context._do_then()
+            context._run_deferred()
             context._in_backward = True
             try:
                 result = backward(tensors, *args, **kwargs)
@@ -269,22 +269,22 @@ class TrainingContext(ProgramView):
         self.autocast_seen |= any(self._under_autocast.values())
         self._under_autocast.clear()
 
-    def _wrap_grad(self, grad: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_grad(self, grad: Function) -> Function:
         context = self
 
         @wraps(grad)
         def hooked_grad(outputs: object, inputs: object, *args: object, **kwargs: object) -> Any:
             context.create_graph_seen |= _creates_graph(args, kwargs)
             context._note_autocast()
-            before, context._in_backward = context._in_backward, True
+            was_backward, context._in_backward = context._in_backward, True
             try:
                 return grad(outputs, inputs, *args, **kwargs)
             finally:
-                context._in_backward = before
+                context._in_backward = was_backward
 
         return hooked_grad
 
-    def _wrap_distribution_init(self, init: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_distribution_init(self, init: Function) -> Function:
         context = self
 
         @wraps(init)
@@ -294,49 +294,49 @@ class TrainingContext(ProgramView):
 
         return hooked_init
 
-    # -- optimizers and step boundaries ---------------------------------------------------------------------
+    # -- optimizers and step boundaries
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         self.listener.optimizer_begin(optimizer)
-        self._do_then()
+        self._run_deferred()
 
     def optimizer_ends(self, optimizer: Optimizer) -> None:
         if not self.steps:
-            self._optimizers.wait_for_no_wrapper_of(optimizer)
+            self._optimizers.ignore_wrappers_of(optimizer)
         self.optimizer_events += 1
         self.listener.optimizer_end(optimizer)
         if self.boundaries.optimizer_stepped(id(optimizer)):
             self._step_ended()
 
-    def optimizer_left_out(self, optimizer: Optimizer) -> None:
+    def optimizer_skipped(self, optimizer: Optimizer) -> None:
         """End the cycle when a GradScaler found infinite gradients and did not call the optimizer."""
         if self.boundaries.optimizer_stepped(id(optimizer)):
             self._step_ended()
 
     def _step_ended(self) -> None:
         if not self.steps and self.torch.utils.data.get_worker_info() is not None:
-            self.asleep = True  # a loader worker that computes its own gradients
+            self.paused = True  # a loader worker that computes its own gradients
             return
         self.steps += 1
         self.backwards_in_last_step = self.backwards - self._backwards_at_step
         self._backwards_at_step = self.backwards
         if self.steps <= 2:  # not when a root is found: its compiler would trace the check
             self.compiled_by_script |= any(map(is_compiled, self.roots))
-        if self.steps == 2 and self._discovery:
-            self._stop_looking()
-            self._depth = 0
+        if self.steps == 2 and self._global_hooks:
+            self._remove_global_hooks()
+            self._forward_depth = 0
         self.listener.step_end()
 
-    def _do_then(self) -> None:
+    def _run_deferred(self) -> None:
         """Run a listener's deferred action once, after all listeners.
 
         Its exceptions reach the script, like those of a signal handler.
         """
-        if self.then is not None:
-            then, self.then = self.then, None
-            then()
+        if self.deferred is not None:
+            deferred, self.deferred = self.deferred, None
+            deferred()
 
-    # -- wrapping the forward of a root module --------------------------------------------------------------
+    # -- wrapping the forward of a root module
 
     def wrap_forward(self, root: Module, wrapper: Wrapper, ledger: AnyLedger) -> Callable[[], None]:
         """Replace ``root.forward`` by ``wrapper(root.forward)``; names, type and state_dict stay.

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from flatout.agent.attached import Checkpointing
-from flatout.agent.bootstrap import say_at_once
+from flatout.agent.bootstrap import say_unbuffered
 from flatout.agent.entry import start
 from flatout.agent.ledger import Ledger
 from flatout.agent.training_context import TrainingContext
@@ -34,7 +34,7 @@ def attach(job: dict[str, Any]) -> None:
         if request.resume is None:
             raise
         # The program may be half replayed and must not continue in that state.
-        say_at_once(f"cannot resume exactly: internal error in flatout ({type(error).__name__}: {error}).")
+        say_unbuffered(f"cannot resume exactly: internal error in flatout ({type(error).__name__}: {error}).")
         os._exit(CannotResume.exit_code)
 
 
@@ -54,9 +54,8 @@ def checkpointing(
 def _exact(
     options: ResumeOptions, folder: Path, ledger: Ledger, resumed: Callable[[], None]
 ) -> Checkpointing | None:
-    """Return the session that records or resumes this process; None if its training cannot be recorded."""
     if this_rank() is not None or int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        say_at_once(
+        say_unbuffered(
             "this program is not recorded and cannot be resumed exactly: it runs as several ranks. Its checkpoints hold weights "
             "and optimizers; `flatout rescue --to DIR` exports them"
         )
@@ -76,7 +75,7 @@ class RescueOnly:
 
     def __init__(self, torch: ModuleType, folder: Path, ledger: Ledger) -> None:
         claim = os.environ["FLATOUT_JOB"] + CHECKPOINTS
-        self.listener = Rescue(torch, folder, say_at_once, lambda: claim_or_succeed(claim), ledger)
+        self.listener = Rescue(torch, folder, say_unbuffered, lambda: claim_or_succeed(claim), ledger)
         self.replaying = False
         atexit.register(self.listener.finish)
 
@@ -86,11 +85,11 @@ class RescueOnly:
 
     def install(self) -> None: ...
 
-    def for_real(self) -> AbstractContextManager[None]:
+    def real_execution(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def begin(self, context: TrainingContext) -> None:
         self.listener.begin(context)
 
-    def broke(self, error: Exception) -> None:
-        self.listener.leave()
+    def on_error(self, error: Exception) -> None:
+        self.listener.stop()

@@ -9,14 +9,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from flatout.checkpoint.bounded import MOST_BYTES as MOST_STATE_BYTES
+from flatout.checkpoint.bounded import MAX_BYTES as MAX_STATE_BYTES
 from flatout.checkpoint.bounded import from_json
 from flatout.checkpoint.disk import (
-    Stored,
+    FileDigest,
+    digest_of_file,
     read_file,
-    what_is_stored,
 )
-from flatout.checkpoint.manifest import MOST_BYTES, Manifest
+from flatout.checkpoint.manifest import MAX_BYTES, Manifest
 from flatout.checkpoint.tensors import read_tensors
 from flatout.checkpoint.unpacking import unpack
 from flatout.job import heartbeat
@@ -46,8 +46,8 @@ class Checkpoint:
             )
         heartbeat.checkpoint_read()
         try:
-            data = read_file(self.path / state, MOST_STATE_BYTES)
-            if Stored(len(data), hashlib.sha256(data).hexdigest()) != self.manifest.files[state]:
+            data = read_file(self.path / state, MAX_STATE_BYTES)
+            if FileDigest(len(data), hashlib.sha256(data).hexdigest()) != self.manifest.files[state]:
                 raise SaveError(f"{state} was changed after it was verified")
             stored = self.manifest.files.get(tensors)
             return unpack(
@@ -75,20 +75,20 @@ class CorruptCheckpoint:
 
 def verified(path: Path) -> Checkpoint:
     """Verify every byte of a checkpoint. Raises SaveError with the reason, without a full stop."""
-    named = FOLDER.fullmatch(path.name)
+    match = FOLDER.fullmatch(path.name)
     try:
-        manifest = Manifest.from_text(read_file(path / MANIFEST, MOST_BYTES))
-        if named is None or int(named[1]) != manifest.step:
+        manifest = Manifest.from_text(read_file(path / MANIFEST, MAX_BYTES))
+        if match is None or int(match[1]) != manifest.step:
             raise SaveError(f"its manifest is of step {manifest.step}")
         for name, stored in manifest.files.items():
-            if name.endswith(".json") and stored.bytes > MOST_STATE_BYTES:
+            if name.endswith(".json") and stored.bytes > MAX_STATE_BYTES:
                 raise SaveError(
-                    f"{name} should have {stored.bytes:,} bytes, and the maximum is {MOST_STATE_BYTES:,}"
+                    f"{name} should have {stored.bytes:,} bytes, and the maximum is {MAX_STATE_BYTES:,}"
                 )
-            if (found := what_is_stored(path / name, stored)) != stored:
+            if (actual := digest_of_file(path / name, stored)) != stored:
                 raise SaveError(
-                    f"{name} has {found.bytes:,} bytes instead of {stored.bytes:,}"
-                    if found.bytes != stored.bytes
+                    f"{name} has {actual.bytes:,} bytes instead of {stored.bytes:,}"
+                    if actual.bytes != stored.bytes
                     else f"{name} is not what was written: its digest differs"
                 )
     except FileNotFoundError as error:

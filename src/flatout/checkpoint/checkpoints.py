@@ -34,7 +34,7 @@ from flatout.checkpoint.checkpoint import (
     verified,
 )
 from flatout.checkpoint.disk import (
-    Stored,
+    FileDigest,
     flush_folder,
     make_folder,
     move_folder,
@@ -47,8 +47,8 @@ from flatout.checkpoint.tensors import write_tensors
 from flatout.checkpoint.values import Packed
 from flatout.schema.errors import SaveError, StorageError
 
-UNFINISHED = re.compile(r"\.(writing|leaving)-.*")
-MOST_STEPS = 10**15 - 1  # as many digits as a name can have
+UNFINISHED = re.compile(r"\.(writing|removing)-.*")
+MAX_STEP = 10**15 - 1  # as many digits as a name can have
 KEEP = 3
 
 
@@ -57,19 +57,19 @@ class CheckpointFolder:
 
     Reading needs no lock; to write, use ``with CheckpointFolder(folder) as checkpoints`` or ``open``.
 
-    ``metadata`` receives the step of each verified checkpoint.
+    ``on_verified`` receives the step of each verified checkpoint.
     """
 
     def __init__(
-        self, folder: Path, keep: int = KEEP, metadata: Callable[[int], None] = lambda step: None
+        self, folder: Path, keep: int = KEEP, on_verified: Callable[[int], None] = lambda step: None
     ) -> None:
         if keep < 1:
             raise ValueError(f"keep={keep}: at least one checkpoint must stay")
-        self.folder, self.keep, self.metadata = folder, keep, metadata
+        self.folder, self.keep, self.on_verified = folder, keep, on_verified
         self._lock: Lock | None = None
         self._writes = False
 
-    # -- reading ---------------------------------------------------------------------------------------------
+    # -- reading
 
     def paths(self) -> list[Path]:
         """All checkpoints, valid or not, newest first. Raises StorageError."""
@@ -86,20 +86,20 @@ class CheckpointFolder:
 
         Raises SaveError if there are only corrupt ones.
         """
-        bad: list[CorruptCheckpoint] = []
+        corrupt: list[CorruptCheckpoint] = []
         for path in self.paths():
             try:
-                return verified(path), bad
+                return verified(path), corrupt
             except SaveError as error:
-                bad.append(CorruptCheckpoint(path, str(error)))
-        if bad:
+                corrupt.append(CorruptCheckpoint(path, str(error)))
+        if corrupt:
             raise SaveError(
-                f"all {len(bad)} checkpoints in {self.folder} are corrupt; in the newest, {bad[0].path.name}, {bad[0].why}. "
+                f"all {len(corrupt)} checkpoints in {self.folder} are corrupt; in the newest, {corrupt[0].path.name}, {corrupt[0].why}. "
                 f"Nothing was changed. To start from scratch, name another folder, or move this one away."
             )
-        return None, bad
+        return None, corrupt
 
-    # -- writing ---------------------------------------------------------------------------------------------
+    # -- writing
 
     def open(self) -> CheckpointFolder:
         """Take the lock and remove unfinished checkpoints.
@@ -117,15 +117,15 @@ class CheckpointFolder:
                 if UNFINISHED.fullmatch(name):
                     self.discard(self.folder / name)
         except OSError as error:
-            self._let_go()
-            raise _refused(self.folder, error) from error
+            self._release_lock()
+            raise _cannot_write(self.folder, error) from error
         return self
 
     def close(self) -> None:
         self._writes = False
-        self._let_go()
+        self._release_lock()
 
-    def _let_go(self) -> None:
+    def _release_lock(self) -> None:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
@@ -145,7 +145,7 @@ class CheckpointFolder:
         """
         unfinished = self.begin(step)
         try:
-            files: dict[str, Stored] = {}
+            files: dict[str, FileDigest] = {}
             for name, packed in states.items():
                 files |= write_state(unfinished, name, packed)
             left_out = {where: what for packed in states.values() for where, what in packed.left_out.items()}
@@ -156,21 +156,21 @@ class CheckpointFolder:
 
     def begin(self, step: int) -> Path:
         """Create an empty folder for `write_state`, used by one process or several. Raises StorageError."""
-        if not 0 <= step <= MOST_STEPS:
+        if not 0 <= step <= MAX_STEP:
             raise SaveError(
-                f"a checkpoint of step {step} cannot be named: steps range from 0 to {MOST_STEPS:,}."
+                f"a checkpoint of step {step} cannot be named: steps range from 0 to {MAX_STEP:,}."
             )
         unfinished = self.folder / f".writing-{step}-{os.getpid()}"
         if self._writes and (
-            self._lock is None or not self._lock.holds
+            self._lock is None or not self._lock.is_valid
         ):  # the folder has vanished or was replaced: the lock is void
-            self._let_go()
+            self._release_lock()
             self.open()
         try:
             self.discard(unfinished)
             make_folder(unfinished)
         except OSError as error:
-            raise _refused(self.folder, error) from error
+            raise _cannot_write(self.folder, error) from error
         return unfinished
 
     def finish(self, unfinished: Path, manifest: Manifest) -> Checkpoint:
@@ -181,12 +181,12 @@ class CheckpointFolder:
         try:
             write_file(unfinished / MANIFEST, [manifest.to_text().encode()])
             flush_folder(unfinished)
-            move_folder(unfinished, path := self._free(manifest.step))
+            move_folder(unfinished, path := self._free_path(manifest.step))
         except OSError as error:
-            raise _refused(self.folder, error) from error
+            raise _cannot_write(self.folder, error) from error
         try:
-            save = verified(path)
-            self.metadata(manifest.step)
+            checkpoint = verified(path)
+            self.on_verified(manifest.step)
         except SaveError as error:
             self.set_aside(CorruptCheckpoint(path, str(error)))
             raise SaveError(
@@ -194,7 +194,7 @@ class CheckpointFolder:
             ) from None
         for old in self._older_than(path)[self.keep - 1 :]:
             self.discard(old)
-        return save
+        return checkpoint
 
     def discard(self, folder: Path) -> None:
         """Delete as much as possible of a folder.
@@ -207,13 +207,9 @@ class CheckpointFolder:
             pass
 
     def _older_than(self, path: Path) -> list[Path]:
-        """The checkpoints before ``path``, newest first.
+        return [older for older in self.paths() if _number(older) < _number(path)]
 
-        Corrupt ones with higher numbers do not count as kept.
-        """
-        return [each for each in self.paths() if _number(each) < _number(path)]
-
-    def set_aside(self, bad: CorruptCheckpoint) -> Path:
+    def set_aside(self, corrupt: CorruptCheckpoint) -> Path:
         """Move a corrupt checkpoint to the folder of damaged ones and return its new path.
 
         Raises StorageError.
@@ -222,11 +218,11 @@ class CheckpointFolder:
             if not (self.folder / DAMAGED).is_dir():
                 make_folder(self.folder / DAMAGED)
             taken = set(os.listdir(self.folder / DAMAGED))
-            name = next(name for again in count() if (name := f"{bad.path.name}.{again}") not in taken)
-            move_folder(bad.path, self.folder / DAMAGED / name)
+            name = next(name for number in count() if (name := f"{corrupt.path.name}.{number}") not in taken)
+            move_folder(corrupt.path, self.folder / DAMAGED / name)
             return self.folder / DAMAGED / name
         except OSError as error:
-            raise _refused(self.folder, error) from error
+            raise _cannot_write(self.folder, error) from error
 
     def move_all_aside(self) -> Path | None:
         """Move all checkpoints, valid or not, to a subfolder and return it; None if there was none.
@@ -245,29 +241,29 @@ class CheckpointFolder:
                 move_folder(path, aside / path.name)
             flush_folder(self.folder)
         except OSError as error:
-            raise _refused(self.folder, error) from error
+            raise _cannot_write(self.folder, error) from error
         return aside
 
-    def _free(self, step: int) -> Path:
+    def _free_path(self, step: int) -> Path:
         """A new path.
 
         A checkpoint of the same step is not overwritten: it stays until the new one is verified.
         """
-        taken = max((again for each, again in map(_number, self.paths()) if each == step), default=0)
+        taken = max((number for each, number in map(_number, self.paths()) if each == step), default=0)
         return self.folder / (f"step-{step:08d}" + (f"-{taken + 1}" if taken else ""))
 
 
-def write_state(folder: Path, name: str, packed: Packed) -> dict[str, Stored]:
+def write_state(folder: Path, name: str, packed: Packed) -> dict[str, FileDigest]:
     """Write the files of one state into an unfinished checkpoint. Raises StorageError.
 
     Raises SaveError if the plain values are too large.
     """
     state, tensors = files_of(name)
     try:
-        found = {state: write_file(folder / state, [to_json(packed.tree)])}
-        return found | ({tensors: write_tensors(folder / tensors, packed.tensors)} if packed.tensors else {})
+        files = {state: write_file(folder / state, [to_json(packed.tree)])}
+        return files | ({tensors: write_tensors(folder / tensors, packed.tensors)} if packed.tensors else {})
     except OSError as error:
-        raise _refused(folder.parent, error) from error
+        raise _cannot_write(folder.parent, error) from error
 
 
 def step_of(path: Path) -> int:
@@ -281,7 +277,7 @@ def _number(path: Path) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 1)
 
 
-def _refused(folder: Path, error: OSError) -> StorageError:
+def _cannot_write(folder: Path, error: OSError) -> StorageError:
     return StorageError(
         f"cannot write checkpoints in {folder}: {error.strerror}. Free some space there, or name a writable folder."
     )

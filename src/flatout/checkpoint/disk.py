@@ -18,20 +18,20 @@ from types import TracebackType
 
 CHUNK_BYTES = 1 << 22
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
-LEAVING = ".leaving-"
+REMOVING_PREFIX = ".removing-"
 # Errors of file systems that cannot flush a folder. Its files are still flushed.
-CANNOT_FLUSH = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS}
+FLUSH_UNSUPPORTED = {errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS}
 
 
 @dataclass(frozen=True)
-class Stored:
+class FileDigest:
     """The length and SHA-256 of a file."""
 
     bytes: int
     sha256: str
 
 
-def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> Stored:
+def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileDigest:
     """Write a new file and flush it to the disk. Raises OSError.
 
     Other threads run meanwhile: writing and hashing release the interpreter lock.
@@ -49,13 +49,13 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> Stored:
                 while rest:
                     rest = rest[os.write(handle, rest) :]
         os.fsync(handle)
-        forget(handle)
+        drop_from_page_cache(handle)
     finally:
         os.close(handle)
-    return Stored(size, digest.hexdigest())
+    return FileDigest(size, digest.hexdigest())
 
 
-def forget(handle: int) -> None:
+def drop_from_page_cache(handle: int) -> None:
     """Drop a flushed file from the kernel's page cache.
 
     A later read then sees what the disk has, and the memory is free for the training.
@@ -88,62 +88,62 @@ class HashedFileReader:
             raise
         finally:
             os.close(folder)
-        about = os.fstat(self._handle)
-        self.length = about.st_size
-        if not stat.S_ISREG(about.st_mode):
+        status = os.fstat(self._handle)
+        self.length = status.st_size
+        if not stat.S_ISREG(status.st_mode):
             os.close(self._handle)
             raise OSError(errno.EINVAL, "it is not an ordinary file", str(path))
 
-    def into(self, memory: bytearray | memoryview) -> int:
+    def readinto(self, memory: bytearray | memoryview) -> int:
         """Fill ``memory`` up to the end of the file and return the number of bytes read."""
         rest, read = memoryview(memory).cast("B"), 0
         while read < len(rest):
-            got = os.readv(self._handle, [rest[read : read + CHUNK_BYTES]])
-            if not got:
+            count = os.readv(self._handle, [rest[read : read + CHUNK_BYTES]])
+            if not count:
                 break
-            self._digest.update(rest[read : read + got])
-            read += got
+            self._digest.update(rest[read : read + count])
+            read += count
         self.bytes += read
         return read
 
     @property
-    def so_far(self) -> Stored:
-        return Stored(self.bytes, self._digest.hexdigest())
+    def digest(self) -> FileDigest:
+        return FileDigest(self.bytes, self._digest.hexdigest())
 
     def __enter__(self) -> HashedFileReader:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         os.close(self._handle)
 
 
-def read_file(path: Path, most_bytes: int) -> bytes:
+def read_file(path: Path, max_bytes: int) -> bytes:
     """The content of an ordinary file.
 
-    Raises OSError, also for a link or a file longer than ``most_bytes``.
+    Raises OSError, also for a link or a file longer than ``max_bytes``.
     """
     with HashedFileReader(path) as file:
-        if file.length > most_bytes:
-            raise OSError(errno.EFBIG, f"it is longer than {most_bytes:,} bytes", str(path))
-        found = bytearray(file.length)
-        del found[file.into(found) :]
-    return bytes(found)
+        if file.length > max_bytes:
+            raise OSError(errno.EFBIG, f"it is longer than {max_bytes:,} bytes", str(path))
+        content = bytearray(file.length)
+        del content[file.readinto(content) :]
+    return bytes(content)
 
 
-def what_is_stored(path: Path, expected: Stored) -> Stored:
+def digest_of_file(path: Path, expected: FileDigest) -> FileDigest:
     """The length and digest of a file. Raises OSError, also for a link.
 
     If the length differs from ``expected``, the file is not read and the digest is "".
     """
     with HashedFileReader(path) as file:
         if file.length != expected.bytes:
-            return Stored(file.length, "")
+            return FileDigest(file.length, "")
         memory = bytearray(min(CHUNK_BYTES, file.length + 1))
-        while file.into(memory):
+        while file.readinto(memory):
             pass
-        return file.so_far
+        return file.digest
 
 
 def make_folder(path: Path) -> None:
@@ -157,7 +157,7 @@ def flush_folder(path: Path) -> None:
     try:
         os.fsync(handle)
     except OSError as error:
-        if error.errno not in CANNOT_FLUSH:
+        if error.errno not in FLUSH_UNSUPPORTED:
             raise
     finally:
         os.close(handle)
@@ -174,10 +174,10 @@ def remove_folder(path: Path) -> None:
 
     Removes only links.
     """
-    if not path.name.startswith(LEAVING):
-        leaving = path.with_name(f"{LEAVING}{path.name.lstrip('.')}-{os.getpid()}")
-        os.rename(path, leaving)
-        path = leaving
+    if not path.name.startswith(REMOVING_PREFIX):
+        removing = path.with_name(f"{REMOVING_PREFIX}{path.name.lstrip('.')}-{os.getpid()}")
+        os.rename(path, removing)
+        path = removing
     if stat.S_ISDIR(os.lstat(path).st_mode):
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -15,14 +15,14 @@ from typing import Any
 
 from flatout.checkpoint.checkpoint import Checkpoint
 from flatout.checkpoint.checkpoints import CheckpointFolder, write_state
-from flatout.checkpoint.disk import Stored, read_file, write_file
+from flatout.checkpoint.disk import FileDigest, read_file, write_file
 from flatout.checkpoint.manifest import Manifest
 from flatout.checkpoint.values import Packed
 from flatout.schema.errors import SaveError, StorageError
 
 TIMEOUT_S = 120.0
-LOOK_S = 0.02
-MOST_NOTE_BYTES = 1 << 16
+POLL_S = 0.02
+MAX_NOTE_BYTES = 1 << 16
 
 
 def part_of(rank: int) -> str:
@@ -34,12 +34,12 @@ def part_of(rank: int) -> str:
 class JointCheckpointWriter:
     """``folder_pid`` is the process of rank 0; its number is in the name of the unfinished folder."""
 
-    saves: CheckpointFolder
+    checkpoints: CheckpointFolder
     kind: str
     rank: int
     ranks: int
     folder_pid: int
-    sound: Callable[[Packed], str]
+    why_not_write: Callable[[Packed], str]
     wall_s: Callable[[], float]
     sleep: Callable[[float], None]
 
@@ -47,23 +47,22 @@ class JointCheckpointWriter:
         """The checkpoint on rank 0, None on the others. Raises StorageError, SaveError."""
         if self.rank == 0:
             return self._collect(step, packed, metadata)
-        self._bring(step, packed)
+        self._write_part(step, packed)
         return None
 
     def _begin(self, step: int, packed: Packed) -> Path:
-        """Create the folder on rank 0; if that fails, tell the other ranks not to wait for it."""
-        for note in self.saves.folder.glob(".none-*"):
+        for note in self.checkpoints.folder.glob(".none-*"):
             note.unlink(missing_ok=True)
         try:
-            if why_not := self.sound(packed):
+            if why_not := self.why_not_write(packed):
                 raise SaveError(f"{why_not}. Earlier checkpoints stay.")
-            return self.saves.begin(step)
+            return self.checkpoints.begin(step)
         except BaseException:
-            self._none_of(step).touch()
+            self._failure_marker(step).touch()
             raise
 
-    def _none_of(self, step: int) -> Path:
-        return self.saves.folder / f".none-{step}-{self.folder_pid}"
+    def _failure_marker(self, step: int) -> Path:
+        return self.checkpoints.folder / f".none-{step}-{self.folder_pid}"
 
     def _collect(self, step: int, packed: Packed, metadata: Mapping[str, Any]) -> Checkpoint:
         unfinished = self._begin(step, packed)
@@ -74,27 +73,27 @@ class JointCheckpointWriter:
                 self._until(
                     note.exists,
                     f"rank {rank} did not write its part within {TIMEOUT_S:.0f} s. All ranks must see the same folder "
-                    f"{self.saves.folder}",
+                    f"{self.checkpoints.folder}",
                 )
-                brought = json.loads(read_file(note, MOST_NOTE_BYTES))
-                files |= {name: Stored(size, digest) for name, (size, digest) in brought["files"].items()}
-                left_out |= {f"rank {rank}: {where}": what for where, what in brought["left_out"].items()}
+                part = json.loads(read_file(note, MAX_NOTE_BYTES))
+                files |= {name: FileDigest(size, digest) for name, (size, digest) in part["files"].items()}
+                left_out |= {f"rank {rank}: {where}": what for where, what in part["left_out"].items()}
                 note.unlink()
-            return self.saves.finish(unfinished, Manifest(self.kind, step, files, left_out, metadata))
+            return self.checkpoints.finish(unfinished, Manifest(self.kind, step, files, left_out, metadata))
         except OSError as error:
-            self.saves.discard(unfinished)
+            self.checkpoints.discard(unfinished)
             raise StorageError(
-                f"cannot write checkpoints in {self.saves.folder}: {error.strerror}."
+                f"cannot write checkpoints in {self.checkpoints.folder}: {error.strerror}."
             ) from error
         except BaseException:
-            self.saves.discard(unfinished)
+            self.checkpoints.discard(unfinished)
             raise
 
-    def _bring(self, step: int, packed: Packed) -> None:
-        unfinished = self.saves.folder / f".writing-{step}-{self.folder_pid}"
+    def _write_part(self, step: int, packed: Packed) -> None:
+        unfinished = self.checkpoints.folder / f".writing-{step}-{self.folder_pid}"
         self._until(
-            lambda: unfinished.exists() or self._none_of(step).exists(),
-            f"rank 0 did not create its folder within {TIMEOUT_S:.0f} s. All ranks must see the same folder {self.saves.folder}",
+            lambda: unfinished.exists() or self._failure_marker(step).exists(),
+            f"rank 0 did not create its folder within {TIMEOUT_S:.0f} s. All ranks must see the same folder {self.checkpoints.folder}",
         )
         if not unfinished.exists():
             raise StorageError("rank 0 could not start the checkpoint.")
@@ -109,12 +108,12 @@ class JointCheckpointWriter:
             os.rename(unfinished / f"{name}.half", unfinished / f"{name}.note")
         except OSError as error:
             raise StorageError(
-                f"cannot write checkpoints in {self.saves.folder}: {error.strerror}."
+                f"cannot write checkpoints in {self.checkpoints.folder}: {error.strerror}."
             ) from error
 
-    def _until(self, there: Callable[[], bool], why_not: str) -> None:
+    def _until(self, is_ready: Callable[[], bool], why_not: str) -> None:
         end_s = self.wall_s() + TIMEOUT_S
-        while not there():
+        while not is_ready():
             if self.wall_s() > end_s:
                 raise StorageError(f"{why_not}.")
-            self.sleep(LOOK_S)
+            self.sleep(POLL_S)

@@ -23,7 +23,7 @@ from flatout.schema.errors import SaveError, StorageError
 
 HEADER = b"FLATOUTJ 2\n"
 BLOCK = struct.Struct("<II")
-MOST_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class ValueJournal:
         """
         payload = zlib.compress(f'["{checks.hex()}",[{",".join(values)}]]'.encode(), 1)
         size = self.position.bytes + BLOCK.size + len(payload)
-        if size > MOST_BYTES:
-            raise StorageError(f"the journal {self.path} would exceed its maximum of {MOST_BYTES >> 20} MiB.")
+        if size > MAX_BYTES:
+            raise StorageError(f"the journal {self.path} would exceed its maximum of {MAX_BYTES >> 20} MiB.")
         digest = zlib.crc32(payload, self.position.digest)
         try:
             self._write(BLOCK.pack(len(payload), digest) + payload)
@@ -99,41 +99,41 @@ class ValueJournal:
             data = data[os.write(self._file, data) :]
 
 
-def read_journal(path: Path, to: JournalPosition) -> tuple[bytes, list[Any]]:
+def read_journal(path: Path, end: JournalPosition) -> tuple[bytes, list[Any]]:
     """The checks and the values of all entries up to a position.
 
     Raises SaveError with the reason (without a full stop) if they are invalid.
     """
     checks, values, digest = bytearray(), list[Any](), 0
     try:
-        if to.bytes > MOST_BYTES:
-            raise SaveError(f"the journal should have {to.bytes:,} bytes, and the maximum is {MOST_BYTES:,}")
+        if end.bytes > MAX_BYTES:
+            raise SaveError(f"the journal should have {end.bytes:,} bytes, and the maximum is {MAX_BYTES:,}")
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
-            data = file.read(to.bytes)
+            data = file.read(end.bytes)
     except OSError as error:
         raise SaveError(f"the journal {path} cannot be read: {error.strerror}") from None
-    if len(data) < to.bytes:
+    if len(data) < end.bytes:
         raise SaveError(
-            f"the journal {path} has {len(data):,} bytes, and the checkpoint was made at {to.bytes:,}"
+            f"the journal {path} has {len(data):,} bytes, and the checkpoint was made at {end.bytes:,}"
         )
     if not data.startswith(HEADER):
         raise SaveError(f"{path} is not a flatout journal")
     start = len(HEADER)
     while start < len(data):
         try:
-            length, written = BLOCK.unpack_from(data, start)
+            length, expected = BLOCK.unpack_from(data, start)
             payload = data[start + BLOCK.size : start + BLOCK.size + length]
             digest = zlib.crc32(payload, digest)
-            if len(payload) != length or digest != written:
+            if len(payload) != length or digest != expected:
                 raise ValueError("it is not what was written")
-            of_block, more = json.loads(zlib.decompress(payload))
-            if 2 * len(more) != len(of_block):
+            block_checks, block_values = json.loads(zlib.decompress(payload))
+            if 2 * len(block_values) != len(block_checks):
                 raise ValueError("values without a check")
-            checks += bytes.fromhex(of_block)
-            values += more
+            checks += bytes.fromhex(block_checks)
+            values += block_values
         except (ValueError, TypeError, struct.error, zlib.error) as error:
             raise SaveError(f"the journal {path} is corrupt at byte {start:,}: {error}") from None
         start += BLOCK.size + length
-    if digest != to.digest:
+    if digest != end.digest:
         raise SaveError(f"the journal {path} belongs to another run")
     return bytes(checks), values

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader, Sampler
 
-INDICES, STATEFUL, ROWS, FETCHED = "indices", "state", "rows", "fetched"
-# Samplers that draw when they start, not during iteration; `draws_as_it_goes` knows the exceptions.
+INDICES, STATEFUL, SEQUENCE, FETCHED = "indices", "state", "rows", "fetched"
+# Samplers that draw when they start, not during iteration; `draws_while_iterating` knows the exceptions.
 PLAIN_SAMPLERS = {
     "SequentialSampler",
     "RandomSampler",
@@ -23,44 +23,47 @@ PLAIN_SAMPLERS = {
 
 
 @contextmanager
-def in_place(loader: DataLoader, instead: dict[str, Any]) -> Iterator[None]:
+def overridden(loader: DataLoader, overrides: dict[str, Any]) -> Iterator[None]:
     """Override attributes that a loader does not allow to set, while it makes an iterator."""
-    own = vars(loader)
-    before = {name: own[name] for name in instead}
-    own.update(instead)
+    attributes = vars(loader)
+    before = {name: attributes[name] for name in overrides}
+    attributes.update(overrides)
     try:
         yield
     finally:
-        own.update(before)
+        attributes.update(before)
 
 
 def kind_of(torch: ModuleType, loader: DataLoader) -> str:
     """How to find a position in this loader again."""
     if type(loader) in (list, tuple):
-        return ROWS
+        return SEQUENCE
     if has_state(loader):
         return STATEFUL
-    made = torch.utils.data.DataLoader
-    if not isinstance(loader, made) or isinstance(loader.dataset, torch.utils.data.IterableDataset):
+    loader_class = torch.utils.data.DataLoader
+    if not isinstance(loader, loader_class) or isinstance(loader.dataset, torch.utils.data.IterableDataset):
         return FETCHED
-    own = type(loader).__iter__ is made.__iter__ and type(loader)._get_iterator is made._get_iterator
-    return INDICES if own else FETCHED  # a subclass may iterate differently
+    is_plain = (
+        type(loader).__iter__ is loader_class.__iter__
+        and type(loader)._get_iterator is loader_class._get_iterator
+    )
+    return INDICES if is_plain else FETCHED  # a subclass may iterate differently
 
 
 def samplers_of(loader: DataLoader) -> list[Any]:
     samplers: list[Any] = []
-    waiting = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
-    while waiting:
-        sampler = waiting.pop(0)
+    queue = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
+    while queue:
+        sampler = queue.pop(0)
         if sampler is not None and not any(sampler is known for known in samplers):
             samplers.append(sampler)
-            waiting.append(getattr(sampler, "sampler", None))
+            queue.append(getattr(sampler, "sampler", None))
     return samplers
 
 
-def things_of(loader: DataLoader, kind: str) -> list[Any]:
+def stateful_objects(loader: DataLoader, kind: str) -> list[Any]:
     """Objects that may hold a position: samplers, the data set, a custom loader."""
-    if kind == ROWS:
+    if kind == SEQUENCE:
         return []
     things = (
         [*samplers_of(loader), getattr(loader, "dataset", None)] if hasattr(loader, "dataset") else [loader]
@@ -72,7 +75,7 @@ def has_state(thing: object) -> bool:
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
 
 
-def draws_as_it_goes(sampler: Sampler) -> bool:
+def draws_while_iterating(sampler: Sampler) -> bool:
     """Whether a sampler may draw between two batches from a generator that other code uses, too."""
     kind = type(sampler)
     if kind in (list, tuple, range):

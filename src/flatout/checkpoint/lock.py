@@ -11,7 +11,7 @@ from pathlib import Path
 from flatout.checkpoint.disk import PRIVATE_FILE
 from flatout.schema.errors import StorageError
 
-_held: dict[
+_pids_of_locks: dict[
     str, int
 ] = {}  # by this process: the kernel would grant it its own lock twice. A child does not hold its parent's locks
 
@@ -27,7 +27,7 @@ class Lock:
     def __init__(self, path: Path) -> None:
         """Raises StorageError if another process holds it, OSError if the file cannot be written."""
         self.path, self._name = path, os.path.realpath(path)
-        if _held.get(self._name) == os.getpid():
+        if _pids_of_locks.get(self._name) == os.getpid():
             raise StorageError(
                 f"this process already writes checkpoints in {path.parent}. Use a separate folder for each training."
             )
@@ -35,20 +35,20 @@ class Lock:
         try:
             os.fchmod(self._handle, PRIVATE_FILE)
             fcntl.lockf(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._sign()
+            self._write_holder()
         except OSError as error:
             holder = os.pread(self._handle, 200, 0).decode(errors="replace")
             os.close(self._handle)
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 raise StorageError(
-                    f"another process writes checkpoints in {path.parent} ({_who(holder)}). Wait for it, end it, or use another folder for "
+                    f"another process writes checkpoints in {path.parent} ({_holder_name(holder)}). Wait for it, end it, or use another folder for "
                     "this training."
                 ) from None
             raise
-        _held[self._name] = os.getpid()
+        _pids_of_locks[self._name] = os.getpid()
         self._owner = os.getpid()
 
-    def _sign(self) -> None:
+    def _write_holder(self) -> None:
         try:
             os.ftruncate(self._handle, 0)
             os.pwrite(self._handle, json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode(), 0)
@@ -56,7 +56,7 @@ class Lock:
             pass  # a full disk: the lock holds, but its holder has no name
 
     @property
-    def holds(self) -> bool:
+    def is_valid(self) -> bool:
         """Whether the locked file is still the one that other processes find."""
         try:
             return self._handle >= 0 and os.path.samestat(
@@ -68,11 +68,11 @@ class Lock:
     def release(self) -> None:
         if self._handle >= 0 and os.getpid() == self._owner:
             os.close(self._handle)
-            _held.pop(self._name, None)
+            _pids_of_locks.pop(self._name, None)
         self._handle = -1
 
 
-def _who(text: str) -> str:
+def _holder_name(text: str) -> str:
     try:
         metadata = json.loads(text)
         return f"process {int(metadata['pid'])} on {str(metadata['host'])[:64]!r}"

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flatout.checkpoint.bounded import from_json
-from flatout.checkpoint.disk import Stored
+from flatout.checkpoint.disk import FileDigest
 from flatout.schema.errors import NOT_OF_ITS_FORM, SaveError
 
 SCHEMA = 1
-MOST_BYTES = 1 << 24
-MOST_FILES = 100_000
+MAX_BYTES = 1 << 24
+MAX_FILES = 100_000
 FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -36,7 +36,7 @@ class Manifest:
 
     kind: str
     step: int
-    files: Mapping[str, Stored]
+    files: Mapping[str, FileDigest]
     left_out: Mapping[str, str] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
@@ -71,33 +71,33 @@ class Manifest:
                 f"its manifest has format {content['flatout_save']}, and this flatout supports formats up to {SCHEMA}. Install a newer flatout"
             )
         try:
-            found = cls(
+            manifest = cls(
                 _text(content["kind"]),
                 _count(content["step"]),
                 _files(content["files"]),
                 {_text(where): _text(what) for where, what in content["left_out"].items()},
                 dict(content["metadata"]),
             )
-            if found.to_text().encode() != data:  # exact to the last space
+            if manifest.to_text().encode() != data:  # exact to the last space
                 raise ValueError
         except NOT_OF_ITS_FORM:
             raise SaveError("its manifest was changed after it was written") from None
-        return found
+        return manifest
 
 
-def _files(content: Mapping[str, Any]) -> dict[str, Stored]:
-    if len(content) > MOST_FILES:
+def _files(content: Mapping[str, Any]) -> dict[str, FileDigest]:
+    if len(content) > MAX_FILES:
         raise ValueError
-    found = {}
-    for name, metadata in content.items():
+    files = {}
+    for name, entry in content.items():
         if (
             not FILE_NAME.fullmatch(name)
-            or set(metadata) != {"bytes", "sha256"}
-            or not DIGEST.fullmatch(metadata["sha256"])
+            or set(entry) != {"bytes", "sha256"}
+            or not DIGEST.fullmatch(entry["sha256"])
         ):
             raise ValueError
-        found[name] = Stored(_count(metadata["bytes"]), metadata["sha256"])
-    return found
+        files[name] = FileDigest(_count(entry["bytes"]), entry["sha256"])
+    return files
 
 
 def _count(value: object) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Kept:
+class SavedObject:
     """One thing that a checkpoint holds: its kind, name in the script, code that finds it, type and size."""
 
     kind: str
@@ -46,7 +46,7 @@ class CheckpointMeta:
     at: str = ""
     inside: bool = False
     updated: bool = False
-    holds: tuple[Kept, ...] = ()
+    holds: tuple[SavedObject, ...] = ()
     surroundings: Mapping[str, Any] = field(default_factory=dict)
     exact: ExactMeta | None = None
 
@@ -82,7 +82,7 @@ class CheckpointMeta:
             at=_text(data.get("at")),
             inside=data.get("inside") is True,
             updated=data.get("updated") is True,
-            holds=tuple(_kept(entry) for entry in holds if isinstance(entry, Mapping))
+            holds=tuple(_saved_object(entry) for entry in holds if isinstance(entry, Mapping))
             if isinstance(holds, list)
             else (),
             surroundings=_mapping(data.get("surroundings")),
@@ -102,9 +102,9 @@ def _exact(data: Mapping[str, Any]) -> ExactMeta:
     )
 
 
-def _kept(data: Mapping[str, Any]) -> Kept:
+def _saved_object(data: Mapping[str, Any]) -> SavedObject:
     kind, name, code, type_ = (_text(data.get(key)) for key in ("kind", "name", "code", "type"))
-    return Kept(kind, name, code, type_, _count(data.get("values")))
+    return SavedObject(kind, name, code, type_, _count(data.get("values")))
 
 
 def _text(value: object) -> str:

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.checkpoint.tensors import memory_of
-from flatout.schema.errors import SaveError
+from flatout.schema.errors import NOT_OF_ITS_FORM, SaveError
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 KINDS = ("torch", "python", "numpy")
 
 
-def random_states(torch: ModuleType, own: Sequence[Any] = (), devices: bool = True) -> dict[str, Any]:
+def random_states(torch: ModuleType, generators: Sequence[Any] = (), devices: bool = True) -> dict[str, Any]:
     """The present states of the random generators.
 
-    They are those of torch, Python, numpy if imported, CUDA devices if in use, and the generators ``own``.
+    They are those of torch, Python, numpy if imported, CUDA devices if in use, and the generators ``generators``.
     """
     numpy = sys.modules.get("numpy")
     states: dict[str, Any] = {
@@ -35,33 +35,25 @@ def random_states(torch: ModuleType, own: Sequence[Any] = (), devices: bool = Tr
         states["cuda"] = [_bytes_of(state) for state in torch.cuda.get_rng_state_all()]
     if numpy is not None:
         states["numpy"] = _plain(numpy.random.get_state())
-    if own:
-        states["own"] = [state_of(generator) for generator in own]
+    if generators:
+        states["own"] = [state_of(generator) for generator in generators]
     return states
 
 
-def set_random_states(torch: ModuleType, states: dict[str, Any], own: Sequence[Any] = ()) -> list[str]:
+def set_random_states(torch: ModuleType, states: dict[str, Any], generators: Sequence[Any] = ()) -> list[str]:
     """Restore states and return a sentence for each that could not be.
 
     Raises SaveError for invalid states.
     """
     try:
-        return _set(torch, states, own)
-    except (
-        KeyError,
-        TypeError,
-        ValueError,
-        RuntimeError,
-        OverflowError,
-        AttributeError,
-        IndexError,
-    ) as error:
+        return _set(torch, states, generators)
+    except (*NOT_OF_ITS_FORM, RuntimeError) as error:
         raise SaveError(
             f"its random states cannot be restored ({type(error).__name__}: {str(error)[:200]})."
         ) from None
 
 
-def _set(torch: ModuleType, states: dict[str, Any], own: Sequence[Any]) -> list[str]:
+def _set(torch: ModuleType, states: dict[str, Any], generators: Sequence[Any]) -> list[str]:
     random.setstate(_to_python(states["python"]))
     torch.default_generator.set_state(_tensor_of(torch, states["torch"]))
     messages = []
@@ -77,13 +69,13 @@ def _set(torch: ModuleType, states: dict[str, Any], own: Sequence[Any]) -> list[
             messages.append(
                 f"the random state of CUDA device {number} cannot be restored: there are {devices} devices now"
             )
-    kept = states.get("own", ())
-    if len(kept) != len(own):
+    saved = states.get("own", ())
+    if len(saved) != len(generators):
         messages.append(
-            f"the data held {len(kept)} random generators when it was saved, and holds {len(own)} now"
+            f"the data held {len(saved)} random generators when it was saved, and holds {len(generators)} now"
         )
         return messages
-    for generator, state in zip(own, kept, strict=True):
+    for generator, state in zip(generators, saved, strict=True):
         if not set_state_of(torch, generator, state):
             messages.append(
                 f"a {type(generator).__name__} of the data was another kind of generator when it was saved"
@@ -91,7 +83,7 @@ def _set(torch: ModuleType, states: dict[str, Any], own: Sequence[Any]) -> list[
     return messages
 
 
-def as_set(torch: ModuleType, states: dict[str, Any]) -> dict[str, Any]:
+def setter_arguments(torch: ModuleType, states: dict[str, Any]) -> dict[str, Any]:
     """The states in the types that torch.set_rng_state, random.setstate and numpy expect."""
     converted: dict[str, Any] = {
         "torch": _tensor_of(torch, states["torch"]),
@@ -102,11 +94,11 @@ def as_set(torch: ModuleType, states: dict[str, Any]) -> dict[str, Any]:
     return converted | ({"numpy": _restored(states["numpy"])} if "numpy" in states else {})
 
 
-def moved(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
+def used_generators(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
     """The generators that were used between two states."""
-    own = zip(before.get("own", ()), after.get("own", ()), strict=False)
+    pairs = zip(before.get("own", ()), after.get("own", ()), strict=False)
     return {kind for kind in KINDS if before.get(kind) != after.get(kind)} | {
-        f"generator {number} of its own" for number, (a, b) in enumerate(own) if a != b
+        f"generator {number} of its own" for number, (a, b) in enumerate(pairs) if a != b
     }
 
 
@@ -118,18 +110,18 @@ class Interleaving:
 
     def __init__(self) -> None:
         self._last: dict[str, Any] | None = None
-        self._cut: set[str] = set()
+        self._drawn_between: set[str] = set()
         self.kinds: set[str] = set()
 
     def begin(self) -> None:
         """Start of a range that can be repeated."""
-        self._last, self._cut = None, set()
+        self._last, self._drawn_between = None, set()
 
     def observe(self, before: dict[str, Any], after: dict[str, Any]) -> None:
         """Record one of those places."""
         if self._last is not None:
-            self._cut |= moved(self._last, before)
-        self.kinds |= moved(before, after) & self._cut
+            self._drawn_between |= used_generators(self._last, before)
+        self.kinds |= used_generators(before, after) & self._drawn_between
         self._last = after
 
 

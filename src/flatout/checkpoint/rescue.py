@@ -49,32 +49,32 @@ class Rescue(RescueWriter):
 
     signalled = False  # a signal came, so the end is not the program's own
     _pending: WaitingSignal | None = None
-    _rung = False  # the next signal is a reminder
+    _is_reminder = False  # the next signal is a reminder
 
-    def broke(self, error: Exception) -> None:
+    def on_error(self, error: Exception) -> None:
         """Handle an internal error: the program continues, and existing checkpoints stay."""
         self.say(
             f"rescue stops after an internal error ({type(error).__name__}: {error}); existing checkpoints stay"
         )
-        self.leave()
-        self.context.rest()
+        self.stop()
+        self.context.stop_observing()
 
-    def leave(self) -> None:
+    def stop(self) -> None:
         """Keep no more checkpoints, and return signals to the program."""
         self.state = RescueState.STOPPED
-        self.signals.leave()
+        self.signals.uninstall()
 
     def begin(self, context: TrainingContext) -> None:
         """Called when the first step has ended. Nothing is written before."""
         self.context, self.pid = context, os.getpid()
         if self.state is RescueState.WAITING and self._claim():
             self.state = RescueState.KEEPING
-            self.training_state = TrainingState(context, self.schedulers, self._gone)
+            self.training_state = TrainingState(context, self.schedulers, self._on_deleted)
             self.signals.install(self.ledger)
             if self._resumed is not None:
-                self._opened()
+                self._open_folder()
 
-    # -- observations in each step ---------------------------------------------------------------------------
+    # -- observations in each step
 
     def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self.phase.inside:
@@ -123,24 +123,24 @@ class Rescue(RescueWriter):
             else:
                 self._end_waiting()
         self.phase = StepPhase.INSIDE
-        if not self._info:
-            self._tell_what_is_kept()
+        if not self._content_reported:
+            self._report_content()
 
-    # -- signals ---------------------------------------------------------------------------------------------
+    # -- signals
 
-    def _observed(self, number: int) -> bool:
+    def _on_signal(self, number: int) -> bool:
         """Called between any two instructions of the program, which must not see an internal error."""
         try:
-            return self._passes(number)
+            return self._passes_on(number)
         except Exception as error:
-            self.broke(error)
+            self.on_error(error)
             return True
 
-    def _passes(self, number: int) -> bool:
+    def _passes_on(self, number: int) -> bool:
         self.signalled = True
         if not self.active:
             return True
-        reminder, self._rung = self._rung, False
+        reminder, self._is_reminder = self._is_reminder, False
         if reminder and self._pending is None:  # the step has ended
             return False
         if self._saving or (self._pending is None and (self.phase.inside or self._exact is not None)):
@@ -173,30 +173,28 @@ class Rescue(RescueWriter):
         sleep(after_s)
         main = threading.main_thread().ident
         if self._pending is waiting and waiting.reminders == reminder and main is not None:
-            self._rung = True
+            self._is_reminder = True
             signal.pthread_kill(main, waiting.number)
 
     def _end_waiting(self) -> None:
-        """The step that a signal waited for is complete."""
         assert self._pending is not None
         number, self._pending = self._pending.number, None
         self._last_save(signal.Signals(number).name)
-        self.context.then = lambda: self.signals.pass_on(number, sys._getframe(1))
+        self.context.deferred = lambda: self.signals.pass_on(number, sys._getframe(1))
 
     def _last_save(self, why: str) -> None:
-        """Save the present state before passing on a signal, unless its weights belong to no step."""
         if self.phase is StepPhase.UPDATING:
             self.say(
                 f"rescue: {why} came during an optimizer step that did not end in time; earlier checkpoints stay"
             )
-        elif (self._kept_step() == self.context.steps and self.phase is not StepPhase.UPDATED) or self._save(
+        elif (self._saved_step() == self.context.steps and self.phase is not StepPhase.UPDATED) or self._save(
             why, sys._getframe(1), last=True
         ):
-            self._tell_where(why)
+            self._report_saved(why)
 
-    # -- the end ---------------------------------------------------------------------------------------------
+    # -- the end
 
-    def _gone(self) -> None:
+    def _on_deleted(self) -> None:
         """A module or optimizer of the training dies: copy it to memory while that costs almost nothing."""
         if (
             not self.active
@@ -208,14 +206,14 @@ class Rescue(RescueWriter):
         ):
             return
         steps = self._steps_done()
-        known = self._leaving[0] if self._leaving is not None else self._begun_step
-        if known >= steps or self._copies_s > SHARE * (seconds() - self.began_s):
+        copied_step = self._final_copy[0] if self._final_copy is not None else self._started_step
+        if copied_step >= steps or self._copies_s > SHARE * (seconds() - self.began_s):
             return
         began_s = seconds()
         try:
-            _, packed, metadata = self._packed("its end", ended=True)
+            _, packed, metadata = self._pack("its end", ended=True)
             copies = {name: tensor.to("cpu", copy=True) for name, tensor in packed.tensors.items()}
-            self._leaving = steps, Packed(packed.tree, copies, packed.left_out), metadata
+            self._final_copy = steps, Packed(packed.tree, copies, packed.left_out), metadata
         except Exception as error:  # Python would print a traceback into the program's output
             self.say(f"rescue: the final state could not be saved ({type(error).__name__}: {error})")
         self._copies_s += seconds() - began_s
@@ -236,28 +234,27 @@ class Rescue(RescueWriter):
                 else "its end"
             )
             if failure is not None and not isinstance(failure, KeyboardInterrupt):
-                self._tell_where(type(failure).__name__)
+                self._report_saved(type(failure).__name__)
             if number is not None:  # the program ended while the signal waited
                 self.signals.pass_on(number, sys._getframe())
         except Exception as error:
             self.say(f"rescue: the final state could not be saved ({type(error).__name__}: {error})")
 
     def _finish(self, why: str) -> None:
-        """Write the copy of a dead model, or the state of a live one, if it is newer than the checkpoints."""
-        steps, kept, leaving = self._steps_done(), self._kept_step(), self._leaving
-        if leaving is not None and self.saver is not None and leaving[0] >= steps:
-            if leaving[0] > kept:
-                step, packed, metadata = leaving
+        steps, saved, final_copy = self._steps_done(), self._saved_step(), self._final_copy
+        if final_copy is not None and self.saver is not None and final_copy[0] >= steps:
+            if final_copy[0] > saved:
+                step, packed, metadata = final_copy
                 self.saver.save_now(step, packed, {**metadata, "why": why})
         elif (
             self.phase is not StepPhase.UPDATING
-            and (steps > kept or self.phase is StepPhase.UPDATED)
+            and (steps > saved or self.phase is StepPhase.UPDATED)
             and self.training_state is not None
             and self.training_state.live
         ):
             self._save(why, self._where_it_failed(), last=True, ended=True)
         if self.saver is not None:
-            self.saver.saves.close()
+            self.saver.checkpoints.close()
 
     def _where_it_failed(self) -> FrameType | None:
         failure = self._failure()

@@ -59,7 +59,7 @@ class ExactResumePart(Protocol):
     def metadata(self, why_not: str, cost_s: float) -> ExactMeta:
         """The metadata of a checkpoint. ``why_not``: why the program could not resume from it, or ""."""
 
-    def kept(self, step: int) -> None:
+    def on_verified(self, step: int) -> None:
         """The checkpoint of this step was verified."""
 
     def flush(self) -> None:
@@ -88,22 +88,21 @@ class RescueWriter(Listener):
         cost_s: float = 0.0,
     ) -> None:
         self.torch, self.folder, self.say, self.ledger = torch, folder, say, ledger
-        self._claim, self.signals = claim, Signals(self._observed)
+        self._claim, self.signals = claim, Signals(self._on_signal)
         self._exact, self._resumed, self._cost_s = exact, resumed, cost_s
         self.schedulers = Schedulers(torch, ledger)
         self.context: Any = None
-        self.shown = os.path.relpath(folder)  # a program may change its working directory
+        self.shown_folder = os.path.relpath(folder)  # a program may change its working directory
         self.saver: CheckpointWriter | None = None
         self.training_state: TrainingState | None = None
         self.pid, self.began_s = os.getpid(), seconds()
         self.state, self.phase = RescueState.WAITING, StepPhase.ENDED
         self._retry_s = self._copies_s = 0.0
-        self._leaving: tuple[int, Packed, dict[str, Any]] | None = None  # the state when the model died
-        self._begun_step = -1  # step of the last started checkpoint
-        self._saving = self._info = self._due = False
+        self._final_copy: tuple[int, Packed, dict[str, Any]] | None = None  # the state when the model died
+        self._started_step = -1  # step of the last started checkpoint
+        self._saving = self._content_reported = self._due = False
 
-    def _observed(self, number: int) -> bool:
-        """Whether to pass a signal to the program now."""
+    def _on_signal(self, number: int) -> bool:
         return True
 
     @property
@@ -118,38 +117,37 @@ class RescueWriter(Listener):
         self._saving = True
         try:
             dynamo = sys.modules.get("torch._dynamo")
-            keep = (
-                self._keep if dynamo is None else dynamo.disable(self._keep)
+            save = (
+                self._save_uncompiled if dynamo is None else dynamo.disable(self._save_uncompiled)
             )  # do not compile our functions
-            return bool(keep(why, frame, last, ended))
+            return bool(save(why, frame, last, ended))
         finally:
             self._saving = False
 
-    def _keep(self, why: str, frame: FrameType | None, last: bool, ended: bool) -> bool:
+    def _save_uncompiled(self, why: str, frame: FrameType | None, last: bool, ended: bool) -> bool:
         assert self.training_state is not None
-        if self.saver is None and not self._opened():
+        if self.saver is None and not self._open_folder():
             return False
         assert self.saver is not None
         began_s = seconds()
-        self.signals.look_again()
-        self.training_state.look(frame)
-        if self.training_state.divided:
+        self.signals.recheck()
+        self.training_state.find(frame)
+        if self.training_state.sharded:
             self.state = RescueState.STOPPED
             self.say(
                 "rescue: the weights of this program are sharded over its ranks, so no checkpoints are kept. Save them in the script."
             )
             return False
-        step, packed, metadata = self._packed(why, ended, frame)
-        self._begun_step, self._leaving = step, None
+        step, packed, metadata = self._pack(why, ended, frame)
+        self._started_step, self._final_copy = step, None
         if last:
             return self.saver.save_now(step, packed, metadata) is not None
         self.saver.save(step, packed, metadata, began_s)
         return True
 
-    def _packed(
+    def _pack(
         self, why: str, ended: bool = False, frame: FrameType | None = None
     ) -> tuple[int, Packed, dict[str, Any]]:
-        """The completed steps, their state, and its metadata."""
         assert self.training_state is not None
         training_state, steps = self.training_state, self._steps_done() if ended else self.context.steps
         inside = self.phase.inside and steps == self.context.steps
@@ -171,26 +169,28 @@ class RescueWriter(Listener):
             at=today(),
             inside=inside,
             updated=inside and self.phase is StepPhase.UPDATED,
-            holds=training_state.kept(state),
+            holds=training_state.contents(state),
             surroundings=environment(self.torch),
             exact=exact,
         )
         return steps, packed, meta.to_json()
 
-    def _opened(self) -> bool:
+    def _open_folder(self) -> bool:
         try:
-            saves = CheckpointFolder(
-                self.folder, KEEP, metadata=self._exact.kept if self._exact is not None else lambda step: None
+            checkpoints = CheckpointFolder(
+                self.folder,
+                KEEP,
+                on_verified=self._exact.on_verified if self._exact is not None else lambda step: None,
             ).open()
             try:
                 if self._resumed is None:
-                    begin_run(saves)
+                    begin_run(checkpoints)
                 else:  # the run writes later checkpoints again
-                    for path in saves.paths():
+                    for path in checkpoints.paths():
                         if step_of(path) > self._resumed:
-                            saves.discard(path)
+                            checkpoints.discard(path)
             except FlatoutError:
-                saves.close()
+                checkpoints.close()
                 raise
         except FlatoutError as error:
             if not self._retry_s:
@@ -199,51 +199,50 @@ class RescueWriter(Listener):
             return False
         self.saver = CheckpointWriter(
             self.torch,
-            saves,
+            checkpoints,
             KIND,
             WriterClocks(seconds, thread_seconds),
             lambda sentence: self.say(f"rescue: {sentence}"),
             share=SHARE,
-            sound=self._sound,
+            why_not_write=self._why_not_write,
         )
         if self._resumed is not None:
-            self.saver.goes_on(self._resumed, self._cost_s)
+            self.saver.resume_after(self._resumed, self._cost_s)
         return True
 
-    def _sound(self, copy: Packed) -> str:
+    def _why_not_write(self, copy: Packed) -> str:
         if self._exact is not None:
             self._exact.flush()
         return ""
 
-    def _tell_what_is_kept(self) -> None:
+    def _report_content(self) -> None:
         last = self.saver.last if self.saver is not None else None
         if last is None:
             return
-        self._info = True
+        self._content_reported = True
         manifest = last.manifest
         stored_bytes = sum(stored.bytes for stored in manifest.files.values())
         meta = CheckpointMeta.from_json(manifest.metadata)
-        names = ", ".join(kept.name for kept in meta.holds) or "nothing that trains"
+        names = ", ".join(saved.name for saved in meta.holds) or "nothing that trains"
         self.say(
-            f"rescue keeps {names}: {size(stored_bytes)} per checkpoint, the newest {KEEP}, in {self.shown}"
+            f"rescue keeps {names}: {size(stored_bytes)} per checkpoint, the newest {KEEP}, in {self.shown_folder}"
         )
         if manifest.left_out:
             self.say(
                 f"rescue cannot keep {'; '.join(f'{where} ({what})' for where, what in list(manifest.left_out.items())[:4])}"
             )
 
-    def _kept_step(self) -> int:
-        """The step of the newest valid checkpoint, after all writing has ended; -1 if there is none."""
+    def _saved_step(self) -> int:
         if self.saver is None:
             return -1
         self.saver.wait()
         return self.saver.last.step if self.saver.last is not None else -1
 
-    def _tell_where(self, why: str) -> None:
+    def _report_saved(self, why: str) -> None:
         if self.saver is not None and self.saver.last is not None:
             last = self.saver.last
-            if not self._info:
-                self._tell_what_is_kept()
+            if not self._content_reported:
+                self._report_content()
             meta = CheckpointMeta.from_json(last.manifest.metadata)
             saved = f"{why}; {meta.position(last.step)} is saved"
             if self._exact is not None and meta.resumes:

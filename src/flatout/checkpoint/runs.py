@@ -19,25 +19,25 @@ from flatout.schema.errors import StorageError
 EARLIER = "earlier"
 
 
-def begin_run(saves: CheckpointFolder) -> None:
+def begin_run(checkpoints: CheckpointFolder) -> None:
     """Move existing checkpoints aside and keep those of two earlier runs. Raises StorageError."""
-    paths = saves.paths()
+    paths = checkpoints.paths()
     if not paths:
         return
-    home = saves.folder / EARLIER
+    earlier = checkpoints.folder / EARLIER
     try:
-        home.mkdir(exist_ok=True, mode=PRIVATE_FOLDER)
-        number = 1 + max((int(path.name) for path in earlier_runs(saves.folder)), default=0)
-        make_folder(home / str(number))
+        earlier.mkdir(exist_ok=True, mode=PRIVATE_FOLDER)
+        number = 1 + max((int(path.name) for path in earlier_runs(checkpoints.folder)), default=0)
+        make_folder(earlier / str(number))
         for path in paths:
-            move_folder(path, home / str(number) / path.name)
+            move_folder(path, earlier / str(number) / path.name)
     except OSError as error:
         raise StorageError(
-            f"cannot move the checkpoints of an earlier run to {home}: {error.strerror}. Move {saves.folder} away."
+            f"cannot move the checkpoints of an earlier run to {earlier}: {error.strerror}. Move {checkpoints.folder} away."
         ) from error
-    newest, *before = earlier_runs(saves.folder)
-    furthest = max([newest, *before], key=_steps)
-    for run in before:
+    newest, *older = earlier_runs(checkpoints.folder)
+    furthest = max([newest, *older], key=_steps)
+    for run in older:
         if run != furthest:
             shutil.rmtree(run, ignore_errors=True)
 

@@ -36,7 +36,7 @@ class CheckpointCost:
     training on the host.
     """
 
-    saves: int = 0
+    checkpoints: int = 0
     waited_s: float = 0.0
     worked_s: float = 0.0
     last_s: float = 0.0
@@ -48,8 +48,8 @@ class CheckpointWriter:
     ``every``: steps between two checkpoints; None: as often as ``share`` of the time allows, including all
     costs.
 
-    ``say`` receives sentences about failures: the training continues without that checkpoint, and the next
-    one is tried. ``sound`` checks a copy before it is written and returns why not to write it, or "".
+    ``report`` receives sentences about failures: the training continues without that checkpoint, and the next
+    one is tried. ``why_not_write`` checks a copy before it is written and returns why not to write it, or "".
     ``write`` replaces `CheckpointFolder.write` if several ranks each write a part; it returns None if the checkpoint
     belongs to another rank.
     """
@@ -57,38 +57,38 @@ class CheckpointWriter:
     def __init__(
         self,
         torch: ModuleType,
-        saves: CheckpointFolder,
+        checkpoints: CheckpointFolder,
         kind: str,
         clocks: WriterClocks,
-        say: Callable[[str], None],
+        report: Callable[[str], None],
         *,
         every: int | None = None,
         share: float = SHARE,
-        sound: Callable[[Packed], str] | None = None,
+        why_not_write: Callable[[Packed], str] | None = None,
         write: Callable[[int, Packed, Mapping[str, Any]], Checkpoint | None] | None = None,
     ) -> None:
-        self.saves, self.kind, self.clocks, self.say = saves, kind, clocks, say
-        self.every, self.share, self.sound = every, share, sound
+        self.checkpoints, self.kind, self.clocks, self.report = checkpoints, kind, clocks, report
+        self.every, self.share, self.why_not_write = every, share, why_not_write
         self._write_copy = (
             write
             if write is not None
-            else lambda step, copy, metadata: saves.write(kind, step, {"": copy}, metadata)
+            else lambda step, copy, metadata: checkpoints.write(kind, step, {"": copy}, metadata)
         )
         self.cost = CheckpointCost()
         self.last: Checkpoint | None = None
         self._snapshot = Snapshot(torch)
-        self._writing: threading.Thread | None = None
+        self._thread: threading.Thread | None = None
         self._last_step = -1
         self._began_s = clocks.wall_s()
-        self._said = ""
-        self._failed = 0
+        self._last_failure = ""
+        self._failures = 0
 
     @property
     def last_step(self) -> int:
         """The step of the last checkpoint that was started or resumed from."""
         return self._last_step
 
-    def goes_on(self, step: int, cost_s: float = 0.0) -> None:
+    def resume_after(self, step: int, cost_s: float = 0.0) -> None:
         """Register an existing checkpoint of this step.
 
         ``cost_s``: its recent cost, which delays the next one.
@@ -101,7 +101,7 @@ class CheckpointWriter:
             return False
         if self.every is not None:
             return step % self.every == 0
-        if self._writing is not None and self._writing.is_alive():
+        if self._thread is not None and self._thread.is_alive():
             return False
         return self.clocks.wall_s() - self._began_s >= self.cost.last_s / self.share
 
@@ -118,23 +118,23 @@ class CheckpointWriter:
         self._join()
         try:
             copy = self._snapshot.take(packed)
-            writing = threading.Thread(
+            thread = threading.Thread(
                 target=self._write, args=(step, copy, dict(metadata)), name="flatout saves", daemon=True
             )
-            self._waited(step, began_s)  # before the thread adds to it
-            writing.start()
-            self._writing = writing
+            self._account_wait(step, began_s)  # before the thread adds to it
+            thread.start()
+            self._thread = thread
         except (MemoryError, RuntimeError) as error:  # no memory for a copy, or no more threads allowed
-            self._waited(step, began_s)
-            self._complain(
+            self._account_wait(step, began_s)
+            self._report_failure(
                 f"step {step} was not saved: its state could not be copied ({error}). The training continues."
             )
 
-    def _waited(self, step: int, since_s: float) -> None:
+    def _account_wait(self, step: int, since_s: float) -> None:
         self._began_s = self.clocks.wall_s()
         self.cost.last_s = self._began_s - since_s
         if step != self._last_step:
-            self.cost.saves += 1
+            self.cost.checkpoints += 1
         self.cost.waited_s += self.cost.last_s
         self._last_step = step
 
@@ -145,10 +145,10 @@ class CheckpointWriter:
         """
         self.wait()
         self._last_step = step
-        self.cost.saves += 1
-        before = self.last
+        self.cost.checkpoints += 1
+        previous = self.last
         self._write(step, packed, metadata)
-        return self.last if self.last is not before else None
+        return self.last if self.last is not previous else None
 
     def wait(self) -> None:
         """Wait until nothing is being written."""
@@ -157,36 +157,35 @@ class CheckpointWriter:
         self.cost.waited_s += self.clocks.wall_s() - began_s
 
     def _join(self) -> None:
-        if self._writing is not None:
-            self._writing.join()
-            self._writing = None
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
     def _write(self, step: int, copy: Packed, metadata: Mapping[str, Any]) -> None:
         began_s = self.clocks.thread_s()
         try:
             self._snapshot.wait()
-            why_not = self.sound(copy) if self.sound is not None else ""
+            why_not = self.why_not_write(copy) if self.why_not_write is not None else ""
             if why_not:
-                self._complain(f"step {step} was not saved: {why_not}. Earlier checkpoints stay.")
+                self._report_failure(f"step {step} was not saved: {why_not}. Earlier checkpoints stay.")
             else:
                 self.last = self._write_copy(step, copy, metadata)
-                if self._failed:
-                    self.say(f"step {step} is saved; the {self._failed} attempts before it failed.")
-                self._said, self._failed = "", 0
+                if self._failures:
+                    self.report(f"step {step} is saved; the {self._failures} attempts before it failed.")
+                self._last_failure, self._failures = "", 0
         except FlatoutError as error:
-            self._complain(f"step {step} was not saved: {error} The training continues.")
+            self._report_failure(f"step {step} was not saved: {error} The training continues.")
         except Exception as error:  # a thread that dies would go unnoticed
-            self._complain(
+            self._report_failure(
                 f"step {step} was not saved ({type(error).__name__}: {error}). The training continues."
             )
         worked_s = self.clocks.thread_s() - began_s
         self.cost.worked_s += worked_s
         self.cost.last_s += worked_s
 
-    def _complain(self, sentence: str) -> None:
-        """Report the same failure only once, until a checkpoint succeeds."""
-        self._failed += 1
-        what = sentence.partition(": ")[2]
-        if what != self._said:
-            self._said = what
-            self.say(sentence)
+    def _report_failure(self, sentence: str) -> None:
+        self._failures += 1
+        failure = sentence.partition(": ")[2]
+        if failure != self._last_failure:
+            self._last_failure = failure
+            self.report(sentence)

@@ -13,34 +13,34 @@ class Snapshot:
 
     def __init__(self, torch: ModuleType) -> None:
         self.torch = torch
-        self._kept: dict[str, Any] = {}
-        self._copied: Any = None
+        self._buffers: dict[str, Any] = {}
+        self._copy_events: Any = None
 
     def take(self, packed: Packed) -> Packed:
         """The same state with copies of its tensors. Copies from a CUDA device arrive after `wait`.
 
         Later computation on the device does not change them.
         """
-        kept, devices = {}, set()
+        buffers, devices = {}, set()
         for name, tensor in packed.tensors.items():
-            copy = self._kept.get(name)
+            copy = self._buffers.get(name)
             if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
                 # Name the device: a program may have set another default (torch.set_default_device).
                 copy = self.torch.empty(
                     tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda
                 )
-            kept[name] = copy.copy_(tensor, non_blocking=True)
+            buffers[name] = copy.copy_(tensor, non_blocking=True)
             if tensor.is_cuda:
                 devices.add(tensor.device)
-        self._kept = kept
-        self._copied = []
+        self._buffers = buffers
+        self._copy_events = []
         for device in devices:
             event = self.torch.cuda.Event()
             event.record(self.torch.cuda.current_stream(device))
-            self._copied.append(event)
-        return Packed(packed.tree, kept, packed.left_out)
+            self._copy_events.append(event)
+        return Packed(packed.tree, buffers, packed.left_out)
 
     def wait(self) -> None:
         """Wait until all copies have arrived; called from the writing thread."""
-        for event in self._copied or ():
+        for event in self._copy_events or ():
             event.synchronize()

@@ -19,13 +19,13 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.checkpoint.bounded import from_json
-from flatout.checkpoint.disk import HashedFileReader, Stored, write_file
-from flatout.schema.errors import SaveError
+from flatout.checkpoint.disk import FileDigest, HashedFileReader, write_file
+from flatout.schema.errors import NOT_OF_ITS_FORM, SaveError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-SPELLED = {
+SAFETENSORS_DTYPES = {
     "float64": "F64",
     "float32": "F32",
     "float16": "F16",
@@ -45,12 +45,12 @@ SPELLED = {
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }
-NAMED = {spelled: name for name, spelled in SPELLED.items()}
-MOST_HEAD_BYTES = 100_000_000  # the format's own limit
-MOST_DIMENSIONS = 64
+TORCH_DTYPES = {spelled: name for name, spelled in SAFETENSORS_DTYPES.items()}
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_DIMENSIONS = 64
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Any]) -> Stored:
+def write_tensors(path: Path, tensors: Mapping[str, Any]) -> FileDigest:
     """Raises OSError. Tensors of other devices are copied to the host one by one."""
     ordered = dict(
         sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
@@ -59,24 +59,24 @@ def write_tensors(path: Path, tensors: Mapping[str, Any]) -> Stored:
 
 
 def _parts(tensors: Mapping[str, Any]) -> Iterator[bytes | memoryview]:
-    head: dict[str, Any] = {}
-    at = 0
+    header: dict[str, Any] = {}
+    offset = 0
     for name, tensor in tensors.items():
-        spelled = SPELLED.get(str(tensor.dtype).removeprefix("torch."))
+        dtype = SAFETENSORS_DTYPES.get(str(tensor.dtype).removeprefix("torch."))
         size = tensor.numel() * tensor.element_size()
-        head[name] = {
-            "dtype": spelled or "U8",
-            "shape": list(tensor.shape) if spelled else [size],
-            "data_offsets": [at, at + size],
+        header[name] = {
+            "dtype": dtype or "U8",
+            "shape": list(tensor.shape) if dtype else [size],
+            "data_offsets": [offset, offset + size],
         }
-        at += size
-    text = json.dumps(head, separators=(",", ":"), ensure_ascii=True).encode()
+        offset += size
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=True).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little") + text
     for tensor in tensors.values():
-        here = tensor.detach().cpu().contiguous()
-        yield memory_of(here)
-        del here
+        host = tensor.detach().cpu().contiguous()
+        yield memory_of(host)
+        del host
 
 
 def memory_of(tensor: Tensor) -> memoryview:
@@ -89,26 +89,17 @@ def memory_of(tensor: Tensor) -> memoryview:
     )
 
 
-def read_tensors(torch: ModuleType, path: Path, stored: Stored) -> dict[str, Any]:
-    """Tensors on the host, by name. Raises SaveError if the file is invalid or is not the ``stored`` one."""
+def read_tensors(torch: ModuleType, path: Path, expected: FileDigest) -> dict[str, Any]:
+    """Tensors on the host, by name. Raises SaveError if the file is invalid or is not the ``expected`` one."""
     try:
         with HashedFileReader(path) as file:
-            if file.length != stored.bytes:
-                raise SaveError(f"{path.name} has {file.length:,} bytes instead of {stored.bytes:,}")
-            found = _tensors_in(torch, file)
-            if file.so_far != stored:
+            if file.length != expected.bytes:
+                raise SaveError(f"{path.name} has {file.length:,} bytes instead of {expected.bytes:,}")
+            tensors = _tensors_in(torch, file)
+            if file.digest != expected:
                 raise SaveError(f"{path.name} is not what was written: its digest differs")
-            return found
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        KeyError,
-        AttributeError,
-        RuntimeError,
-        MemoryError,
-        OverflowError,
-    ) as error:
+            return tensors
+    except (*NOT_OF_ITS_FORM, OSError, RuntimeError, MemoryError) as error:
         raise SaveError(
             f"{path.name} is not a valid tensor file ({type(error).__name__}: {str(error)[:200]})"
         ) from None
@@ -116,36 +107,35 @@ def read_tensors(torch: ModuleType, path: Path, stored: Stored) -> dict[str, Any
 
 def _tensors_in(torch: ModuleType, file: HashedFileReader) -> dict[str, Any]:
     length = bytearray(8)
-    file.into(length)
+    file.readinto(length)
     head_bytes = int.from_bytes(length, "little")
-    if not 2 <= head_bytes <= min(MOST_HEAD_BYTES, file.length - 8):
+    if not 2 <= head_bytes <= min(MAX_HEADER_BYTES, file.length - 8):
         raise ValueError(f"its header has {head_bytes:,} bytes")
-    head = bytearray(head_bytes)
-    file.into(head)
-    described = from_json(head)
-    described.pop("__metadata__", None)
-    found, at = {}, 0
-    for name, metadata in sorted(described.items(), key=lambda item: item[1]["data_offsets"]):
-        tensor = _empty(torch, metadata, at, file.length - 8 - head_bytes)
-        file.into(memory_of(tensor))
-        at += tensor.numel() * tensor.element_size()
-        found[name] = tensor
-    if 8 + head_bytes + at != file.length:
+    text = bytearray(head_bytes)
+    file.readinto(text)
+    header = from_json(text)
+    header.pop("__metadata__", None)
+    tensors, offset = {}, 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        tensor = _empty(torch, entry, offset, file.length - 8 - head_bytes)
+        file.readinto(memory_of(tensor))
+        offset += tensor.numel() * tensor.element_size()
+        tensors[name] = tensor
+    if 8 + head_bytes + offset != file.length:
         raise ValueError("it contains bytes that belong to no tensor")
-    return found
+    return tensors
 
 
-def _empty(torch: ModuleType, metadata: dict[str, Any], at: int, most_bytes: int) -> Any:
-    """Allocate the tensor that begins ``at``. Rejects gaps, overlaps and sizes beyond the file."""
+def _empty(torch: ModuleType, entry: dict[str, Any], offset: int, max_bytes: int) -> Any:
     dtype, shape, (start, end) = (
-        getattr(torch, NAMED[metadata["dtype"]]),
-        metadata["shape"],
-        metadata["data_offsets"],
+        getattr(torch, TORCH_DTYPES[entry["dtype"]]),
+        entry["shape"],
+        entry["data_offsets"],
     )
-    if len(shape) > MOST_DIMENSIONS or any(
-        type(each) is not int or each < 0 for each in (*shape, start, end)
+    if len(shape) > MAX_DIMENSIONS or any(
+        type(number) is not int or number < 0 for number in (*shape, start, end)
     ):
         raise ValueError("it has invalid sizes")
-    if start != at or end > most_bytes or end - start != prod(shape) * dtype.itemsize:
+    if start != offset or end > max_bytes or end - start != prod(shape) * dtype.itemsize:
         raise ValueError("its tensors are not contiguous")
     return torch.empty(shape, dtype=dtype, device="cpu")

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.agent.names import names_of, spelled, visible
+from flatout.agent.names import names_of, snake_case, visible_objects
 from flatout.agent.schedulers import Schedulers
-from flatout.checkpoint.metadata import Kept
+from flatout.checkpoint.metadata import SavedObject
 from flatout.checkpoint.random_states import random_states
 
 if TYPE_CHECKING:
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from flatout.schema.program import TrainingContext
 
 WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
-NOT_A_NAME = re.compile(r"\W+")
-OWN_WAYS = ("state_dict", "_save_to_state_dict", "get_extra_state")
+NON_WORD = re.compile(r"\W+")
+STATE_METHODS = ("state_dict", "_save_to_state_dict", "get_extra_state")
 
 
 def unwrapped(module: Module) -> Any:
@@ -39,12 +39,14 @@ def unwrapped(module: Module) -> Any:
 class TrackedObject:
     """One object of the script. ``name`` is the name of its state, ``code`` its spelling in the script."""
 
-    def __init__(self, kind: str, thing: object, name: str, code: str, gone: Callable[[], None]) -> None:
+    def __init__(
+        self, kind: str, thing: object, name: str, code: str, on_deleted: Callable[[], None]
+    ) -> None:
         self.kind, self.name, self.code, self.type = kind, name, code, type(thing).__name__
-        self.ref: Callable[[], Any] = weakref.ref(thing, lambda _: self._ends(gone))
+        self.ref: Callable[[], Any] = weakref.ref(thing, lambda _: self._deleted(on_deleted))
         self.parts: Any = None
 
-    def look(self) -> Any:
+    def refresh(self) -> Any:
         """The object; None when it is gone."""
         thing = self.ref()
         if thing is not None and self.kind == "modules":
@@ -53,58 +55,65 @@ class TrackedObject:
             self.parts = thing.param_groups, thing.state
         return thing
 
-    def _ends(self, gone: Callable[[], None]) -> None:
+    def _deleted(self, on_deleted: Callable[[], None]) -> None:
         if self.kind in ("modules", "optimizers"):
-            gone()
+            on_deleted()
         self.parts = None
 
 
 class TrainingState:
     """Finds the training state of a script.
 
-    Calls ``gone`` when a module or an optimizer of the training dies. Its state is available until then.
+    Calls ``on_deleted`` when a module or an optimizer of the training dies. Its state is available until then.
     """
 
-    def __init__(self, context: TrainingContext, schedulers: Schedulers, gone: Callable[[], None]) -> None:
-        self.context, self.torch, self.schedulers, self.gone = context, context.torch, schedulers, gone
+    def __init__(
+        self, context: TrainingContext, schedulers: Schedulers, on_deleted: Callable[[], None]
+    ) -> None:
+        self.context, self.torch, self.schedulers, self.on_deleted = (
+            context,
+            context.torch,
+            schedulers,
+            on_deleted,
+        )
         self.notes: dict[str, str] = {}  # place -> what a checkpoint cannot restore
-        self.divided = False  # weights are sharded over several ranks
-        self._held: dict[int, TrackedObject] = {}
+        self.sharded = False  # weights are sharded over several ranks
+        self._tracked: dict[int, TrackedObject] = {}
         self._tensors: dict[str, Callable[[], Any]] = {}
 
-    def look(self, frame: FrameType | None) -> None:
+    def find(self, frame: FrameType | None) -> None:
         """Find the training state. ``frame``: where to look for variable names."""
-        seen = list(visible(frame))
+        named = list(visible_objects(frame))
         optimizers, scalers = self.context.optimizers, self.context.scalers
         trained = {
             id(p): p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
         }
-        modules = self._modules(seen, trained)
-        found = [
-            *(("modules", each) for each in modules),
-            *(("optimizers", each) for each in optimizers),
-            *(("schedulers", each) for each in self.schedulers.outermost),
-            *(("scalers", each) for each in scalers),
+        modules = self._modules(named, trained)
+        objects = [
+            *(("modules", thing) for thing in modules),
+            *(("optimizers", thing) for thing in optimizers),
+            *(("schedulers", thing) for thing in self.schedulers.outermost),
+            *(("scalers", thing) for thing in scalers),
         ]
-        wrappers = self._wrappers(seen, modules)
-        names = names_of([*(thing for _, thing in found), *wrappers], seen)
+        wrappers = self._wrappers(named, modules)
+        names = names_of([*(thing for _, thing in objects), *wrappers], named)
         names = {id(unwrapped(wrapper)): names[id(wrapper)] for wrapper in wrappers} | names
-        self._held = {
-            key: held
-            for key, held in self._held.items()
-            if held.ref() is not None and any(thing is held.ref() for _, thing in found)
+        self._tracked = {
+            key: tracked
+            for key, tracked in self._tracked.items()
+            if tracked.ref() is not None and any(thing is tracked.ref() for _, thing in objects)
         }
-        for kind, thing in found:
-            if id(thing) not in self._held:
-                name, code = self._named(thing, names)
-                self._held[id(thing)] = TrackedObject(kind, thing, name, code, self.gone)
+        for kind, thing in objects:
+            if id(thing) not in self._tracked:
+                name, code = self._name_of(thing, names)
+                self._tracked[id(thing)] = TrackedObject(kind, thing, name, code, self.on_deleted)
                 self._note(kind, thing, name)
-        for held in self._held.values():
-            held.look()
+        for tracked in self._tracked.values():
+            tracked.refresh()
         covered = {id(p) for module in modules for p in _parameters(module)}
-        self.divided = any(hasattr(p, "_local_tensor") for module in modules for p in _parameters(module))
-        self._tensors = self._bare(
-            seen, {key: p for key, p in trained.items() if key not in covered}, covered
+        self.sharded = any(hasattr(p, "_local_tensor") for module in modules for p in _parameters(module))
+        self._tensors = self._free_tensors(
+            named, {key: p for key, p in trained.items() if key not in covered}, covered
         )
 
     @property
@@ -116,48 +125,49 @@ class TrainingState:
 
     def state(self) -> dict[str, Any]:
         """The present state of everything found: the script's own tensors, in new dictionaries."""
-        found: dict[str, Any] = {kind: {} for kind in ("modules", "optimizers", "schedulers", "scalers")}
-        for held in self._held.values():
-            thing = held.look()
-            if held.kind == "modules" and held.parts is not None:
-                found["modules"][held.name] = _module_state(held.parts)
-            elif held.kind == "optimizers" and held.parts is not None:
-                found["optimizers"][held.name] = _optimizer_state(self.torch, *held.parts)
+        state: dict[str, Any] = {kind: {} for kind in ("modules", "optimizers", "schedulers", "scalers")}
+        for tracked in self._tracked.values():
+            thing = tracked.refresh()
+            if tracked.kind == "modules" and tracked.parts is not None:
+                state["modules"][tracked.name] = _module_state(tracked.parts)
+            elif tracked.kind == "optimizers" and tracked.parts is not None:
+                state["optimizers"][tracked.name] = _optimizer_state(self.torch, *tracked.parts)
             elif thing is not None:
-                found[held.kind][held.name] = self._own_state(held.kind, thing)
+                state[tracked.kind][tracked.name] = self._own_state(tracked.kind, thing)
         tensors = {
             name: tensor.detach() for name, ref in self._tensors.items() if (tensor := ref()) is not None
         }
-        return {**found, "tensors": tensors, "random": random_states(self.torch)}
+        return {**state, "tensors": tensors, "random": random_states(self.torch)}
 
-    def kept(self, state: dict[str, Any]) -> tuple[Kept, ...]:
+    def contents(self, state: dict[str, Any]) -> tuple[SavedObject, ...]:
         """The content of a state, as a list for users."""
-        found = []
-        for held in self._held.values():
-            if held.name in state[held.kind]:
-                counted = (
-                    sum(t.numel() for t in state["modules"][held.name]["state"].values())
-                    if held.kind == "modules"
+        contents = []
+        for tracked in self._tracked.values():
+            if tracked.name in state[tracked.kind]:
+                numel = (
+                    sum(t.numel() for t in state["modules"][tracked.name]["state"].values())
+                    if tracked.kind == "modules"
                     else 0
                 )
-                found.append(Kept(held.kind, held.name, held.code, held.type, counted))
-        tensors = (Kept("tensors", name, name, "Tensor", t.numel()) for name, t in state["tensors"].items())
-        return (*found, *tensors)
+                contents.append(SavedObject(tracked.kind, tracked.name, tracked.code, tracked.type, numel))
+        tensors = (
+            SavedObject("tensors", name, name, "Tensor", t.numel()) for name, t in state["tensors"].items()
+        )
+        return (*contents, *tensors)
 
-    # -- finding ---------------------------------------------------------------------------------------------
+    # -- finding
 
-    def _modules(self, seen: list[tuple[str, Any]], trained: dict[int, Any]) -> list[Any]:
-        """The trained modules, outermost as the script calls them, and the script's copies of them."""
+    def _modules(self, named: list[tuple[str, Any]], trained: dict[int, Any]) -> list[Any]:
         roots = _outermost([unwrapped(root) for root in self.context.roots])
         kind = self.torch.nn.Module
-        others = _outermost([unwrapped(value) for _, value in seen if isinstance(value, kind)])
+        others = _outermost([unwrapped(value) for _, value in named if isinstance(value, kind)])
         covered = {id(p) for root in roots for p in _parameters(root)}
         for other in others:
-            inside = set(map(id, _tree(other)))
-            parts = [root for root in roots if id(root) in inside and root is not other]
-            misses = [p for p in _parameters(other) if id(p) in trained and id(p) not in covered]
-            if misses or len(parts) > 1:
-                roots = [root for root in roots if id(root) not in inside] + [other]
+            inner = set(map(id, _tree(other)))
+            parts = [root for root in roots if id(root) in inner and root is not other]
+            missing = [p for p in _parameters(other) if id(p) in trained and id(p) not in covered]
+            if missing or len(parts) > 1:
+                roots = [root for root in roots if id(root) not in inner] + [other]
                 covered |= {id(p) for p in _parameters(other)}
         kinds = {type(root) for root in roots}
         copies = [
@@ -168,38 +178,33 @@ class TrainingState:
         ]
         return roots + copies
 
-    def _wrappers(self, seen: list[tuple[str, Any]], modules: list[Any]) -> list[Any]:
-        """Wrappers by whose name a module may be known."""
+    def _wrappers(self, named: list[tuple[str, Any]], modules: list[Any]) -> list[Any]:
         wanted = set(map(id, modules))
         return [
             value
-            for _, value in seen
+            for _, value in named
             if isinstance(value, self.torch.nn.Module)
             and id(value) not in wanted
             and id(unwrapped(value)) in wanted
         ]
 
-    def _named(self, thing: object, names: dict[int, str]) -> tuple[str, str]:
+    def _name_of(self, thing: object, names: dict[int, str]) -> tuple[str, str]:
         code = names.get(id(thing), "")
-        taken = {held.name for held in self._held.values()} | {"random", "tensors"}
-        stem = NOT_A_NAME.sub("_", code).strip("_") or spelled(type(thing).__name__)
-        name, again = stem, 2
+        taken = {tracked.name for tracked in self._tracked.values()} | {"random", "tensors"}
+        stem = NON_WORD.sub("_", code).strip("_") or snake_case(type(thing).__name__)
+        name, number = stem, 2
         while name in taken:
-            name, again = f"{stem}{again}", again + 1
+            name, number = f"{stem}{number}", number + 1
         return name, code or name
 
-    def _bare(
-        self, seen: list[tuple[str, Any]], uncovered: dict[int, Any], covered: set[int]
+    def _free_tensors(
+        self, named: list[tuple[str, Any]], uncovered: dict[int, Any], covered: set[int]
     ) -> dict[str, Callable[[], Any]]:
-        """Weights outside all modules: those of optimizers.
-
-        Without optimizers and modules, all leaf tensors that the script names.
-        """
-        tensor = self.torch.Tensor
-        found = dict(uncovered)
-        if not found and not covered:
-            for _, value in seen:
-                for each in (
+        tensor_class = self.torch.Tensor
+        tensors = dict(uncovered)
+        if not tensors and not covered:
+            for _, value in named:
+                for item in (
                     value,
                     *(
                         value
@@ -209,30 +214,34 @@ class TrainingState:
                         else ()
                     ),
                 ):
-                    if isinstance(each, tensor) and each.is_leaf and each.requires_grad:
-                        found[id(each)] = each
-        names = names_of(found.values(), seen)
+                    if isinstance(item, tensor_class) and item.is_leaf and item.requires_grad:
+                        tensors[id(item)] = item
+        names = names_of(tensors.values(), named)
         return {
-            names.get(key, f"weight_{at}"): weakref.ref(value)
-            for at, (key, value) in enumerate(found.items())
+            names.get(key, f"weight_{i}"): weakref.ref(value)
+            for i, (key, value) in enumerate(tensors.items())
         }
 
-    # -- custom state ----------------------------------------------------------------------------------------
+    # -- custom state
 
     def _note(self, kind: str, thing: Module, name: str) -> None:
         if kind == "modules":
-            usual = self.torch.nn.Module
-            own = sorted(
+            base = self.torch.nn.Module
+            custom = sorted(
                 {
-                    type(each).__name__
-                    for each in _tree(thing)
-                    if any(getattr(type(each), way) is not getattr(usual, way) for way in OWN_WAYS)
-                    or each._state_dict_hooks
-                    or each._state_dict_pre_hooks
+                    type(module).__name__
+                    for module in _tree(thing)
+                    if any(
+                        getattr(type(module), method) is not getattr(base, method) for method in STATE_METHODS
+                    )
+                    or module._state_dict_hooks
+                    or module._state_dict_pre_hooks
                 }
             )
-            if own:
-                self.notes[name] = f"additions and changes by the custom state_dict of {', '.join(own[:3])}"
+            if custom:
+                self.notes[name] = (
+                    f"additions and changes by the custom state_dict of {', '.join(custom[:3])}"
+                )
         elif (
             kind == "optimizers" and type(thing).state_dict is not self.torch.optim.Optimizer.state_dict
         ) or (kind == "schedulers" and not type(thing).__module__.startswith("torch.")):
@@ -245,7 +254,6 @@ class TrainingState:
 
 
 def _outermost(modules: Iterable[Any]) -> list[Any]:
-    """Each module once, without those that are parts of others."""
     once = list({id(module): module for module in modules}.values())
     parts = {id(part) for module in once for part in list(_tree(module))[1:]}
     return [module for module in once if id(module) not in parts]
@@ -259,11 +267,10 @@ def _tree(module: Module) -> Iterator[Any]:
 
 
 def _parameters(module: Module) -> Iterator[Any]:
-    return (p for each in _tree(module) for p in each._parameters.values() if p is not None)
+    return (p for child in _tree(module) for p in child._parameters.values() if p is not None)
 
 
 def _layers(module: Module, prefix: str) -> Iterator[tuple[str, Any, Any, Any, Any]]:
-    """The prefix and the live dictionaries of each layer, in the order of ``state_dict``."""
     yield prefix, module._parameters, module._buffers, module._non_persistent_buffers_set, module._version
     for name, child in module._modules.items():
         if child is not None:
@@ -273,7 +280,7 @@ def _layers(module: Module, prefix: str) -> Iterator[tuple[str, Any, Any, Any, A
 def _module_state(layers: list[tuple[str, Any, Any, Any, Any]]) -> dict[str, Any]:
     state: OrderedDict[str, Any] = OrderedDict()
     versions = {}
-    for prefix, parameters, buffers, fleeting, version in layers:
+    for prefix, parameters, buffers, non_persistent, version in layers:
         versions[prefix[:-1]] = version
         state.update(
             (prefix + name, value.detach()) for name, value in parameters.items() if value is not None
@@ -281,7 +288,7 @@ def _module_state(layers: list[tuple[str, Any, Any, Any, Any]]) -> dict[str, Any
         state.update(
             (prefix + name, value.detach())
             for name, value in buffers.items()
-            if value is not None and name not in fleeting
+            if value is not None and name not in non_persistent
         )
     return {"state": state, "versions": versions}
 
@@ -289,7 +296,6 @@ def _module_state(layers: list[tuple[str, Any, Any, Any, Any]]) -> dict[str, Any
 def _optimizer_state(
     torch: ModuleType, groups: list[dict[str, Any]], state: Mapping[Any, Any]
 ) -> dict[str, Any]:
-    """The state with the numbering of torch's ``Optimizer.state_dict``."""
     numbers: dict[int, int] = {}
     packed = []
     for group in groups:
@@ -301,9 +307,9 @@ def _optimizer_state(
                 "params": [numbers[id(p)] for p in group["params"]],
             }
         )
-    of_weights = {
+    packed_state = {
         (numbers.get(id(key)) if isinstance(key, torch.Tensor) else key): value
         for key, value in state.items()
     }
-    of_weights.pop(None, None)
-    return {"state": of_weights, "param_groups": packed}
+    packed_state.pop(None, None)
+    return {"state": packed_state, "param_groups": packed}

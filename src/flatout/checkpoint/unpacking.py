@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from flatout.schema.errors import SaveError
+from flatout.schema.errors import NOT_OF_ITS_FORM, SaveError
 
-DEEPEST = 64
+MAX_DEPTH = 64
 FACTORIES: dict[str, Callable[[], Any]] = {
     "list": list,
     "dict": dict,
@@ -22,9 +22,9 @@ FACTORIES: dict[str, Callable[[], Any]] = {
     "set": set,
     "str": str,
 }
-PAIRS: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
-ROWS: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
-MADE_OF = {name: kind for kind, name in (PAIRS | ROWS).items()}
+MAPPING_NAMES: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
+SEQUENCE_NAMES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
+TYPES_BY_NAME = {name: kind for kind, name in (MAPPING_NAMES | SEQUENCE_NAMES).items()}
 
 
 def unpack(torch: ModuleType, tree: object, tensors: Mapping[str, Any]) -> Any:
@@ -34,56 +34,47 @@ def unpack(torch: ModuleType, tree: object, tensors: Mapping[str, Any]) -> Any:
     """
     try:
         return _value_of(torch, tree, tensors, 0)
-    except (
-        KeyError,
-        IndexError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        OverflowError,
-        RuntimeError,
-        MemoryError,
-    ) as error:
+    except (*NOT_OF_ITS_FORM, RuntimeError, MemoryError) as error:
         raise SaveError(
             f"a value in it cannot be read ({type(error).__name__}: {str(error)[:200]})"
         ) from None
 
 
 def _value_of(torch: ModuleType, tree: Any, tensors: Mapping[str, Any], depth: int) -> Any:
-    if depth > DEEPEST + 1:
+    if depth > MAX_DEPTH + 1:
         raise ValueError("it is nested too deeply")
     if tree is None or type(tree) in (bool, int, float, str):
         return tree
 
-    def inside(part: object) -> Any:
+    def unpacked(part: object) -> Any:
         return _value_of(torch, part, tensors, depth + 1)
 
     if type(tree) is list:
-        return [inside(part) for part in tree]
+        return [unpacked(part) for part in tree]
     if "tensor" in tree:
         return _tensor_of(torch, tree, tensors)
     ((kind, metadata),) = tree.items()
-    if kind in PAIRS.values():
-        made = MADE_OF[kind]()
+    if kind in MAPPING_NAMES.values():
+        container = TYPES_BY_NAME[kind]()
         for key, value in metadata:
-            made[inside(key)] = inside(value)
-        return made
+            container[unpacked(key)] = unpacked(value)
+        return container
     if kind == "default":
         return defaultdict(
-            FACTORIES[metadata[0]], ((inside(key), inside(value)) for key, value in metadata[1])
+            FACTORIES[metadata[0]], ((unpacked(key), unpacked(value)) for key, value in metadata[1])
         )
     if kind == "deque":
-        return deque((inside(part) for part in metadata[0]), metadata[1])
-    if kind in ROWS.values():
-        return MADE_OF[kind](
-            inside(part)
+        return deque((unpacked(part) for part in metadata[0]), metadata[1])
+    if kind in SEQUENCE_NAMES.values():
+        return TYPES_BY_NAME[kind](
+            unpacked(part)
             for part in metadata
             if kind == "tuple" or type(part) is not dict or "missing" not in part
         )
-    return _leaf_of(torch, kind, metadata, inside)
+    return _leaf_of(torch, kind, metadata, unpacked)
 
 
-def _leaf_of(torch: ModuleType, kind: str, metadata: Any, inside: Callable[[Any], Any]) -> Any:
+def _leaf_of(torch: ModuleType, kind: str, metadata: Any, unpacked: Callable[[Any], Any]) -> Any:
     if kind == "float":
         return {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[metadata]
     if kind == "int":
@@ -91,11 +82,11 @@ def _leaf_of(torch: ModuleType, kind: str, metadata: Any, inside: Callable[[Any]
     if kind == "ints":
         words = array("q")
         words.frombytes(_bytes(metadata[1]))
-        return {"list": list, "tuple": tuple}[metadata[0]](little(words))
+        return {"list": list, "tuple": tuple}[metadata[0]](to_little_endian(words))
     if kind == "large":
-        return inside(metadata).numpy()
+        return unpacked(metadata).numpy()
     if kind == "complex":
-        return complex(*(inside(part) for part in metadata))
+        return complex(*(unpacked(part) for part in metadata))
     if kind == "bytes":
         return _bytes(metadata)
     if kind == "range":
@@ -141,13 +132,13 @@ def _dtype(torch: ModuleType, name: str) -> Any:
     return dtype
 
 
-def little(words: array[int]) -> array[int]:
+def to_little_endian(words: array[int]) -> array[int]:
     if sys.byteorder == "big":
         words.byteswap()
     return words
 
 
-def text_of(data: bytes) -> str:
+def to_base64(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 

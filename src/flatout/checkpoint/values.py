@@ -39,13 +39,20 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.checkpoint.unpacking import DEEPEST, FACTORIES, PAIRS, ROWS, little, text_of
+from flatout.checkpoint.unpacking import (
+    FACTORIES,
+    MAPPING_NAMES,
+    MAX_DEPTH,
+    SEQUENCE_NAMES,
+    to_base64,
+    to_little_endian,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-MANY, LARGE_BYTES = 64, 4096
-WORD = 1 << 63
+MIN_PACKED_INTS, LARGE_BYTES = 64, 4096
+INT64_LIMIT = 1 << 63
 
 
 @dataclass
@@ -63,71 +70,74 @@ class Packed:
 
 
 def pack(torch: ModuleType, state: object) -> Packed:
-    return _Packer(torch).all_of(state)
+    return _Packer(torch).pack(state)
 
 
 class _Packer:
     def __init__(self, torch: ModuleType) -> None:
         self.torch = torch
         self.packed = Packed(None)
-        self.known: dict[Any, str] = {}
-        self.around: set[int] = set()  # the containers of the present value
+        self.names: dict[Any, str] = {}
+        self.ancestors: set[int] = set()  # the containers of the present value
 
-    def all_of(self, state: object) -> Packed:
-        self.packed.tree = self._of(state, "", 0)
+    def pack(self, state: object) -> Packed:
+        self.packed.tree = self._pack(state, "", 0)
         return self.packed
 
-    def _of(self, value: Any, where: str, depth: int) -> Any:
+    def _pack(self, value: Any, where: str, depth: int) -> Any:
         kind = type(value)
         if value is None or kind in (bool, str):
             return value
         if kind is int:
             return (
-                value if -WORD <= value < WORD else {"int": hex(value)}
+                value if -INT64_LIMIT <= value < INT64_LIMIT else {"int": hex(value)}
             )  # the only way for thousands of digits
         if kind is float:
             return value if math.isfinite(value) else {"float": repr(value)}
-        if depth > DEEPEST or id(value) in self.around:
+        if depth > MAX_DEPTH or id(value) in self.ancestors:
             return self._missing(value, where)
         if (
             kind in (list, tuple)
-            and len(value) >= MANY
+            and len(value) >= MIN_PACKED_INTS
             and set(map(type, value)) == {int}
-            and min(value) >= -WORD
-            and max(value) < WORD
+            and min(value) >= -INT64_LIMIT
+            and max(value) < INT64_LIMIT
         ):
-            return {"ints": [kind.__name__, text_of(little(array("q", value)).tobytes())]}
-        self.around.add(id(value))
+            return {"ints": [kind.__name__, to_base64(to_little_endian(array("q", value)).tobytes())]}
+        self.ancestors.add(id(value))
         try:
-            return self._holding(value, kind, where, depth)
+            return self._pack_container(value, kind, where, depth)
         finally:
-            self.around.discard(id(value))
+            self.ancestors.discard(id(value))
 
-    def _holding(self, value: Any, kind: type, where: str, depth: int) -> Any:
+    def _pack_container(self, value: Any, kind: type, where: str, depth: int) -> Any:
         if kind is list:
-            return self._rows(value, where, depth)
-        if kind in PAIRS:
-            return {PAIRS[kind]: self._pairs(value, where, depth)}
-        if kind in ROWS:
-            return {ROWS[kind]: self._rows(value, where, depth)}
+            return self._pack_sequence(value, where, depth)
+        if kind in MAPPING_NAMES:
+            return {MAPPING_NAMES[kind]: self._pack_mapping(value, where, depth)}
+        if kind in SEQUENCE_NAMES:
+            return {SEQUENCE_NAMES[kind]: self._pack_sequence(value, where, depth)}
         if kind is defaultdict:
-            factory = next((name for name, made in FACTORIES.items() if made is value.default_factory), None)
+            factory = next(
+                (name for name, known_factory in FACTORIES.items() if known_factory is value.default_factory),
+                None,
+            )
             return (
                 self._missing(value, where)
                 if factory is None
-                else {"default": [factory, self._pairs(value, where, depth)]}
+                else {"default": [factory, self._pack_mapping(value, where, depth)]}
             )
         if kind is deque:
-            return {"deque": [self._rows(value, where, depth), value.maxlen]}
+            return {"deque": [self._pack_sequence(value, where, depth), value.maxlen]}
         if kind is complex:
-            return {"complex": [self._of(value.real, where, depth), self._of(value.imag, where, depth)]}
+            return {"complex": [self._pack(value.real, where, depth), self._pack(value.imag, where, depth)]}
         if kind is bytes:
-            return {"bytes": text_of(value)}
+            return {"bytes": to_base64(value)}
         if kind is range:
             return {"range": [value.start, value.stop, value.step]}
-        return self._of_libraries(value, where)
+        return self._pack_library_value(value, where)
 
-    def _of_libraries(self, value: Any, where: str) -> Any:
+    def _pack_library_value(self, value: Any, where: str) -> Any:
         torch, kind = self.torch, type(value)
         if kind is torch.Size:
             return {"size": list(value)}
@@ -152,7 +162,7 @@ class _Packer:
             and not value.dtype.hasobject
             and value.dtype.names is None
         ):
-            return {"scalar": [value.dtype.str, text_of(value.tobytes())]}
+            return {"scalar": [value.dtype.str, to_base64(value.tobytes())]}
         return self._missing(value, where)
 
     def _array(self, value: Any, where: str) -> Any:
@@ -161,7 +171,7 @@ class _Packer:
                 return {"large": self._tensor(self.torch.from_numpy(value.copy()), where)}
             except TypeError:
                 pass  # torch does not have this dtype
-        return {"array": [value.dtype.str, list(value.shape), text_of(value.tobytes())]}
+        return {"array": [value.dtype.str, list(value.shape), to_base64(value.tobytes())]}
 
     def _tensor(self, tensor: Tensor, where: str) -> Any:
         tensor = tensor.detach()
@@ -176,14 +186,14 @@ class _Packer:
         order = sorted(range(tensor.dim()), key=lambda axis: (-tensor.stride(axis), axis))
         if not tensor.permute(order).is_contiguous():  # a view or expanded: copy its bytes in order
             order = list(range(tensor.dim()))
-        same = (
+        identity = (
             (tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.data_ptr())
             if tensor.numel()
             else id(tensor)
         )
-        name = self.known.get(same)
+        name = self.names.get(identity)
         if name is None:
-            name = self.known[same] = self._name(where)
+            name = self.names[identity] = self._name(where)
             self.packed.tensors[name] = tensor.permute(order)
         metadata = {
             "tensor": name,
@@ -194,15 +204,15 @@ class _Packer:
 
     def _name(self, where: str) -> str:
         where = where.encode(errors="backslashreplace").decode()  # lone surrogates are not valid in the file
-        name, again = where or "state", 1
+        name, number = where or "state", 1
         while name in self.packed.tensors or name == "__metadata__":
-            name, again = f"{where}#{again}", again + 1
+            name, number = f"{where}#{number}", number + 1
         return name
 
-    def _rows(self, values: list[Any], where: str, depth: int) -> list[Any]:
-        return [self._of(value, f"{where}[{number}]", depth + 1) for number, value in enumerate(values)]
+    def _pack_sequence(self, values: list[Any], where: str, depth: int) -> list[Any]:
+        return [self._pack(value, f"{where}[{number}]", depth + 1) for number, value in enumerate(values)]
 
-    def _pairs(self, values: Mapping[Any, Any], where: str, depth: int) -> list[list[Any]]:
+    def _pack_mapping(self, values: Mapping[Any, Any], where: str, depth: int) -> list[list[Any]]:
         pairs = []
         for key, value in values.items():
             place = (
@@ -212,7 +222,7 @@ class _Packer:
                 if type(key) is str
                 else f"{where}[{repr(key)[:80]}]"
             )
-            packed_key, packed = self._of(key, place, depth + 1), self._of(value, place, depth + 1)
+            packed_key, packed = self._pack(key, place, depth + 1), self._pack(value, place, depth + 1)
             if not any(type(part) is dict and "missing" in part for part in (packed_key, packed)):
                 pairs.append([packed_key, packed])
         return pairs

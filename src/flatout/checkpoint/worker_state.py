@@ -18,31 +18,33 @@ from flatout.checkpoint.random_states import random_states, set_random_states
 if TYPE_CHECKING:
     from torch import device as Device
 
-PLAIN = (bool, int, float, str, type(None))
-Find = Callable[[Any], "list[Any]"]
+PLAIN_TYPES = (bool, int, float, str, type(None))
+FindGenerators = Callable[[Any], "list[Any]"]
 
 
 @dataclass
 class BatchWithWorkerState:
     """A batch and its worker's state afterwards (None if unchanged).
 
-    ``said``: what could not be restored in this worker.
+    ``messages``: what could not be restored in this worker.
     """
 
     batch: Any
     worker_state: dict[str, Any] | None
-    said: list[str]
+    messages: list[str]
 
     def pin_memory(self, device: Device = None) -> BatchWithWorkerState:
         """Called by a DataLoader that pins memory."""
         from torch.utils.data._utils.pin_memory import pin_memory
 
-        return BatchWithWorkerState(pin_memory(self.batch, device), self.worker_state, self.said)
+        return BatchWithWorkerState(pin_memory(self.batch, device), self.worker_state, self.messages)
 
 
 def counters(thing: object) -> dict[str, Any]:
     """The plain values that an object holds: an epoch number or a position, for example."""
-    return {name: value for name, value in getattr(thing, "__dict__", {}).items() if type(value) in PLAIN}
+    return {
+        name: value for name, value in getattr(thing, "__dict__", {}).items() if type(value) in PLAIN_TYPES
+    }
 
 
 def changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
@@ -54,9 +56,9 @@ def changed(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 
 
 class WorkerStateCollate:
-    """Replaces the collate function of the workers, and with ``begins`` their worker_init_fn.
+    """Replaces the collate function of the workers, and with ``init_worker`` their worker_init_fn.
 
-    ``worker_states``: the initial state of each worker, None for a new one. ``again``: the number of workers that
+    ``worker_states``: the initial state of each worker, None for a new one. ``refetching``: the number of workers that
     first fetch a batch again. ``find`` returns the random generators that an object holds.
     """
 
@@ -64,19 +66,19 @@ class WorkerStateCollate:
         self,
         collate_fn: Any,
         worker_init_fn: Callable[[int], Any] | None,
-        find: Find | None,
+        find: FindGenerators | None,
         worker_states: list[dict[str, Any] | None],
-        again: int,
+        refetching: int,
     ) -> None:
         self.collate_fn, self.worker_init_fn, self.find = collate_fn, worker_init_fn, find
-        self.worker_states, self.again = worker_states, again
-        self._own: list[Any] | None = None
-        self._sent: dict[str, Any] | None = None
+        self.worker_states, self.refetching = worker_states, refetching
+        self._own_generators: list[Any] | None = None
+        self._last_sent: dict[str, Any] | None = None
         self._counters: dict[str, Any] = {}
-        self._said: list[str] = []
-        self._waiting = False
+        self._messages: list[str] = []
+        self._restores_later = False
 
-    def begins(self, worker: int) -> None:
+    def init_worker(self, worker: int) -> None:
         """Runs in a worker before its first batch."""
         import torch
 
@@ -84,9 +86,9 @@ class WorkerStateCollate:
             self.worker_init_fn(worker)
         info = torch.utils.data.get_worker_info()
         self._counters = counters(info.dataset) if info is not None else {}
-        self._waiting = worker < self.again
-        if not self._waiting:
-            self._go_on(torch, info)
+        self._restores_later = worker < self.refetching
+        if not self._restores_later:
+            self._restore(torch, info)
 
     def __call__(self, samples: Any) -> Any:
         batch = self.collate_fn(samples)
@@ -95,26 +97,26 @@ class WorkerStateCollate:
         info = torch.utils.data.get_worker_info()
         if info is None:
             return batch
-        if self._waiting:
-            self._waiting = False
-            self._go_on(torch, info)
+        if self._restores_later:
+            self._restores_later = False
+            self._restore(torch, info)
         worker_state = random_states(torch, self._generators(info), devices=False)
-        if counted := changed(self._counters, counters(info.dataset)):
-            worker_state["counters"] = counted
-        news = worker_state if worker_state != self._sent else None
-        self._sent = worker_state
-        said, self._said = self._said, []
-        return BatchWithWorkerState(batch, news, said)
+        if changed_counters := changed(self._counters, counters(info.dataset)):
+            worker_state["counters"] = changed_counters
+        update = worker_state if worker_state != self._last_sent else None
+        self._last_sent = worker_state
+        messages, self._messages = self._messages, []
+        return BatchWithWorkerState(batch, update, messages)
 
     def _generators(self, info: Any) -> list[Any]:
-        if self._own is None:
-            self._own = self.find((info.dataset, self.collate_fn)) if self.find is not None else []
-        return self._own
+        if self._own_generators is None:
+            self._own_generators = self.find((info.dataset, self.collate_fn)) if self.find is not None else []
+        return self._own_generators
 
-    def _go_on(self, torch: ModuleType, info: Any) -> None:
+    def _restore(self, torch: ModuleType, info: Any) -> None:
         worker_state = self.worker_states[info.id] if info.id < len(self.worker_states) else None
         if worker_state is not None:
-            self._said = set_random_states(
+            self._messages = set_random_states(
                 torch, worker_state, self._generators(info) if worker_state.get("own") else ()
             )
             if "counters" in worker_state:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from flatout.agent.failure_details import look
+from flatout.agent.failure_details import record_failure
 from flatout.diagnose.explain import explain as explained
 from flatout.diagnose.explain import lines
 from flatout.schema.failure import FailureRecord
@@ -10,7 +10,7 @@ from flatout.schema.failure import FailureRecord
 
 def explain(error: BaseException) -> list[str]:
     """Return the lines that explain an error; none if the failure is unknown. The crash report calls this."""
-    failure = look(error)
+    failure = record_failure(error)
     finding = explained(failure)
     if finding is None:
         return []

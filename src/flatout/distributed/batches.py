@@ -40,7 +40,7 @@ class RankBatches:
             ("indices", self._wrap_common),
             ("epoch", self._wrap_common),
         ):
-            self.context.around_loaders(what, wrap, ledger)
+            self.context.wrap_loader_method(what, wrap, ledger)
         if self.division.draws == OWN:
             fetcher = torch.utils.data._utils.fetch._MapDatasetFetcher
             ledger.set(fetcher, "fetch", self._wrap_fetch(fetcher.fetch))

@@ -134,7 +134,7 @@ class StepReplica:
             if self._frozen is None:
                 self._originals, self._optimizers = self.context.roots, self.context.optimizers
                 self._frozen = copy.deepcopy(
-                    ([self.context.without_ranks(root) for root in self._originals], self._optimizers)
+                    ([self.context.unwrap_ddp(root) for root in self._originals], self._optimizers)
                 )
             at = next((i for i, known in enumerate(self._originals) if known is root), None)
             calls = self._steps.setdefault(step, [])
@@ -200,7 +200,7 @@ class StepReplica:
             self.failure = "no root module of this program received a gradient in consecutive steps"
         if self.failure:
             return {"failure": self.failure}
-        asleep, self.context.asleep = self.context.asleep, True
+        paused, self.context.paused = self.context.paused, True
         state = random_state(self.context)
         try:
             with (
@@ -213,7 +213,7 @@ class StepReplica:
             return {"failure": f"the replica of a step failed ({type(error).__name__}: {str(error)[:200]})"}
         finally:
             set_random_state(self.context, state)
-            self.context.asleep = asleep
+            self.context.paused = paused
 
     def _judge(self, steps: list[list[CapturedCall]], bitwise: bool) -> dict[str, Any]:
         if self._reference is None:

@@ -92,7 +92,7 @@ class RankMonitor:
             self.signs.insert(
                 min(before, default=len(self.signs)), RankEvent(rank.number, word, own=own, info=rank.info)
             )
-        elif word == "words" and own and not rank.info:
+        elif word == "reported" and own and not rank.info:
             self._failure_seen(rank)
 
     def _observed(self, observed: ReceivedSignal) -> None:

@@ -87,7 +87,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
         state: dict[str, Any] = {"broken": False}
 
         def compiled_or_plain(*args: object, **kwargs: object) -> Any:
-            if state["broken"] or context.looks_for_roots:
+            if state["broken"] or context.has_global_hooks:
                 return forward(*args, **kwargs)
             shapes = _shapes(args, kwargs, torch)
             compiled = of_one_shape if state.setdefault("shapes", shapes) == shapes else of_any_shape
@@ -104,7 +104,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
         return compiled_or_plain
 
     outside = {id(module) for module in context.uncompiled}
-    for root in map(context.without_ranks, context.roots):
+    for root in map(context.unwrap_ddp, context.roots):
         if outside.isdisjoint(map(id, root.modules())):
             context.wrap_forward(root, wrapper, ledger)
             continue

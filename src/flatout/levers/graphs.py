@@ -89,7 +89,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     from flatout.kernels.graph_update import UpdateGraph, why_not
 
     torch = context.torch
-    roots = [root for root in map(context.without_ranks, context.roots) if not _why_not(context, root)]
+    roots = [root for root in map(context.unwrap_ddp, context.roots) if not _why_not(context, root)]
     if not roots:
         raise LookupError(_why_not(context, context.roots[0]))
     eager: list[str] = []

@@ -63,7 +63,7 @@ def _activations(context: TrainingContext, roots: list[Any]) -> list[Any]:
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     activations = {id(m) for m in _activations(context, context.roots)}
-    for root in map(context.without_ranks, context.roots):
+    for root in map(context.unwrap_ddp, context.roots):
         context.wrap_forward(root, _trying_first(context, root, activations, ledger), ledger)
     return ledger.restore
 
@@ -125,10 +125,10 @@ def _played(
     They are outputs, tensors that the modules hold, inputs and gradients. The program's random state does not
     change.
     """
-    torch, asleep = context.torch, context.asleep
+    torch, paused = context.torch, context.paused
     tree = torch.utils._pytree
     devices = [context.parameters[0].device] if context.device_type == "cuda" else []
-    context.asleep = True
+    context.paused = True
     try:
         with torch.random.fork_rng(devices):
             device_copy = copy.deepcopy(root)
@@ -155,7 +155,7 @@ def _played(
     except Exception:  # a version error or a model that cannot be copied: leave the layer as it is
         return None
     finally:
-        context.asleep = asleep
+        context.paused = paused
 
 
 def _tensors(torch: ModuleType, nest: object) -> list[Any]:

@@ -38,7 +38,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
         return Options(({},))
     if not context.loaders:
         return Skip(NO_LOADER)
-    train = context.loaders_that_train
+    train = context.training_loader_numbers
     usable = [
         loader
         for number, loader in enumerate(context.loaders)

@@ -20,6 +20,6 @@ COMPILED_ONCE = (
 
 def in_pieces(context: TrainingContext) -> str:
     """Why no module can be changed as a whole: the script calls several; "" if it calls one or none."""
-    if context.in_pieces:
+    if context.model_is_split:
         return f"the script calls {len(context.roots)} modules separately, and no module contains them all"
     return ""

@@ -76,9 +76,7 @@ def _recomputing(block: RecomputedBlock) -> Any:
 
 def _blocks(context: TrainingContext) -> tuple[list[Any], str]:
     """The repeated blocks that may be computed twice, and why others may not."""
-    blocks = [
-        block for root in context.roots for block in repeated(context.torch, context.without_ranks(root))
-    ]
+    blocks = [block for root in context.roots for block in repeated(context.torch, context.unwrap_ddp(root))]
     reasons = [why_not(context.torch, block) for block in blocks]
     return [block for block, reason in zip(blocks, reasons, strict=True) if not reason], next(
         filter(None, reasons), NO_BLOCKS

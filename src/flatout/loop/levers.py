@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.agent.applier import EARLY, LATE, Applier, Outcome, one_line
+from flatout.agent.applier import AFTER_FIRST_STEP, BEFORE_FIRST_STEP, Applier, Outcome, one_line
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
@@ -60,7 +60,7 @@ class Levers:
         self.outcomes: list[Outcome] = []
         self._ledger = Ledger()
         self.context = TrainingContext(torch, Listener(), self._ledger)
-        self.context.introduce(
+        self.context.register_objects(
             [model], [optimizer], [loader], [loss_fn] if isinstance(loss_fn, torch.nn.Module) else []
         )
         self.applier = Applier(TABLE, look(), self.context)
@@ -72,12 +72,12 @@ class Levers:
             for choice in self.plan
             if (lever := self.applier.lever(choice)) is not None and lever.moment is Moment.PROCESS
         ]
-        self.applier.start(self.plan, EARLY)
-        return self.context.made_again(loader, self._ledger)
+        self.applier.start(self.plan, BEFORE_FIRST_STEP)
+        return self.context.rebuild_loader(loader, self._ledger)
 
     def late(self, backwards: int) -> None:
         self.context.first_step_done(backwards)
-        self.applier.start(self.plan, LATE)
+        self.applier.start(self.plan, AFTER_FIRST_STEP)
         self.outcomes += self.applier.outcomes
         LOGGER.info(one_line(self.outcomes))
         for outcome in self.outcomes:

@@ -204,7 +204,7 @@ class Loop:
                 )
             self.epoch += 1
             if saving is not None:
-                saving.reading.over()
+                saving.reading.end_epoch()
 
     def __repr__(self) -> str:
         of = f" of {self.steps}" if self.steps is not None else ""

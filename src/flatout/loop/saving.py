@@ -84,7 +84,7 @@ class LoopCheckpointing:
             )
         else:
             self.saver = CheckpointWriter(
-                self.torch, self.saves, KIND, clocks, self._say, every=self.every, sound=sound
+                self.torch, self.saves, KIND, clocks, self._say, every=self.every, why_not_write=sound
             )
         if self.opened.save is None:
             return None
@@ -112,7 +112,7 @@ class LoopCheckpointing:
             self._refuse(save, differs)
         inexact += [f"{where} differs from the checkpoint" for where in self.kept.put_back(state)]
         self.kept.put_back_buffers(own.get("all buffers", {}))
-        moved = self.reading.go_on(own["place"])
+        moved = self.reading.resume(own["place"])
         if self.stops_on_drift and moved:
             self._refuse(save, moved)
         differs += moved
@@ -122,7 +122,7 @@ class LoopCheckpointing:
             counts["epoch"],
             (counts["first_index"], counts["first_epoch"]),
         )
-        self.saver.goes_on(save.step)
+        self.saver.resume_after(save.step)
         self._inexact, self._resumed_state = list(dict.fromkeys([*inexact, *differs])), own
         resumed = Resumed(
             save.step,
@@ -171,7 +171,7 @@ class LoopCheckpointing:
     @property
     def given(self) -> int:
         """Batches of the coming epoch that were consumed before the interruption."""
-        return self.reading.coming
+        return self.reading.already_consumed
 
     def edge(self) -> None:
         """Call between two steps. Raises SystemExit after a checkpoint if a signal has requested the end."""

@@ -15,14 +15,14 @@ from flatout.measure.clock import HostClock
 
 
 class LineTimer:
-    """``with LineTimer(is_users) as timer:``, then ``timer.ns`` maps (code, line) to nanoseconds.
+    """``with LineTimer(is_user_file) as timer:``, then ``timer.ns`` maps (code, line) to nanoseconds.
 
     Covers only this thread. Tracing itself costs time. Nothing is counted while ``paused``. ``adopt`` also
     traces functions that already run.
     """
 
-    def __init__(self, is_users: Callable[[str], bool]) -> None:
-        self.is_users = is_users
+    def __init__(self, is_user_file: Callable[[str], bool]) -> None:
+        self.is_user_file = is_user_file
         self.ns: Counter[tuple[CodeType, int]] = Counter()
         self._open: list[tuple[CodeType, int]] = []
         self._mark = HostClock.mark
@@ -45,7 +45,7 @@ class LineTimer:
     def adopt(self, frame: FrameType | None) -> None:
         """Trace the user's functions on the stack of ``frame`` from now on."""
         while frame is not None:
-            if self.is_users(frame.f_code.co_filename):
+            if self.is_user_file(frame.f_code.co_filename):
                 self._adopted.append(frame)
                 frame.f_trace = self._observed
             frame = frame.f_back
@@ -66,7 +66,7 @@ class LineTimer:
         self._paused = value
 
     def _called(self, frame: FrameType, event: str, arg: object) -> Any:
-        if event != "call" or not self.is_users(frame.f_code.co_filename):
+        if event != "call" or not self.is_user_file(frame.f_code.co_filename):
             return None
         self._pass()
         self._open.append((frame.f_code, frame.f_lineno))

@@ -10,7 +10,7 @@ from itertools import chain, islice, repeat
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.agent.frames import is_users, place_of
+from flatout.agent.frames import is_user_file, place_of
 from flatout.measure.clock import HostClock, seconds
 from flatout.measure.line_timer import LineTimer
 from flatout.measure.statistics import median
@@ -28,7 +28,7 @@ LOADERS = 4
 def fetches(torch: ModuleType, context: TrainingContext) -> list[dict[str, Any]]:
     """Return the place of each live loader, its milliseconds a batch, and its slowest line with its share."""
     found = []
-    context.asleep = True
+    context.paused = True
     try:
         for loader in context.live_loaders[:LOADERS]:
             number = context.number_of_loader(loader)
@@ -38,7 +38,7 @@ def fetches(torch: ModuleType, context: TrainingContext) -> list[dict[str, Any]]
             except Exception as error:  # the data set's own error: it may need a worker, for example
                 found.append({"made_at": made_at, "why_not": f"{type(error).__name__}: {error}"})
     finally:
-        context.asleep = False
+        context.paused = False
     return found
 
 
@@ -56,7 +56,7 @@ def _fetch(torch: ModuleType, loader: DataLoader) -> dict[str, Any]:
         if seconds() > until_s:
             break
     until_s = seconds() + LONGEST_S / 2
-    with LineTimer(is_users) as timer:
+    with LineTimer(is_user_file) as timer:
         for index in islice(epochs, BATCHES):
             if seconds() > until_s:
                 break

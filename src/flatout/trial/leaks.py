@@ -16,7 +16,7 @@ _compared: set[str] = set()  # folders; one trial of a program shows what all do
 def changed(root: str, since_ns: int, view: Overlay) -> str:
     """Return a sentence about what changed below ``root`` since then, once per folder and process; or "".
 
-    What ``view`` leaves alone is not compared."""
+    What ``view`` excludes is not compared."""
     if root in _compared:
         return ""
     _compared.add(root)
@@ -46,7 +46,7 @@ def _changed(root: str, since_ns: int, view: Overlay) -> list[str]:
             entries = [
                 entry
                 for entry in os.scandir(folder)
-                if entry.name not in NOT_COMPARED and not view.leaves_alone(entry.path)
+                if entry.name not in NOT_COMPARED and not view.excludes(entry.path)
             ]
             seen += len(entries)
             folders += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]

@@ -89,12 +89,12 @@ class MemoryPredictor(Worker):
     # -- batches --------------------------------------------------------------------------------------------------------
 
     def _observe_fetching(self) -> None:
-        self.context.around_loaders("batch", self._wrap_batch, self.ledger)
-        self.context.around_loaders("epoch", self._wrap_epoch, self.ledger)
+        self.context.wrap_loader_method("batch", self._wrap_batch, self.ledger)
+        self.context.wrap_loader_method("epoch", self._wrap_epoch, self.ledger)
 
     def _wrap_batch(self, take: Callable[..., Any]) -> Callable[..., Any]:
         def next_pretended(iterator: object) -> Any:
-            training = self.torch.is_grad_enabled() and not self.context.asleep
+            training = self.torch.is_grad_enabled() and not self.context.paused
             if self.pretended is None:
                 batch = take(iterator)
                 if training:
@@ -103,7 +103,7 @@ class MemoryPredictor(Worker):
                 return batch
             if training and iterator in self._repeated:
                 return self._again(iterator)
-            with self.pretended.really():
+            with self.pretended.real_execution():
                 batch = take(iterator)
             if training:
                 self._repeated[iterator] = batch
@@ -116,7 +116,7 @@ class MemoryPredictor(Worker):
         def iter_pretended(loader: DataLoader) -> Any:
             if self.pretended is None:
                 return begin(loader)
-            with self.pretended.really():
+            with self.pretended.real_execution():
                 return begin(loader)
 
         return iter_pretended
@@ -198,12 +198,12 @@ class MemoryPredictor(Worker):
         block = self.pretended.block_of(made)
         if block is not None:
             block.kind = "inputs"
-        with self.pretended.really():
+        with self.pretended.real_execution():
             value = tensor.detach()
-            if self.pretended.known.worth_keeping(value):
+            if self.pretended.values.worth_keeping(value):
                 if dimension is not None and wanted != samples:
                     value = value.index_select(dimension, torch.arange(wanted, device="cpu") % samples)
-                self.pretended.known.set(made, value.clone())
+                self.pretended.values.set(made, value.clone())
         return made
 
     def _why_not(self) -> str:
@@ -363,7 +363,7 @@ class MemoryPredictor(Worker):
         if self.steps_left == STEPS - 1:
             self.first = self.blocks.peak()
         if self.steps_left > 0 and self.pretended is not None:
-            self.pretended.learn_workspaces()
+            self.pretended.measure_workspaces()
             self._begin_step()
             return
         found, first = self.blocks.peak(), self.first or self.blocks.peak()
@@ -375,7 +375,7 @@ class MemoryPredictor(Worker):
                 "first_peak_bytes": first.peak_bytes,
                 "kinds": found.kinds,
                 "by_module": found.by_module,
-                "guessed": sorted(self.pretended.known.guessed) if self.pretended else [],
+                "guessed": sorted(self.pretended.values.guesses) if self.pretended else [],
             }
         )
         self._obey()
@@ -394,6 +394,6 @@ class MemoryPredictor(Worker):
                 return
             if command["do"] == "finish":
                 self.ledger.restore(self.ordinary)
-                self.pretended, self.context.asleep = None, True
+                self.pretended, self.context.paused = None, True
                 finish(self)
             self.answer({"error": f"unknown command {command['do']!r}"})

@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.call_counters import CallCounters
-from flatout.agent.frames import Line, is_users, place_at, place_of, users_line
+from flatout.agent.frames import Line, is_user_file, place_at, place_of, user_line
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.measure.clock import HostClock
@@ -113,15 +113,15 @@ class ProgramMonitor(Listener):
     def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._in_evaluation = None if root.training else self.clock.mark()
         if self._called.total() < FEW_CALLS:
-            self._called[users_line(sys._getframe(1))] += 1
+            self._called[user_line(sys._getframe(1))] += 1
 
     def backward_begin(self, losses: tuple[Any, ...]) -> None:
         if self._walked.total() < FEW_CALLS:
-            self._walked[users_line(sys._getframe(1))] += 1
+            self._walked[user_line(sys._getframe(1))] += 1
 
     def forward_end(self, root: Module, output: object) -> None:
         if self._in_evaluation is not None:
-            self._evaluated[users_line(sys._getframe(1))] += 1
+            self._evaluated[user_line(sys._getframe(1))] += 1
             self._evaluated_ms += self.clock.elapsed_ms(self._in_evaluation, self.clock.mark())
             self._in_evaluation = None
 
@@ -130,7 +130,7 @@ class ProgramMonitor(Listener):
     def summary(self) -> dict[str, Any]:
         steps = max(1, self.context.steps - self._first_step)
         whole = max(1, self.context.steps)
-        events = self.counters.seen(whole)
+        events = self.counters.per_step(whole)
         if self._evaluated:
             places = [
                 place.to_json()
@@ -212,10 +212,10 @@ def compiled() -> Compiled | None:
         if reason and OF_OURS not in reason:
             found.recompiles += 1
             found.reasons.append(f"recompiled: {_sentence(reason)}")
-            if file and line and is_users(file):
+            if file and line and is_user_file(file):
                 lines.append((file, line))
     for reason in breaks:
-        lines += [(file, int(line)) for file, line in IN_A_REASON.findall(reason) if is_users(file)]
+        lines += [(file, int(line)) for file, line in IN_A_REASON.findall(reason) if is_user_file(file)]
     found.reasons = list(dict.fromkeys(found.reasons))[:12]
     found.places = [place_at(file, line) for file, line in dict.fromkeys(lines)]
     return found

@@ -11,7 +11,7 @@ from typing import Any
 
 from flatout.agent.applier import before_start
 from flatout.agent.bootstrap import say
-from flatout.agent.file_sandbox import ESCAPED, FILES
+from flatout.agent.file_sandbox import ESCAPED, FILES_VARIABLE
 from flatout.agent.overlay import Overlay
 from flatout.job.folder import TrialFolder, read_json, write_json
 from flatout.job.temporary import remove, temporary
@@ -96,7 +96,11 @@ class Trial:
             self._temporary.mkdir(parents=True)
         except OSError as error:
             raise StorageError(f"cannot prepare a trial in {self.folder.path}: {error.strerror}") from None
-        files = {FILES: str(self._files), "TMPDIR": str(self._temporary), "WANDB_DIR": str(self._temporary)}
+        files = {
+            FILES_VARIABLE: str(self._files),
+            "TMPDIR": str(self._temporary),
+            "WANDB_DIR": str(self._temporary),
+        }
         extra = {**QUIET, **files, **_process_environment(self.plan, self.facts, self.options.table)}
         if self.options.seed is not None and "PYTHONHASHSEED" not in os.environ:
             extra["PYTHONHASHSEED"] = str(self.options.seed)
@@ -364,7 +368,7 @@ def _process_environment(plan: Plan, facts: Facts, table: str) -> dict[str, str]
 
     Raises TrialFailed for a lever that does not apply here: the trial would measure another plan.
     """
-    variables, outcomes = before_start(levers(table), plan, facts, ask=False)
+    variables, outcomes = before_start(levers(table), plan, facts, check_machine=False)
     for outcome in outcomes:
         choice = outcome.choice
         if not outcome.applied:

@@ -144,7 +144,7 @@ class ReferenceRun(Worker):
                 "losses": [loss.hex() for loss in self.losses],
                 "gradients": self.gradients,
                 "steps": context.steps,
-                "fed": context.loaders_that_train,
+                "fed": context.training_loader_numbers,
                 "loaders": context.loaders,
                 "context": context.describe(),
                 "divides_itself": self._divides_itself(),

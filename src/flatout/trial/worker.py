@@ -29,7 +29,7 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from flatout.agent.applier import EARLY, LATE
+from flatout.agent.applier import AFTER_FIRST_STEP, BEFORE_FIRST_STEP
 from flatout.agent.frames import is_torch
 from flatout.guard.perturb import perturb
 from flatout.job.parent_exit import die_with_parent
@@ -66,7 +66,7 @@ class Worker(WorkerRecord):
     # -- the program's events ---------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        self.applier.start(self.spec.plan, EARLY)
+        self.applier.start(self.spec.plan, BEFORE_FIRST_STEP)
         self.context.install()
         if self.spec.watch:
             self.watch = ProgramMonitor(self.torch, self.context, self.ledger)
@@ -193,7 +193,7 @@ class Worker(WorkerRecord):
         elif self.stopping:
             raise StopTrial
 
-    def broke(self, error: Exception) -> None:
+    def on_error(self, error: Exception) -> None:
         self._last_words("broken", "".join(traceback.format_exception(error))[-8000:])
         if self.channel is not None:
             self.channel.close()  # if the program swallows the stop, the parent ends it
@@ -204,7 +204,7 @@ class Worker(WorkerRecord):
         self.late_done = True
         if self.spec.perturbation:
             perturb(self.context, self.spec.perturbation, self.ledger)
-        self.applier.start(self.spec.plan, LATE)
+        self.applier.start(self.spec.plan, AFTER_FIRST_STEP)
         if any(o.applied and self.applier.table[o.choice.name].warms_up for o in self.applier.outcomes):
             self.fewest_ticks = TICKS_OF_A_COMPILER
         self._read_the_device_clock()

@@ -98,9 +98,9 @@ def _do(worker: WorkerRecord, do: str, command: dict[str, Any]) -> dict[str, Any
 
 def finish(worker: WorkerRecord, draws: bool = False) -> NoReturn:
     if draws:
-        worker.context.asleep = True  # this loader is not the program's
+        worker.context.paused = True  # this loader is not the program's
         worker.drawn = worker.draws.take()
-        worker.context.asleep = False
+        worker.context.paused = False
     worker.write_record("finished", "stopped after the requested steps")
     worker.answer({"written": True, "pid": os.getpid()})
     worker.stopping = True

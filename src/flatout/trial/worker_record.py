@@ -45,7 +45,7 @@ class WorkerRecord(Listener):
         self.ledger = Ledger()
         self.context = TrainingContext(torch, self, self.ledger)
         self.applier = Applier(levers(spec.table), spec.facts, self.context)
-        self.looking = overlay_of_process().looking  # inside, files are the real ones
+        self.looking = overlay_of_process().bypass  # inside, files are the real ones
         if self.folder.handed_on.is_dir():
             from flatout.data.shared_samples import SharedSamples
 

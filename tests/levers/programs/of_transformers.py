@@ -42,7 +42,7 @@ for name, config in MODELS.items():
         )
         model = getattr(transformers, name)(config)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        context.introduce([model], [optimizer], [])
+        context.register_objects([model], [optimizer], [])
         if ours:
             LEVER.apply(context, True, context.ledger)
         for step in range(STEPS):

@@ -10,30 +10,30 @@ it. The process that started the program removes the file once it knows (launch/
 import os
 import sys
 
-OLDEST = (3, 10)
-HOME = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
+OLDEST_PYTHON = (3, 10)
+SOURCE_DIR = os.path.dirname(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
 
-class _Flatout(object):
+class _FlatoutFinder(object):
     """Finds the package flatout, and nothing else of the environment in which it is installed."""
 
     def find_spec(self, name, path=None, target=None):
         if name != "flatout":
             return None
-        return _path_finder().find_spec(name, [HOME])
+        return _path_finder().find_spec(name, [SOURCE_DIR])
 
 
 def _path_finder():
     # The finder that Python already has: importlib.machinery and importlib.util take milliseconds.
-    return next((each for each in sys.meta_path if getattr(each, "__name__", "") == "PathFinder"), None)
+    return next((finder for finder in sys.meta_path if getattr(finder, "__name__", "") == "PathFinder"), None)
 
 
 def _enter():
-    """Attach what the variables ask for. Return "ok", or why flatout is not in this process; None without a wish."""
+    """Attach what the variables ask for. Return "ok", or why flatout is not in this process; None if nothing is asked for."""
     job, explain = os.environ.get("FLATOUT_JOB"), os.environ.get("FLATOUT_EXPLAIN")
     if job and not os.path.exists(job):  # its run is over
         job = None
-    several = "FLATOUT_DATA_PARALLEL" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
+    is_rank = "FLATOUT_DATA_PARALLEL" in os.environ and "TORCHELASTIC_RUN_ID" in os.environ
     heartbeats = os.environ.get("FLATOUT_HEARTBEAT")
     if heartbeats and not os.path.isdir(heartbeats):  # the monitor has ended
         heartbeats = None
@@ -41,17 +41,19 @@ def _enter():
     files = os.environ.get("FLATOUT_FILES")
     if files and not os.path.isdir(os.path.dirname(files)):  # the trial is over
         files = None
-    if not (job or explain or several or heartbeats or device or files):
+    if not (job or explain or is_rank or heartbeats or device or files):
         return None
-    if sys.version_info < OLDEST:
+    if sys.version_info < OLDEST_PYTHON:
         return "old " + ".".join(str(number) for number in sys.version_info[:3])
-    finder = _Flatout()
+    finder = _FlatoutFinder()
     sys.meta_path.insert(0, finder)
     _reserve_closed_streams()
-    if several:
-        _must("become a rank", "rank_environment", os.environ)  # otherwise each rank would train by itself
+    if is_rank:
+        _enter_or_exit(
+            "become a rank", "rank_environment", os.environ
+        )  # otherwise each rank would train by itself
     if files:
-        _must("keep its files apart", "file_sandbox", files)
+        _enter_or_exit("keep its files apart", "file_sandbox", files)
     why = "ok"
     try:
         if heartbeats:
@@ -61,7 +63,7 @@ def _enter():
         if device:
             from flatout.agent import device as devices
 
-            devices.install(device)
+            devices.install()
         if job:
             from flatout.agent import bootstrap
 
@@ -76,8 +78,8 @@ def _enter():
             crash_report.install(explain, finder)
     except Exception as error:  # a script that does not fail never needs it
         why = "%s: %s" % (type(error).__name__, error)
-    acts = job or heartbeats or device or files
-    if not acts:  # what is there for a crash alone leaves sys.meta_path unchanged
+    keeps_finder = job or heartbeats or device or files
+    if not keeps_finder:  # what is there for a crash alone leaves sys.meta_path unchanged
         sys.meta_path.remove(finder)
     return why
 
@@ -91,7 +93,7 @@ def _reserve_closed_streams():
             os.open(os.devnull, getattr(os, "O_PATH", os.O_RDONLY))  # not inheritable
 
 
-def _must(what, module, argument):
+def _enter_or_exit(what, module, argument):
     try:
         name = "flatout.agent." + module
         __import__(name)
@@ -111,11 +113,11 @@ def _report(why):
     os.close(handle)
 
 
-def _hand_over():
-    here = os.path.dirname(os.path.abspath(__file__))
-    elsewhere = [path for path in sys.path if os.path.abspath(path or ".") != here]
+def _run_hidden():
+    own_folder = os.path.dirname(os.path.abspath(__file__))
+    other_paths = [path for path in sys.path if os.path.abspath(path or ".") != own_folder]
     finder = _path_finder()
-    spec = finder.find_spec("sitecustomize", elsewhere) if finder is not None else None
+    spec = finder.find_spec("sitecustomize", other_paths) if finder is not None else None
     if spec is not None and spec.loader is not None:
         from importlib.util import module_from_spec
 
@@ -128,4 +130,4 @@ if __name__ == "sitecustomize":  # launch/environment.py takes only the finder
     _entered = _enter()
     if _entered is not None:
         _report(_entered)
-    _hand_over()
+    _run_hidden()

@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from types import FrameType, GeneratorType
 from typing import Any
 
-from flatout.agent.frames import HOME
+from flatout.agent.frames import FLATOUT_DIR
 from flatout.agent.names import variables_of
 
-GENERATIONS = (
+GC_GENERATIONS = (
     0,
     1,
     2,
@@ -27,40 +27,39 @@ class BatchHolders:
     """The generators on the stack when a batch is taken, innermost first."""
 
     def __init__(self) -> None:
-        self._found: list[weakref.ref[Any]] = []
+        self._refs: list[weakref.ref[Any]] = []
 
-    def taken(self, frame: FrameType | None) -> None:
+    def update(self, frame: FrameType | None) -> None:
         """Look for the generators when another one takes batches. ``frame``: the caller of the iterator."""
-        while frame is not None and frame.f_code.co_filename.startswith(HOME):
+        while frame is not None and frame.f_code.co_filename.startswith(FLATOUT_DIR):
             frame = frame.f_back
         if frame is None or not frame.f_code.co_flags & inspect.CO_GENERATOR:
-            self._found.clear()
+            self._refs.clear()
             return
-        innermost = self._found[0]() if self._found else None
+        innermost = self._refs[0]() if self._refs else None
         if innermost is None or innermost.gi_frame is not frame:
-            self._found = list(map(weakref.ref, _running(frame)))
+            self._refs = list(map(weakref.ref, _running(frame)))
 
     def variables(self) -> Iterable[tuple[str, dict[str, Any]]]:
         """Yield the variables of each suspended generator, by a name that is the same in each run."""
-        for at, ref in enumerate(self._found):
+        for i, ref in enumerate(self._refs):
             generator = ref()
             if generator is not None and generator.gi_suspended:
-                yield f"{generator.__qualname__} {at}", variables_of(generator.gi_frame, always=True)
+                yield f"{generator.__qualname__} {i}", variables_of(generator.gi_frame, always=True)
 
 
 def _running(frame: FrameType | None) -> list[Any]:
-    """Return the running generators from a frame outwards."""
     frames = []
     while frame is not None:
         if frame.f_code.co_flags & inspect.CO_GENERATOR:
             frames.append(frame)
         frame = frame.f_back
     codes = {frame.f_code for frame in frames}
-    found: dict[int, Any] = {}
-    for generation in GENERATIONS:
-        for each in gc.get_objects(generation):
-            if type(each) is GeneratorType and each.gi_running and each.gi_code in codes:
-                found[id(each.gi_frame)] = each
-        if all(id(frame) in found for frame in frames):
+    generators: dict[int, Any] = {}
+    for generation in GC_GENERATIONS:
+        for item in gc.get_objects(generation):
+            if type(item) is GeneratorType and item.gi_running and item.gi_code in codes:
+                generators[id(item.gi_frame)] = item
+        if all(id(frame) in generators for frame in frames):
             break
-    return [found[id(frame)] for frame in frames if id(frame) in found]
+    return [generators[id(frame)] for frame in frames if id(frame) in generators]

@@ -15,7 +15,7 @@ from flatout.checkpoint.metadata import CheckpointMeta
 from flatout.schema.errors import CannotResume, SaveError
 
 # Settings that a program makes, or devices that it begins to use, after torch was imported.
-LATER = (
+SET_BY_PROGRAM = (
     "threads",
     "threads between operators",
     "devices",
@@ -34,36 +34,38 @@ def newest(folder: Path) -> tuple[Checkpoint | None, str]:
     why_not = ""
     for path in CheckpointFolder(folder).paths():
         try:
-            save = verified(path)
+            checkpoint = verified(path)
         except SaveError:
             continue
-        exact = CheckpointMeta.from_json(save.manifest.metadata).exact
+        exact = CheckpointMeta.from_json(checkpoint.manifest.metadata).exact
         if (
             exact is not None
             and exact.program == tuple(sys.orig_argv[1:])
             and (folder / Path(exact.journal).name).is_file()
         ):
             if not exact.why_not:
-                return save, ""
+                return checkpoint, ""
             why_not = why_not or exact.why_not
     return None, why_not
 
 
-def check(torch: ModuleType, save: Checkpoint, meta: CheckpointMeta) -> None:
+def check(torch: ModuleType, checkpoint: Checkpoint, meta: CheckpointMeta) -> None:
     """Raise CannotResume if something that affects the bits has changed, before the program has begun."""
     sources = meta.exact.sources if meta.exact is not None else {}
     changed = [name for name, digest in sources.items() if digest_of(name) != digest]
     if changed:
         raise CannotResume(
-            f"{', '.join(os.path.relpath(name) for name in changed[:4])} has changed since {save.path.name} was saved"
+            f"{', '.join(os.path.relpath(name) for name in changed[:4])} has changed since {checkpoint.path.name} was saved"
         )
     before = meta.surroundings
-    now = {**environment(torch), **{name: before.get(name) for name in LATER}}
+    now = {**environment(torch), **{name: before.get(name) for name in SET_BY_PROGRAM}}
     if before.get("devices") and not torch.cuda.device_count():
         now["devices"] = []
     differs = differences(before, now)
     if differs:
-        raise CannotResume(f"the environment differs from that of {save.path.name}: {'; '.join(differs)}")
+        raise CannotResume(
+            f"the environment differs from that of {checkpoint.path.name}: {'; '.join(differs)}"
+        )
 
 
 def digest_of(file: str) -> str:

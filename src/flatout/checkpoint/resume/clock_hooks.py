@@ -9,9 +9,9 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from flatout.agent.frames import is_users
+from flatout.agent.frames import is_user_file
 from flatout.agent.ledger import Ledger
-from flatout.checkpoint.resume.users_objects import users_modules
+from flatout.checkpoint.resume.users_objects import user_modules
 from flatout.checkpoint.resume.value_log import ValueLog
 
 CLOCKS = (
@@ -40,35 +40,35 @@ class RecordedClock:
     It is no Python function, which would become a method as a class attribute.
     """
 
-    def __init__(self, really: Callable[..., Any], value_log: ValueLog) -> None:
-        self.really, self.value_log = really, value_log
-        self.__name__, self.__doc__ = really.__name__, really.__doc__
+    def __init__(self, original: Callable[..., Any], value_log: ValueLog) -> None:
+        self.original, self.value_log = original, value_log
+        self.__name__, self.__doc__ = original.__name__, original.__doc__
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         value_log, frame = self.value_log, sys._getframe(1)
-        if not value_log.observes or not is_users(frame.f_code.co_filename):
-            return self.really(*args, **kwargs)
-        if value_log.going:
-            return self.restored(value_log.take(frame.f_lasti), *args, **kwargs)
-        value = self.really(*args, **kwargs)
-        value_log.put(self.spelled(value), frame.f_lasti)
+        if not value_log.observes or not is_user_file(frame.f_code.co_filename):
+            return self.original(*args, **kwargs)
+        if value_log.replaying:
+            return self.decode(value_log.take(frame.f_lasti), *args, **kwargs)
+        value = self.original(*args, **kwargs)
+        value_log.put(self.encode(value), frame.f_lasti)
         return value
 
-    def spelled(self, value: Any) -> Any:
+    def encode(self, value: Any) -> Any:
         return list(value) if isinstance(value, tuple) else value
 
-    def restored(self, value: Any, *args: object, **kwargs: object) -> Any:
+    def decode(self, value: Any, *args: object, **kwargs: object) -> Any:
         return time.struct_time(value) if type(value) is list and len(value) == 9 else value
 
 
 class RecordedDate(RecordedClock):
     """A method of `datetime` or `date` that reads a clock."""
 
-    def spelled(self, value: Any) -> Any:
+    def encode(self, value: Any) -> Any:
         return value.isoformat()
 
-    def restored(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        date = self.really.__self__.fromisoformat(value)  # type: ignore[attr-defined]
+    def decode(self, value: Any, *args: Any, **kwargs: Any) -> Any:
+        date = self.original.__self__.fromisoformat(value)  # type: ignore[attr-defined]
         zone = kwargs.get("tz", args[0] if args else None)
         return date.astimezone(zone) if zone is not None else date
 
@@ -91,45 +91,43 @@ class ClockHooks:
     def install(self) -> None:
         for name in CLOCKS:
             self.ledger.set(time, name, self._recorded[getattr(time, name)])
-        for module in users_modules():  # names the script imported before torch
+        for module in user_modules():  # names the script imported before torch
             for name, value in list(vars(module).items()):
                 if (
                     isinstance(value, (types.BuiltinFunctionType, type, types.ModuleType))
                     and value in self._recorded
                 ):
                     self.ledger.set(module, name, self._recorded[value])
-        self.ledger.set(builtins, "__import__", self._imports(builtins.__import__))
+        self.ledger.set(builtins, "__import__", self._wrap_import(builtins.__import__))
 
-    def _imports(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        """Give the user's files a `datetime` with recorded clock readings, all other code the real one."""
-
-        @wraps(really)
+    def _wrap_import(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
         # called often: torch imports in each step
         def imports(
             name: str, globals: Any = None, locals: object = None, fromlist: object = (), level: int = 0
         ) -> Any:
-            found = really(name, globals, locals, fromlist, level)
-            if name != "datetime" or globals is None or not is_users(globals.get("__file__") or ""):
-                return found
+            module = original(name, globals, locals, fromlist, level)
+            if name != "datetime" or globals is None or not is_user_file(globals.get("__file__") or ""):
+                return module
             return self._calendar
 
         return imports
 
 
-def recording_class(really: Any, readings: tuple[str, ...], value_log: ValueLog) -> Any:
+def recording_class(original: Any, methods: tuple[str, ...], value_log: ValueLog) -> Any:
     """Return a class of `datetime` that records its clock readings and passes type checks."""
 
-    class Same(type):
+    class RecordingMeta(type):
         def __instancecheck__(cls, thing: object) -> bool:
-            return isinstance(thing, really)
+            return isinstance(thing, original)
 
         def __subclasscheck__(cls, kind: type) -> bool:
-            return issubclass(kind, really)
+            return issubclass(kind, original)
 
-    def made(cls: type, *args: object, **kwargs: object) -> Any:
-        return really(*args, **kwargs) if cls is recording else really.__new__(cls, *args, **kwargs)
+    def new(cls: type, *args: object, **kwargs: object) -> Any:
+        return original(*args, **kwargs) if cls is recording else original.__new__(cls, *args, **kwargs)
 
-    names = {"__new__": made, "__module__": "datetime", "__qualname__": really.__name__}
-    readers = {name: RecordedDate(getattr(really, name), value_log) for name in readings}
-    recording = Same(really.__name__, (really,), {**names, **readers})
+    names = {"__new__": new, "__module__": "datetime", "__qualname__": original.__name__}
+    readers = {name: RecordedDate(getattr(original, name), value_log) for name in methods}
+    recording = RecordingMeta(original.__name__, (original,), {**names, **readers})
     return recording

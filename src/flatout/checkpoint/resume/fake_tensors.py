@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch import device as Device
 
-NOWHERE: frozenset[Any] = frozenset()
+NO_SOURCES: frozenset[Any] = frozenset()
 
 
 class ReplayTensor(torch.Tensor):
@@ -31,22 +31,22 @@ class ReplayTensor(torch.Tensor):
     sources: frozenset[Any]
 
     @staticmethod
-    def __new__(cls: object, meta: tuple[Any, ...], sources: frozenset[Any] = NOWHERE) -> Any:
-        made = torch.Tensor._make_wrapper_subclass(
+    def __new__(cls: object, meta: tuple[Any, ...], sources: frozenset[Any] = NO_SOURCES) -> Any:
+        tensor = torch.Tensor._make_wrapper_subclass(
             cls, meta[0], strides=meta[1], dtype=meta[2], device=meta[3]
         )
-        made.meta, made.sources = meta, sources
-        return made
+        tensor.meta, tensor.sources = meta, sources
+        return tensor
 
     @classmethod
     def __torch_dispatch__(
         cls, func: Callable[..., Any], types: object, args: object = (), kwargs: object = None
     ) -> Any:
         """Handle an operation that bypassed the mode: from C++, or after the resume point."""
-        return ReplayTensor.reached(func, args, kwargs or {})
+        return ReplayTensor.on_bypass(func, args, kwargs or {})
 
     @staticmethod
-    def reached(func: Callable[..., Any], args: object, kwargs: object) -> Any:
+    def on_bypass(func: Callable[..., Any], args: object, kwargs: object) -> Any:
         """Answer, or do not return; the replay sets this method."""
         raise RuntimeError(f"{func} of a tensor that has no values")
 
@@ -56,7 +56,7 @@ def meta_of(tensor: Tensor) -> tuple[Any, ...]:
     size = tuple(tensor.size())
     return (
         size,
-        tensor.stride() if tensor.layout is torch.strided else without_gaps(size),
+        tensor.stride() if tensor.layout is torch.strided else contiguous_strides(size),
         tensor.dtype,
         tensor.device,
     )
@@ -64,15 +64,15 @@ def meta_of(tensor: Tensor) -> tuple[Any, ...]:
 
 def dense(shape: list[int], dtype: str, device: str) -> Any:
     """Build a dense fake tensor from the spelling in the value log."""
-    return whole(tuple(shape), getattr(torch, dtype), torch.device(device))
+    return contiguous(tuple(shape), getattr(torch, dtype), torch.device(device))
 
 
-def whole(size: tuple[int, ...], dtype: object, device: Device) -> Any:
+def contiguous(size: tuple[int, ...], dtype: object, device: Device) -> Any:
     """Return a contiguous fake tensor."""
-    return ReplayTensor((size, without_gaps(size), dtype, device))
+    return ReplayTensor((size, contiguous_strides(size), dtype, device))
 
 
-def without_gaps(shape: Sequence[int]) -> tuple[int, ...]:
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the contiguous strides of a shape."""
     strides, size = [], 1
     for extent in reversed(shape):
@@ -85,7 +85,7 @@ def takes_gradient(meta: tuple[Any, ...]) -> bool:
     return bool(meta[2].is_floating_point or meta[2].is_complex)
 
 
-def trains(value: Any, depth: int = 3) -> bool:
+def is_trained(value: Any, depth: int = 3) -> bool:
     """Whether the value belongs to training: a fake tensor, a weight, or a container with one."""
     kind = type(value)
     if kind is ReplayTensor or kind is torch.nn.Parameter:
@@ -95,22 +95,22 @@ def trains(value: Any, depth: int = 3) -> bool:
     if isinstance(value, torch.Tensor):
         return value.requires_grad and not torch.nn.parameter.is_lazy(value)
     if isinstance(value, (list, tuple)):
-        return depth > 0 and any(trains(each, depth - 1) for each in value)
-    return kind is dict and depth > 0 and any(trains(each, depth - 1) for each in value.values())
+        return depth > 0 and any(is_trained(item, depth - 1) for item in value)
+    return kind is dict and depth > 0 and any(is_trained(item, depth - 1) for item in value.values())
 
 
-def is_without(value: object, depth: int = 3) -> bool:
+def has_fake(value: object, depth: int = 3) -> bool:
     """Whether the value is or contains a fake tensor."""
     if type(value) is ReplayTensor:
         return True
     if isinstance(value, (list, tuple)):
-        return depth > 0 and any(is_without(each, depth - 1) for each in value)
-    return type(value) is dict and depth > 0 and any(is_without(each, depth - 1) for each in value.values())
+        return depth > 0 and any(has_fake(item, depth - 1) for item in value)
+    return type(value) is dict and depth > 0 and any(has_fake(item, depth - 1) for item in value.values())
 
 
 def tensors_in(value: object) -> Iterator[Any]:
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors_in(each)
+        for item in value:
+            yield from tensors_in(item)

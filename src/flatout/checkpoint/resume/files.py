@@ -32,9 +32,10 @@ from flatout.agent.ledger import Ledger
 from flatout.agent.overlay import Overlay
 from flatout.checkpoint.resume.value_log import ValueLog
 
-MOST_READ = 4096  # files
+Function = Callable[..., Any]
+MAX_READ_FILES = 4096  # files
 END_BYTES = 1 << 12
-IN_PLACE, PROGRAMS = "it modifies part of a file in place", "it starts other programs during training"
+WHY_IN_PLACE, WHY_PROGRAMS = "it modifies part of a file in place", "it starts other programs during training"
 
 
 class Files:
@@ -53,17 +54,17 @@ class Files:
     ) -> None:
         self.folder, self.value_log, self.refuse = folder, value_log, refuse
         self.resumes_itself = resumes_itself
-        self.list = Path(f"{folder}.made")
+        self.created_list = Path(f"{folder}.made")
         self.overlay = Overlay(str(folder))
-        self.made: list[str] = []
+        self.created: list[str] = []
         self.written: dict[str, str] = {}  # path -> mode of the last open
         self.reads: dict[str, list[int]] = {}  # path -> size and time when it was first read
         # rewritten or removed after the checkpoint: not to be read before it is written again
         self.future: set[str] = set()
-        self.looked_for: set[str] = set()  # by the script, before training
+        self.probed: set[str] = set()  # by the script, before training
         self.saved: set[str] = set()  # files with tensors
-        self._looking = Ledger()
-        self._awaited: AfterImport | None = None
+        self._probe_hooks = Ledger()
+        self._import_hook: AfterImport | None = None
         # handle -> path of the written file
         self._open: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._why_not: dict[str, None] = {}
@@ -71,204 +72,205 @@ class Files:
 
     def install(self) -> None:
         ledger = self._ledger
-        ledger.set(builtins, "open", self._opened(builtins.open))
+        ledger.set(builtins, "open", self._wrap_open(builtins.open))
         ledger.set(io, "open", builtins.open)
-        ledger.set(os, "mkdir", self._folder_made(os.mkdir))
+        ledger.set(os, "mkdir", self._wrap_mkdir(os.mkdir))
         for name in ("rename", "replace"):
-            ledger.set(os, name, self._renamed(getattr(os, name)))
+            ledger.set(os, name, self._wrap_rename(getattr(os, name)))
         for owner in (torch, torch.jit):
-            ledger.set(owner, "save", self._saved(owner.save))
-        ledger.set(torch, "load", self._loaded(torch.load))
+            ledger.set(owner, "save", self._wrap_save(owner.save))
+        ledger.set(torch, "load", self._wrap_load(torch.load))
         if (writer := sys.modules.get("safetensors.torch")) is not None:
             self._observe_safetensors(writer)
-        elif self._awaited is None:
-            self._awaited = AfterImport({"safetensors.torch": self._observe_safetensors})
-            sys.meta_path.insert(0, self._awaited)
+        elif self._import_hook is None:
+            self._import_hook = AfterImport({"safetensors.torch": self._observe_safetensors})
+            sys.meta_path.insert(0, self._import_hook)
         popen, numpy = sys.modules["subprocess"].Popen, sys.modules.get("numpy")  # torch imports subprocess
-        started = partial(self._without, PROGRAMS, lambda *_, **__: self.value_log.steps > 0)
-        ledger.set(popen, "__init__", started(popen.__init__))
-        ledger.set(os, "system", started(os.system))
+        starts_program = partial(
+            self._wrap_unsupported, WHY_PROGRAMS, lambda *_, **__: self.value_log.steps > 0
+        )
+        ledger.set(popen, "__init__", starts_program(popen.__init__))
+        ledger.set(os, "system", starts_program(os.system))
         ledger.set(
             sqlite3,
             "connect",
-            self._without("it uses an SQLite database", lambda *_, **__: True, sqlite3.connect),
+            self._wrap_unsupported("it uses an SQLite database", lambda *_, **__: True, sqlite3.connect),
         )
         if numpy is not None:
-            ledger.set(numpy.memmap, "__new__", self._without(IN_PLACE, _maps_to_write, numpy.memmap.__new__))
+            ledger.set(
+                numpy.memmap,
+                "__new__",
+                self._wrap_unsupported(WHY_IN_PLACE, _maps_to_write, numpy.memmap.__new__),
+            )
 
     def _observe_safetensors(self, writer: object) -> None:
         for name in ("save_file", "save_model"):
-            self._ledger.set(writer, name, self._saved(getattr(writer, name)))
+            self._ledger.set(writer, name, self._wrap_save(getattr(writer, name)))
 
-    def look(self) -> None:
+    def observe_probes(self) -> None:
         """Observe which files the script looks for until training starts."""
-        self._looking.set(os, "stat", self._looked_for(os.stat))
+        self._probe_hooks.set(os, "stat", self._wrap_stat(os.stat))
 
-    def training_begins(self) -> None:
-        self._looking.restore()
+    def stop_observing_probes(self) -> None:
+        self._probe_hooks.restore()
 
-    # -- recording and replaying ----------------------------------------------------------------------------
+    # -- recording and replaying
 
-    def _looked_for(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(really)
+    def _wrap_stat(self, original: Function) -> Function:
+        @wraps(original)
         def stat(path: object, *args: object, **kwargs: object) -> Any:
             key = None if kwargs or isinstance(path, int) else self._observes(path)
-            if key is not None and len(self.looked_for) < MOST_READ:
-                self.looked_for.add(key)
-            return really(path, *args, **kwargs)
+            if key is not None and len(self.probed) < MAX_READ_FILES:
+                self.probed.add(key)
+            return original(path, *args, **kwargs)
 
         return stat
 
-    def _saves(self, key: str) -> None:
+    def _note_saved(self, key: str) -> None:
         self.saved.add(key)
-        if key in self.looked_for:
+        if key in self.probed:
             self.resumes_itself(key)
 
     def _observes(self, path: object) -> str | None:
-        """Return the canonical name of a file of the script; None for a file that is not tracked."""
         if (
             not self.value_log.observes
-            or self.overlay.busy
-            or self.overlay.is_outside(path)
+            or self.overlay.bypassed
+            or self.overlay.excludes_path(path)
             or is_library(path)
         ):
             return None
         return self.overlay.key(path)
 
-    def _without(
-        self, why: str, where: Callable[..., bool], really: Callable[..., Any]
-    ) -> Callable[..., Any]:
-        """Wrap a function whose effects cannot be repeated. ``where``: for which arguments."""
-
-        @wraps(really)
+    def _wrap_unsupported(self, why: str, applies: Callable[..., bool], original: Function) -> Function:
+        @wraps(original)
         def unsupported(*args: object, **kwargs: object) -> Any:
-            if self.value_log.observes and where(*args, **kwargs):
+            if self.value_log.observes and applies(*args, **kwargs):
                 self._why_not[why] = None
-            return really(*args, **kwargs)
+            return original(*args, **kwargs)
 
         return unsupported
 
-    def unsound(self) -> list[str]:
+    def why_inexact(self) -> list[str]:
         """Return why the script's effects outside the process prevent an exact resume."""
         return list(self._why_not)
 
-    def _opened(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(really)
+    def _wrap_open(self, original: Function) -> Function:
+        @wraps(original)
         def hooked_open(file: object, mode: object = "r", *args: object, **kwargs: object) -> Any:
             key = self._observes(file)
             if key is None:
-                return really(file, mode, *args, **kwargs)
+                return original(file, mode, *args, **kwargs)
             if set(str(mode)) & set("wax+"):
-                self._writes(key, str(mode))
+                self._on_write(key, str(mode))
                 if "r" in str(mode):
-                    self._why_not[IN_PLACE] = None
-                handle = really(file, mode, *args, **kwargs)
+                    self._why_not[WHY_IN_PLACE] = None
+                handle = original(file, mode, *args, **kwargs)
                 self._open[handle] = key
                 return handle
-            self._read(key)
-            return really(file, mode, *args, **kwargs)
+            self._on_read(key)
+            return original(file, mode, *args, **kwargs)
 
         return hooked_open
 
-    def _folder_made(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(really)
+    def _wrap_mkdir(self, original: Function) -> Function:
+        @wraps(original)
         def mkdir(path: object, *args: object, **kwargs: object) -> None:
             key = self._observes(path) if kwargs.get("dir_fd") is None else None
-            really(path, *args, **kwargs)
+            original(path, *args, **kwargs)
             if key is not None:
-                self._makes(key)
+                self._on_create(key)
 
         return mkdir
 
-    def _renamed(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(really)
+    def _wrap_rename(self, original: Function) -> Function:
+        @wraps(original)
         def rename(src: object, dst: object, **kwargs: object) -> None:
             key = self._observes(dst)
             if key is not None:
-                self._writes(key, "w")
+                self._on_write(key, "w")
                 if self.overlay.key(src) in self.saved:
-                    self._saves(key)
-            really(src, dst, **kwargs)
+                    self._note_saved(key)
+            original(src, dst, **kwargs)
 
         return rename
 
-    def _saved(self, really: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_save(self, original: Function) -> Function:
         """Wrap a function that saves tensors. During a replay it leaves an empty file in the sandbox.
 
         The real content is on the disk already. The empty file can be moved and removed like any other.
         """
 
-        @wraps(really)
+        @wraps(original)
         def save(*args: object, **kwargs: object) -> Any:
             file = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
             key = self._observes(file) if isinstance(file, (str, os.PathLike)) else None
             if key is not None:
-                self._writes(key, "w")
-                self._saves(key)
-            if not (self.value_log.going and self.value_log.observes):
-                return really(*args, **kwargs)
+                self._on_write(key, "w")
+                self._note_saved(key)
+            if not (self.value_log.replaying and self.value_log.observes):
+                return original(*args, **kwargs)
             if key is not None:
-                target = self.overlay.writing(key, os.O_CREAT | os.O_TRUNC)
-                with self.overlay.looking(), open(target, "wb"):
+                target = self.overlay.path_to_write(key, os.O_CREAT | os.O_TRUNC)
+                with self.overlay.bypass(), open(target, "wb"):
                     pass
             return None
 
         return save
 
-    def _loaded(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(really)
+    def _wrap_load(self, original: Function) -> Function:
+        @wraps(original)
         def load(f: object, *args: object, **kwargs: object) -> Any:
             key = self._observes(f) if isinstance(f, (str, os.PathLike)) else None
             if key is not None:
-                self._read(key)
+                self._on_read(key)
                 if not self.value_log.steps and key not in self.written:
-                    self.looked_for.add(key)
-                if self.value_log.going and self.overlay.holds(key) and not os.path.getsize(key):
+                    self.probed.add(key)
+                if self.value_log.replaying and self.overlay.in_upper(key) and not os.path.getsize(key):
                     self.refuse(
                         f"the script loads {os.path.relpath(key)}, which it saved before the checkpoint"
                     )
             with self.value_log.unrecorded:
-                return really(f, *args, **kwargs)
+                return original(f, *args, **kwargs)
 
         return load
 
-    def _writes(self, key: str, mode: str) -> None:
+    def _on_write(self, key: str, mode: str) -> None:
         if key in self.future and "a" in mode:
             self.refuse(
                 f"the script appends to {os.path.relpath(key)}, which it rewrote after the checkpoint"
             )
         self.written[key] = mode
         self.future.discard(key)
-        with self.overlay.looking():
+        with self.overlay.bypass():
             exists = os.path.lexists(key)
-        if not exists and not self.value_log.going:
-            self._makes(key)
+        if not exists and not self.value_log.replaying:
+            self._on_create(key)
 
-    def _makes(self, key: str) -> None:
-        if key not in self.made:
-            self.made.append(key)
-            if not self.value_log.going:
-                with self.overlay.looking(), open(self.list, "a", encoding="utf-8") as file:
+    def _on_create(self, key: str) -> None:
+        if key not in self.created:
+            self.created.append(key)
+            if not self.value_log.replaying:
+                with self.overlay.bypass(), open(self.created_list, "a", encoding="utf-8") as file:
                     file.write(json.dumps(key) + "\n")
 
-    def _read(self, key: str) -> None:
-        if self.value_log.going and self.overlay.hides(key):
+    def _on_read(self, key: str) -> None:
+        if self.value_log.replaying and self.overlay.hides(key):
             return  # does not exist yet
-        with self.overlay.looking():
+        with self.overlay.bypass():
             present = size_and_time(key)
-        if self.value_log.going:
-            if not self.overlay.holds(key) and self.reads.get(key, present) != present:
+        if self.value_log.replaying:
+            if not self.overlay.in_upper(key) and self.reads.get(key, present) != present:
                 self.refuse(f"{os.path.relpath(key)} has changed since the script read it")
         elif key in self.future:
             self.refuse(f"the script reads {os.path.relpath(key)}, which it wrote after the checkpoint")
         elif (
             key not in self.written
-            and (key in self.reads or len(self.reads) < MOST_READ)
+            and (key in self.reads or len(self.reads) < MAX_READ_FILES)
             and self.reads.setdefault(key, present) != present
         ):
             self._why_not[f"{os.path.relpath(key)} changed while the script ran"] = None
 
-    # -- checkpoints ----------------------------------------------------------------------------------------
+    # -- checkpoints
 
     def state(self) -> dict[str, Any]:
         """Return the file state between two steps.
@@ -279,63 +281,63 @@ class Files:
             if not handle.closed:
                 handle.flush()
         open_now = {key for handle, key in list(self._open.items()) if not handle.closed}
-        with self.overlay.looking():
+        with self.overlay.bypass():
             written = {
                 key: [mode, key in open_now, end_of(key), *size_and_time(key)]
                 for key, mode in self.written.items()
             }
         return {
-            "made": list(self.made),
-            "looked_for": sorted(self.looked_for),
+            "created": list(self.created),
+            "probed": sorted(self.probed),
             "reads": dict(self.reads),
             "written": written,
         }
 
-    def ended(self) -> None:
+    def delete(self) -> None:
         """Delete everything: the script has finished and nothing resumes from here."""
         self._ledger.restore()
-        self.list.unlink(missing_ok=True)
+        self.created_list.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    # -- replaying ------------------------------------------------------------------------------------------
+    # -- replaying
 
-    def play(self, state: dict[str, Any]) -> None:
+    def replay(self, state: dict[str, Any]) -> None:
         """Hide everything that the script has created, until it creates it again."""
         self.reads = state["reads"]
         shutil.rmtree(self.folder, ignore_errors=True)
-        for key in self._all_made():
+        for key in self._listed_files():
             self.overlay.hide(key)
         FileSandbox(self.overlay, self._ledger).install()
 
-    def _all_made(self) -> list[str]:
+    def _listed_files(self) -> list[str]:
         try:
-            return [json.loads(line) for line in self.list.read_text(encoding="utf-8").splitlines()]
+            return [json.loads(line) for line in self.created_list.read_text(encoding="utf-8").splitlines()]
         except (OSError, ValueError):
             return []
 
-    def come_out(self) -> None:
+    def leave_sandbox(self) -> None:
         """Resolve paths to the real files again."""
         self._ledger.restore()
 
-    def go_on(self, state: dict[str, Any]) -> None:
+    def resume(self, state: dict[str, Any]) -> None:
         """Replace the files of the replay by the real ones."""
         handles = [handle for handle in self._open if not handle.closed]
-        made, written, aside = state["made"], state["written"], Path(f"{self.folder}.after")
-        for key in reversed([key for key in self._all_made() if key not in set(made)]):
-            _put_aside(key, aside)
-        self.list.write_text("".join(json.dumps(key) + "\n" for key in made), encoding="utf-8")
+        created, written, aside = state["created"], state["written"], Path(f"{self.folder}.after")
+        for key in reversed([key for key in self._listed_files() if key not in set(created)]):
+            _move_aside(key, aside)
+        self.created_list.write_text("".join(json.dumps(key) + "\n" for key in created), encoding="utf-8")
         self.future |= {key for key, before in written.items() if not _restore_content(key, aside, *before)}
         for handle in handles:
-            self._becomes_real(handle, written)
-        self.looked_for = set(state["looked_for"])
-        self.made, self.written = list(made), {key: before[0] for key, before in written.items()}
+            self._reopen(handle, written)
+        self.probed = set(state["probed"])
+        self.created, self.written = list(created), {key: before[0] for key, before in written.items()}
         self.overlay = Overlay(str(self.folder))
         shutil.rmtree(self.folder, ignore_errors=True)
         self.install()
 
-    def _becomes_real(self, handle: Any, written: dict[str, Any]) -> None:
+    def _reopen(self, handle: Any, written: dict[str, Any]) -> None:
         key = self.overlay.path_of(handle.fileno())
-        if not self.overlay.holds(key):
+        if not self.overlay.in_upper(key):
             return
         if key not in written:
             self.refuse(
@@ -364,9 +366,8 @@ def is_library(path: object) -> bool:
 
 
 def _maps_to_write(
-    kind: object, filename: object, dtype: object = "", mode: object = "r+", *shape: object, **more: object
+    kind: object, filename: object, dtype: object = "", mode: object = "r+", *shape: object, **options: object
 ) -> bool:
-    """Whether these arguments of numpy.memmap allow changes of the file."""
     return mode not in ("r", "c", "readonly", "copyonwrite")
 
 
@@ -402,7 +403,7 @@ def _restore_content(
     if present == [size, time_ns]:
         return True
     if size < 0:
-        _put_aside(path, aside)
+        _move_aside(path, aside)
         return True
     if present[0] < 0:
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -414,8 +415,7 @@ def _restore_content(
     return True
 
 
-def _put_aside(path: str, folder: Path) -> None:
-    """Move away what was made after the checkpoint; remove a folder only if it is empty."""
+def _move_aside(path: str, folder: Path) -> None:
     try:
         if os.path.isdir(path) and not os.path.islink(path):
             os.rmdir(path)

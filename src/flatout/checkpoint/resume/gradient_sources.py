@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flatout.checkpoint.resume.fake_tensors import NOWHERE, ReplayTensor, meta_of
+from flatout.checkpoint.resume.fake_tensors import NO_SOURCES, ReplayTensor, meta_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_UNIONS = 4096
+MAX_UNIONS = 4096
 
 
 class GradientSources:
@@ -28,41 +28,41 @@ class GradientSources:
         if kind is ReplayTensor:
             return value.sources
         if isinstance(value, torch.Tensor):
-            return frozenset((ById(value),)) if value.requires_grad else NOWHERE
-        found = NOWHERE
+            return frozenset((ById(value),)) if value.requires_grad else NO_SOURCES
+        sources = NO_SOURCES
         if kind in (list, tuple):
-            for each in value:
-                found = self.union(found, self.of(each))
-        return found
+            for item in value:
+                sources = self.union(sources, self.of(item))
+        return sources
 
-    def comes_from(self, found: object, given: Iterable[Any]) -> Any:
+    def add_sources(self, result: object, inputs: Iterable[Any]) -> Any:
         """Add the gradient sources of the inputs to the fake tensors in the result."""
-        sources = self.of(list(given)) if torch.is_grad_enabled() else NOWHERE
-        for each in (
-            (found,) if isinstance(found, torch.Tensor) else found if isinstance(found, tuple) else ()
+        sources = self.of(list(inputs)) if torch.is_grad_enabled() else NO_SOURCES
+        for output in (
+            (result,) if isinstance(result, torch.Tensor) else result if isinstance(result, tuple) else ()
         ):
-            if type(each) is ReplayTensor and each.meta[2].is_floating_point:
-                each.sources = self.union(each.sources, sources)
-        return found
+            if type(output) is ReplayTensor and output.meta[2].is_floating_point:
+                output.sources = self.union(output.sources, sources)
+        return result
 
     def union(self, a: frozenset[Any], b: frozenset[Any]) -> frozenset[Any]:
         if not b or a is b:
             return a
         if not a:
             return b
-        found = self._unions.get((a, b))
-        if found is None:
-            if len(self._unions) > MOST_UNIONS:
+        union = self._unions.get((a, b))
+        if union is None:
+            if len(self._unions) > MAX_UNIONS:
                 self._unions.clear()
-            found = self._unions[a, b] = a | b
-        return found
+            union = self._unions[a, b] = a | b
+        return union
 
-    def went_backward(self, tensors: Iterable[Any], inputs: Iterable[Any] | None) -> None:
+    def set_gradients(self, tensors: Iterable[Any], inputs: Iterable[Any] | None) -> None:
         """Set fake gradients where a backward pass from these tensors would set gradients."""
-        sources = NOWHERE
+        sources = NO_SOURCES
         for tensor in tensors:
             sources = self.union(sources, self.of(tensor))
-        wanted = None if inputs is None else {id(each) for each in inputs}
+        wanted = None if inputs is None else {id(tensor) for tensor in inputs}
         for source in sources:
             leaf = source.tensor
             if (
@@ -74,12 +74,12 @@ class GradientSources:
 
     def grads(self, outputs: Any, inputs: Any) -> tuple[Any, ...]:
         """Replaces `torch.autograd.grad`."""
-        sources = NOWHERE
+        sources = NO_SOURCES
         for output in (outputs,) if isinstance(outputs, torch.Tensor) else outputs:
             sources = self.union(sources, self.of(output))
         return tuple(
-            ReplayTensor(meta_of(each), sources)
-            for each in ((inputs,) if isinstance(inputs, torch.Tensor) else inputs)
+            ReplayTensor(meta_of(tensor), sources)
+            for tensor in ((inputs,) if isinstance(inputs, torch.Tensor) else inputs)
         )
 
 

@@ -10,48 +10,48 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from flatout.agent.frames import is_users
+from flatout.agent.frames import is_user_file
 from flatout.agent.ledger import Ledger
 
-HERE = ("127.", "::1", "localhost")
+LOCAL_ADDRESSES = ("127.", "::1", "localhost")
 
 
 class MutedIO:
-    """Mutes output until `ends`.
+    """Mutes output until `stop`.
 
     ``shows``: output is shown again. ``refuse`` is called when the script connects to another machine; it
     does not return.
     """
 
     def __init__(self, refuse: Callable[[str], NoReturn], shows: bool) -> None:
-        self.refuse, self.on = refuse, True
+        self.refuse, self.muted = refuse, True
         self._ledger = Ledger()
         for stream in (sys.stdout, sys.stderr):
             if stream is not None and not shows:
-                self._ledger.set(stream, "write", self._unless(stream.write), new=True)
+                self._ledger.set(stream, "write", self._wrap_stream(stream.write), new=True)
         if not shows:
-            self._ledger.set(os, "write", self._past_them(os.write))
+            self._ledger.set(os, "write", self._wrap_os_write(os.write))
         sockets = sys.modules.get("socket")
         if sockets is not None:
-            self._ledger.set(sockets.socket, "connect", self._within(sockets.socket.connect))
+            self._ledger.set(sockets.socket, "connect", self._wrap_connect(sockets.socket.connect))
 
-    def ends(self) -> None:
-        self.on = False  # for code that holds a patched function
+    def stop(self) -> None:
+        self.muted = False  # for code that holds a patched function
         self._ledger.restore()
 
-    def _unless(self, write: Callable[[str], int]) -> Callable[[str], int]:
-        return lambda text: len(text) if self.on else write(text)
+    def _wrap_stream(self, write: Callable[[str], int]) -> Callable[[str], int]:
+        return lambda text: len(text) if self.muted else write(text)
 
-    def _past_them(self, write: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
+    def _wrap_os_write(self, write: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
         def written(handle: int, data: Any) -> int:
-            silent = self.on and handle in (1, 2) and is_users(sys._getframe(1).f_code.co_filename)
+            silent = self.muted and handle in (1, 2) and is_user_file(sys._getframe(1).f_code.co_filename)
             return len(data) if silent else write(handle, data)
 
         return written
 
-    def _within(self, connect: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_connect(self, connect: Callable[..., Any]) -> Callable[..., Any]:
         def connect_here(socket: object, address: object) -> Any:
-            if self.on and isinstance(address, tuple) and not str(address[0]).startswith(HERE):
+            if self.muted and isinstance(address, tuple) and not str(address[0]).startswith(LOCAL_ADDRESSES):
                 self.refuse(
                     f"the script connects to {address[0]} over the network, and the answer may differ from the first run"
                 )

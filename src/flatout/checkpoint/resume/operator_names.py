@@ -111,7 +111,7 @@ IN_PLACE = frozenset(
 )
 # functions that may get a packed sequence
 PACKED = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu", "_pack_padded_sequence", "_pad_packed_sequence"))
-SHAPING = frozenset(
+RESHAPING_IN_PLACE = frozenset(
     (
         "squeeze_",
         "unsqueeze_",

@@ -26,198 +26,201 @@ from torch.utils.data._utils import fetch
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from flatout.agent.ledger import Ledger
-from flatout.checkpoint.loader_kinds import in_place
+from flatout.checkpoint.loader_kinds import overridden
 from flatout.checkpoint.resume.batch_holders import BatchHolders
 from flatout.checkpoint.resume.fake_tensors import ReplayTensor
 from flatout.checkpoint.resume.value_log import ValueLog
-from flatout.checkpoint.worker_state import BatchWithWorkerState, Find, WorkerStateCollate
+from flatout.checkpoint.worker_state import BatchWithWorkerState, FindGenerators, WorkerStateCollate
 
-BEGAN = 1  # an event; the output of a sampler is a different one
-FETCHED = -1  # instead of a shape: the batch holds more than tensors
-LOADED = "flatout_loaded"  # an attribute of tensors that a replay has loaded again
+Function = Callable[..., Any]
+ITERATOR_CREATED = 1  # an event; the output of a sampler is a different one
+NOT_TENSORS = -1  # instead of a shape: the batch holds more than tensors
+LOADED_ATTRIBUTE = "flatout_loaded"  # an attribute of tensors that a replay has loaded again
 
 
 class ReplayedLoaders:
     """Hooks the DataLoader iterators.
 
-    ``begins`` is called before a batch is taken. ``find`` returns the random generators that an object holds.
+    ``on_batch`` is called before a batch is taken. ``find`` returns the random generators that an object holds.
     """
 
-    def __init__(self, value_log: ValueLog, ledger: Ledger, begins: Callable[[], None], find: Find) -> None:
-        self.value_log, self.ledger, self.begins, self.find = value_log, ledger, begins, find
+    def __init__(
+        self, value_log: ValueLog, ledger: Ledger, on_batch: Callable[[], None], find: FindGenerators
+    ) -> None:
+        self.value_log, self.ledger, self.on_batch, self.find = value_log, ledger, on_batch, find
         self.iterators: list[weakref.ref[Any]] = []
-        self.fetched: set[int] = set()  # numbers of the iterators whose batches hold more than tensors
+        self.reloaded: set[int] = set()  # numbers of the iterators whose batches hold more than tensors
         self._shapes: list[Any] = []
         self._numbers: dict[Any, int] = {}
-        self._coming: ReplayedIterator | None = None  # the iterator whose real counterpart is being created
+        self._becoming_real: ReplayedIterator | None = (
+            None  # the iterator whose real counterpart is being created
+        )
 
     def install(self) -> None:
         base, many, ledger = _BaseDataLoaderIter, _MultiProcessingDataLoaderIter, self.ledger
-        ledger.set(base, "__init__", self._numbered(base.__init__))
-        ledger.set(base, "_next_index", self._asked(base._next_index))
-        ledger.set(base, "__next__", self._taken(base.__next__))
-        ledger.set(many, "__init__", self._carries(many.__init__))
-        ledger.set(many, "_process_data", self._unpacked(many._process_data))
-        ledger.set(DataLoader, "_get_iterator", self._chosen(DataLoader._get_iterator))
+        ledger.set(base, "__init__", self._wrap_init(base.__init__))
+        ledger.set(base, "_next_index", self._wrap_next_index(base._next_index))
+        ledger.set(base, "__next__", self._wrap_next(base.__next__))
+        ledger.set(many, "__init__", self._wrap_workers_init(many.__init__))
+        ledger.set(many, "_process_data", self._wrap_process_data(many._process_data))
+        ledger.set(DataLoader, "_get_iterator", self._wrap_get_iterator(DataLoader._get_iterator))
         for kind in (fetch._MapDatasetFetcher, fetch._IterableDatasetFetcher):
-            ledger.set(kind, "fetch", self._fetched(kind.fetch, kind is fetch._MapDatasetFetcher))
+            ledger.set(kind, "fetch", self._wrap_fetch(kind.fetch, kind is fetch._MapDatasetFetcher))
 
-    # -- iterators ------------------------------------------------------------------------------------------
+    # -- iterators
 
-    def _numbered(self, really: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_init(self, original: Function) -> Function:
         value_log = self.value_log
 
-        @wraps(really)
+        @wraps(original)
         def init(iterator: _BaseDataLoaderIter, loader: DataLoader) -> None:
-            really(iterator, loader)
-            carrier = vars(iterator).get("flatout_carrier")
-            if carrier is not None:
-                carrier.collate_fn, iterator._collate_fn = iterator._collate_fn, carrier
-            if self._coming is not None:
-                iterator._base_seed = self._coming._base_seed
+            original(iterator, loader)
+            collate = vars(iterator).get("flatout_carrier")
+            if collate is not None:
+                collate.collate_fn, iterator._collate_fn = iterator._collate_fn, collate
+            if self._becoming_real is not None:
+                iterator._base_seed = self._becoming_real._base_seed
             elif value_log.observes:
-                value_log.event(BEGAN)
+                value_log.event(ITERATOR_CREATED)
                 iterator.flatout_number = len(self.iterators)
                 self.iterators.append(weakref.ref(iterator))
 
         return init
 
-    def _asked(self, really: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_next_index(self, original: Function) -> Function:
         value_log = self.value_log
 
-        @wraps(really)
+        @wraps(original)
         def next_index(iterator: _BaseDataLoaderIter) -> Any:
-            index = really(iterator)
+            index = original(iterator)
             # workers of iterable data sets finish in any order
             if value_log.observes and (iterator._dataset_kind == 0 or not iterator._num_workers):
-                value_log.event(order_of(index))
+                value_log.event(index_hash(index))
             return index
 
         return next_index
 
-    def _taken(self, really: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_next(self, original: Function) -> Function:
         value_log = self.value_log
 
-        @wraps(really)
+        @wraps(original)
         def take(iterator: Any) -> Any:
             if value_log.observes:
-                self.begins()
+                self.on_batch()
                 if "flatout_holders" not in vars(iterator):
                     iterator.flatout_holders = BatchHolders()
-                iterator.flatout_holders.taken(sys._getframe(1))
-            return really(iterator)
+                iterator.flatout_holders.update(sys._getframe(1))
+            return original(iterator)
 
         return take
 
-    def _fetched(self, really: Callable[..., Any], by_index: bool) -> Callable[..., Any]:
-        """Wrap the fetch of a process without workers."""
+    def _wrap_fetch(self, original: Function, by_index: bool) -> Function:
         value_log = self.value_log
 
-        @wraps(really)
+        @wraps(original)
         def hooked_fetch(fetcher: object, index: object) -> Any:
             if not value_log.observes:
-                return really(fetcher, index)
-            if value_log.going and by_index:
-                batch = self._played()
+                return original(fetcher, index)
+            if value_log.replaying and by_index:
+                batch = self._fake_batch()
                 if batch is not None:
                     return batch
             with value_log.unrecorded:
-                batch = really(fetcher, index)
-            if value_log.going:
+                batch = original(fetcher, index)
+            if value_log.replaying:
                 mark_loaded(batch)
             elif by_index:
-                self._note(batch)
+                self._log_shape(batch)
             return batch
 
         return hooked_fetch
 
-    # -- shapes of batches ----------------------------------------------------------------------------------
+    # -- shapes of batches
 
-    def _note(self, batch: object) -> int:
-        """Log the number of a batch's shape, and the shape itself when it is new."""
-        metas = metas_of(batch)
-        number = FETCHED if metas is None else self._numbers.get(metas)
+    def _log_shape(self, batch: object) -> int:
+        metas = batch_key(batch)
+        number = NOT_TENSORS if metas is None else self._numbers.get(metas)
         if number is None:
             number = self._numbers[metas] = len(self._numbers)
             self.value_log.put(number, 2)
-            self.value_log.put(spelled(batch), 3)
+            self.value_log.put(describe_batch(batch), 3)
         else:
             self.value_log.put(number, 2)
         return number
 
-    def _played(self) -> Any:
-        """Return a fake batch; None if the batch must be loaded."""
+    def _fake_batch(self) -> Any:
         value_log = self.value_log
         number = value_log.take(2)
-        if number == FETCHED:
+        if number == NOT_TENSORS:
             return None
         if number == len(self._shapes):
             shape = value_log.take(3)
             self._shapes.append(shape)
-            self._numbers[metas_of(made_batch(shape))] = number
-        return made_batch(self._shapes[number])
+            self._numbers[batch_key(fake_batch(shape))] = number
+        return fake_batch(self._shapes[number])
 
-    # -- loader workers -------------------------------------------------------------------------------------
+    # -- loader workers
 
-    def _carries(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        """Make workers report their state."""
+    def _wrap_workers_init(self, original: Function) -> Function:
         value_log = self.value_log
 
-        @wraps(really)
+        @wraps(original)
         def init(iterator: _BaseDataLoaderIter, loader: DataLoader) -> None:
-            coming = self._coming
-            if (not value_log.observes and coming is None) or loader._dataset_kind != 0:
-                really(iterator, loader)
+            replayed = self._becoming_real
+            if (not value_log.observes and replayed is None) or loader._dataset_kind != 0:
+                original(iterator, loader)
                 return
-            states, again = (
-                ([None] * loader.num_workers, 0) if coming is None else (coming.states, coming.again)
+            states, refetches = (
+                ([None] * loader.num_workers, 0)
+                if replayed is None
+                else (replayed.states, replayed.refetches)
             )
             iterator.flatout_states = list(states)
-            iterator.flatout_carrier = carrier = WorkerStateCollate(
-                None, loader.worker_init_fn, self.find, list(states), again
+            iterator.flatout_carrier = collate = WorkerStateCollate(
+                None, loader.worker_init_fn, self.find, list(states), refetches
             )
-            with in_place(loader, {"worker_init_fn": carrier.begins}):
-                really(iterator, loader)
+            with overridden(loader, {"worker_init_fn": collate.init_worker}):
+                original(iterator, loader)
 
         return init
 
-    def _unpacked(self, really: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_process_data(self, original: Function) -> Function:
         value_log = self.value_log
 
-        @wraps(really)
+        @wraps(original)
         def process(iterator: _BaseDataLoaderIter, data: object, worker: int) -> Any:
-            batch = really(iterator, data, worker)
+            batch = original(iterator, data, worker)
             if type(batch) is BatchWithWorkerState:
                 if batch.worker_state is not None:
                     iterator.flatout_states[worker] = batch.worker_state
                 batch = batch.batch
             if value_log.observes and iterator._dataset_kind == 0:
-                if value_log.going:
+                if value_log.replaying:
                     value_log.take(2)
-                elif self._note(batch) == FETCHED:
-                    self.fetched.add(iterator.flatout_number)
+                elif self._log_shape(batch) == NOT_TENSORS:
+                    self.reloaded.add(iterator.flatout_number)
             return batch
 
         return process
 
-    def _chosen(self, really: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_get_iterator(self, original: Function) -> Function:
         value_log = self.value_log
 
-        @wraps(really)
+        @wraps(original)
         def get_iterator(loader: DataLoader) -> Any:
             if (
-                not (value_log.going and value_log.observes)
+                not (value_log.replaying and value_log.observes)
                 or not loader.num_workers
                 or loader._dataset_kind != 0
-                or len(self.iterators) in self.fetched
+                or len(self.iterators) in self.reloaded
             ):
-                return really(loader)
+                return original(loader)
             loader.check_worker_number_rationality()
             return ReplayedIterator(self, loader)
 
         return get_iterator
 
-    # -- checkpoint and resume point ------------------------------------------------------------------------
+    # -- checkpoint and resume point
 
     def place(self) -> dict[str, Any]:
         """Return the worker states by the number of their iterator; call it between two batches."""
@@ -227,9 +230,9 @@ class ReplayedLoaders:
             real = iterator.real if type(iterator) is ReplayedIterator else iterator
             if real is not None and "flatout_states" in vars(real):
                 workers[number] = list(real.flatout_states)
-        return {"workers": workers, "fetched": sorted(self.fetched)}
+        return {"workers": workers, "reloaded": sorted(self.reloaded)}
 
-    def held(self) -> dict[str, Any]:
+    def generator_variables(self) -> dict[str, Any]:
         """Return the variables of the generators that pass batches on; they may be a batch ahead."""
         return {
             f"batches {number}, {name}": variables
@@ -238,7 +241,7 @@ class ReplayedLoaders:
             for name, variables in holders.variables()
         }
 
-    def waiting(self) -> list[Any]:
+    def prefetched_tensors(self) -> list[Any]:
         """Return tensors of batches that real workers have finished and the script has not taken yet."""
         tasks = [
             task
@@ -248,16 +251,16 @@ class ReplayedLoaders:
         ]
         return [leaf for leaf in pytree.tree_leaves(tasks) if isinstance(leaf, torch.Tensor)]
 
-    def go_on(self, place: dict[str, Any]) -> None:
+    def resume(self, place: dict[str, Any]) -> None:
         """Replace replayed iterators by real ones, except exhausted ones that the script still holds."""
         for number, ref in enumerate(self.iterators):
             iterator, states = ref(), place["workers"].get(number)
             if type(iterator) is ReplayedIterator and states is not None:
-                self._coming = iterator
+                self._becoming_real = iterator
                 try:
-                    iterator.becomes_real(states)
+                    iterator.become_real(states)
                 finally:
-                    self._coming = None
+                    self._becoming_real = None
 
 
 class ReplayedIterator(_BaseDataLoaderIter):
@@ -273,19 +276,18 @@ class ReplayedIterator(_BaseDataLoaderIter):
 
     def _start(self, loader: DataLoader) -> None:
         super()._reset(loader, True)
-        self.given, self._asked = 0, deque[Any]()
-        self._last: deque[Any] = deque(maxlen=loader.num_workers)  # indices of the last batches returned
+        self.consumed, self._wrap_next_index = 0, deque[Any]()
+        self._recent: deque[Any] = deque(maxlen=loader.num_workers)  # indices of the last batches returned
         for _ in range(self.ahead):
-            self._ask()
+            self._prefetch()
 
-    def _ask(self) -> None:
+    def _prefetch(self) -> None:
         try:
-            self._asked.append(self._next_index())
+            self._wrap_next_index.append(self._next_index())
         except StopIteration:
             pass
 
     def _reset(self, loader: DataLoader, first_iter: bool = False) -> None:
-        """Start another epoch of persistent workers."""
         if self.real is not None:
             self.real._reset(loader, first_iter)
         else:
@@ -294,32 +296,34 @@ class ReplayedIterator(_BaseDataLoaderIter):
     def _next_data(self) -> Any:
         if self.real is not None:
             return self.real._next_data()
-        if not self._asked:
+        if not self._wrap_next_index:
             raise StopIteration
-        self._last.append(self._asked.popleft())
-        self.given += 1
-        self._ask()
-        return self.batches._played()
+        self._recent.append(self._wrap_next_index.popleft())
+        self.consumed += 1
+        self._prefetch()
+        return self.batches._fake_batch()
 
     @property
-    def again(self) -> int:
+    def refetches(self) -> int:
         """Number of batches to load again, so that each worker continues at its turn."""
-        return self.given % self._num_workers
+        return self.consumed % self._num_workers
 
-    def becomes_real(self, states: list[Any]) -> None:
+    def become_real(self, states: list[Any]) -> None:
         loader = self.loader()
         assert loader is not None
-        self.states, last = states, list(self._last)
-        left = _Left(chain(last[len(last) - self.again :], self._asked, self._sampler_iter))
-        with in_place(loader, {"batch_sampler" if self._auto_collation else "sampler": left}):
+        self.states, recent = states, list(self._recent)
+        remaining = _RemainingIndices(
+            chain(recent[len(recent) - self.refetches :], self._wrap_next_index, self._sampler_iter)
+        )
+        with overridden(loader, {"batch_sampler" if self._auto_collation else "sampler": remaining}):
             self.real = _MultiProcessingDataLoaderIter(loader)
         self.real._index_sampler = self._index_sampler
-        for _ in range(self.again):
+        for _ in range(self.refetches):
             self.real._next_data()
         self.real.flatout_number = self.flatout_number
 
 
-class _Left:
+class _RemainingIndices:
     """Sampler over the remaining indices of another one."""
 
     def __init__(self, indices: Iterable[Any]) -> None:
@@ -332,10 +336,10 @@ class _Left:
 def mark_loaded(batch: object) -> None:
     for leaf in pytree.tree_leaves(batch):
         if isinstance(leaf, torch.Tensor):
-            vars(leaf)[LOADED] = True
+            vars(leaf)[LOADED_ATTRIBUTE] = True
 
 
-def metas_of(batch: Any) -> Any:
+def batch_key(batch: Any) -> Any:
     """Return the shapes of a batch as a key; None if it holds more than tensors."""
     kind = type(batch)
     if kind is torch.Tensor or kind is ReplayTensor:
@@ -345,15 +349,15 @@ def metas_of(batch: Any) -> Any:
             else None
         )
     if kind is list or kind is tuple:
-        metas = (kind, *map(metas_of, batch))
+        parts = (kind, *map(batch_key, batch))
     elif kind is dict:
-        metas = (kind, *batch, *map(metas_of, batch.values()))
+        parts = (kind, *batch, *map(batch_key, batch.values()))
     else:
         return None
-    return None if None in metas else metas
+    return None if None in parts else parts
 
 
-def spelled(batch: Any) -> Any:
+def describe_batch(batch: Any) -> Any:
     """Describe a batch as JSON: tensors are objects; lists, tuples and dicts name their type."""
     if isinstance(batch, torch.Tensor):
         return {
@@ -363,23 +367,23 @@ def spelled(batch: Any) -> Any:
             "device": str(batch.device),
         }
     if isinstance(batch, dict):
-        return ("dict", *((key, spelled(value)) for key, value in batch.items()))
-    return (type(batch).__name__, *map(spelled, batch))
+        return ("dict", *((key, describe_batch(value)) for key, value in batch.items()))
+    return (type(batch).__name__, *map(describe_batch, batch))
 
 
-def made_batch(shape: Any) -> Any:
+def fake_batch(shape: Any) -> Any:
     """Return a fake batch from its description."""
     if isinstance(shape, dict):
         size, strides = tuple(shape["shape"]), tuple(shape["strides"])
         return ReplayTensor((size, strides, getattr(torch, shape["dtype"]), torch.device(shape["device"])))
-    kind, *inside = shape
+    kind, *parts = shape
     if kind == "dict":
-        return {key: made_batch(value) for key, value in inside}
-    made = [made_batch(part) for part in inside]
-    return made if kind == "list" else tuple(made)
+        return {key: fake_batch(value) for key, value in parts}
+    items = [fake_batch(part) for part in parts]
+    return items if kind == "list" else tuple(items)
 
 
-def order_of(index: object) -> int:
+def index_hash(index: object) -> int:
     """Hash the output of a sampler.
 
     None and other objects are excluded: their hashes differ between processes.
@@ -389,6 +393,6 @@ def order_of(index: object) -> int:
         return (
             hash(tuple(index))
             if kinds == {int} or all(issubclass(kind, (numbers.Integral, str)) for kind in kinds)
-            else BEGAN
+            else ITERATOR_CREATED
         )
-    return hash(index) if isinstance(index, (numbers.Integral, str)) else BEGAN
+    return hash(index) if isinstance(index, (numbers.Integral, str)) else ITERATOR_CREATED

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from flatout.agent.bootstrap import say_at_once
-from flatout.agent.frames import is_users
+from flatout.agent.bootstrap import say_unbuffered
+from flatout.agent.frames import is_user_file
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
@@ -38,12 +38,12 @@ from flatout.checkpoint.resume.fake_operators import FakeOperators
 from flatout.checkpoint.resume.files import Files
 from flatout.checkpoint.resume.initial_tensors import InitialTensors
 from flatout.checkpoint.resume.muted_io import MutedIO
+from flatout.checkpoint.resume.program_state import program_state
 from flatout.checkpoint.resume.reachable_state import ReachableState
 from flatout.checkpoint.resume.replayed_loaders import ReplayedLoaders
 from flatout.checkpoint.resume.resume_point import RandomDrawCheck, ResumePoint
-from flatout.checkpoint.resume.saved_world import state_of_world
-from flatout.checkpoint.resume.skipping import Skipping
-from flatout.checkpoint.resume.users_objects import users_modules
+from flatout.checkpoint.resume.skipping import TrainingSkipper
+from flatout.checkpoint.resume.users_objects import user_modules
 from flatout.checkpoint.resume.value_hooks import ValueHooks
 from flatout.checkpoint.resume.value_log import ValueLog
 from flatout.data.streams import own_generators
@@ -61,7 +61,7 @@ COST_S = 0.02  # assumed cost of a checkpoint, if the one resumed from does not 
 JOURNAL = "journal-"
 unlink = os.unlink  # the original, before flatout patches file functions
 # events, in addition to those of batches
-FORWARD, BACKWARD, WENT_BACKWARD, OPTIMIZER, STEPPED = 2, 3, 4, 5, 6
+FORWARD, BACKWARD, BACKWARD_END, OPTIMIZER, OPTIMIZER_END = 2, 3, 4, 5, 6
 
 
 class ExactSession(Listener):
@@ -83,35 +83,39 @@ class ExactSession(Listener):
         self.next_command = "the same command" + (" without --from-scratch" if options.from_scratch else "")
         heartbeat.set_exact_resume()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.save, unfinished = (None, "") if options.from_scratch else newest(folder)
-        self.meta = CheckpointMeta.from_json(self.save.manifest.metadata) if self.save is not None else None
+        self.checkpoint, unfinished = (None, "") if options.from_scratch else newest(folder)
+        self.meta = (
+            CheckpointMeta.from_json(self.checkpoint.manifest.metadata)
+            if self.checkpoint is not None
+            else None
+        )
         exact = self.meta.exact if self.meta is not None else None
         self.journal = folder / (exact.journal if exact else f"{JOURNAL}{uuid.uuid4().hex[:8]}")
         claim = os.environ["FLATOUT_JOB"] + CHECKPOINTS
         self.rescue = Rescue(
             torch,
             folder,
-            say_at_once,
+            say_unbuffered,
             lambda: claim_or_succeed(claim),
             ledger,
             exact=self,
-            resumed=self.save.step if self.save is not None else None,
+            resumed=self.checkpoint.step if self.checkpoint is not None else None,
             cost_s=(exact.cost_s if exact is not None else 0.0) or COST_S,
         )
         atexit.register(self.rescue.finish)
         self.saved = state = self._state(unfinished)
         self.value_log = ValueLog(self.refuse, self.say)
         self.replay_tensors = FakeOperators(self.refuse)
-        self.skipping = Skipping(self.value_log, self.replay_tensors, ledger)
-        self.batches = ReplayedLoaders(self.value_log, ledger, self._begins, own_generators)
+        self.skipping = TrainingSkipper(self.value_log, self.replay_tensors, ledger)
+        self.batches = ReplayedLoaders(self.value_log, ledger, self._start_training, own_generators)
         self.files = Files(
             self.journal.with_name(f"{self.journal.name}.files"),
             self.value_log,
             self.refuse,
             self.resumes_itself,
         )
-        self._quiet: MutedIO | None = None
-        self._origins: InitialTensors | None = None
+        self._muted_io: MutedIO | None = None
+        self._initial: InitialTensors | None = None
         self._draws: RandomDrawCheck | None = None
         self._call: Any = None
         # root modules, in the order of their first calls
@@ -119,16 +123,16 @@ class ExactSession(Listener):
         self._numbered = 0
         self._began_s = self._trained_s = 0.0  # start of training or resume; training time before it
         self.pid = os.getpid()
-        self.observing = ValueHooks(self.value_log, ledger)
-        self.replay_tensors.shaped_again = self.observing.shaped_again
+        self.value_hooks = ValueHooks(self.value_log, ledger)
+        self.replay_tensors.recorded_shapes = self.value_hooks.recorded_shapes
         self.observe()
         os.register_at_fork(after_in_child=self._forked)
         if state is None:
             self._start = random_states(torch)
-            self.files.look()
+            self.files.observe_probes()
         else:
             self._start = state["start"]
-            self._play(state)
+            self._replay(state)
         self.files.install()
         heartbeat.on_own_resume(self.resumes_itself)
         atexit.register(self._ended)
@@ -142,17 +146,19 @@ class ExactSession(Listener):
             if self.options.insists:
                 self.refuse(why)
             self.say(f"this program starts from scratch: {why}")
-        if self.save is None or self.meta is None:
+        if self.checkpoint is None or self.meta is None:
             return None
-        self.say(f"replaying the program up to step {self.save.step}, from {os.path.relpath(self.save.path)}")
+        self.say(
+            f"replaying the program up to step {self.checkpoint.step}, from {os.path.relpath(self.checkpoint.path)}"
+        )
         try:
-            check(torch, self.save, self.meta)
-            state: dict[str, Any] = self.save.read(torch)["exact"]
+            check(torch, self.checkpoint, self.meta)
+            state: dict[str, Any] = self.checkpoint.read(torch)["exact"]
             return state
         except FlatoutError as error:
             self.refuse(str(error).rstrip("."))
 
-    # -- Checkpointing -----------------------------------------------------------------------------------------
+    # -- Checkpointing
 
     @property
     def listener(self) -> Listener:
@@ -169,23 +175,23 @@ class ExactSession(Listener):
     def begin(self, context: TrainingContext) -> None:
         self.rescue.begin(context)
 
-    def broke(self, error: Exception) -> None:
+    def on_error(self, error: Exception) -> None:
         if self.replaying:
             self.refuse(f"internal error in flatout ({type(error).__name__}: {error})")
-        self.rescue.leave()
+        self.rescue.stop()
 
-    # -- the process -----------------------------------------------------------------------------------------
+    # -- the process
 
     def say(self, sentence: str) -> None:
-        say_at_once(sentence)
+        say_unbuffered(sentence)
 
     def refuse(self, why: str) -> NoReturn:
         """Exit the process, whatever the program catches: it must not run with tensors that have no values."""
-        then = "`flatout rescue` lists the checkpoints; `flatout run --resume --from-scratch` starts from scratch"
+        advice = "`flatout rescue` lists the checkpoints; `flatout run --resume --from-scratch` starts from scratch"
         if not self.options.insists:
             unlink(self.journal)
-            then = "The next start begins from scratch; `flatout rescue` lists the checkpoints"
-        say_at_once(f"cannot resume exactly: {why}. {then}.")
+            advice = "The next start begins from scratch; `flatout rescue` lists the checkpoints"
+        say_unbuffered(f"cannot resume exactly: {why}. {advice}.")
         os._exit(CannotResume.exit_code)
 
     def recording_begins(self) -> None:
@@ -200,23 +206,25 @@ class ExactSession(Listener):
             else:
                 path.unlink(missing_ok=True)
 
-    def at_resume_point(self, through_s: float, trained_s: float) -> None:
-        assert self.save is not None
+    def at_resume_point(self, replay_s: float, trained_s: float) -> None:
+        assert self.checkpoint is not None
         assert self.meta is not None
         differs = differences(self.meta.surroundings, environment(torch))
         if differs:  # the program has made its own settings by now
-            self.refuse(f"the environment differs from that of {self.save.path.name}: {'; '.join(differs)}")
+            self.refuse(
+                f"the environment differs from that of {self.checkpoint.path.name}: {'; '.join(differs)}"
+            )
         self.say(
-            f"resumed exactly after step {self.save.step}, reached in {through_s:.1f} s; training had taken {trained_s:.1f} s"
+            f"resumed exactly after step {self.checkpoint.step}, reached in {replay_s:.1f} s; training had taken {trained_s:.1f} s"
         )
         heartbeat.mark_resume_point()
         self._resumed()
 
     def resumes_itself(self, path: str) -> None:
         """Stop recording; no checkpoint is used to resume."""
-        if self.replaying or self.value_log.broken:
+        if self.replaying or self.value_log.why_stopped:
             return
-        self.value_log.breaks(f"it resumes by itself, from {os.path.relpath(path)}")
+        self.value_log.stop_recording(f"it resumes by itself, from {os.path.relpath(path)}")
         self.journal.unlink(missing_ok=True)
         self.say(
             f"this script resumes by itself, from {os.path.relpath(path)}; flatout leaves this to the script"
@@ -224,30 +232,30 @@ class ExactSession(Listener):
         heartbeat.set_exact_resume(False)
         heartbeat.saved()  # counts the file from which the program resumes itself
         if not self.options.rescue:
-            self.rescue.leave()
+            self.rescue.stop()
 
-    # -- ExactResumePart ---------------------------------------------------------------------------------------
+    # -- ExactResumePart
 
     def extra_state(self, frame: FrameType | None) -> tuple[dict[str, Any], str]:
         state, why_not = self._extra_state(frame)
-        if why_not and why_not != self._why_not and not self.value_log.broken:
-            say_at_once(f"from here on this program could not be resumed exactly: {why_not}")
+        if why_not and why_not != self._why_not and not self.value_log.why_stopped:
+            say_unbuffered(f"from here on this program could not be resumed exactly: {why_not}")
         self._why_not = why_not
         return state, why_not
 
     def metadata(self, why_not: str, cost_s: float) -> ExactMeta:
-        for module in users_modules():
+        for module in user_modules():
             file = os.path.abspath(getattr(module, "__file__", None) or "")
-            if file not in self._sources and is_users(file):
+            if file not in self._sources and is_user_file(file):
                 # at first sight: later edits do not affect the running program
                 self._sources[file] = digest_of(file)
         return ExactMeta(self.journal.name, tuple(sys.orig_argv[1:]), dict(self._sources), why_not, cost_s)
 
-    def kept(self, step: int) -> None:
-        if not self._why_not and not self.value_log.broken:
+    def on_verified(self, step: int) -> None:
+        if not self._why_not and not self.value_log.why_stopped:
             heartbeat.saved(step)
 
-    # -- the end -----------------------------------------------------------------------------------------------
+    # -- the end
 
     def _ended(self) -> None:
         """Delete the journal at the end of the program, unless it failed or got a signal: such a run can be resumed."""
@@ -263,11 +271,11 @@ class ExactSession(Listener):
             self.refuse(f"before the program reached its resume point, it {how}")
         if failure is None and not self.rescue.signalled:
             self.journal.unlink(missing_ok=True)
-            self.files.ended()
+            self.files.delete()
 
     def observe(self) -> None:
         """Install the hooks; they stay until the ledger is restored."""
-        self.observing.install()
+        self.value_hooks.install()
         self.skipping.install()
 
     def install(self) -> None:
@@ -277,20 +285,19 @@ class ExactSession(Listener):
     def _forked(self) -> None:
         self.value_log.paused += 1
 
-    # -- recording ------------------------------------------------------------------------------------------
+    # -- recording
 
     def _extra_state(self, frame: FrameType | None) -> tuple[dict[str, Any], str]:
-        """Return what a checkpoint needs to resume from this event, and why it would be unusable, or ""."""
         value_log = self.value_log
         if value_log.paused > 1:  # one of them is for the checkpointing listener
             return {}, "its steps end inside a backward pass, where nothing is recorded"
         position = value_log.write()
-        if position is None or self._origins is None:
-            return {}, value_log.broken or "its training has not begun"
-        state, unsound = state_of_world(self._world(frame), self._origins)
-        unsound += self.files.unsound()
+        if position is None or self._initial is None:
+            return {}, value_log.why_stopped or "its training has not begun"
+        state, reasons = program_state(self._reachable(frame), self._initial)
+        reasons += self.files.why_inexact()
         if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-            unsound.append("it runs as several ranks")
+            reasons.append("it runs as several ranks")
         return {
             **state,
             "start": self._start,
@@ -301,146 +308,141 @@ class ExactSession(Listener):
             "trained_s": self._trained_s + seconds() - self._began_s,
             "events": value_log.events,
             "steps": value_log.steps,
-        }, "; ".join(unsound)
+        }, "; ".join(reasons)
 
     def flush(self) -> None:
         """Wait until the journal is on the disk."""
         if self.value_log.journal is not None:
             self.value_log.journal.flush()
 
-    def _world(self, frame: FrameType | None) -> ReachableState:
-        return ReachableState().look(frame, {"call": self._call, **self.batches.held()})
+    def _reachable(self, frame: FrameType | None) -> ReachableState:
+        return ReachableState().collect(frame, {"call": self._call, **self.batches.generator_variables()})
 
-    def _begins(self) -> None:
-        """Start the training at the first batch or module call; everything before it was really executed."""
-        if self._origins is None:
-            self.value_log.began, self._began_s = True, seconds()
-            self.files.training_begins()
+    def _start_training(self) -> None:
+        if self._initial is None:
+            self.value_log.training_began, self._began_s = True, seconds()
+            self.files.stop_observing_probes()
             with self.value_log.unrecorded:
-                self._origins = InitialTensors(
-                    ReachableState().look(sys._getframe(1), {}), everything=self.value_log.going
+                self._initial = InitialTensors(
+                    ReachableState().collect(sys._getframe(1), {}), everything=self.value_log.replaying
                 )
-            if self.value_log.going:
+            if self.value_log.replaying:
                 self._draws = RandomDrawCheck()
-                self.skipping.starts()
-            elif not self.value_log.broken:
+                self.skipping.start()
+            elif not self.value_log.why_stopped:
                 self._record_from_here()
 
     def _record_from_here(self) -> None:
-        """Record from here on, with the values so far. Processes that do not train never reach this."""
         self.recording_begins()
         try:
             self.value_log.record(ValueJournal(self.journal))
         except StorageError as error:
-            self.value_log.breaks(str(error))
+            self.value_log.stop_recording(str(error))
             self.say(f"this script cannot be resumed exactly: {error}")
 
     @contextmanager
-    def for_real(self) -> Iterator[None]:
+    def real_execution(self) -> Iterator[None]:
         """Run flatout's own code: it acts on real tensors and is not recorded."""
         with self.skipping.paused(), self.value_log.unrecorded:
             yield
 
-    # -- events ---------------------------------------------------------------------------------------------
+    # -- events
 
     def _event(self, what: int) -> bool:
-        """Log an event; return whether the checkpointing listener gets it."""
         if not self.value_log.observes:  # e.g. inside a backward pass
-            return not self.value_log.going
+            return not self.value_log.replaying
         if self.value_log.event(what):
             self._resume_point(sys._getframe(2))
             return True
-        return not self.value_log.going
+        return not self.value_log.replaying
 
     def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._begins()
+        self._start_training()
         self._call = root, args, kwargs
         if root not in self._numbers:
             self._numbers[root] = self._numbered
             self._numbered += 1
         if self._event(FORWARD + 16 * self._numbers[root]):
-            self._passes_on(self.rescue.forward_begin, root, args, kwargs)
+            self._forward_event(self.rescue.forward_begin, root, args, kwargs)
         self._call = None
 
     def backward_begin(self, losses: tuple[Any, ...]) -> None:
-        self._begins()
+        self._start_training()
         if self._event(BACKWARD):
-            self._passes_on(self.rescue.backward_begin, losses)
+            self._forward_event(self.rescue.backward_begin, losses)
 
     def backward_end(self) -> None:
-        if self._event(WENT_BACKWARD):
-            self._passes_on(self.rescue.backward_end)
+        if self._event(BACKWARD_END):
+            self._forward_event(self.rescue.backward_end)
 
     def optimizer_begin(self, optimizer: Optimizer) -> None:
         if self._event(OPTIMIZER):
-            self._passes_on(self.rescue.optimizer_begin, optimizer)
+            self._forward_event(self.rescue.optimizer_begin, optimizer)
 
     def optimizer_end(self, optimizer: Optimizer) -> None:
-        if self._event(STEPPED):
-            self._passes_on(self.rescue.optimizer_end, optimizer)
+        if self._event(OPTIMIZER_END):
+            self._forward_event(self.rescue.optimizer_end, optimizer)
 
     def step_end(self) -> None:
         if self.value_log.observes:
             self.value_log.mark()
-        if not self.value_log.going:
-            self._passes_on(self.rescue.step_end)
+        if not self.value_log.replaying:
+            self._forward_event(self.rescue.step_end)
 
-    def _passes_on(self, event: Callable[..., None], *about: object) -> None:
-        """Call the checkpointing listener, unrecorded."""
+    def _forward_event(self, event: Callable[..., None], *args: object) -> None:
         with self.value_log.unrecorded:
-            event(*about)
+            event(*args)
 
-    # -- replaying ------------------------------------------------------------------------------------------
+    # -- replaying
 
-    def _play(self, state: dict[str, Any]) -> None:
-        self.value_log.play(
+    def _replay(self, state: dict[str, Any]) -> None:
+        self.value_log.replay(
             read_journal(self.journal, JournalPosition.from_json(state["journal"])), state["events"]
         )
-        self.batches.fetched = set(state["batches"]["fetched"])
+        self.batches.reloaded = set(state["batches"]["reloaded"])
         set_random_states(torch, state["start"])
-        self._quiet = MutedIO(self.refuse, self.options.shows)
-        self.files.play(state["files"])
-        self.skipping.play(self._begins)
+        self._muted_io = MutedIO(self.refuse, self.options.shows)
+        self.files.replay(state["files"])
+        self.skipping.replay(self._start_training)
 
     def _resume_point(self, frame: FrameType) -> None:
-        """Restore the saved state: the script is at the resume point, with fake tensors."""
         try:
             with self.value_log.unrecorded:
-                self.skipping.stops()
+                self.skipping.stop()
                 self._restore(self.saved or {}, frame)
         except FlatoutError as error:
             self.refuse(str(error))
         except Exception as error:
             self.refuse(f"internal error in flatout ({type(error).__name__}: {error})")
         now_s = seconds()
-        through_s, self._began_s = now_s - self._began_s, now_s
+        replay_s, self._began_s = now_s - self._began_s, now_s
         self.saved = None
-        self.at_resume_point(through_s, self._trained_s)
+        self.at_resume_point(replay_s, self._trained_s)
 
     def _restore(self, saved: dict[str, Any], frame: FrameType) -> None:
-        assert self._origins is not None
+        assert self._initial is not None
         assert self._draws is not None
-        assert self._quiet is not None
+        assert self._muted_io is not None
         self.value_log.end()
-        if drawn := self._draws.compare(saved["random"]):
+        if interleaved := self._draws.compare(saved["random"]):
             self.refuse(
-                f"both the script and its skipped data loading draw from {' and '.join(drawn)}. Give the data set a random "
+                f"both the script and its skipped data loading draw from {' and '.join(interleaved)}. Give the data set a random "
                 f"generator of its own, or use loader workers"
             )
-        resume_point = ResumePoint(saved, self.replay_tensors, self._origins, self.refuse)
-        world = self._world(frame)
-        resume_point.compare(world, self.batches.waiting())
-        self.skipping.ends()
-        self.files.come_out()  # before workers start: they would stay in the file sandbox
-        self.batches.go_on(saved["batches"])
-        resume_point.put_back(world)
+        resume_point = ResumePoint(saved, self.replay_tensors, self._initial, self.refuse)
+        reachable = self._reachable(frame)
+        resume_point.compare(reachable, self.batches.prefetched_tensors())
+        self.skipping.stop()
+        self.files.leave_sandbox()  # before workers start: they would stay in the file sandbox
+        self.batches.resume(saved["batches"])
+        resume_point.restore(reachable)
         set_random_states(torch, saved["random"])
-        self.files.go_on(saved["files"])
-        self._quiet.ends()
+        self.files.resume(saved["files"])
+        self._muted_io.stop()
         self.value_log.record(ValueJournal(self.journal, JournalPosition.from_json(saved["journal"])))
         self._trained_s = saved["trained_s"]
 
 
 def _place_of(failure: BaseException) -> str:
-    frames = [frame for frame in traceback.extract_tb(failure.__traceback__) if is_users(frame.filename)]
+    frames = [frame for frame in traceback.extract_tb(failure.__traceback__) if is_user_file(frame.filename)]
     return f", at {os.path.relpath(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""

@@ -18,71 +18,76 @@ from torch.optim import Optimizer
 from flatout.agent.ledger import Ledger
 from flatout.checkpoint.resume.fake_operators import FakeOperators
 from flatout.checkpoint.resume.fake_tensors import ReplayTensor
-from flatout.checkpoint.resume.operator_names import SHAPING
+from flatout.checkpoint.resume.operator_names import RESHAPING_IN_PLACE
 from flatout.checkpoint.resume.value_log import ValueLog
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
+Function = Callable[..., Any]
 
-class Skipping:
+
+class TrainingSkipper:
     """Patches the skipped functions. ``ledger``: for patches that stay after the resume point."""
 
     def __init__(self, value_log: ValueLog, replay_tensors: FakeOperators, ledger: Ledger) -> None:
         self.value_log, self.replay_tensors, self._ledger = value_log, replay_tensors, ledger
-        self._steps = Ledger()
+        self._step_patches = Ledger()
         self._until_resume_point = Ledger()
         self._mode: Any = None  # a torch function mode that answers instead of the functions
 
     def install(self) -> None:
         ledger = self._ledger
-        ledger.set(torch.autograd, "backward", self._without_backward(torch.autograd.backward))
-        ledger.set(torch.autograd, "grad", self._without_grad(torch.autograd.grad))
-        if self._steps.entries():
+        ledger.set(torch.autograd, "backward", self._wrap_backward(torch.autograd.backward))
+        ledger.set(torch.autograd, "grad", self._wrap_grad(torch.autograd.grad))
+        if self._step_patches.entries():
             return  # keep the patches: torch hooks a step method only once
-        for kind in (
-            getattr(torch.optim, name)
-            for name in torch.optim.__all__
-            if isinstance(getattr(torch.optim, name), type)
-        ):
-            if issubclass(kind, torch.optim.Optimizer) and kind not in (
-                torch.optim.Optimizer,
-                torch.optim.LBFGS,
+        for kind in (getattr(torch.optim, name) for name in torch.optim.__all__):
+            if (
+                isinstance(kind, type)
+                and issubclass(kind, Optimizer)
+                and kind not in (Optimizer, torch.optim.LBFGS)
             ):
                 # below torch's hooks, which are recorded
-                self._steps.set(kind, "step", _without_step(kind.step, self.value_log))
+                self._step_patches.set(kind, "step", _wrap_step(kind.step, self.value_log))  # type: ignore[attr-defined]
 
-    # -- replaying ------------------------------------------------------------------------------------------
+    # -- replaying
 
-    def play(self, begins: Callable[[], None]) -> None:
-        """Prepare the replay; functions are answered after `starts`.
+    def replay(self, on_start: Callable[[], None]) -> None:
+        """Prepare the replay; functions are answered after `start`.
 
-        ``begins`` is called before the first call of a module with weights.
+        ``on_start`` is called before the first call of a module with weights.
         """
-        ReplayTensor.reached = staticmethod(self._reached)  # type: ignore[method-assign]
+        ReplayTensor.on_bypass = staticmethod(self._on_bypass)  # type: ignore[method-assign]
         self._until_resume_point.set(
-            torch.nn.Module, "__call__", self._begun_by(torch.nn.Module.__call__, begins)
+            torch.nn.Module, "__call__", self._wrap_module_call(torch.nn.Module.__call__, on_start)
         )
         self._until_resume_point.set(
-            torch.nn.Parameter, "__deepcopy__", _for_real(torch.nn.Parameter.__deepcopy__)
+            torch.nn.Parameter, "__deepcopy__", _without_torch_function(torch.nn.Parameter.__deepcopy__)
         )
         function = torch.autograd.Function
         self._until_resume_point.set(
-            function, "apply", classmethod(self._with_sources(vars(function)["apply"]))
+            function, "apply", classmethod(self._wrap_apply(vars(function)["apply"]))
         )
         for side in ("setup_input_hook", "setup_output_hook"):  # the backward hooks of a module
             self._until_resume_point.set(torch.utils.hooks.BackwardHook, side, lambda hook, given: given)
         # profiler labels take a fifth of the time of a skipped step
-        named = torch.autograd.profiler.record_function
-        self._ledger.set(named, "__enter__", _unless(named.__enter__, lambda _: self.value_log.going))
-        self._ledger.set(named, "__exit__", _unless(named.__exit__, lambda name: name.record is None))
+        record_function = torch.autograd.profiler.record_function
+        self._ledger.set(
+            record_function,
+            "__enter__",
+            _skip_if(record_function.__enter__, lambda _: self.value_log.replaying),
+        )
+        self._ledger.set(
+            record_function, "__exit__", _skip_if(record_function.__exit__, lambda name: name.record is None)
+        )
         self._mode = self.replay_tensors.mode()
-        self._mode.off = True
+        self._mode.disabled = True
         self._mode.__enter__()
 
-    def starts(self) -> None:
-        self._mode.off = False
+    def start(self) -> None:
+        self._mode.disabled = False
         _compiler("force_eager")
 
     @contextmanager
@@ -91,54 +96,53 @@ class Skipping:
         if self._mode is None:
             yield
             return
-        before, self._mode.off = self._mode.off, True
+        was_disabled, self._mode.disabled = self._mode.disabled, True
         try:
             yield
         finally:
-            self._mode.off = before
-            if self.value_log.going:
+            self._mode.disabled = was_disabled
+            if self.value_log.replaying:
                 _compiler("force_eager")
 
-    def stops(self) -> None:
+    def stop(self) -> None:
         """Execute functions normally from the resume point on."""
-        self._mode.off = True
+        self._mode.disabled = True
         _compiler("default")
 
-    def ends(self) -> None:
+    def uninstall(self) -> None:
         """Remove every patch of the replay. The mode may lie below modes of the script."""
-        above = []
+        modes = []
         while (mode := torch.overrides._pop_mode()) is not self._mode:
-            above.append(mode)
-        for mode in reversed(above):
+            modes.append(mode)
+        for mode in reversed(modes):
             torch.overrides._push_mode(mode)
         self._until_resume_point.restore()
 
-    def _reached(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Handle an operation on a fake tensor that bypassed the mode, e.g. from TorchScript."""
+    def _on_bypass(self, func: Any, args: Any, kwargs: Any) -> Any:
         name = func.__name__.partition(".")[0]
-        if not self._mode.off:
+        if not self._mode.disabled:
             if not func._schema.is_mutable:
-                return self.replay_tensors.answered(func, args, kwargs)
+                return self.replay_tensors.answer(func, args, kwargs)
             # an in-place operation returns its target
-            if type(args[0]) is ReplayTensor and name.endswith("_") and name not in SHAPING:
-                return self.replay_tensors.gradient_sources.comes_from(args[0], args)
+            if type(args[0]) is ReplayTensor and name.endswith("_") and name not in RESHAPING_IN_PLACE:
+                return self.replay_tensors.gradient_sources.add_sources(args[0], args)
         return self.replay_tensors.refuse(f"{name}() needs a tensor that the checkpoint does not hold")
 
-    def _begun_by(self, really: Callable[..., Any], begins: Callable[[], None]) -> Callable[..., Any]:
-        @wraps(really)
+    def _wrap_module_call(self, original: Function, on_start: Callable[[], None]) -> Function:
+        @wraps(original)
         def call(module: Module, *args: object, **kwargs: object) -> Any:
             if (
-                not self.value_log.began
+                not self.value_log.training_began
                 and self.value_log.observes
                 and any(True for _ in module.parameters())
             ):
-                begins()
-            return really(module, *args, **kwargs)
+                on_start()
+            return original(module, *args, **kwargs)
 
         return call
 
-    def _without_backward(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(really)
+    def _wrap_backward(self, original: Function) -> Function:
+        @wraps(original)
         def backward(
             tensors: Any,
             grad_tensors: Any = None,
@@ -147,36 +151,34 @@ class Skipping:
             grad_variables: Any = None,
             inputs: Any = None,
         ) -> None:
-            if not self.value_log.going:
+            if not self.value_log.replaying:
                 with self.value_log.unrecorded:
-                    return really(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+                    return original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
             wanted = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
-            return self.replay_tensors.gradient_sources.went_backward(
+            return self.replay_tensors.gradient_sources.set_gradients(
                 (tensors,) if isinstance(tensors, torch.Tensor) else tensors, wanted
             )
 
         return backward
 
-    def _without_grad(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(really)
+    def _wrap_grad(self, original: Function) -> Function:
+        @wraps(original)
         def grad(outputs: object, inputs: object, *args: object, **kwargs: object) -> Any:
-            if not self.value_log.going:
+            if not self.value_log.replaying:
                 with self.value_log.unrecorded:
-                    return really(outputs, inputs, *args, **kwargs)
+                    return original(outputs, inputs, *args, **kwargs)
             return self.replay_tensors.gradient_sources.grads(outputs, inputs)
 
         return grad
 
-    def _with_sources(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap an autograd function: its results get the gradient sources of its inputs."""
-
+    def _wrap_apply(self, original: Function) -> Function:
         def apply(cls: type, *args: object, **kwargs: object) -> Any:
-            of_class = really.__get__(None, cls)
-            if self._mode.off:
+            of_class = original.__get__(None, cls)
+            if self._mode.disabled:
                 return of_class(*args, **kwargs)
             with torch.no_grad():
-                found = of_class(*args, **kwargs)
-            return self.replay_tensors.gradient_sources.comes_from(found, (*args, *kwargs.values()))
+                result = of_class(*args, **kwargs)
+            return self.replay_tensors.gradient_sources.add_sources(result, (*args, *kwargs.values()))
 
         return apply
 
@@ -186,43 +188,44 @@ def _compiler(stance: str) -> None:
         torch.compiler.set_stance(stance)
 
 
-def _for_real(really: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(really)
-    def copied(weight: Tensor, *args: object) -> Any:
+def _without_torch_function(original: Function) -> Function:
+    @wraps(original)
+    def copy(weight: Tensor, *args: object) -> Any:
         with torch._C.DisableTorchFunction():
-            return really(weight, *args)
+            return original(weight, *args)
 
-    return copied
+    return copy
 
 
-def _without_step(really: Callable[..., Any], value_log: ValueLog) -> Callable[..., Any]:
+def _wrap_step(original: Function, value_log: ValueLog) -> Function:
     # optimizer -> number of weights that had gradients
-    made: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+    max_gradients: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
-    @wraps(really)
+    @wraps(original)
     def step(
         optimizer: Optimizer, closure: Callable[[], Any] | None = None, *args: object, **kwargs: object
     ) -> Any:
-        if not value_log.going:
+        if not value_log.replaying:
             with value_log.unrecorded:
-                return really(
-                    optimizer, *(() if closure is None else (_observed(closure, value_log),)), *args, **kwargs
+                return original(
+                    optimizer,
+                    *(() if closure is None else (_recorded_closure(closure, value_log),)),
+                    *args,
+                    **kwargs,
                 )
         with torch.enable_grad():
             loss = closure() if closure is not None else None
-        moved = sum(p.grad is not None for group in optimizer.param_groups for p in group["params"])
-        if moved > made.get(optimizer, 0):  # its state must exist, even without values
-            made[optimizer] = moved
+        gradients = sum(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+        if gradients > max_gradients.get(optimizer, 0):  # its state must exist, even without values
+            max_gradients[optimizer] = gradients
             with value_log.unrecorded:
-                really(optimizer)
+                original(optimizer)
         return loss
 
     return step
 
 
-def _observed(closure: Callable[..., Any], value_log: ValueLog) -> Callable[..., Any]:
-    """Wrap the closure of an optimizer step: it is the script's own code, so it is recorded."""
-
+def _recorded_closure(closure: Function, value_log: ValueLog) -> Function:
     def call() -> Any:
         before, value_log.paused = value_log.paused, value_log.paused - 1
         try:
@@ -233,11 +236,11 @@ def _observed(closure: Callable[..., Any], value_log: ValueLog) -> Callable[...,
     return call
 
 
-def _unless(really: Callable[..., Any], skips: Callable[[Any], bool]) -> Callable[..., Any]:
-    @wraps(really)
+def _skip_if(original: Function, condition: Callable[[Any], bool]) -> Function:
+    @wraps(original)
     def call(thing: object, *args: object) -> Any:
-        if not skips(thing):
-            return really(thing, *args)
+        if not condition(thing):
+            return original(thing, *args)
         return None if args else thing
 
     return call

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from flatout.agent.frames import is_installed, is_torch, is_users
+from flatout.agent.frames import is_installed, is_torch, is_user_file
 
 ADDRESSES = 1 << 44, 1 << 47
-PLAIN = (
+PLAIN_TYPES = (
     bool,
     int,
     float,
@@ -31,7 +31,7 @@ PLAIN = (
     torch.device,
 )
 # Classes of libraries that hold state of the user's code; all others hold the library's own state.
-OPEN_OF_TORCH = (
+WALKED_TORCH_MODULES = (
     "torch.optim",
     "torch.amp",
     "torch.cuda.amp",
@@ -40,19 +40,19 @@ OPEN_OF_TORCH = (
     "torch.distributions",
     "torch.func",
 )
-CHECKPOINTS = "/torch/utils/checkpoint.py"  # torch functions that keep state for later: random states
+CHECKPOINT_FILE = "/torch/utils/checkpoint.py"  # torch functions that keep state for later: random states
 
 
-def users_modules() -> Iterator[types.ModuleType]:
+def user_modules() -> Iterator[types.ModuleType]:
     for name, module in list(sys.modules.items()):
-        known = _MODULES.get(name)
-        if known is None or known[0] is not module:  # cached: there are thousands, and saving must be fast
-            known = _MODULES[name] = (
+        entry = _MODULES.get(name)
+        if entry is None or entry[0] is not module:  # cached: there are thousands, and saving must be fast
+            entry = _MODULES[name] = (
                 module,
                 isinstance(module, types.ModuleType)
                 and (name == "__main__" or _is_users_file(getattr(module, "__file__", None))),
             )
-        if known[1]:
+        if entry[1]:
             yield module
 
 
@@ -60,16 +60,18 @@ _MODULES: dict[str, tuple[Any, bool]] = {}
 
 
 def _is_users_file(file: object) -> bool:
-    return isinstance(file, str) and os.path.isabs(file) and is_users(file)
+    return isinstance(file, str) and os.path.isabs(file) and is_user_file(file)
 
 
-def is_torchs(file: str) -> bool:
-    return is_torch(file) and not file.endswith(CHECKPOINTS)
+def is_torch_file(file: str) -> bool:
+    return is_torch(file) and not file.endswith(CHECKPOINT_FILE)
 
 
 def is_plain(value: object) -> bool:
-    return type(value) in PLAIN or (
-        isinstance(value, (list, tuple)) and len(value) <= 16 and all(type(each) in PLAIN for each in value)
+    return type(value) in PLAIN_TYPES or (
+        isinstance(value, (list, tuple))
+        and len(value) <= 16
+        and all(type(each) in PLAIN_TYPES for each in value)
     )
 
 
@@ -78,7 +80,7 @@ def digest_of(values: Iterable[Any]) -> str:
     return f"{zlib.crc32(repr(list(values)).encode(errors='replace')):08x}"
 
 
-def spelled_name(value: object) -> str:
+def repr_of(value: object) -> str:
     """Spell a plain value; memory addresses differ in each process, so they are all spelled alike."""
     return "an address" if is_address(value) else repr(value)
 
@@ -88,14 +90,14 @@ def is_address(value: object) -> bool:
     return type(value) is int and ADDRESSES[0] <= value < ADDRESSES[1] and not value % 16
 
 
-def is_users_class(kind: object) -> bool:
-    found = _USERS.get(kind)
-    if found is None:
-        found = _USERS[kind] = _is_of_user(kind)
-    return found
+def is_user_class(kind: object) -> bool:
+    known = _USER_CLASSES.get(kind)
+    if known is None:
+        known = _USER_CLASSES[kind] = _is_of_user(kind)
+    return known
 
 
-_USERS: dict[Any, bool] = {}
+_USER_CLASSES: dict[Any, bool] = {}
 
 
 def _is_of_user(kind: object) -> bool:
@@ -105,11 +107,11 @@ def _is_of_user(kind: object) -> bool:
     )
 
 
-def is_open(kind: type) -> bool:
+def is_walked(kind: type) -> bool:
     """Whether objects of a library's class are walked; not those of Python, torch's internals or flatout."""
     module = kind.__module__ or ""
     if module.partition(".")[0] in ("torch", "flatout"):
-        return module.startswith(OPEN_OF_TORCH) and not kind.__name__.endswith("DataLoaderIter")
+        return module.startswith(WALKED_TORCH_MODULES) and not kind.__name__.endswith("DataLoaderIter")
     file = getattr(sys.modules.get(module), "__file__", None) or ""
     return "/site-packages/" in file or "/dist-packages/" in file or is_installed(file)
 

@@ -17,17 +17,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from flatout.agent.frames import HOME
+from flatout.agent.frames import FLATOUT_DIR
 from flatout.agent.ledger import Ledger
 from flatout.agent.masks import observe_masks
 from flatout.checkpoint.resume.clock_hooks import ClockHooks, RecordedClock
 from flatout.checkpoint.resume.fake_tensors import ReplayTensor, dense
-from flatout.checkpoint.resume.value_log import LargeValue, ValueLog, encoded
+from flatout.checkpoint.resume.value_log import LargeValue, ValueLog, encode
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-VALUES = (
+Function = Callable[..., Any]
+VALUE_METHODS = (
     "item",
     "tolist",
     "__bool__",
@@ -44,7 +45,7 @@ VALUES = (
     "__array__",
     "__contains__",
 )
-SHAPES = (
+SHAPE_FUNCTIONS = (
     "nonzero",
     "argwhere",
     "unique",
@@ -54,8 +55,8 @@ SHAPES = (
     "repeat_interleave",
 )
 # The sample order follows from a seed, which is recorded, or from a generator of the script.
-FROM_A_SEED = torch.utils.data.RandomSampler.__iter__.__code__
-OF_DEVICES = (
+SEEDED_SAMPLER = torch.utils.data.RandomSampler.__iter__.__code__
+DEVICE_MEMORY = (
     "memory_allocated",
     "max_memory_allocated",
     "memory_reserved",
@@ -72,109 +73,107 @@ class ValueHooks:
 
     def install(self) -> None:
         ledger = self.ledger
-        for name in VALUES:
-            ledger.set(torch.Tensor, name, self._value(getattr(torch.Tensor, name)))
+        for name in VALUE_METHODS:
+            ledger.set(torch.Tensor, name, self._wrap_value(getattr(torch.Tensor, name)))
         for name in ("equal", "allclose", "is_nonzero"):
-            ledger.set(torch, name, self._value(getattr(torch, name)))
-        for name in SHAPES:
+            ledger.set(torch, name, self._wrap_value(getattr(torch, name)))
+        for name in SHAPE_FUNCTIONS:
             for owner in (torch.Tensor, torch):
                 if hasattr(owner, name):
-                    ledger.set(owner, name, self._shape(getattr(owner, name)))
-        ledger.set(torch, "where", self._places(torch.where))
-        ledger.set(torch.nn.functional, "one_hot", self._classes(torch.nn.functional.one_hot))
-        observe_masks(torch, ledger, self._masked)
+                    ledger.set(owner, name, self._wrap_shape(getattr(owner, name)))
+        ledger.set(torch, "where", self._wrap_where(torch.where))
+        ledger.set(torch.nn.functional, "one_hot", self._wrap_one_hot(torch.nn.functional.one_hot))
+        observe_masks(torch, ledger, self._on_mask)
         for name in ("tensor", "as_tensor"):
-            ledger.set(torch, name, self._made_of(getattr(torch, name)))
+            ledger.set(torch, name, self._wrap_constructor(getattr(torch, name)))
         ClockHooks(self.value_log, ledger).install()
-        for name in OF_DEVICES:
+        for name in DEVICE_MEMORY:
             ledger.set(torch.cuda, name, RecordedClock(getattr(torch.cuda, name), self.value_log))
-        ledger.set(torch.cuda.Event, "elapsed_time", self._value(torch.cuda.Event.elapsed_time))
+        ledger.set(torch.cuda.Event, "elapsed_time", self._wrap_value(torch.cuda.Event.elapsed_time))
 
-    # -- wrappers -------------------------------------------------------------------------------------------
+    # -- wrappers
 
-    def _value(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        value_log, here = self.value_log, threading.get_ident
-        follows = FROM_A_SEED if really.__name__ == "tolist" else None
+    def _wrap_value(self, original: Function) -> Function:
+        value_log, thread_id = self.value_log, threading.get_ident
+        seeded = SEEDED_SAMPLER if original.__name__ == "tolist" else None
 
-        @wraps(really)
+        @wraps(original)
         def observed(*args: object, **kwargs: object) -> Any:
-            if value_log.paused or here() != value_log.main:
-                return really(*args, **kwargs)
-            caller = _past_us(sys._getframe(1))  # a lever may have replaced this function
-            if caller.f_code is follows:
+            if value_log.paused or thread_id() != value_log.main:
+                return original(*args, **kwargs)
+            caller = _users_frame(sys._getframe(1))  # a lever may have replaced this function
+            if caller.f_code is seeded:
                 value_log.paused = 1  # a mode calls this function again
                 try:
-                    return really(*args, **kwargs)
+                    return original(*args, **kwargs)
                 finally:
                     value_log.paused = 0
-            at = caller.f_lasti
-            if value_log.going:
-                return self._answer(really, at, args, kwargs)
+            place = caller.f_lasti
+            if value_log.replaying:
+                return self._answer(original, place, args, kwargs)
             value_log.paused = 1
             try:
-                value = really(*args, **kwargs)
+                value = original(*args, **kwargs)
             except Exception as error:
-                value_log.put(error, at)
+                value_log.put(error, place)
                 raise
             finally:
                 value_log.paused = 0
-            value_log.put(value, at, not value_log.began)
+            value_log.put(value, place, not value_log.training_began)
             return value
 
         return observed
 
-    def _answer(
-        self, really: Callable[..., Any], at: int, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _answer(self, original: Function, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value_log = self.value_log
-        value = value_log.take(at)
+        value = value_log.take(place)
         if isinstance(value, Exception):
             raise value
-        shares = hasattr(value, "tobytes") and hasattr(value, "dtype")
-        if type(value) is not LargeValue and not shares:
+        is_array = hasattr(value, "tobytes") and hasattr(value, "dtype")
+        if type(value) is not LargeValue and not is_array:
             return value
-        if any(isinstance(each, ReplayTensor) for each in (*args, *kwargs.values())):
-            if shares:
+        if any(isinstance(argument, ReplayTensor) for argument in (*args, *kwargs.values())):
+            if is_array:
                 return value
             value_log.refuse(
-                f"in step {value_log.steps + 1} {really.__name__}() returns more values to Python than the journal keeps"
+                f"in step {value_log.steps + 1} {original.__name__}() returns more values to Python than the journal keeps"
             )
         value_log.paused = 1
         try:
-            again = really(*args, **kwargs)  # of a real tensor: an array shares its memory
+            recomputed = original(*args, **kwargs)  # of a real tensor: an array shares its memory
         finally:
             value_log.paused = 0
         if type(value) is LargeValue:
-            if zlib.crc32(encoded(again).encode()) != value.digest:
+            if zlib.crc32(encode(recomputed).encode()) != value.digest:
                 value_log.refuse(
-                    f"in step {value_log.steps + 1} {really.__name__}() returns other values than in the first run, and too many for the journal"
+                    f"in step {value_log.steps + 1} {original.__name__}() returns other values than in the first run, and too many for the journal"
                 )
-            return again
-        return again if encoded(again) == encoded(value) else value
+            return recomputed
+        return recomputed if encode(recomputed) == encode(value) else value
 
-    def _shape(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        value_log, here = self.value_log, threading.get_ident
+    def _wrap_shape(self, original: Function) -> Function:
+        value_log = self.value_log
 
-        @wraps(really)
+        @wraps(original)
         def observed(*args: object, **kwargs: object) -> Any:
-            if value_log.paused or here() != value_log.main:
-                return really(*args, **kwargs)
-            return self._shaped(really, sys._getframe(1).f_lasti, args, kwargs)
+            if not value_log.observes:
+                return original(*args, **kwargs)
+            return self._record_shapes(original, sys._getframe(1).f_lasti, args, kwargs)
 
         return observed
 
-    def _shaped(
-        self, really: Callable[..., Any], at: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _record_shapes(
+        self, original: Function, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         value_log = self.value_log
-        if value_log.going:
-            return self._shaped_again(really, at, args, kwargs)
+        if value_log.replaying:
+            return self._replay_shapes(original, place, args, kwargs)
         value_log.paused = 1
         try:
-            result = really(*args, **kwargs)
+            result = original(*args, **kwargs)
             leaves = pytree.tree_leaves(result)
         except Exception as error:
-            value_log.put(error, at)
+            value_log.put(error, place)
             raise
         finally:
             value_log.paused = 0
@@ -182,82 +181,78 @@ class ValueHooks:
             [
                 isinstance(result, tuple),
                 [
-                    [list(each.shape), str(each.dtype).removeprefix("torch."), str(each.device)]
-                    for each in leaves
+                    [list(leaf.shape), str(leaf.dtype).removeprefix("torch."), str(leaf.device)]
+                    for leaf in leaves
                 ],
             ],
-            at,
+            place,
         )
         return result
 
-    def _shaped_again(
-        self, really: Callable[..., Any], at: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _replay_shapes(
+        self, original: Function, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        found = self.shaped_again(at)
-        if self.value_log.began:  # random tensors may differ from the first run
-            return found
+        recorded = self.recorded_shapes(place)
+        if self.value_log.training_began:  # random tensors may differ from the first run
+            return recorded
         with self.value_log.unrecorded:
-            again = really(*args, **kwargs)
-        if [each.shape for each in pytree.tree_leaves(again)] != [
-            each.shape for each in pytree.tree_leaves(found)
+            recomputed = original(*args, **kwargs)
+        if [leaf.shape for leaf in pytree.tree_leaves(recomputed)] != [
+            leaf.shape for leaf in pytree.tree_leaves(recorded)
         ]:
             self.value_log.refuse(
                 f"in step {self.value_log.steps + 1} nonzero() or a mask selects another number of elements than in the first run"
             )
-        return again
+        return recomputed
 
-    def shaped_again(self, at: int) -> Any:
-        """Return fake tensors of the shapes recorded at ``at`` in the code."""
-        shapes = self.value_log.take(at)
+    def recorded_shapes(self, place: int) -> Any:
+        """Return fake tensors of the shapes recorded at ``place`` in the code."""
+        shapes = self.value_log.take(place)
         if isinstance(shapes, Exception):
             raise shapes
-        found = [dense(*shape) for shape in shapes[1]]
-        return found[0] if not shapes[0] else tuple(found)
+        tensors = [dense(*shape) for shape in shapes[1]]
+        return tensors[0] if not shapes[0] else tuple(tensors)
 
-    def _made_of(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap the construction of a tensor from a list with tensors; reads inside are not recorded."""
-        value_log, here = self.value_log, threading.get_ident
+    def _wrap_constructor(self, original: Function) -> Function:
+        value_log = self.value_log
 
-        @wraps(really)
-        def made(data: object, *args: object, **kwargs: object) -> Any:
-            if not isinstance(data, (list, tuple)) or value_log.paused or here() != value_log.main:
-                return really(data, *args, **kwargs)
+        @wraps(original)
+        def constructor(data: object, *args: object, **kwargs: object) -> Any:
+            if not isinstance(data, (list, tuple)) or not value_log.observes:
+                return original(data, *args, **kwargs)
             with value_log.unrecorded:
-                return really(data, *args, **kwargs)
+                return original(data, *args, **kwargs)
 
-        return made
+        return constructor
 
-    def _places(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap `where`: with only a condition, its result has one row per true element."""
-
-        @wraps(really)
+    def _wrap_where(self, original: Function) -> Function:
+        @wraps(original)
         def where(condition: object, *args: object, **kwargs: object) -> Any:
             if args or kwargs or not self.value_log.observes:
-                return really(condition, *args, **kwargs)
-            return self._shaped(really, sys._getframe(1).f_lasti, (condition,), {})
+                return original(condition, *args, **kwargs)
+            return self._record_shapes(original, sys._getframe(1).f_lasti, (condition,), {})
 
         return where
 
-    def _classes(self, really: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_one_hot(self, original: Function) -> Function:
         """Wrap `one_hot`: without a number of classes, the values decide the shape."""
 
-        @wraps(really)
+        @wraps(original)
         def one_hot(tensor: Tensor, num_classes: int = -1) -> Any:
             if num_classes != -1 or not self.value_log.observes:
-                return really(tensor, num_classes)
-            return self._shaped(really, sys._getframe(1).f_lasti, (tensor, num_classes), {})
+                return original(tensor, num_classes)
+            return self._record_shapes(original, sys._getframe(1).f_lasti, (tensor, num_classes), {})
 
         return one_hot
 
-    def _masked(self, really: Callable[[], Any], mask: Tensor, caller: FrameType) -> Any:
-        """Index a real tensor with a mask; `flatout.checkpoint.resume.fake_operators` handles computed tensors."""
+    def _on_mask(self, original: Callable[[], Any], mask: Tensor, caller: FrameType) -> Any:
         value_log = self.value_log
-        if value_log.paused or threading.get_ident() != value_log.main:
-            return really()
-        return self._shaped(really, _past_us(caller).f_lasti, (), {})
+        if not value_log.observes:
+            return original()
+        return self._record_shapes(original, _users_frame(caller).f_lasti, (), {})
 
 
-def _past_us(frame: FrameType) -> FrameType:
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(HOME):
+def _users_frame(frame: FrameType) -> FrameType:
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(FLATOUT_DIR):
         frame = frame.f_back
     return frame

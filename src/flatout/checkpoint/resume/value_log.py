@@ -19,11 +19,11 @@ from typing import Any, NoReturn
 from flatout.checkpoint.journal import JournalPosition, ValueJournal
 from flatout.schema.errors import StorageError
 
-# Characters of a value, and in total; larger values keep a digest only. Those of LONG are measured compressed.
-SHORT, LONG, MOST_OF_ONE, MOST_OF_LONG = 64, 1 << 16, 1 << 22, 1 << 28
-BLOCK = 1 << 13  # entries
-MARK = "mark"  # the end of a step
-here = threading.get_ident
+# Characters of a value, and in total; larger values keep a digest only. Those of LONG_CHARS are measured compressed.
+MAX_SHORT_CHARS, LONG_CHARS, MAX_VALUE_CHARS, MAX_LONG_CHARS = 64, 1 << 16, 1 << 22, 1 << 28
+BLOCK_ENTRIES = 1 << 13  # entries
+STEP_MARK = "mark"  # the end of a step
+thread_id = threading.get_ident
 to_json = json.JSONEncoder(separators=(",", ":")).encode
 ERRORS = {kind.__name__: kind for kind in (RuntimeError, ValueError, TypeError, IndexError)}
 
@@ -44,24 +44,24 @@ class _Unrecorded:
     def __enter__(self) -> None:
         self._value_log.paused += 1
 
-    def __exit__(self, *about: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._value_log.paused -= 1
 
 
 class ValueLog:
     """Records or replays the values and events of a script.
 
-    ``going``: replaying, until `end`. ``began``: training has started; before it, tensors have values in a
+    ``replaying``: replaying, until `end`. ``training_began``: training has started; before it, tensors have values in a
     replay, too. ``paused``: above 0, nothing is recorded, e.g. inside a data set or flatout itself.
 
     ``refuse`` is called with a reason where the script differs from the log, and does not return.
-    ``complain`` gets the reason why recording stops.
+    ``report`` gets the reason why recording stops.
     """
 
-    def __init__(self, refuse: Callable[[str], NoReturn], complain: Callable[[str], None]) -> None:
-        self.refuse, self.complain = refuse, complain
+    def __init__(self, refuse: Callable[[str], NoReturn], report: Callable[[str], None]) -> None:
+        self.refuse, self.report = refuse, report
         self.main = threading.get_ident()
-        self.going = self.began = False
+        self.replaying = self.training_began = False
         self.paused = 0
         self.unrecorded = _Unrecorded(self)
         self.flow = self.events = 0
@@ -69,54 +69,54 @@ class ValueLog:
         self.checks: bytearray | bytes = bytearray()
         self.values: list[Any] = []  # JSON while recording, values while replaying
         self.journal: ValueJournal | None = None
-        self.broken = ""
-        self._long = self._read = 0
-        self._target = -1
+        self.why_stopped = ""
+        self._long_chars = self._next_entry = 0
+        self._resume_event = -1
 
-    # -- recording ------------------------------------------------------------------------------------------
+    # -- recording
 
     def record(self, journal: ValueJournal) -> None:
         self.journal = journal
 
-    def breaks(self, why: str) -> None:
+    def stop_recording(self, why: str) -> None:
         """Stop recording."""
-        self.journal, self.broken = None, why
+        self.journal, self.why_stopped = None, why
         self.checks, self.values = bytearray(), []
 
     @property
     def observes(self) -> bool:
         """Whether the actions of this thread are part of the recorded control flow."""
-        return not self.paused and here() == self.main
+        return not self.paused and thread_id() == self.main
 
-    def put(self, value: Any, at: int, comes_again: bool = False) -> None:
+    def put(self, value: Any, place: int, recomputed: bool = False) -> None:
         """Add a value.
 
-        ``at``: place in the code, a small number that is the same in each run. ``comes_again``: a replay
+        ``place``: place in the code, a small number that is the same in each run. ``recomputed``: a replay
         computes the value again, so a digest is enough for a long one.
         """
-        self.flow = hash((self.flow, at))
-        text = encoded(value)
-        if len(text) > SHORT:
-            size = len(text) if len(text) < LONG else len(zlib.compress(text.encode(), 1))
-            if comes_again or size > MOST_OF_ONE or self._long > MOST_OF_LONG:
+        self.flow = hash((self.flow, place))
+        text = encode(value)
+        if len(text) > MAX_SHORT_CHARS:
+            size = len(text) if len(text) < LONG_CHARS else len(zlib.compress(text.encode(), 1))
+            if recomputed or size > MAX_VALUE_CHARS or self._long_chars > MAX_LONG_CHARS:
                 text = json.dumps({"large": zlib.crc32(text.encode())})
             else:
-                self._long += size
+                self._long_chars += size
         self._append(text)
 
     def mark(self) -> None:
         """Mark the end of a step."""
         self.steps += 1
-        if not self.going:
-            self._append(f'{{"{MARK}":{self.flow}}}')
-        elif self._take() != {MARK: self.flow}:
-            self._took_another_path()
+        if not self.replaying:
+            self._append(f'{{"{STEP_MARK}":{self.flow}}}')
+        elif self._take() != {STEP_MARK: self.flow}:
+            self._reject_path()
 
     def _append(self, text: str) -> None:
         assert isinstance(self.checks, bytearray)
         self.checks.append(self.flow & 255)
         self.values.append(text)
-        if len(self.values) >= BLOCK or len(text) > LONG:
+        if len(self.values) >= BLOCK_ENTRIES or len(text) > LONG_CHARS:
             self.write()
 
     def write(self) -> JournalPosition | None:
@@ -125,57 +125,57 @@ class ValueLog:
             try:
                 self.journal.append(self.checks, self.values)
             except StorageError as error:
-                self.breaks(str(error))
-                self.complain(f"from here on this script cannot be resumed exactly: {error}")
-        if self.journal is not None or self.broken:
+                self.stop_recording(str(error))
+                self.report(f"from here on this script cannot be resumed exactly: {error}")
+        if self.journal is not None or self.why_stopped:
             self.checks, self.values = bytearray(), []
         return self.journal.position if self.journal is not None else None
 
-    # -- events ---------------------------------------------------------------------------------------------
+    # -- events
 
     def event(self, what: int) -> bool:
         """Log an event; return whether the log ends here."""
         self.flow = hash((self.flow, what))
         self.events += 1
-        return self.events == self._target
+        return self.events == self._resume_event
 
-    # -- replaying ------------------------------------------------------------------------------------------
+    # -- replaying
 
-    def play(self, entries: tuple[bytes, Sequence[Any]], events: int) -> None:
+    def replay(self, entries: tuple[bytes, Sequence[Any]], events: int) -> None:
         """Replay these checks and values up to the event with this number."""
         self.checks, self.values = entries[0], list(entries[1])
-        self._target, self.going = events, True
+        self._resume_event, self.replaying = events, True
 
-    def take(self, at: int) -> Any:
+    def take(self, place: int) -> Any:
         """Return the value recorded at this place."""
-        self.flow = hash((self.flow, at))
+        self.flow = hash((self.flow, place))
         value = self._take()
-        return decoded(value) if type(value) is dict and len(value) == 1 else value
+        return decode(value) if type(value) is dict and len(value) == 1 else value
 
     def _take(self) -> Any:
-        number = self._read
+        number = self._next_entry
         if number >= len(self.checks):
             self.refuse(f"in step {self.steps + 1} the script reads more values than in the first run")
         if self.checks[number] != self.flow & 255:
-            self._took_another_path()
-        self._read = number + 1
+            self._reject_path()
+        self._next_entry = number + 1
         return self.values[number]
 
     def end(self) -> None:
         """End the replay at the resume point; recording starts again."""
-        if self._read != len(self.checks):
+        if self._next_entry != len(self.checks):
             self.refuse(
-                f"at the resume point, the script has not read {len(self.checks) - self._read} of the values that it read in "
+                f"at the resume point, the script has not read {len(self.checks) - self._next_entry} of the values that it read in "
                 f"the first run"
             )
-        self.going, self._target = False, -1
+        self.replaying, self._resume_event = False, -1
         self.checks, self.values = bytearray(), []
 
-    def _took_another_path(self) -> NoReturn:
+    def _reject_path(self) -> NoReturn:
         self.refuse(f"in step {self.steps + 1} the script takes another path than in the first run")
 
 
-def encoded(value: Any) -> str:
+def encode(value: Any) -> str:
     """Encode a value as JSON. Raises TypeError for unsupported types."""
     kind = type(value)
     if kind is int or (kind is float and math.isfinite(value)):
@@ -191,8 +191,8 @@ def encoded(value: Any) -> str:
     return to_json(value)
 
 
-def decoded(value: dict[str, Any]) -> Any:
-    """Return the value that `encoded` has spelled as an object of one field."""
+def decode(value: dict[str, Any]) -> Any:
+    """Return the value that `encode` has spelled as an object of one field."""
     ((kind, content),) = value.items()
     if kind == "bytes":
         return base64.b64decode(content)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.loader_methods import around
+from flatout.agent.loader_methods import wrap_loader_method
 from flatout.measure.nests import mapped, tensors_in
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
@@ -82,7 +82,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
     def wrap(take: Callable[..., Any]) -> Callable[..., Any]:
         def next_kept(iterator: Any) -> Any:
-            if context.asleep or not context.torch.is_grad_enabled():
+            if context.paused or not context.torch.is_grad_enabled():
                 return take(iterator)
             mine = kept.get(id(iterator._dataset))
             if mine is None:
@@ -95,7 +95,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
         return next_kept
 
-    around(context.torch, "batch", wrap, ledger)
+    wrap_loader_method(context.torch, "batch", wrap, ledger)
     undo: Undo = ledger.restore
     return undo
 

@@ -44,14 +44,14 @@ class LeakProbe(AllocationRecorder):
             return
         super().tick()
         if len(self.ends) - 1 in self.looks:
-            self.holders.look(len(self.ends))
+            self.holders.inspect(len(self.ends))
         if self.context.device_type == "cuda":
             self.sizes.append(
                 float(self.torch.cuda.memory_allocated(self.context.device) - block_bytes(self.around.ours()))
             )
 
     def end(self) -> dict[str, Any]:
-        held = self.holders.found(
+        held = self.holders.leak(
             [*(tensor for tensors in self.known().values() for tensor in tensors), *self.around.ours()]
         )
         super().end()
@@ -84,7 +84,7 @@ class LeakProbe(AllocationRecorder):
             series=resident,
             steps=len(resident),
         )
-        fullest = self.holders.fullest() if host.leaking else None
+        fullest = self.holders.growing_container() if host.leaking else None
         if fullest is not None:
             host.holder, host.place = fullest.holder, fullest.place
         return {"leak": leak.to_json(), "host_growth": host.to_json()}

@@ -7,7 +7,7 @@ from collections import Counter
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from flatout.agent.frames import Line, is_users, place_of
+from flatout.agent.frames import Line, is_user_file, place_of
 from flatout.measure.line_timer import LineTimer
 from flatout.measure.statistics import median
 from flatout.trial.probes.probe import Probe
@@ -29,7 +29,7 @@ class LineProbe(Probe):
     """
 
     def begin(self) -> None:
-        self.timer = LineTimer(is_users)
+        self.timer = LineTimer(is_user_file)
         self.recorded: list[Counter[Line]] = []
         self.phases: set[Line] = set()  # lines on which a phase begins
         self.timer.__enter__()

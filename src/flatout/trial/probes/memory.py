@@ -41,7 +41,7 @@ class MemoryProbe(AllocationRecorder):
         self.names = {
             id(m): name or type(root).__name__
             for root in self.context.roots
-            for name, m in self.context.without_ranks(root).named_modules()
+            for name, m in self.context.unwrap_ddp(root).named_modules()
         }
         self.open: list[str] = []
         self.activations = 0
@@ -226,7 +226,7 @@ class MemoryProbe(AllocationRecorder):
         peak_ns = max(
             (pair for pair in totals if start <= pair[0] <= end), key=lambda pair: pair[1], default=(start, 0)
         )[0]
-        before = [line for ns, line in self.lines.moments if ns + later <= peak_ns and line is not None]
+        before = [line for ns, line in self.lines.times if ns + later <= peak_ns and line is not None]
         found.peak_place = place_of(before[-1]) if before else None
         found.reserved_bytes, found.retries = reserved, stats.get("num_alloc_retries") if cuda else None
         if cuda:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flatout.agent.frames import place_at, spelled
+from flatout.agent.frames import location_parts, place_at
 from flatout.agent.lines import OperatorLines
 from flatout.measure.clock import HostClock
 from flatout.measure.operations import ProfilerRecording
@@ -51,7 +51,7 @@ class OperationsProbe(Probe):
             with self.around.outside():
                 profile.export_chrome_trace(trace)
         lines = {
-            key: [spelled(line) if line is not None else None for line in found]
+            key: [location_parts(line) if line is not None else None for line in found]
             for key, found in self.lines.by_operator.items()
         }
         recorded = ProfilerRecording(

@@ -32,6 +32,6 @@ class SynchronisationProbe(Probe):
         super().end()
         return {
             "synchronisations": [
-                synchronisation.to_json() for synchronisation in self.synchronisations.seen(self.ticks)
+                synchronisation.to_json() for synchronisation in self.synchronisations.records(self.ticks)
             ]
         }

@@ -15,70 +15,71 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-SMALL_BYTES, MOST_SMALL_BYTES = 1 << 16, 1 << 22  # of compared tensors: small ones are saved instead
-MOST_READ_BYTES = 1 << 25  # compared in full each time, to detect writes that bypass torch
-MOST_BYTES = 1 << 30  # of tensors outside modules
-USUAL = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+SMALL_BYTES, MAX_SMALL_BYTES = 1 << 16, 1 << 22  # of compared tensors: small ones are saved instead
+MAX_READ_BYTES = 1 << 25  # compared in full each time, to detect writes that bypass torch
+MAX_OTHER_BYTES = 1 << 30  # of tensors outside modules
+TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
-def state_of_world(world: ReachableState, origins: InitialTensors) -> tuple[dict[str, Any], list[str]]:
+def program_state(reachable: ReachableState, initial: InitialTensors) -> tuple[dict[str, Any], list[str]]:
     """Return the state for `flatout.checkpoint.values.pack`, and the reasons against an exact resume."""
-    tensors, grads, digests, left, about = {}, {}, {}, [], {}
-    small = other = read = 0
+    tensors, grads, digests, left_out, layouts = {}, {}, {}, [], {}
+    small_bytes = other_bytes = read_bytes = 0
     sparse = False
-    for path, tensor in world.tensors.items():
+    for path, tensor in reachable.tensors.items():
         if tensor.is_leaf and tensor.grad is not None:
             grads[path] = tensor.grad
             sparse |= tensor.grad.layout is not torch.strided
         if (
-            type(tensor) not in USUAL
+            type(tensor) not in TENSOR_TYPES
             or tensor.layout is not torch.strided
             or tensor.is_quantized
             or tensor.is_meta
             or tensor.is_inference()
         ):
-            left.append(path)
+            left_out.append(path)
             continue
         size = tensor.numel() * tensor.element_size()
-        if path not in world.kept and origins.unchanged(tensor):
-            small += size
-            if size > SMALL_BYTES or small > MOST_SMALL_BYTES:
-                read += size
-                digests[path] = origins.digest(tensor, from_scratch=read <= MOST_READ_BYTES)
+        if path not in reachable.of_modules and initial.unchanged(tensor):
+            small_bytes += size
+            if size > SMALL_BYTES or small_bytes > MAX_SMALL_BYTES:
+                read_bytes += size
+                digests[path] = initial.digest(tensor, from_scratch=read_bytes <= MAX_READ_BYTES)
                 continue
-        elif path not in world.kept:
-            other += size
-            if other > MOST_BYTES:
-                left.append(path)
+        elif path not in reachable.of_modules:
+            other_bytes += size
+            if other_bytes > MAX_OTHER_BYTES:
+                left_out.append(path)
                 continue
         tensors[path] = tensor
-        about[path] = [
+        layouts[path] = [
             str(tensor.device),
             bool(tensor.requires_grad),
             tensor.grad_fn is not None,
             list(_storage_of(tensor)),
         ]
-    unsound = [] if world.complete else ["it holds more objects than can be inspected"]
-    unsound += ["its gradients are sparse"] * sparse
+    reasons = [] if reachable.complete else ["it holds more objects than can be inspected"]
+    reasons += ["its gradients are sparse"] * sparse
     return {
         "tensors": tensors,
         "grads": grads,
         "digests": digests,
-        "left": left,
-        "about": about,
-        "plain": dict(world.plain),
-        "optimizers": {path: _state_of_optimizer(optimizer) for path, optimizer in world.optimizers.items()},
-        "generators": {path: state_of(generator) for path, generator in world.generators.items()},
+        "left_out": left_out,
+        "layouts": layouts,
+        "plain": dict(reachable.plain),
+        "optimizers": {
+            path: _state_of_optimizer(optimizer) for path, optimizer in reachable.optimizers.items()
+        },
+        "generators": {path: state_of(generator) for path, generator in reachable.generators.items()},
         "buffers": {
             path: [buffer.getvalue(), buffer.tell()]
-            for path, buffer in world.buffers.items()
+            for path, buffer in reachable.buffers.items()
             if not buffer.closed
         },
-    }, unsound
+    }, reasons
 
 
 def _storage_of(tensor: Tensor) -> tuple[int, int, int]:
-    """Return the address of its memory, the size of that memory in elements, and its offset."""
     storage = tensor.untyped_storage()
     return storage.data_ptr(), storage.nbytes() // tensor.element_size(), tensor.storage_offset()
 
