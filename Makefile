@@ -46,7 +46,7 @@ test: lint $(VENV)/.installed
 
 # Every case of every test: before a release, and each night.
 full: lint $(VENV)/.installed
-	FLATOUT_FULL=1 $(PYTEST)
+	FLATOUT_FULL=1 $(PYTEST) tests bench/gpu/tests
 
 # The tests that start no process, against the source: for every save.
 quick: WORKERS = $(shell nproc)

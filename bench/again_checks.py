@@ -1,7 +1,7 @@
 """Measures whether each check of exact resume matters: disables it, then kills and restarts a program.
 
-The checks and the code that disables them are in ``tests/resume/mutants.py``, the programs in
-``tests/resume/traps.py``. With the check, each program must be rejected or end correctly. Without it, at
+The checks and the code that disables them are in ``bench/again_mutants.py``, the programs in
+``tests/resume/traps.py`` and ``bench/more_traps.py``. With the check, each program must be rejected or end correctly. Without it, at
 least one program must resume WRONG: it ends differently from an undisturbed run, without an error. Where
 another check nearly always reports first, both cases run without that other check.
 """
@@ -13,13 +13,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from again_mutants import CHECKS, Check
+from more_traps import TRAPS
 from provenance import ROOT, markdown_table, read_result, some_or_all, stamp, write_result
 
 sys.path.insert(0, str(ROOT / "tests"))
 sys.path.insert(0, str(ROOT / "tests" / "resume"))
 from interrupted import Programs, live
-from mutants import CHECKS, Check  # type: ignore[attr-defined]  # of tests/resume
-from traps import TRAPS  # type: ignore[attr-defined]  # of tests/resume
 
 SAFE, SEEN = ("refused", "right"), ("WRONG", "crashed")
 

@@ -10,10 +10,14 @@ without a message, or if it exceeded its limits.
 from __future__ import annotations
 
 import argparse
+import json
+import pickle
+import random
 import shutil
 import sys
 import tempfile
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +26,81 @@ from provenance import ROOT, markdown_table, stamp, write_result
 sys.path.insert(0, str(ROOT / "tests"))
 sys.path.insert(0, str(ROOT / "tests" / "faults"))
 
-from hostile import Outcome, hostile, mutated, opened, openers, warm
+from hostile import (
+    Bomb,
+    Outcome,
+    hostile,
+    linked,
+    mutated,
+    odd,
+    opened,
+    openers,
+    sparse,
+    warm,
+    with_header,
+    written,
+    zipped,
+)
 
 from flatout.measure.clock import seconds
+
+
+def more_hostile(opener: Any) -> dict[str, Callable[[Path], object]]:
+    """Files like those of ``tests/faults/hostile.py``, of kinds that the test suite covers with one of those."""
+    deep, sound = 10**6, opener.sound or b"{}"
+    contents = {
+        "nothing": b"",
+        "a pickle in a zip, as torch.save": zipped(
+            archive__data__pkl=pickle.dumps(Bomb()), archive__version=b"3"
+        ),
+        "deep and closed": b"[" * deep + b"]" * deep,
+        "zeros": bytes(1000),
+        "UTF-16": sound.decode(errors="replace").encode("utf-16"),
+        "a mark and then itself": b"\xef\xbb\xbf" + sound,
+        "a number of a million digits inside": sound.replace(b"1", b"9" * deep, 1),
+        "minus": b"-",
+        "null": b"null",
+        "a table": b"{}",
+        "a word": b'"x"',
+        "NaN": b"NaN",
+        "itself twice": sound * 2,
+        "marshal": b"\xe3\x00\x00\x00\x00",
+        "a script": b"#!/bin/sh\ntouch canary\n",
+        "an ELF": b"\x7fELF" + bytes(99),
+        "TOML: tables": b"[a]\n" + b"[[a.b]]\n" * 5000,
+        "TOML: deep": b"a = " + b"[" * 30_000,
+        "Python: long": b"x = 1" + b" + 1" * 20_000,
+        "Python: NUL": b"import torch\0\n",
+        "a notebook": json.dumps(
+            {"cells": [{"cell_type": "code", "source": ["!touch canary\n", "%run x\n"]}]}
+        ).encode(),
+    }
+    made: dict[str, Callable[[Path], object]] = {title: written(data) for title, data in contents.items()}
+    made |= {
+        "a gigabyte of zeros": sparse(1 << 30),
+        "a folder": lambda path: path.mkdir(),
+        "a device that says nothing": linked("/dev/null"),
+        "a link to itself": lambda path: path.symlink_to(path.name),
+        "a link to nowhere": linked("nowhere"),
+        "memory": linked("/proc/self/mem"),
+        "no right to read": unreadable(sound),
+    }
+    if opener.json and opener.sound:
+        made |= {
+            f"odd values {seed}": written(odd(opener, random.Random(seed), share=0.3)) for seed in range(2, 8)
+        }
+    if opener.kind == "tensors":
+        rows = {str(at): {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for at in range(200_000)}
+        made["many"] = written(with_header(json.dumps(rows).encode()))
+    return made
+
+
+def unreadable(data: bytes) -> Callable[[Path], None]:
+    def make(path: Path) -> None:
+        path.write_bytes(data)
+        path.chmod(0)
+
+    return make
 
 
 def main() -> None:
@@ -62,7 +138,7 @@ def main() -> None:
             take(opener.kind, what, opened(opener, make, folder))
 
         for opener in kinds:
-            for title, make in hostile(opener).items():
+            for title, make in {**hostile(opener), **more_hostile(opener)}.items():
                 once(opener, title, make)
                 counts["on purpose"] += 1
         seed = asked.seed

@@ -1,6 +1,6 @@
 """Kills small programs that exact resume could get wrong under `flatout run --resume`, and restarts them.
 
-Each program of ``tests/resume/traps.py`` does one thing that a replay might miss. The test suite runs some of
+Each program of ``tests/resume/traps.py`` and ``bench/more_traps.py`` does one thing that a replay might miss. The test suite runs some of
 them; this bench runs all. A program may end as without interruption, be rejected with an error, or start from
 scratch where exact resume is impossible; any other end is WRONG. Some programs are killed twice. Some also
 run in a separate process instead of a fork of a process that has imported torch.
@@ -14,12 +14,13 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from more_traps import TRAPS
 from provenance import ROOT, markdown_table, read_result, some_or_all, stamp, write_result
 
 sys.path.insert(0, str(ROOT / "tests"))
 sys.path.insert(0, str(ROOT / "tests" / "resume"))
 from interrupted import BEFORE_ITS_NEXT_SAVE, ONCE, TWICE, Programs, live
-from traps import TRAPS, Trap  # type: ignore[attr-defined]  # of tests/resume
+from traps import Trap  # type: ignore[attr-defined]  # of tests/resume
 
 OF_ITS_OWN = ("accumulator_made_before", "replay_buffers", "own_generators")
 OWN_PROCESS, EARLY = "in a process of its own", "killed twice, the second time before its next save"

@@ -76,20 +76,8 @@ def test_two_commands_a_gate_and_a_baseline(flatout, project):
     assert "B is slower" in page
     assert "None" not in page
 
-    done = flatout(
-        "compare",
-        "--pairs",
-        "2",
-        "--budget",
-        "1s",
-        "--gate",
-        "50%",
-        "--baseline",
-        "slow",
-        "python",
-        "train.py",
-        "0.012",
-    )
+    words = "--pairs 2 --budget 1s --gate 50% --baseline slow python train.py 0.012"
+    done = flatout("compare", *words.split())
     assert done.code == 0, done.err
     assert "same bits: " in done.out
     stored = project / ".flatout/baselines/slow.json"
@@ -109,19 +97,8 @@ def test_revisions_import_their_own_files_and_share_untracked_data(flatout, proj
     (project / "data").mkdir()
     (project / "data" / "one").write_text("1")
     (project / "work.py").write_text(WORK.format(pause=0.004, scale="(1.0 if step < 3 else 1.0000001)"))
-    done = flatout(
-        "compare",
-        "--pairs",
-        "2",
-        "--budget",
-        "1s",
-        "--gate-loss",
-        "spread",
-        "--rev",
-        "main..",
-        "python",
-        "train.py",
-    )
+    words = "--pairs 2 --budget 1s --gate-loss spread --rev main.. python train.py"
+    done = flatout("compare", *words.split())
     assert done.code == 0, done.err
     record = record_of(project)
     assert record["losses"]["verdict"] == "within the spread"

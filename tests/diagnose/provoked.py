@@ -435,7 +435,8 @@ def a_script_without_a_main_guard(well):
         script.write_text(
             UNGUARDED.format(out=str(out), guard='if __name__ == "__main__":' if well else "if True:")
         )
-        subprocess.run([sys.executable, str(script)], check=True)
+        # with an option, the warm process does not become it: its main module could not be spawned
+        subprocess.run([sys.executable, "-u", str(script)], check=True)
         if out.exists():
             raise Carried(out.read_text())
 

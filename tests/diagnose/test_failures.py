@@ -3,13 +3,11 @@ traceback, with their fixes tried.
 """
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from limits import hang_s
+from processes import run_python
 
 from flatout.diagnose.explain import explain, explain_text
 from flatout.diagnose.failures import TABLE
@@ -29,16 +27,7 @@ ENDED_BY_A_SIGNAL = ("FE042", "FE045")  # such a process leaves no text
 def provoked(tmp_path_factory):
     """The results of all programs, from one process that runs them."""
     out = tmp_path_factory.mktemp("provoked") / "seen.json"
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("FLATOUT_", "RANK", "WORLD_SIZE", "MASTER_"))
-    }
-    command = [sys.executable, str(HERE / "provoked.py"), str(out)]
-    done = subprocess.run(
-        command, env={**kept, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=hang_s(200)
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_python(HERE / "provoked.py", out, limit_s=200)
     return {one["name"]: one for one in json.loads(out.read_text())}
 
 

@@ -10,9 +10,27 @@ from flatout.schema.profile import ProfileRecord
 pytest.importorskip("torch")
 pytestmark = [pytest.mark.timeout(240), pytest.mark.processes]
 
+# It fails if a recording begins in the step in which another has ended.
+GUARD = """\
+import torch
+start, stop, step, stopped = torch.profiler.profile.start, torch.profiler.profile.stop, 0, [-1]
+
+def starting(self):
+    assert step not in stopped, "one recording begins in the step in which another has ended"
+    return start(self)
+
+def stopping(self):
+    stopped.append(step)
+    return stop(self)
+
+torch.profiler.profile.start, torch.profiler.profile.stop = starting, stopping
+"""
+
 # A slow data set, a value read each step, a list that keeps graphs, a cache that is emptied, an optimizer of
 # many small steps.
-ILL = """\
+ILL = (
+    GUARD
+    + """\
 import gc, os, time
 import torch
 from torch import nn
@@ -43,6 +61,7 @@ class Model(nn.Module):
 
 
 def main():
+    global step
     torch.manual_seed(0)
     gc.freeze()
     model = Model()
@@ -51,6 +70,7 @@ def main():
     for epoch in range(100000):
         loader = make_loader()
         for x, y in loader:
+            step += 1
             out = model(x)
             loss = nn.functional.cross_entropy(out, y)
             optimizer.zero_grad()
@@ -63,6 +83,7 @@ def main():
 
 main()
 """
+)
 
 WELL = """\
 import torch
@@ -76,22 +97,6 @@ for step in range(10**9):
     loss.backward()
     optimizer.step()
 """
-
-# The same program, which fails if a recording begins in the step in which another has ended.
-GUARDED = """\
-import torch
-start, stop, stopped = torch.profiler.profile.start, torch.profiler.profile.stop, [-1]
-
-def starting(self):
-    assert step not in stopped, "one recording begins in the step in which another has ended"
-    return start(self)
-
-def stopping(self):
-    stopped.append(step)
-    return stop(self)
-
-torch.profiler.profile.start, torch.profiler.profile.stop = starting, stopping
-""" + WELL.removeprefix("import torch\n")
 
 
 def line_of(words, source=ILL):
@@ -109,7 +114,7 @@ def profiled(cli, source, *options):
 def ill(flatout_in, tmp_path_factory):
     """The record of the faulty program, its report, and its folder."""
     cli = flatout_in(tmp_path_factory.mktemp("ill"))
-    record, done = profiled(cli, ILL, "--steps", "24", "--budget", "40s", "--trace", "trace.json")
+    record, done = profiled(cli, ILL, "--steps", "24", "--budget", "20s", "--trace", "trace.json")
     return record, done, cli.folder
 
 
@@ -236,15 +241,9 @@ def test_the_printed_report(ill):
     assert done.left == []
 
 
-@pytest.fixture(scope="module")
-def well(flatout_in, tmp_path_factory):
-    cli = flatout_in(tmp_path_factory.mktemp("well"))
-    return profiled(cli, GUARDED, "--steps", "20", "--budget", "10s", "--json")
-
-
 @pytest.mark.full
-def test_a_program_without_a_loader_that_holds_nothing(well):
-    record, done = well
+def test_a_program_without_a_loader_that_holds_nothing(flatout):
+    record, done = profiled(flatout, WELL, "--steps", "20", "--budget", "10s", "--json")
     assert json.loads(done.out) == record.to_json()
     assert not record.leak.leaking
     assert record.leak.holder == ""
@@ -255,9 +254,9 @@ def test_a_program_without_a_loader_that_holds_nothing(well):
     assert "never waits for a tensor" in why["syncs"]
 
 
-def test_no_recording_begins_in_the_step_in_which_another_ends(well):
+def test_no_recording_begins_in_the_step_in_which_another_ends(ill):
     """The operator that is open at that time, the optimizer's step, would write its end into freed memory."""
-    record, _ = well
+    record, _, _ = ill
     assert record.operations
     assert record.memory is not None
     assert record.leak is not None

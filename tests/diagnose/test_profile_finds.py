@@ -9,7 +9,7 @@ import pytest
 from flatout.diagnose.ranking import ranked
 from flatout.schema.profile import ProfileRecord
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.processes, pytest.mark.full]
 
 PROGRAM = """\
 import random
@@ -47,8 +47,6 @@ def profile(flatout_in, tmp_path_factory):
     return ProfileRecord.from_json(json.loads(done.out))
 
 
-@pytest.mark.full
-@pytest.mark.processes
 @pytest.mark.parametrize("name", LINES)
 def test_a_fault_is_found_with_its_line(profile, name):
     found = {finding.name: finding for finding in profile.findings}
@@ -57,7 +55,6 @@ def test_a_fault_is_found_with_its_line(profile, name):
     assert found[name].place.line == LINES[name]
 
 
-@pytest.mark.processes
 def test_wrong_results_come_first(profile):
     assert [finding.severity for finding in profile.findings[:2]] == ["wrong result"] * 2
     assert ranked(profile.findings) == profile.findings

@@ -3,18 +3,17 @@ samples of each rank.
 """
 
 import json
-import os
 import random
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from limits import hang_s
+from processes import run_python
+from vectors import distance
 
 pytestmark = pytest.mark.processes
 
-PROGRAM = Path(__file__).with_name("train_cases.py")
+PROGRAM, LAUNCHER = (Path(__file__).with_name(name) for name in ("train_cases.py", "launcher.py"))
 CASES = 12
 GRADIENT = {"float64": 1e-12, "float32": 1e-6}
 WEIGHTS = {"float64": 1e-9, "float32": 2e-3}  # after so many steps, relative to their length
@@ -52,18 +51,8 @@ def a_case(draw):
 
 def trained(cases, folder, procs):
     (folder / "cases.json").write_text(json.dumps(cases))
-    words = [sys.executable, str(PROGRAM), str(folder / "cases.json"), str(folder)]
-    if procs > 1:
-        words = [sys.executable, "-m", "flatout.launch.local_launcher", "--procs", str(procs), "--", *words]
-    done = subprocess.run(
-        words,
-        capture_output=True,
-        text=True,
-        timeout=hang_s(240),
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    launcher = [] if procs == 1 else [LAUNCHER, "--procs", procs, "--", sys.executable]
+    run_python(*launcher, PROGRAM, folder / "cases.json", folder, limit_s=240)
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +82,6 @@ def plain(tmp_path_factory):
     folder = tmp_path_factory.mktemp("plain")
     trained(cases, folder, 1)
     return cases, [json.loads((folder / f"{at}.plain.json").read_text()) for at in range(CASES)]
-
-
-def distance(a, b):
-    """The distance of two lists of vectors, relative to the length of the second."""
-    pairs = [(x, y) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True)]
-    return (sum((x - y) ** 2 for x, y in pairs) / (sum(y * y for _, y in pairs) or 1.0)) ** 0.5
 
 
 @pytest.mark.sampled(1)

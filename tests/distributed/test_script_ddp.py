@@ -4,13 +4,12 @@ These tests read the results of ddp_cases.py.
 """
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from limits import hang_s
+from processes import run_python
+from vectors import distance
 
 pytest.importorskip("torch")
 PROGRAM = Path(__file__).with_name("ddp_cases.py")
@@ -23,26 +22,13 @@ pytestmark = [
 
 def as_ranks(folder, number):
     """The output of each rank."""
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(folder), str(number)],
-        capture_output=True,
-        text=True,
-        timeout=hang_s(150),
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_python(PROGRAM, folder, number)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(number)]
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     return as_ranks(tmp_path_factory.mktemp("two"), 2)
-
-
-def distance(a, b):
-    """The length of the difference, relative to that of the second."""
-    return (sum((x - y) ** 2 for x, y in zip(a, b, strict=True)) / sum(y * y for y in b)) ** 0.5
 
 
 def test_arguments_change_no_bit(two):
@@ -65,7 +51,7 @@ def test_arguments_change_no_bit(two):
 def test_three_ranks_round_otherwise(tmp_path):
     for rank in as_ranks(tmp_path, 3):
         assert rank["offered"]["plain"][0][1] == "rounding"
-        assert distance(rank["views"]["steps"][-1], rank["plain"]["steps"][-1]) < 1e-6
+        assert distance(rank["views"]["steps"][-1:], rank["plain"]["steps"][-1:]) < 1e-6
 
 
 def test_offered_values(two):
@@ -86,12 +72,12 @@ def test_fewer_bytes_within_rounding(two, kind, rounding):
     """PowerSGD was told to leave two passes uncompressed."""
     for rank in two:
         case = rank["compression"][kind]
-        distances = [distance(gradient, case["plain"]) for gradient in case["gradients"]]
+        distances = [distance([gradient], [case["plain"]]) for gradient in case["gradients"]]
         assert [value > 0 for value in distances] == [kind != "powersgd"] * 2 + [True] * 2
         assert max(distances) < rounding
         assert len(case["reports"]) == (kind == "powersgd")
         assert case["loaded"]
-        assert distance(rank["compression"]["bad"]["gradients"][0], case["plain"]) > 0.9
+        assert distance(rank["compression"]["bad"]["gradients"][:1], [case["plain"]]) > 0.9
     assert two[0]["compression"][kind]["gradients"] == two[1]["compression"][kind]["gradients"]
 
 

@@ -3,14 +3,12 @@ and the bytes that each holds.
 """
 
 import json
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from limits import hang_s
+from processes import run_python
+from vectors import distance
 
 pytestmark = pytest.mark.processes
 
@@ -105,27 +103,13 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
     cases = the_cases(folder)
     (folder / "cases.json").write_text(json.dumps(cases))
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(folder / "cases.json"), str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=hang_s(280),
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    run_python(PROGRAM, folder / "cases.json", folder, limit_s=280)
     found = {
         (at, procs): [json.loads((folder / f"{at}.{procs}.{rank}.json").read_text()) for rank in range(procs)]
         for at, case in enumerate(cases)
         for procs in case["procs"]
     }
     return cases, found, json.loads((folder / "read_back.json").read_text())
-
-
-def distance(a, b):
-    """The distance of two lists of vectors, relative to the length of the second."""
-    pairs = [(x, y) for one, other in zip(a, b, strict=True) for x, y in zip(one, other, strict=True)]
-    return (sum((x - y) ** 2 for x, y in pairs) / (sum(y * y for _, y in pairs) or 1.0)) ** 0.5
 
 
 @pytest.mark.processes

@@ -170,14 +170,14 @@ def openers():
                 ).encode(),
                 call=_save,
             ),
-            Opener("tensors", "tensors.safetensors", _tensors(), call=_save, json=False),
+            Opener("tensors", "tensors.safetensors", tensors(), call=_save, json=False),
         )
     }
 
 
-def _tensors():
+def tensors():
     head = json.dumps({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}).encode()
-    return len(head).to_bytes(8, "little") + head + bytes(16)
+    return with_header(head)
 
 
 def _ranks(path):
@@ -221,7 +221,7 @@ def _save(path):
     if path.name != "state.json":
         (folder / "state.json").write_text('{"tensor": "w", "dtype": "float32", "shape": [4]}')
     if path.name != "tensors.safetensors":
-        (folder / "tensors.safetensors").write_bytes(_tensors())
+        (folder / "tensors.safetensors").write_bytes(tensors())
     try:
         if path.name != "manifest.json":
             about = {each.name: _digest(each) for each in sorted(folder.iterdir()) if each.is_file()}
@@ -244,7 +244,7 @@ class Bomb:
         return os.system, ("touch canary",)
 
 
-def _zip(**files):
+def zipped(**files):
     held = io.BytesIO()
     with zipfile.ZipFile(held, "w", zipfile.ZIP_DEFLATED) as file:
         for name, data in files.items():
@@ -252,7 +252,7 @@ def _zip(**files):
     return held.getvalue()
 
 
-def _sparse(size):
+def sparse(size):
     def make(path):
         with open(path, "wb") as file:
             file.truncate(size)
@@ -260,65 +260,40 @@ def _sparse(size):
     return make
 
 
-def _written(data):
+def written(data):
     return lambda path: path.write_bytes(data() if callable(data) else data) and None
 
 
-def _linked(target):
+def linked(target):
     return lambda path: path.symlink_to(target)
 
 
 def hostile(opener):
-    """Each kind of damage, with the function that puts the file in place."""
+    """Each kind of damage, with the function that puts the file in place. ``bench/fuzz.py`` has more."""
     deep, sound = 10**6, opener.sound or b"{}"
     yaml = b'!!python/object/apply:os.system ["touch canary"]\n'
     files = {
-        "nothing": b"",
         "a pickle that runs code": pickle.dumps(Bomb()),
-        "a pickle in a zip, as torch.save": _zip(
-            archive__data__pkl=pickle.dumps(Bomb()), archive__version=b"3"
-        ),
-        "a zip of zeros": lambda: _zip(a=bytes(1 << 26)),
+        "a zip of zeros": lambda: zipped(a=bytes(1 << 26)),
         "a yaml tag": yaml,
         "deep lists": b"[" * deep,
         "deep tables": lambda: b'{"a":' * deep,
-        "deep and closed": lambda: b"[" * deep + b"]" * deep,
-        "zeros": bytes(1000),
         "no UTF-8": b"\xff\xfe\xfa" * 99 + sound,
-        "UTF-16": sound.decode(errors="replace").encode("utf-16"),
-        "a mark and then itself": b"\xef\xbb\xbf" + sound,
         "a number of a million digits": b"9" * deep,
-        "a number of a million digits inside": sound.replace(b"1", b"9" * deep, 1),
-        "minus": b"-",
-        "null": b"null",
         "a list": b"[]",
-        "a table": b"{}",
-        "a word": b'"x"',
-        "NaN": b"NaN",
         "a long line": lambda: b'"' + b"x" * (1 << 24) + b'"',
         "many lists": lambda: b"[" + b"[]," * (1 << 23) + b"[]]",
-        "itself twice": sound * 2,
         "half of itself": sound[: len(sound) // 2],
         "one key many times": lambda: b"{" + b'"a":1,' * 100_000 + b'"a":2}',
         "control codes": "".join(EVIL[1:3]).encode("utf-8", "replace") * 9,
-        "marshal": b"\xe3\x00\x00\x00\x00",
-        "a script": b"#!/bin/sh\ntouch canary\n",
-        "an ELF": b"\x7fELF" + bytes(99),
         "TOML without end": b"a" + b".a" * 30_000 + b" = 1",
         "TOML: a library": b'[levers]\nmalloc = "/tmp/evil.so"\n',
         "TOML: code": b"[levers]\ncompile = \"__import__('os').system('touch canary')\"\nimport = \"os\"\n",
-        "TOML: tables": b"[a]\n" + b"[[a.b]]\n" * 5000,
-        "TOML: deep": b"a = " + b"[" * 30_000,
         "TOML: evil names": b'[levers."\\u001b[2J<script>"]\nvalue = "\\u202e"\n',
         "Python: deep": b"x = " + b"(" * 5000,
-        "Python: long": b"x = 1" + b" + 1" * 20_000,
         "Python: minus": b"x = " + b"-" * 100_000 + b"1",
-        "Python: NUL": b"import torch\0\n",
         "Python: coding": b"# -*- coding: rot13 -*-\nimport torch\n",
         "Python: power": b"import torch\nx = 9**9**9**9\ny = 'a' * 10**12\nz = [0] * 10**12\nfor i in range(10**12): pass\n",
-        "a notebook": json.dumps(
-            {"cells": [{"cell_type": "code", "source": ["!touch canary\n", "%run x\n"]}]}
-        ).encode(),
         "a traceback that never ends": lambda: (
             b"Traceback (most recent call last):\n"
             + b'  File "a.py", line 1, in f\n' * 200_000
@@ -329,18 +304,11 @@ def hostile(opener):
         + b"mat1 and mat2 shapes"
         + b"(" * 10_000,
     }
-    made = {title: _written(data) for title, data in files.items()}
+    made = {title: written(data) for title, data in files.items()}
     made |= {
-        "a gigabyte of zeros": _sparse(1 << 30),
-        "a terabyte of zeros": _sparse(1 << 40),
-        "a folder": lambda path: path.mkdir(),
-        "a device without end": _linked("/dev/zero"),
-        "a device that says nothing": _linked("/dev/null"),
-        "a link to itself": lambda path: path.symlink_to(path.name),
-        "a link to nowhere": _linked("nowhere"),
-        "a link out of the folder": _linked("/etc/passwd"),
-        "memory": _linked("/proc/self/mem"),
-        "no right to read": _unreadable(sound),
+        "a terabyte of zeros": sparse(1 << 40),
+        "a device without end": linked("/dev/zero"),
+        "a link out of the folder": linked("/etc/passwd"),
     }
     if opener.kind in ("state", "tensors"):
         del made[
@@ -350,11 +318,11 @@ def hostile(opener):
         made["a pipe that nobody writes to"] = lambda path: os.mkfifo(path)
     if opener.json and opener.sound:
         made |= {
-            f"odd values {seed}": _written(_odd(opener, random.Random(seed), share=0.3)) for seed in range(8)
+            f"odd values {seed}": written(odd(opener, random.Random(seed), share=0.3)) for seed in range(2)
         }
         fields = json.loads(opener.sound)
         if "command" in fields:  # a single value is wrong, and that early
-            made["a command that is a number"] = _written(json.dumps({**fields, "command": 5}).encode())
+            made["a command that is a number"] = written(json.dumps({**fields, "command": 5}).encode())
     if opener.kind == "tensors":
         heads = {
             "a header of a gigabyte": (1 << 30, b""),
@@ -367,35 +335,23 @@ def hostile(opener):
                     {name: {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]} for name in "ab"}
                 ).encode(),
             ),
-            "many": (
-                None,
-                json.dumps(
-                    {str(at): {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for at in range(200_000)}
-                ).encode(),
-            ),
             "negative": (None, b'{"w":{"dtype":"F32","shape":[-4],"data_offsets":[0,-16]}}'),
             "wraps": (None, b'{"w":{"dtype":"F64","shape":[2305843009213693952],"data_offsets":[0,0]}}'),
         }
-        made |= {
-            title: _written((len(head) if size is None else size).to_bytes(8, "little") + head + bytes(16))
-            for title, (size, head) in heads.items()
-        }
+        made |= {title: written(with_header(head, size)) for title, (size, head) in heads.items()}
     return made
 
 
-def _unreadable(data):
-    def make(path):
-        path.write_bytes(data)
-        path.chmod(0)
-
-    return make
+def with_header(head, size=None):
+    """A file of tensors with this header, which says that it has ``size`` bytes."""
+    return (len(head) if size is None else size).to_bytes(8, "little") + head + bytes(16)
 
 
 def mutated(opener, seed):
     """A sound file after some damage to its bytes, or to its values where it is JSON."""
     chance = random.Random(f"{opener.kind} {seed}")
     if opener.json and opener.sound and chance.random() < 0.7:
-        return _odd(opener, chance, share=chance.choice((0.002, 0.02, 0.1, 0.5)))
+        return odd(opener, chance, share=chance.choice((0.002, 0.02, 0.1, 0.5)))
     data = bytearray(opener.sound or b"{}")
     for _ in range(chance.choice((1, 2, 5, 30))):
         at = chance.randrange(len(data) + 1)
@@ -432,7 +388,7 @@ def mutated(opener, seed):
     return bytes(data)
 
 
-def _odd(opener, chance, share):
+def odd(opener, chance, share):
     """The sound JSON with this share of its values replaced by odd ones or by other values of the file."""
     whole = json.loads(opener.sound)
     values = []

@@ -22,6 +22,7 @@ from unittest import mock
 import pytest
 from processes import working_in
 from reason_templates import FROM_THE_PIPELINE, templates
+from trials import warm_programs
 
 import flatout
 from flatout.job.folder import JobFolder
@@ -661,7 +662,7 @@ def answers(chosen, tmp_path_factory):
         deque[tuple[str, Trial]](),
         {},
     )
-    with working_in(folder), contextlib.ExitStack() as trials:
+    with working_in(folder), warm_programs(), contextlib.ExitStack() as trials:
         while waiting or running:
             while waiting and len(running) < AT_ONCE:
                 name = waiting.popleft()

@@ -3,12 +3,10 @@
 No step is wrong, no tensor leaks, nothing hangs.
 """
 
-import subprocess
-import sys
 import weakref
 
 import pytest
-from limits import hang_s
+from processes import run_python
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
@@ -320,15 +318,8 @@ def test_a_real_one_on_the_cpu(tmp_path):
     (tmp_path / "train.py").write_text(REAL)
     said = {}
     for how in ("free", "limited"):
-        done = subprocess.run(
-            [sys.executable, "train.py", how],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=hang_s(200),
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        said[how] = [[float(word) for word in line.split()] for line in done.stdout.splitlines()]
+        lines = run_python(tmp_path / "train.py", how, limit_s=200).splitlines()
+        said[how] = [[float(word) for word in line.split()] for line in lines]
     assert [parts for parts, *_ in said["free"]] == [1, 1, 1]
     assert said["limited"][-1][0] > 1
     for free, limited in zip(said["free"], said["limited"], strict=True):

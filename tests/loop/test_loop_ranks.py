@@ -1,13 +1,11 @@
 """Two ranks of one training learn what whole batches would teach them; no rank goes on without the other."""
 
 import json
-import os
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from limits import hang_s
+from processes import run_python
 
 pytestmark = pytest.mark.processes
 
@@ -20,22 +18,8 @@ PROGRAM = Path(__file__).with_name("two_ranks.py")
 def ranks(tmp_path_factory):
     """The results of each rank, case by case."""
     folder = tmp_path_factory.mktemp("ranks")
-    pair = [
-        subprocess.Popen(
-            [sys.executable, str(PROGRAM), str(rank), str(folder)],
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        errors = [process.communicate(timeout=hang_s(150))[1] for process in pair]
-    finally:
-        for process in pair:
-            process.kill()
-    for err, process in zip(errors, pair, strict=True):
-        assert process.returncode == 0, err[-3000:]
+    with ThreadPoolExecutor() as both:
+        list(both.map(lambda rank: run_python(PROGRAM, rank, folder), (0, 1)))
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 

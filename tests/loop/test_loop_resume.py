@@ -6,15 +6,13 @@ Every part of a checkpoint is needed for that, and messages report it.
 import hashlib
 import json
 import logging
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from limits import hang_s
+from processes import run_python
 
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
@@ -341,15 +339,7 @@ def test_a_trial_resumes_nothing_and_leaves_nothing(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def lives(chosen):
-    done = subprocess.run(
-        [sys.executable, str(LIVES), *map(str, chosen("number"))],
-        capture_output=True,
-        text=True,
-        timeout=hang_s(250),
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return json.loads(run_python(LIVES, *chosen("number"), limit_s=250))
 
 
 @pytest.mark.sampled(1)

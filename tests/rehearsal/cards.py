@@ -1,6 +1,7 @@
 """Programs on simulated cards: the stand-in of bench/gpu, or the reason why it is unavailable here."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -56,6 +57,18 @@ def on_cards(
         timeout=hang_s(LIMIT_S),
         check=False,
     )
+
+
+def printed_by(folder, programs, **options):
+    """The output of each of several programs, which run in one process."""
+    argv = [part for program in programs for part in ("+", *program)][1:]
+    done = on_cards(folder, "python", str(Path(__file__).with_name("several.py")), *argv, **options)
+    assert done.returncode == 0, done.stderr
+    return re.split(r"^== \d+\n", done.stdout, flags=re.M)[1:]
+
+
+def info(text):
+    return [line for line in text.splitlines() if re.match(r"(epoch|step) \d", line)]
 
 
 def interrupted(folder, after, *command):

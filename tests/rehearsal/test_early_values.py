@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from cards import PROGRAMS, interrupted, needed, on_cards
+from cards import PROGRAMS, interrupted, needed, on_cards, printed_by
 
 pytestmark = [needed(), pytest.mark.processes]
 HERE = Path(__file__).parent
@@ -39,10 +39,7 @@ def test_every_read_is_right(case, wrong):
 def plain(tmp_path_factory):
     """The output of each program without flatout, and its waits for a card, by line."""
     folder = tmp_path_factory.mktemp("plain")
-    argv = [part for run in RUNS.values() for part in ("+", *run)][1:]
-    done = on_cards(folder, "python", str(HERE / "several.py"), *argv, waits=folder / "waits")
-    assert done.returncode == 0, done.stderr
-    printed = re.split(r"^== \d+\n", done.stdout, flags=re.M)[1:]
+    printed = printed_by(folder, RUNS.values(), waits=folder / "waits")
     return dict(zip(RUNS, (part.splitlines() for part in printed), strict=True)), waits_in(folder / "waits")
 
 

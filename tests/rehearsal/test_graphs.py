@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from cards import PROGRAMS, SMALL_GPT, needed, on_cards
+from cards import PROGRAMS, SMALL_GPT, info, needed, on_cards, printed_by
 
 pytestmark = [needed(), pytest.mark.processes]
 HERE = Path(__file__).parent
@@ -33,19 +33,12 @@ def program(arguments):
     return arguments if own else [str(PROGRAMS / "recorded.py"), "--epochs", "4", *arguments]
 
 
-def info(text):
-    return [line for line in text.splitlines() if re.match(r"(epoch|step) \d", line)]
-
-
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """The output of each program without flatout."""
     everything = [*RUNS.values(), MOVING, PENALTY]
-    argv = [part for arguments in everything for part in ("+", *program(arguments))][1:]
-    done = on_cards(tmp_path_factory.mktemp("plain"), "python", str(HERE / "several.py"), *argv)
-    assert done.returncode == 0, done.stderr
-    parts = [info(part) for part in re.split(r"^== \d+$", done.stdout, flags=re.M)[1:]]
-    return {" ".join(arguments): part for arguments, part in zip(everything, parts, strict=True)}
+    parts = printed_by(tmp_path_factory.mktemp("plain"), map(program, everything))
+    return {" ".join(arguments): info(part) for arguments, part in zip(everything, parts, strict=True)}
 
 
 def recorded(tmp_path, arguments):

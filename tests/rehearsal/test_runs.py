@@ -8,12 +8,11 @@ import re
 from pathlib import Path
 
 import pytest
-from cards import EXAMPLES, PROGRAMS, SMALL_GPT, interrupted, needed, on_cards
+from cards import EXAMPLES, PROGRAMS, SMALL_GPT, info, interrupted, needed, on_cards, printed_by
 
 import flatout
 
 pytestmark = [needed(), pytest.mark.processes]
-HERE = Path(__file__).parent
 SOURCE = Path(flatout.__file__).parent
 
 SMALL_RESNET = [str(EXAMPLES / "tutorial.py"), "--images", "96", "--batch-size", "32", "--epochs", "2"]
@@ -48,23 +47,14 @@ def lines(done):
     return info(done.stdout)
 
 
-def info(text):
-    return [line for line in text.splitlines() if re.match(r"(epoch|step) \d", line)]
-
-
 @pytest.fixture(scope="module")
 def plain(chosen, tmp_path_factory):
     """The output of each compared program without flatout."""
     folder, found = tmp_path_factory.mktemp("plain"), {}
     compared = {*chosen("name")} - MISSING
     for names in filter(None, (sorted(compared - ONE_CARD.keys()), sorted(compared & ONE_CARD.keys()))):
-        argv = [part for name in names for part in ("+", *RUNS[name])][1:]
-        done = on_cards(folder, "python", str(HERE / "several.py"), *argv, cards=ONE_CARD.get(names[0], 2))
-        assert done.returncode == 0, done.stderr
-        found |= {
-            name: info(part)
-            for name, part in zip(names, re.split(r"^== \d+$", done.stdout, flags=re.M)[1:], strict=True)
-        }
+        parts = printed_by(folder, [RUNS[name] for name in names], cards=ONE_CARD.get(names[0], 2))
+        found |= {name: info(part) for name, part in zip(names, parts, strict=True)}
     assert all(found.values())
     return found
 

@@ -70,7 +70,7 @@ class Lives:
 
 
 def live(programs, folder, trap, kills=ONCE, off=""):
-    """``off``: checks of ``mutants.py`` that are switched off, before flatout is imported."""
+    """``off``: checks of ``bench/again_mutants.py`` that are switched off, before flatout is imported."""
     work, fresh = folder / "work", trap.fresh or bool(off)
     write(work, trap)
     said = []  # printed by the killed runs, each up to the step at which the next one resumed

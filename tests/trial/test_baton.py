@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from trials import warm_programs
 
 from flatout.job.folder import TrialFolder
 from flatout.launch.command import understand
@@ -94,7 +95,8 @@ def begin(tmp_path, monkeypatch):
             lambda rank: (tmp_path / f"steps.{rank}").read_text().split()
         ) if ranks else lambda: counter.stat().st_size
 
-    yield start
+    with warm_programs():
+        yield start
     for trial in begun:
         trial.close()
     sys.modules.pop("levers_of_test", None)

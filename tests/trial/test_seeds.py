@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+from trials import warm_programs
 
 from flatout.job.folder import JobFolder
 from flatout.launch.command import understand
@@ -46,7 +47,8 @@ def test_without_workers_batches_stay_the_same_under_every_seed(tmp_path, monkey
             return measure(trial, 3, seconds() + 60).batch_hashes
 
     without = Plan((Choice("loader", {"workers": 0}),))
-    plain, other, tuned = batches(1, Plan()), batches(2, Plan()), batches(1, without)
+    with warm_programs():
+        plain, other, tuned = batches(1, Plan()), batches(2, Plan()), batches(1, without)
     length = min(map(len, (plain, other, tuned)))
     assert length >= 3
     assert tuned[:length] == plain[:length]

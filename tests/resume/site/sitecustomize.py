@@ -2,7 +2,7 @@
 
 TRAP_SAVE=10    after the first checkpoint, another is due when 10 or more steps are done
 TRAP_KILL=16    after 16 steps, once all pending writes are done, the process gets SIGKILL
-TRAP_OFF=byte   switches off this check of ``mutants.py``; separate several with commas
+TRAP_OFF=byte   switches off this check of ``bench/again_mutants.py``; separate several with commas
 """
 
 import os
@@ -19,6 +19,5 @@ def due(saver, step):
 if "TRAP_SAVE" in os.environ:
     __import__("flatout.checkpoint.saver", fromlist=["saver"]).CheckpointWriter.due = due
 if os.environ.get("TRAP_OFF"):  # not as a module, because modules are inspected
-    runpy.run_path(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "mutants.py"))[
-        "switch_off"
-    ](os.environ["TRAP_OFF"])
+    mutants = os.path.join(os.path.dirname(__file__), "..", "..", "..", "bench", "again_mutants.py")
+    runpy.run_path(mutants)["switch_off"](os.environ["TRAP_OFF"])

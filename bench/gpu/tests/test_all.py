@@ -14,7 +14,7 @@ from limits import hang_s
 
 pytestmark = pytest.mark.processes
 
-ALL = Path(__file__).resolve().parents[2] / "bench" / "gpu" / "all.py"
+ALL = Path(__file__).resolve().parents[1] / "all.py"
 FIRST = "import pathlib; pathlib.Path('{0}/first').open('a').write('x'); print('fine')"
 SECOND = "import sys; print('almost'); sys.exit('the card has gone')"
 THIRD = "import time; print('begun', flush=True); time.sleep(600)"

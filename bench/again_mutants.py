@@ -2,7 +2,7 @@
 where TRAP_OFF names the check.
 
 A check matters if some program that is rejected, or right, resumes wrongly without it.
-``site/sitecustomize.py`` switches it off in each run of a program.
+``tests/resume/site/sitecustomize.py`` switches it off in each run of a program.
 """
 
 from __future__ import annotations
