@@ -171,7 +171,7 @@ class Bed:
             ]
             for lever in asked:
                 seen["replicas"][lever.name] = self.replica(trial, lever, answers)
-            trial.go(self.late_ticks, seconds() + TIMEOUT_S)
+            trial.run_ticks(self.late_ticks, seconds() + TIMEOUT_S)
             for lever in asked:
                 if not failed(seen["replicas"][lever.name]):
                     seen["late"][lever.name] = self.replica(trial, lever, answers)

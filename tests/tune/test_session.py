@@ -9,7 +9,7 @@ from flatout.schema.facts import Facts, Gpu
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import Ratio
 from flatout.schema.session import GuardRecord, TimeMemoryPoint
-from flatout.tune.plan_files import differences, job_folder, key_of
+from flatout.tune.plan_files import differences, job_folder, plan_key
 from flatout.tune.session import (
     load_session,
     made_for_another,
@@ -42,16 +42,16 @@ def begin(job, command, facts=FACTS, budget_s=60.0, effects=EFFECTS, again=False
 
 
 def test_the_key_names_what_a_plan_depends_on(command, tmp_path):
-    key = key_of(command, FACTS)
+    key = plan_key(command, FACTS)
     assert key["command"] == "sub/train.py --lr 0.1"
     assert key["machine"] == "Z80, 1 cores"
     assert key["versions"] == "torch 2.14.1"
     assert differences(key, key) == []
-    other = key_of(
+    other = plan_key(
         command, dataclasses.replace(FACTS, gpus=(Gpu("H200", 1, (9, 0)),), versions={"torch": "2.13.0"})
     )
     (tmp_path / "sub" / "train.py").write_text("pass  # changed\n")
-    changed = key_of(command, FACTS)
+    changed = plan_key(command, FACTS)
     assert differences(key, other) == ["another machine ('Z80, 1 cores')", "other versions ('torch 2.14.1')"]
     assert differences(key, changed) == ["the script has changed"]
     assert "unknown" in differences({}, key)[0]

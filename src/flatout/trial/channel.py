@@ -36,14 +36,14 @@ class Channel:
         self._socket.settimeout(timeout_s)
         while b"\n" not in self._buffer:
             try:
-                part = self._socket.recv(1 << 16)
+                data = self._socket.recv(1 << 16)
             except TimeoutError:
                 raise
             except OSError as error:
                 raise Hangup(str(error)) from error
-            if not part:
+            if not data:
                 raise Hangup("the program closed the connection")
-            self._buffer += part
+            self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
         message: dict[str, Any] = json.loads(line)
         return message

@@ -14,18 +14,18 @@ import importlib
 import os
 from typing import Any
 
-LIMITS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
+THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
 
 
 def _numpy() -> Any:
-    before = {name: os.environ.get(name) for name in LIMITS}
-    os.environ.update(dict.fromkeys(LIMITS, "1"))
+    previous = {name: os.environ.get(name) for name in THREAD_VARIABLES}
+    os.environ.update(dict.fromkeys(THREAD_VARIABLES, "1"))
     try:
         # Otherwise np.unique imports it during a search, where the import may swallow an interrupt
         importlib.import_module("numpy.ma")
         return importlib.import_module("numpy")
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             if value is None:
                 del os.environ[name]
             else:

@@ -27,7 +27,9 @@ ANY_VALUE = "*"  # every value of the lever
 BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16"})
 TINY_STEP_MS = 5.0
 DATA_BOUND_SHARE = 0.25  # of the step
-OTHER_PROCESSOR = 1.5  # factor on the standard deviation of measurements from another kind of processor
+OTHER_PROCESSOR_SD_FACTOR = (
+    1.5  # factor on the standard deviation of measurements from another kind of processor
+)
 
 CONVOLUTIONS, RECURRENT, TRANSFORMER, DENSE = "convolutions", "recurrent", "transformer", "dense"
 TINY_STEPS, LONG_STEPS = "tiny steps", "long steps"
@@ -105,12 +107,12 @@ def value_key(lever: str, value: Value, cores: int) -> str:
 
 def entries_of(table: Mapping[str, Any]) -> Entries:
     """Return the rows of a table by lever, value and device. Raises KeyError if a row lacks a field."""
-    found: Entries = {}
+    entries: Entries = {}
     for row in table["entries"]:
-        found.setdefault((row["lever"], row["value"], row["device"]), {})[row["kind"]] = Prior(
+        entries.setdefault((row["lever"], row["value"], row["device"]), {})[row["kind"]] = Prior(
             row["mean"], row["sd"], row["n"]
         )
-    return found
+    return entries
 
 
 @cache
@@ -138,22 +140,22 @@ def priors(
     kinds = kinds_of(context_description, phases)
     device = device_kind(facts, context_description.get("device"))
 
-    where = {
-        CPU: ((CPU, 1.0), (CPU_BF16, OTHER_PROCESSOR)),
-        CPU_BF16: ((CPU_BF16, 1.0), (CPU, OTHER_PROCESSOR)),
+    devices = {
+        CPU: ((CPU, 1.0), (CPU_BF16, OTHER_PROCESSOR_SD_FACTOR)),
+        CPU_BF16: ((CPU_BF16, 1.0), (CPU, OTHER_PROCESSOR_SD_FACTOR)),
     }.get(device, ((device, 1.0),))
 
     def prior(lever: str, value: Value) -> Prior:
         for key in (value_key(lever, value, facts.cores), ANY_VALUE):
-            found = [
-                (clearest(by_kind, kinds), widened)
-                for place, widened in where
-                if (by_kind := table.get((lever, key, place)))
+            candidates = [
+                (clearest(by_kind, kinds), sd_factor)
+                for device_name, sd_factor in devices
+                if (by_kind := table.get((lever, key, device_name)))
             ]
-            if found:
+            if candidates:
                 return min(
-                    (Prior(entry.mean, entry.sd * widened, entry.n) for entry, widened in found),
-                    key=lambda each: each.sd,
+                    (Prior(entry.mean, entry.sd * sd_factor, entry.n) for entry, sd_factor in candidates),
+                    key=lambda entry: entry.sd,
                 )
         return NEUTRAL
 
@@ -166,9 +168,9 @@ def clearest(by_kind: Mapping[str, Prior], kinds: Iterable[str]) -> Prior:
     If none differs, return the entry of all programs. "Clearly" is the difference of the means in standard
     errors of the kind's mean.
     """
-    every = by_kind[ANY]
+    overall = by_kind[ANY]
 
     def clearness(entry: Prior) -> float:
-        return abs(entry.mean - every.mean) * math.sqrt(entry.n) / entry.sd
+        return abs(entry.mean - overall.mean) * math.sqrt(entry.n) / entry.sd
 
-    return max([every, *(by_kind[kind] for kind in kinds if kind in by_kind)], key=clearness)
+    return max([overall, *(by_kind[kind] for kind in kinds if kind in by_kind)], key=clearness)
