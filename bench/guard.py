@@ -231,7 +231,7 @@ def verdict_of(bed: Bed, lever: Lever, seen: dict[str, Any]) -> GuardRecord | st
             first = judge(effect, plain, tuned, replica, again)
             if first.verdict == "failed":
                 return first
-    found = judge(effect, plain, tuned, replica, again, late=late)
+    found = judge(effect, plain, tuned, replica, again, late_replica=late)
     if needs_perturbed_runs(found):
         found = judge(effect, plain, tuned, replica, again, bed.perturbed(effect), late)
     return found

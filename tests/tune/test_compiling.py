@@ -67,7 +67,7 @@ def test_a_compiler_that_does_not_fit_beside_others_works_after_them(make):
     compiling.begin(quick(tuning))
     assert compiling.trial is None
     assert compiling.reserved_s > 0
-    compiling.begin(quick(tuning), alone=True)
+    compiling.begin(quick(tuning), exclusive=True)
     assert under(compiling) == {"compile"}
 
 
@@ -82,7 +82,7 @@ def test_a_compiler_without_enough_time_is_not_started(make):
     make_space(tuning)
     tuning.start_s -= 300.0
     compiling = BackgroundCompiler(tuning)
-    compiling.begin(quick(tuning), alone=True)
+    compiling.begin(quick(tuning), exclusive=True)
     assert compiling.trial is None
 
 

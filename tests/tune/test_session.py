@@ -98,14 +98,14 @@ def test_any_other_session_starts_from_scratch(job, command, change, tmp_path):
 def test_the_plan_records_its_keys_and_lies_beside_the_script(job, command, tmp_path):
     session = begin(job, command)
     session.best.plan = Plan((Choice("threads", 1, evidence="alone 1.2x"),)).to_json()
-    assert write_plan(job, session, command, beside=True) is not None
+    assert write_plan(job, session, command, write_beside=True) is not None
     for path in (job.plan, tmp_path / "sub" / "flatout.toml"):
         plan = Plan.from_toml(path.read_text())
         assert dict(plan.made_for) == session.key
         assert plan.digest == plan_of(session).digest
         assert plan.choices[0].evidence == "alone 1.2x"
     (tmp_path / "sub" / "flatout.toml").unlink()
-    assert write_plan(job, session, command, beside=False) is None
+    assert write_plan(job, session, command, write_beside=False) is None
     assert not (tmp_path / "sub" / "flatout.toml").exists()
 
 
@@ -113,13 +113,13 @@ def test_a_plan_of_another_command_stays_beside_the_script(job, command, tmp_pat
     session, beside = begin(job, command), tmp_path / "sub" / "flatout.toml"
     others = Plan((), {**session.key, "command": "python other.py"}).to_toml()
     beside.write_text(others)
-    assert write_plan(job, session, command, beside=True) is None
+    assert write_plan(job, session, command, write_beside=True) is None
     assert made_for_another(beside, session) == "python other.py"
     assert beside.read_text() == others
     assert job.plan.is_file()
     for own in ("[levers]\n", Plan((), {**session.key, "machine": "6502"}).to_toml(), "[broken"):
         beside.write_text(own)
-        assert write_plan(job, session, command, beside=True) is not None
+        assert write_plan(job, session, command, write_beside=True) is not None
         assert beside.read_text() == job.plan.read_text()
 
 
@@ -142,7 +142,7 @@ def test_a_finished_session_stays_until_the_next_one_ends(job, command):
 
 def test_a_plan_that_cannot_lie_beside_the_script_is_in_the_job(job, command, tmp_path):
     (tmp_path / "sub" / "flatout.toml").mkdir()
-    assert write_plan(job, begin(job, command), command, beside=True) is None
+    assert write_plan(job, begin(job, command), command, write_beside=True) is None
     assert job.plan.is_file()
 
 
