@@ -292,7 +292,7 @@ def _as_ranks(cmd: Command, facts: Facts, asked: ranks.RankOptions, session: Ses
     each = replace(facts, cores=max(1, facts.cores // asked.procs))
     return {
         "command": launcher_of(cmd, asked.procs, asked.gpus, facts.cores),
-        "one_process_command": cmd,
+        "single_command": cmd,
         "base": base_plan(division, found.shards),
         "facts": each,
     }

@@ -24,7 +24,7 @@ from flatout.trial.parent import ProgramGone, Trial
 from flatout.trial.spec import TrialOptions
 from flatout.tune.comparison import alternate, complete_rounds
 from flatout.tune.disturbance import Disturbance
-from flatout.tune.ended_programs import failure_error, unmeasured_error
+from flatout.tune.endings import failure_error, unmeasured_error
 from flatout.tune.interleaver import Interleaver
 
 MIN_ROUNDS = 4  # of a pair

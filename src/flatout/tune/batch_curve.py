@@ -34,11 +34,11 @@ from flatout.tune.batch_programs import (
     TURNS,
     BatchPrograms,
     BatchTrial,
-    SizeNotMeasured,
+    SizeFailed,
     mark_if_too_big,
     size_error,
 )
-from flatout.tune.ended_programs import end_reason, unmeasured_error
+from flatout.tune.endings import end_reason, unmeasured_error
 
 START_S = 600.0
 EXPLORE_TURNS = 2
@@ -174,31 +174,29 @@ class BatchCurve:
         self.programs.start_costs_s.setdefault(point.size, program.start_s)
         for _ in range(EXPLORE_TURNS):
             program.measure_turn()
-        trial_record = TrialRecord.from_json(
-            program.trial.ask({"do": "record"}, seconds() + TIMEOUT_S)["record"]
-        )
-        self._note_samples(trial_record, point)
+        record = TrialRecord.from_json(program.trial.ask({"do": "record"}, seconds() + TIMEOUT_S)["record"])
+        self._note_samples(record, point)
         recorded = program.trial.run_probe(
             "memory", seconds() + TIMEOUT_S + MEMORY_TICKS * program.tick_ms, ticks=MEMORY_TICKS
         )
         memory = recorded.get("memory") or {}
         point.peak_bytes, point.retries = memory.get("peak_bytes"), memory.get("retries")
-        if self.record.device == "cuda" and trial_record.peak_memory_bytes:
-            point.peak_bytes = trial_record.peak_memory_bytes
+        if self.record.device == "cuda" and record.peak_memory_bytes:
+            point.peak_bytes = record.peak_memory_bytes
         point.step_ms = block_ms(program.turn_ms)
         mark_if_too_big(point, self.record)
 
-    def _note_samples(self, trial_record: TrialRecord, point: BatchPoint) -> None:
-        optimizer = trial_record.phases.get("optimizer") or {}
+    def _note_samples(self, record: TrialRecord, point: BatchPoint) -> None:
+        optimizer = record.phases.get("optimizer") or {}
         point.optimizer_ms = optimizer.get("median_ms")
         is_own = point.size == self.record.own
         if is_own:
             self.record.effective = point.size * max(
-                1, round((trial_record.samples_per_step or point.size) / point.size)
+                1, round((record.samples_per_step or point.size) / point.size)
             )
         expected = (self.record.effective or point.size) / (self.record.own or point.size) * point.size
         # The last batch of an epoch may be smaller. A first tensor that does not count samples is ignored.
-        samples = trial_record.samples_per_step
+        samples = record.samples_per_step
         point.samples_per_step = samples if samples and 0.5 * expected <= samples <= expected else expected
 
     def _per_sample(self, program: BatchTrial) -> list[float]:
@@ -223,7 +221,7 @@ class BatchCurve:
             try:
                 self._check_size(size)
                 if larger and why_no_larger:
-                    raise SizeNotMeasured("too big", why_no_larger)
+                    raise SizeFailed("too big", why_no_larger)
                 program = self.programs.start_paused(size)
                 try:
                     self._measure_size(program, point)
@@ -232,7 +230,7 @@ class BatchCurve:
                     raise size_error(gone.record) from None
                 turn_ms[size] = self._per_sample(program)
                 self.programs.dismiss([program])
-            except SizeNotMeasured as error:
+            except SizeFailed as error:
                 point.status, point.why = error.status, error.why
             if larger and point.status in ("too big", "out of memory"):
                 why_no_larger = f"{size} samples a batch already did not fit"
@@ -257,12 +255,12 @@ class BatchCurve:
         """Raise DidNotRun if a size need not be tried: no such batch, probably too large, or no time."""
         record = self.record
         if record.dataset_samples is not None and size > record.dataset_samples:
-            raise SizeNotMeasured("no such batch", f"the data set has {record.dataset_samples:,} samples")
+            raise SizeFailed("no such batch", f"the data set has {record.dataset_samples:,} samples")
         peaks = sorted((p.size, p.peak_bytes) for p in record.points if p.peak_bytes)
         if peaks and record.limit_bytes and size > peaks[-1][0]:
             peak = _extrapolated_bytes(peaks, size)
             if peak > (1 - FREE_SHARE) * record.limit_bytes:
-                raise SizeNotMeasured(
+                raise SizeFailed(
                     "too big",
                     f"extrapolated from smaller sizes, its peak is about {sizes.size(peak)}, and {sizes.size(record.limit_bytes)} "
                     f"are {'the limit' if record.limit == 'given' else record.limit}",
@@ -273,7 +271,7 @@ class BatchCurve:
         if cost_s > self.options.budget_s + OVERRUN_S or (
             not first_other and seconds() + cost_s > self.explore_until_s
         ):
-            raise SizeNotMeasured("no time", "the budget ran out first; increase --budget")
+            raise SizeFailed("no time", "the budget ran out first; increase --budget")
 
     def _cost_s(self, size: int) -> float:
         """Estimate the seconds of a program at this size, from its start to its last turn."""

@@ -15,7 +15,7 @@ from flatout.schema.facts import Facts
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import TrialRecord
 from flatout.trial.parent import ProgramGone, Trial
-from flatout.tune.ended_programs import end_reason
+from flatout.tune.endings import end_reason
 
 TURNS = 4  # of each program in a pass
 MAX_PROGRAMS = 8
@@ -65,7 +65,7 @@ class BatchTrial:
         self.turn_ms.append(block_ms(times[discarded:]))
 
 
-class SizeNotMeasured(Exception):
+class SizeFailed(Exception):
     """A size that could not be measured. ``status`` and ``why`` belong to its point."""
 
     def __init__(self, status: str, why: str) -> None:
@@ -73,19 +73,19 @@ class SizeNotMeasured(Exception):
         self.status, self.why = status, why
 
 
-def size_error(record: TrialRecord) -> SizeNotMeasured:
+def size_error(record: TrialRecord) -> SizeFailed:
     """Say how a program with another batch size failed."""
     output = (record.log_tail or record.reason).strip()
     last_line = output.splitlines()[-1].strip() if output else record.status
     if record.exit_code == -9:
-        return SizeNotMeasured("out of memory", "killed by the kernel: the machine ran out of memory")
+        return SizeFailed("out of memory", "killed by the kernel: the machine ran out of memory")
     if any(text in output for text in OUT_OF_MEMORY):
-        return SizeNotMeasured("out of memory", last_line)
+        return SizeFailed("out of memory", last_line)
     if record.status == "hung":
-        return SizeNotMeasured("no time", record.reason)
+        return SizeFailed("no time", record.reason)
     if record.status == "ended":
-        return SizeNotMeasured("failed", "the program finished before its steps were steady")
-    return SizeNotMeasured("failed", f"the program fails with this size: {last_line}")
+        return SizeFailed("failed", "the program finished before its steps were steady")
+    return SizeFailed("failed", f"the program fails with this size: {last_line}")
 
 
 def mark_if_too_big(point: BatchPoint, record: BatchRecord) -> None:
@@ -146,7 +146,7 @@ class BatchPrograms:
                 reasons = [
                     skipped["reason"] for skipped in record["skipped"] if skipped["name"] == "batch_size"
                 ]
-                raise SizeNotMeasured(
+                raise SizeFailed(
                     "failed",
                     reasons[0]
                     if reasons
@@ -181,7 +181,7 @@ class BatchPrograms:
         while sizes and (not group or (len(group) < self.max_together and self.max_copies > 2)):
             try:
                 group.append(self.start_paused(sizes.pop(0)))
-            except SizeNotMeasured as error:
+            except SizeFailed as error:
                 self.record.notes.append(f"a program with another batch size did not restart: {error.why}")
         return group
 

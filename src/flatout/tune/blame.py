@@ -16,7 +16,7 @@ from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone
 from flatout.tune.candidates import ordered_plan
 from flatout.tune.comparison import ProgramResult
-from flatout.tune.ended_programs import failure_error
+from flatout.tune.endings import failure_error
 from flatout.tune.tuning import Tuning
 
 MAX_TRAINING_S = 30.0  # of training, to see whether the plain program passes the same tick

@@ -45,8 +45,8 @@ def next_processes(
     wave includes the plain program.
     """
     fixed = ~space.switched
-    posterior = fitted or fit(space, blocks)
-    plan = space.rows([posterior.best()])[0]
+    fitted = fitted or fit(space, blocks)
+    plan = space.rows([fitted.best()])[0]
     chosen: list[Array] = []
     measured_sets = {block.active & space.keys(fixed) for block in blocks}
     if always_plain or not measured_sets:
@@ -57,16 +57,16 @@ def next_processes(
         row for i, row in enumerate(chosen[:n]) if not any((row == other).all() for other in chosen[:i])
     ]
     candidates = np.unique(
-        _candidates(space, posterior, rng, fixed | space.switched, np.zeros(len(space.factors), dtype=bool))
+        _candidates(space, fitted, rng, fixed | space.switched, np.zeros(len(space.factors), dtype=bool))
         & fixed,
         axis=0,
     )
     candidate_rows = _completed(space, candidates, plan & ~fixed)
-    noise = posterior.process_sd**2 + posterior.noise_sd**2 / BLOCKS_PER_PROCESS
+    noise = fitted.process_sd**2 + fitted.noise_sd**2 / BLOCKS_PER_PROCESS
     chosen_features = space.features(_completed(space, np.array(chosen), plan & ~fixed)) if chosen else None
     picked = _greedy(
-        posterior.cov,
-        _contrasts(posterior),
+        fitted.cov,
+        _contrasts(fitted),
         space.features(candidate_rows),
         noise,
         n - len(chosen),
@@ -82,33 +82,33 @@ def live_rows(
 
     The most informative settings come first, ordered for few switches.
     """
-    posterior = fitted or fit(space, ())
+    fitted = fitted or fit(space, ())
     base = space.rows([process_active])[0]
-    candidates = _candidates(space, posterior, rng, space.switched, base)
-    plan = _completed(space, base[None, :], space.rows([posterior.best()])[0] & space.switched)[0]
+    candidates = _candidates(space, fitted, rng, space.switched, base)
+    plan = _completed(space, base[None, :], space.rows([fitted.best()])[0] & space.switched)[0]
     chosen = (
         [plan] * (1 if 0 < n <= FEW_BLOCKS else n // LIKELIEST_EVERY)
         if (plan & ~base).any() and space.allowed_rows(plan[None, :])[0]
         else []
     )
     features = np.hstack([space.features(candidates), np.ones((len(candidates), 1))])
-    columns = len(posterior.cov)
+    columns = len(fitted.cov)
     cov = np.zeros((columns + 1, columns + 1))  # the last column is the variation of the process
-    cov[:columns, :columns], cov[columns, columns] = posterior.cov, posterior.process_sd**2
-    contrasts = np.hstack([_contrasts(posterior), np.zeros((len(_contrasts(posterior)), 1))])
+    cov[:columns, :columns], cov[columns, columns] = fitted.cov, fitted.process_sd**2
+    contrasts = np.hstack([_contrasts(fitted), np.zeros((len(_contrasts(fitted)), 1))])
     chosen_features = (
         np.hstack([space.features(np.array(chosen)), np.ones((len(chosen), 1))]) if chosen else None
     )
-    picked = _greedy(cov, contrasts, features, posterior.noise_sd**2, n - len(chosen), chosen_features)
+    picked = _greedy(cov, contrasts, features, fitted.noise_sd**2, n - len(chosen), chosen_features)
     rows = [*chosen, *(candidates[i] for i in picked)]
     tours = [_short_tour(rows[i : i + TOUR_BLOCKS], rng) for i in range(0, len(rows), TOUR_BLOCKS)]
     return [space.keys(row & ~base) for tour in tours for row in tour]
 
 
-def _candidates(space: Space, posterior: Fitted, rng: np.random.Generator, free: Array, base: Array) -> Array:
+def _candidates(space: Space, fitted: Fitted, rng: np.random.Generator, free: Array, base: Array) -> Array:
     """(n, factors) allowed rows that differ in ``free`` factors only; settled factors keep their state."""
-    chance = posterior.best_draws[1].mean(axis=0)
-    measured = space.rows([posterior.measured_keys])[0]
+    chance = fitted.best_draws[1].mean(axis=0)
+    measured = space.rows([fitted.measured_keys])[0]
     surely_on, surely_off = (
         free & measured & (chance > SETTLED_CHANCE),
         free & measured & (chance < 1 - SETTLED_CHANCE),
@@ -134,13 +134,13 @@ def _completed(space: Space, rows: Array, extra: Array) -> Array:
     return completed
 
 
-def _contrasts(posterior: Fitted) -> Array:
+def _contrasts(fitted: Fitted) -> Array:
     """(draws, features): the best set of each draw minus the best set on average.
 
     If all draws agree, that set minus the plain program.
     """
-    plan = posterior.space.features(posterior.space.rows([posterior.best()]))
-    differences = posterior.space.features(posterior.best_draws[1]) - plan
+    plan = fitted.space.features(fitted.space.rows([fitted.best()]))
+    differences = fitted.space.features(fitted.best_draws[1]) - plan
     differing = differences[differences.any(axis=1)]
     return differing if len(differing) else plan
 

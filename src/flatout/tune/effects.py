@@ -195,7 +195,7 @@ def fit(space: Space, blocks: Iterable[TimedBlock], scales: PriorScales = PriorS
             frozenset(),
         )
     features = space.features(space.rows([block.active for block in ordered]))
-    active_columns = np.flatnonzero(features.any(axis=0))
+    columns = np.flatnonzero(features.any(axis=0))
     hosts = _indicators([block.host for block in ordered])
     processes = _indicators([block.process for block in ordered])
     windows = _indicators([block.window for block in ordered])
@@ -208,7 +208,7 @@ def fit(space: Space, blocks: Iterable[TimedBlock], scales: PriorScales = PriorS
     scale = _scales(space, prior_sd, scales.t_dof)
     turns = _turn_columns(ordered)
     groups = [
-        Group(len(active_columns), scale[active_columns], prior_mean[active_columns], scales.t_dof),
+        Group(len(columns), scale[columns], prior_mean[columns], scales.t_dof),
         Group(hosts.shape[1], np.full(hosts.shape[1], HOST_SD)),
         Group(processes.shape[1], Component(*scales.process)),
         Group(windows.shape[1], Component(*scales.work)),
@@ -217,18 +217,18 @@ def fit(space: Space, blocks: Iterable[TimedBlock], scales: PriorScales = PriorS
         Group(turns.shape[1], Component(*scales.turn)),
     ]
     solution = solve(
-        np.hstack([features[:, active_columns], hosts, processes, windows, drift, moments, turns]),
+        np.hstack([features[:, columns], hosts, processes, windows, drift, moments, turns]),
         log_ms - np.median(log_ms),
         groups,
         Component(*scales.noise),
-        keep=slice(0, len(active_columns)),
+        keep=slice(0, len(columns)),
         integrated=2,
         t_dof=scales.noise_t_dof,
     )
     measured_keys = frozenset().union(*(block.active for block in ordered))
     return Fitted(
         space,
-        tuple(_with_unmeasured(part, active_columns, prior_mean, prior_sd) for part in solution.parts),
+        tuple(_with_unmeasured(part, columns, prior_mean, prior_sd) for part in solution.parts),
         solution.sds[2] or 0.0,
         solution.noise_sd,
         solution.sds[3] or 0.0,
@@ -239,12 +239,12 @@ def fit(space: Space, blocks: Iterable[TimedBlock], scales: PriorScales = PriorS
 
 
 def _with_unmeasured(
-    part: PosteriorPart, active_columns: Array, prior_mean: Array, prior_sd: Array
+    part: PosteriorPart, columns: Array, prior_mean: Array, prior_sd: Array
 ) -> PosteriorPart:
     """Return the posterior of all columns; columns that were never on keep their prior."""
     mean, cov = prior_mean.copy(), np.diag(prior_sd**2)
-    mean[active_columns] = part.mean
-    cov[np.ix_(active_columns, active_columns)] = part.cov
+    mean[columns] = part.mean
+    cov[np.ix_(columns, columns)] = part.cov
     return PosteriorPart(part.weight, mean, cov)
 
 

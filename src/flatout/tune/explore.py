@@ -268,23 +268,23 @@ class _Exploring:
         parts = [requests[i : i + WAVE_PROGRAMS] for i in range(0, len(requests), WAVE_PROGRAMS)]
         limit_s = max(5.0, tuning.explore_until_s - seconds())
         results: dict[int, tuple[list[ProgramResult], str]] = {}
-        for remote_result in remote.run_orders(
+        for reply in remote.run_orders(
             [tuning.remote_order(part, limit_s, MEASURING_SHARE) for part in parts],
             TIMEOUT_S + limit_s + tuning.timeout_s,
         ):
-            if remote_result.answer is not None:
-                results[remote_result.number] = (
-                    [ProgramResult.from_json(data) for data in remote_result.answer["results"]],
-                    remote_result.host,
+            if reply.answer is not None:
+                results[reply.number] = (
+                    [ProgramResult.from_json(data) for data in reply.answer["results"]],
+                    reply.host,
                 )
             else:
                 tuning.note(
-                    " | ".join(request.plan.describe() for request in parts[remote_result.number]),
+                    " | ".join(request.plan.describe() for request in parts[reply.number]),
                     PROCESSES,
                     None,
-                    remote_result.why,
+                    reply.why,
                     seconds(),
-                    host=remote_result.host,
+                    host=reply.host,
                 )
         return [
             (result, host)

@@ -17,7 +17,7 @@ from flatout.schema.session import TimeMemoryPoint
 from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.candidates import LIVE, Candidate, plan_of
-from flatout.tune.ended_programs import end_reason
+from flatout.tune.endings import end_reason
 from flatout.tune.limits import COMPILE_S
 from flatout.tune.tuning import Tuning
 

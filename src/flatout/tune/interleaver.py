@@ -36,7 +36,7 @@ class RunningCandidate:
 class Interleaver(BlockTimer):
     """Starts, pauses and times programs.
 
-    If ``command`` starts several ranks, ``base`` is the plan that splits the program and ``one_process_command`` the
+    If ``command`` starts several ranks, ``base`` is the plan that splits the program and ``single_command`` the
     command of one process.
     """
 
@@ -46,15 +46,15 @@ class Interleaver(BlockTimer):
         job: JobFolder,
         facts: Facts,
         base: Plan | None = None,
-        one_process_command: Command | None = None,
+        single_command: Command | None = None,
     ) -> None:
         super().__init__()
-        self.command, self.job, self.facts, self.base, self.one_process_command = (
+        self.command, self.job, self.facts, self.base, self.single_command = (
             command,
             job,
             facts,
             base or Plan(),
-            one_process_command,
+            single_command,
         )
         self.running: list[Trial] = []
         self.background: list[Trial] = []  # not ready yet; they run only while others start
@@ -62,7 +62,7 @@ class Interleaver(BlockTimer):
         # Left by a killed search; the data may have changed since
         shutil.rmtree(job.handed_on, ignore_errors=True)
         job.handed_on.mkdir(parents=True, exist_ok=True)
-        if one_process_command is not None:
+        if single_command is not None:
             self.settle_ticks = RANK_SETTLE_TICKS
 
     # -- programs
@@ -70,8 +70,8 @@ class Interleaver(BlockTimer):
     def start(self, plan: Plan, seed: int, perturbation: float = 0.0, as_one_process: bool = False) -> Trial:
         """Start a program; ``ready`` waits for it."""
         command, trial_plan = (
-            (self.one_process_command, plan)
-            if as_one_process and self.one_process_command is not None
+            (self.single_command, plan)
+            if as_one_process and self.single_command is not None
             else (self.command, plan.on_top_of(self.base))
         )
         options = TrialOptions(seed, reseed=True, perturbation=perturbation)

@@ -14,7 +14,7 @@ from flatout.schema.facts import Facts
 from flatout.schema.lr_range import LrPoint, LrRecord
 from flatout.schema.plan import Plan
 from flatout.trial.parent import ProgramGone, Trial
-from flatout.tune.ended_programs import unmeasured_error
+from flatout.tune.endings import unmeasured_error
 
 START_TIMEOUT_S = 600.0  # until the steps are steady
 MIN_POINTS = 20  # points; fewer make no curve

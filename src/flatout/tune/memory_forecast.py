@@ -19,7 +19,7 @@ from flatout.schema.records import TrialRecord
 from flatout.trial.memory_prediction import ENTRY
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.trial.spec import TrialOptions
-from flatout.tune.ended_programs import failure_error
+from flatout.tune.endings import failure_error
 
 START_TIMEOUT_S = 600.0  # until the first batch
 STEPS_TIMEOUT_S = 600.0  # for the steps of one batch size, with shapes alone

@@ -12,7 +12,7 @@ from flatout.schema.session import NamedRecord
 from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone
 from flatout.tune.comparison import compare_running
-from flatout.tune.ended_programs import end_reason
+from flatout.tune.endings import end_reason
 from flatout.tune.interleaver import RunningCandidate
 from flatout.tune.tuning import Tuning
 

@@ -17,7 +17,7 @@ from flatout.schema.session import GuardRecord
 from flatout.trial.parent import ProgramGone
 from flatout.tune.candidates import Candidate, plan_of
 from flatout.tune.comparison import ProgramRequest, measure_together, replay_step
-from flatout.tune.ended_programs import end_reason
+from flatout.tune.endings import end_reason
 from flatout.tune.limits import COMPILE_S, MIN_PAIRS
 from flatout.tune.tuning import Tuning
 

@@ -56,11 +56,11 @@ def measure_pairs(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs) -> N
     seeds = range(first_seed, first_seed + pair_count)
     requests = [_pair_requests(tuning, tuned, plan, seed, seed not in pairs.plain) for seed in seeds]
     start_s = seconds()
-    for seed, (side_requests, (result, host)) in zip(
+    for seed, (sides, (result, host)) in zip(
         seeds, zip(requests, _measure_requests(tuning, requests), strict=True), strict=True
     ):
         pairs.hosts += [host] if host else []
-        _record_pair(tuning, pairs, tuned, seed, side_requests, result)
+        _record_pair(tuning, pairs, tuned, seed, sides, result)
     pairs.longest_s = max(pairs.longest_s, seconds() - start_s)
 
 
@@ -99,14 +99,14 @@ def _measure_requests(
     until_s = seconds() + min(3 * pair_s, max(pair_s, tuning.remaining_s(overrun=True)))
     remote_results: dict[int, tuple[list[ProgramResult], str]] = {}
     if remote is not None and remote.nodes:
-        orders = [tuning.remote_order(side_requests, 3 * pair_s) for side_requests in requests]
-        for remote_result in remote.run_orders(orders, TIMEOUT_S + 3 * pair_s + tuning.timeout_s):
-            if remote_result.answer is not None:
-                result = [ProgramResult.from_json(data) for data in remote_result.answer["results"]]
-                remote_results[remote_result.number] = result, remote_result.host
+        orders = [tuning.remote_order(sides, 3 * pair_s) for sides in requests]
+        for reply in remote.run_orders(orders, TIMEOUT_S + 3 * pair_s + tuning.timeout_s):
+            if reply.answer is not None:
+                result = [ProgramResult.from_json(data) for data in reply.answer["results"]]
+                remote_results[reply.number] = result, reply.host
 
-    def measure_here(side_requests: list[ProgramRequest]) -> list[ProgramResult]:
-        groups = [side_requests] if tuning.max_copies >= 2 else [[request] for request in side_requests]
+    def measure_here(sides: list[ProgramRequest]) -> list[ProgramResult]:
+        groups = [sides] if tuning.max_copies >= 2 else [[request] for request in sides]
         return [
             result
             for group in groups
@@ -114,8 +114,8 @@ def _measure_requests(
         ]
 
     return [
-        remote_results[i] if i in remote_results else (measure_here(side_requests), "")
-        for i, side_requests in enumerate(requests)
+        remote_results[i] if i in remote_results else (measure_here(sides), "")
+        for i, sides in enumerate(requests)
     ]
 
 

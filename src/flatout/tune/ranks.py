@@ -16,7 +16,7 @@ from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import Ratio
 from flatout.trial.parent import ProgramGone
 from flatout.tune.comparison import compare_running
-from flatout.tune.ended_programs import end_reason
+from flatout.tune.endings import end_reason
 from flatout.tune.interleaver import RunningCandidate
 from flatout.tune.rehearsal import LEVER as DATA_PARALLEL
 from flatout.tune.sharding import LEVER as SHARDING
@@ -58,7 +58,7 @@ def compare_with_one_process(tuning: Tuning) -> None:
     It also says what could not be measured; the search continues.
     """
     record, ranks = tuning.session.ranks, tuning.plain_trial
-    if record is None or ranks is None or tuning.one_process_command is None:
+    if record is None or ranks is None or tuning.single_command is None:
         return
     start_s = seconds()
     if tuning.max_copies < 2:

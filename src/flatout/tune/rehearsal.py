@@ -35,7 +35,7 @@ from flatout.trial.parent import ProgramGone, Trial
 from flatout.trial.reference_run import BY_GROUP, ENTRY, STEPS
 from flatout.trial.spec import TrialOptions
 from flatout.tune.already_parallel import advice_for, explain, missing_variable
-from flatout.tune.ended_programs import failure_error
+from flatout.tune.endings import failure_error
 from flatout.tune.sharding import ALWAYS, AUTO, NEVER, choices, decide, ran_out_of_memory
 
 LEVER = "data_parallel"

@@ -124,37 +124,37 @@ class RemoteNodes:
             ended = self._ray.wait(list(self._tasks), num_returns=1, timeout=POLL_S)[0]
             overdue = [
                 task
-                for task, order_task in self._tasks.items()
-                if task not in ended and seconds() > order_task.until_s
+                for task, running in self._tasks.items()
+                if task not in ended and seconds() > running.until_s
             ]
             for task in (*ended, *overdue):
-                order_task = self._tasks.pop(task)
-                host, lost = self._hosts[order_task.node], ""
+                running = self._tasks.pop(task)
+                host, lost = self._hosts[running.node], ""
                 try:
                     if task in overdue:
                         self._ray.cancel(task, force=True)
                         lost = f"no answer within {longest_s:.0f} s"
                     else:
-                        yield RemoteResult(order_task.number, json.loads(self._ray.get(task)), host)
+                        yield RemoteResult(running.number, json.loads(self._ray.get(task)), host)
                 except FlatoutError as error:
                     why = first_line(getattr(error, "cause", error))  # Ray's error has the class of its cause
-                    yield RemoteResult(order_task.number, None, host, why.rstrip("."))
+                    yield RemoteResult(running.number, None, host, why.rstrip("."))
                 except self._ray.exceptions.RayError as error:
                     lost = first_line(error)[:200]
                 if lost:
                     node_alive = task not in overdue and any(
-                        node["NodeID"] == order_task.node for node in self._alive_nodes()
+                        node["NodeID"] == running.node for node in self._alive_nodes()
                     )
-                    if order_task.tries and not each_node:
-                        waiting.append((order_task.number, order_task.tries))
+                    if running.tries and not each_node:
+                        waiting.append((running.number, running.tries))
                     else:
                         yield RemoteResult(
-                            order_task.number, None, host, f"the node that measured it was lost ({lost})"
+                            running.number, None, host, f"the node that measured it was lost ({lost})"
                         )
                     if not node_alive:
                         self._leave_out(host, f"lost: {lost}")
                         continue
-                free.append(order_task.node)
+                free.append(running.node)
 
     def _begin(self, node: str, order: str) -> Any:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -24,7 +24,7 @@ from flatout.tune.budget import LONGER_BUDGET_S
 from flatout.tune.candidates import drop_slow_fetches, make_candidates
 from flatout.tune.conclude import noise_floor
 from flatout.tune.confirm import confirm_plan
-from flatout.tune.ended_programs import failure_error
+from flatout.tune.endings import failure_error
 from flatout.tune.explore import explore
 from flatout.tune.fit import fit_memory
 from flatout.tune.interleaver import ask_options

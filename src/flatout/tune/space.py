@@ -224,33 +224,26 @@ class Space:
 
     # -- the best set
 
-    def best_rows(self, effects: Array, cost_per_factor: float = 0.0) -> Array:
+    def best_rows(self, effects: Array, penalty: float = 0.0) -> Array:
         """(n, factors) sets with the least log time, one for each row of ``effects`` (n, factors + pairs).
 
-        ``cost_per_factor`` is added for each active factor.
+        ``penalty`` is added for each active factor.
         """
         if self.allowed_sets is not None:
             times = self._allowed_features @ effects.T
-            times += cost_per_factor * self.allowed_sets.sum(axis=1)[:, None]
+            times += penalty * self.allowed_sets.sum(axis=1)[:, None]
             return self.allowed_sets[np.argmin(times, axis=0)]
         starts = self.sample(np.random.default_rng(0), DESCENT_STARTS)
         sampled = starts[
-            np.argmin(
-                self.features(starts) @ effects.T + cost_per_factor * starts.sum(axis=1)[:, None], axis=0
-            )
+            np.argmin(self.features(starts) @ effects.T + penalty * starts.sum(axis=1)[:, None], axis=0)
         ]
-        solutions = [
-            self._descend(effects, cost_per_factor, start) for start in (np.zeros_like(sampled), sampled)
-        ]
+        solutions = [self._descend(effects, penalty, start) for start in (np.zeros_like(sampled), sampled)]
         times = np.stack(
-            [
-                (self.features(rows) * effects).sum(axis=1) + cost_per_factor * rows.sum(axis=1)
-                for rows in solutions
-            ]
+            [(self.features(rows) * effects).sum(axis=1) + penalty * rows.sum(axis=1) for rows in solutions]
         )
         return np.where((times[0] <= times[1])[:, None], solutions[0], solutions[1])
 
-    def _descend(self, effects: Array, cost_per_factor: float, rows: Array) -> Array:
+    def _descend(self, effects: Array, penalty: float, rows: Array) -> Array:
         """Coordinate descent, one lever or two linked levers at a time, until nothing changes."""
         count, (left, right) = len(self.factors), self._pair_columns
         pair_effects = np.zeros((len(effects), count, count))
@@ -262,9 +255,7 @@ class Space:
                 rest = rows.copy()
                 rest[:, columns] = False
                 slopes = (
-                    effects[:, columns]
-                    + cost_per_factor
-                    + np.einsum("dcj,dj->dc", pair_effects[:, columns], rest)
+                    effects[:, columns] + penalty + np.einsum("dcj,dj->dc", pair_effects[:, columns], rest)
                 )
                 pair_times = (
                     np.einsum("oc,dce,oe->do", options, pair_effects[:, columns][:, :, columns], options) / 2

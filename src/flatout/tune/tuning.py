@@ -52,14 +52,12 @@ class Tuning:
     watcher: Watcher = field(default_factory=Watcher)
     save_session: Callable[[SessionRecord], None] = lambda session: None
     base: Plan | None = None  # applies to every program of the search: how it is split over ranks
-    one_process_command: Command | None = None  # starts one process when ``command`` starts several
+    single_command: Command | None = None  # starts one process when ``command`` starts several
     remote: RemoteNodes | None = None  # remote machines that run independent comparisons at the same time
 
     def __post_init__(self) -> None:
         self.start_s, self.budget_s = seconds() - self.session.spent_s, self.goal.budget_s or USUAL_BUDGET_S
-        self.interleaver = Interleaver(
-            self.command, self.job, self.facts, self.base, self.one_process_command
-        )
+        self.interleaver = Interleaver(self.command, self.job, self.facts, self.base, self.single_command)
         self.candidates: dict[str, Candidate] = {}
         self.start_cost_s = 5.0  # from the start of a program until its steps are steady
         self.max_copies = 9  # how many copies of the program fit into memory at once
@@ -102,7 +100,7 @@ class Tuning:
                 self.interleaver.tick_ms,
                 bool(self.goal.named)
                 or self.goal.memory_limit_bytes is not None
-                or self.one_process_command is not None,
+                or self.single_command is not None,
                 self.goal.horizon_s * compiler_gain(self.candidates.values(), prior),
             )
         self.watcher.set_end(self.end_s)
