@@ -84,10 +84,7 @@ def half_samples(steps: Sequence[list[CapturedCall]], torch: ModuleType) -> list
 
 
 def whole_batch_factor(
-    part: tuple[StepResults, StepResults],
-    half: tuple[StepResults, StepResults],
-    share: float,
-    summed: bool,
+    part: tuple[StepResults, StepResults], half: tuple[StepResults, StepResults], share: float, summed: bool
 ) -> float:
     """The error of a whole batch as a multiple of the error of a part of it.
 

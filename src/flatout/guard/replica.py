@@ -143,11 +143,7 @@ class StepReplica:
             if root_number is not None and all(call.root != root_number for call in calls):
                 calls.append(
                     CapturedCall(
-                        root_number,
-                        clone(args),
-                        clone(kwargs),
-                        random_state(self.context),
-                        self._autocast(),
+                        root_number, clone(args), clone(kwargs), random_state(self.context), self._autocast()
                     )
                 )
         except Exception as error:

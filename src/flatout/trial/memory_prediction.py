@@ -347,8 +347,7 @@ class MemoryPredictor(Worker):
     def optimizer_end(self, optimizer: Optimizer) -> None:
         if self.fake_execution is not None:
             self._set_kind(
-                [v for state in optimizer.state.values() for v in tensors_in(state)],
-                "optimizer state",
+                [v for state in optimizer.state.values() for v in tensors_in(state)], "optimizer state"
             )
 
     def step_end(self) -> None:

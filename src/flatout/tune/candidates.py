@@ -97,35 +97,26 @@ def make_candidates(
         if base is not None and base.get(lever.name) is not None:
             continue  # it already applies to all programs of the search
         answer = options[lever.name]
+        effect = Effect(answer["effect"]) if answer.get("effect") else lever.effect
         if "skip" in answer:
-            candidates[lever.name] = Candidate(lever, (), lever.effect, reason=answer["skip"])
-            continue
-        effect = Effect(answer["effect"]) if answer["effect"] else lever.effect
-        if only_levers is not None and lever.name not in only_levers:
-            candidates[lever.name] = Candidate(lever, (), effect, reason="not among the requested levers")
+            reason = answer["skip"]
+        elif only_levers is not None and lever.name not in only_levers:
+            reason = "not among the requested levers"
         elif effect is Effect.CHANGES_MATH:
-            candidates[lever.name] = Candidate(
-                lever,
-                (),
-                effect,
-                reason="changes the training result, so the tuner never selects it; name it in a plan to use it",
-            )
-        elif conflict := why_incompatible(lever, base):
-            candidates[lever.name] = Candidate(lever, (), effect, reason=conflict)
-        elif effect not in effects:
-            candidates[lever.name] = Candidate(
-                lever, (), effect, reason=f"its effect here is {effect}, which was not requested"
-            )
-        elif lever.saves_memory and not memory_limited and only_levers is None:
-            candidates[lever.name] = Candidate(lever, (), effect, reason=MEMORY_ONLY)
-        else:
-            candidates[lever.name] = Candidate(
-                lever,
-                tuple(answer["values"]),
-                effect,
-                reason=NO_TIME,
-                saves_memory=lever.saves_memory and memory_limited,
-            )
+            reason = "changes the training result, so the tuner never selects it; name it in a plan to use it"
+        elif not (reason := why_incompatible(lever, base)):
+            if effect not in effects:
+                reason = f"its effect here is {effect}, which was not requested"
+            elif lever.saves_memory and not memory_limited and only_levers is None:
+                reason = MEMORY_ONLY
+        values = () if reason else tuple(answer["values"])
+        candidates[lever.name] = Candidate(
+            lever,
+            values,
+            effect,
+            reason=reason or NO_TIME,
+            saves_memory=not reason and lever.saves_memory and memory_limited,
+        )
     return candidates
 
 

@@ -46,27 +46,19 @@ class ProgramRequest:
     late_levers: tuple[Choice, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        rows = [None if row is None else [choice.to_json() for choice in row] for row in self.rows]
-        return {
-            "plan": self.plan.to_json(),
-            "rows": rows,
-            "seed": self.seed,
-            "record": self.record,
-            "late_levers": [choice.to_json() for choice in self.late_levers],
-        }
+        def words(row: Row) -> Any:
+            return None if row is None else [choice.to_json() for choice in row]
+
+        rows, late_levers = list(map(words, self.rows)), words(self.late_levers)
+        return {**vars(self), "plan": self.plan.to_json(), "rows": rows, "late_levers": late_levers}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> ProgramRequest:
-        rows = tuple(
-            None if row is None else Plan.from_json({"choices": row}).choices for row in data["rows"]
-        )
-        return cls(
-            Plan.from_json(data["plan"]),
-            rows,
-            data["seed"],
-            data["record"],
-            Plan.from_json({"choices": data["late_levers"]}).choices,
-        )
+        def choices(row: Any) -> Any:
+            return None if row is None else Plan.from_json({"choices": row}).choices
+
+        rows, late_levers = tuple(map(choices, data["rows"])), choices(data["late_levers"])
+        return cls(**{**data, "plan": Plan.from_json(data["plan"]), "rows": rows, "late_levers": late_levers})
 
 
 @dataclass

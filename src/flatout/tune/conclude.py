@@ -94,7 +94,7 @@ def conclude(tuning: Tuning) -> list[Candidate]:
 
 def _explain_no_plan(tuning: Tuning) -> None:
     """Say whether nothing is faster, or whether the search could not tell."""
-    session, hint = tuning.session, f"give --budget {tuning.budget_minutes(tuning.budget_s)}m"
+    session, hint = tuning.session, tuning.budget_hint(tuning.budget_s)
     if tuning.choices and not tuning.measured_keys:
         session.undecided, session.obstacle = True, f"no lever could be measured in time; {hint}"
     elif tuning.disturbance.disturbed and any(

@@ -108,7 +108,7 @@ def _confirm_once(
     plain_records, tuned_records = pairs.common_runs()
     if not tuned_records:
         return Rejection(
-            f"not confirmed: the budget ran out; give --budget {tuning.budget_minutes(USUAL_PAIRS * tuning.pair_s)}m",
+            f"not confirmed: the budget ran out; {tuning.budget_hint(USUAL_PAIRS * tuning.pair_s)}",
             undecided=True,
         )
     ratio = _ratio(tuning, tuned, pairs)
@@ -130,7 +130,7 @@ def _confirm_once(
         session.baseline, session.best, any(c.lever.warms_up for c in tuned)
     )
     if len(tuned_records) < MIN_PAIRS:
-        hint = f"give --budget {tuning.budget_minutes(USUAL_PAIRS * tuning.pair_s)}m"
+        hint = tuning.budget_hint(USUAL_PAIRS * tuning.pair_s)
         return Rejection(
             f"one pair of processes ({ratio.sentence()}) does not confirm a speed-up, and the budget ran out; {hint}",
             undecided=True,
@@ -157,7 +157,7 @@ def _reject_as_noise(tuning: Tuning, ratio: Ratio) -> Rejection:
     measured_ratio = f"{ratio.sentence()} in fresh processes"
     if not tuning.disturbance.disturbed or ratio.high < MIN_SPEEDUP:
         return Rejection(f"together {measured_ratio}: no speed-up beyond the noise")
-    hint = f"stop them, or give --budget {tuning.budget_minutes(2 * tuning.budget_s)}m"
+    hint = f"stop them, or {tuning.budget_hint(2 * tuning.budget_s)}"
     return Rejection(
         f"{tuning.disturbance.sentence()}, which may hide the speed-up ({measured_ratio}); {hint}",
         undecided=True,

@@ -267,34 +267,16 @@ class _Exploring:
         assert remote is not None
         parts = [requests[i : i + WAVE_PROGRAMS] for i in range(0, len(requests), WAVE_PROGRAMS)]
         limit_s = max(5.0, tuning.explore_until_s - seconds())
-        results: dict[int, tuple[list[ProgramResult], str]] = {}
-        for reply in remote.run_orders(
-            [tuning.remote_order(part, limit_s, MEASURING_SHARE) for part in parts],
-            TIMEOUT_S + limit_s + tuning.timeout_s,
-        ):
-            if reply.answer is not None:
-                results[reply.number] = (
-                    [ProgramResult.from_json(data) for data in reply.answer["results"]],
-                    reply.host,
-                )
-            else:
-                tuning.note(
-                    " | ".join(request.plan.describe() for request in parts[reply.number]),
-                    PROCESSES,
-                    None,
-                    reply.why,
-                    seconds(),
-                    host=reply.host,
-                )
-        return [
-            (result, host)
-            for i, part in enumerate(parts)
-            for result, host in (
-                [(result, results[i][1]) for result in results[i][0]]
-                if i in results
-                else [(ProgramResult(), "")] * len(part)
-            )
-        ]
+        orders = [tuning.remote_order(part, limit_s, MEASURING_SHARE) for part in parts]
+        measured: dict[int, list[tuple[ProgramResult, str]]] = {}
+        for reply in remote.run_orders(orders, TIMEOUT_S + limit_s + tuning.timeout_s):
+            part = parts[reply.number]
+            measured[reply.number] = [(result, reply.host) for result in reply.results]
+            if reply.answer is None:
+                measured[reply.number] = [(ProgramResult(), "")] * len(part)
+                plans = " | ".join(request.plan.describe() for request in part)
+                tuning.note(plans, PROCESSES, None, reply.why, seconds(), host=reply.host)
+        return [result for i in range(len(parts)) for result in measured[i]]
 
     # -- measurements
 

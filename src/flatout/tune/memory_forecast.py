@@ -271,26 +271,22 @@ class Forecast:
             point.measured_why_not = recorded.get("why_not") or "too few steps were recorded"
 
     def _add_notes(self) -> None:
-        record = self.record
+        record, note = self.record, self.record.notes.append
         if record.simulated or record.device == "cuda":
-            record.notes.append(
-                "tensors only: the CUDA context, cuDNN and cuBLAS workspaces and fragmentation come on top"
-            )
+            note("tensors only: the CUDA context, cuDNN and cuBLAS workspaces and fragmentation come on top")
         if record.simulated:
-            record.notes.append(
+            note(
                 "the program ran on the CPU; operators with other kernels on a GPU may save other tensors there"
             )
         if self.uses_closures:
-            record.notes.append(
+            note(
                 "a step of this program is a closure; one pass was predicted, and the optimizer's memory of further passes comes on top"
             )
         length = self.ready.get("length")
         if length and any((point.batch_size or 0) > length for point in record.points):
-            record.notes.append(
-                f"the data set has {length} samples; larger batches are predicted by repeating them"
-            )
+            note(f"the data set has {length} samples; larger batches are predicted by repeating them")
         if self.guessed_values:
-            record.notes.append(
+            note(
                 f"some values that the program reads are unknown without computing ({', '.join(sorted(self.guessed_values))}); if more "
                 "or fewer elements could be selected, all are"
             )

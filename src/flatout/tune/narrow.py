@@ -38,7 +38,7 @@ def check_step(tuning: Tuning, tuned: list[Candidate]) -> tuple[list[Candidate],
     if len(checked) < len(tuned) and tuning.remaining_s(overrun=True) < expected_s:
         for candidate in checked:
             candidate.reject(
-                f"not checked numerically and not confirmed: the budget ran out; give --budget {tuning.budget_minutes(expected_s)}m"
+                f"not checked numerically and not confirmed: the budget ran out; {tuning.budget_hint(expected_s)}"
             )
         return [c for c in tuned if c not in checked], None
     plain = tuning.ensure_plain_trial()

@@ -17,7 +17,7 @@ from flatout.tune.blame import ended_like_plain
 from flatout.tune.candidates import Candidate, plan_of, widest_effect
 from flatout.tune.comparison import ProgramRequest, ProgramResult, measure_together
 from flatout.tune.limits import USUAL_PAIRS
-from flatout.tune.remote import TIMEOUT_S
+from flatout.tune.remote import TIMEOUT_S, RemoteResult
 from flatout.tune.tuning import Tuning
 
 MAX_LATE_REPLICA_S = 20.0  # upper limit for replaying a late step
@@ -97,13 +97,11 @@ def _measure_requests(
     remote, pair_s = tuning.remote, tuning.pair_s
     # Its blocks end with the budget, but not before each program had some
     until_s = seconds() + min(3 * pair_s, max(pair_s, tuning.remaining_s(overrun=True)))
-    remote_results: dict[int, tuple[list[ProgramResult], str]] = {}
+    replies: dict[int, RemoteResult] = {}
     if remote is not None and remote.nodes:
         orders = [tuning.remote_order(sides, 3 * pair_s) for sides in requests]
         for reply in remote.run_orders(orders, TIMEOUT_S + 3 * pair_s + tuning.timeout_s):
-            if reply.answer is not None:
-                result = [ProgramResult.from_json(data) for data in reply.answer["results"]]
-                remote_results[reply.number] = result, reply.host
+            replies |= {reply.number: reply} if reply.results else {}
 
     def measure_here(sides: list[ProgramRequest]) -> list[ProgramResult]:
         groups = [sides] if tuning.max_copies >= 2 else [[request] for request in sides]
@@ -114,7 +112,7 @@ def _measure_requests(
         ]
 
     return [
-        remote_results[i] if i in remote_results else (measure_here(sides), "")
+        (replies[i].results, replies[i].host) if i in replies else (measure_here(sides), "")
         for i, sides in enumerate(requests)
     ]
 

@@ -2,8 +2,8 @@
 
 A node gets an order, JSON in and out, and has nothing else to do meanwhile:
 
-    look        describe this machine                                  {"key"}
-    together    start these programs together and interleave them      {"seen": the result of each}
+    describe    describe this machine                                  {"key"}
+    measure     start these programs together and interleave them      {"results": that of each}
 
 Only nodes like the machine of the search take part. If a node is lost, its comparison moves to another node
 once. After that it ends with a reason, and the search continues with its other results.
@@ -27,7 +27,7 @@ from flatout.measure.clock import seconds
 from flatout.probe.machine import look
 from flatout.schema.errors import FlatoutError, UsageError, first_line
 from flatout.schema.facts import Facts
-from flatout.tune.comparison import ProgramRequest, measure_together
+from flatout.tune.comparison import ProgramRequest, ProgramResult, measure_together
 from flatout.tune.interleaver import Interleaver
 from flatout.tune.plan_files import differences, plan_key
 
@@ -36,6 +36,12 @@ DESCRIBE_S = 120.0  # for a node to describe its machine, including the start of
 TIMEOUT_S = 120.0  # beyond the planned duration of a comparison
 MAX_TRIES = 2
 POLL_S = 0.5
+TIMER_FIELDS = (
+    "tick_ms",
+    "unit",
+    "prefetched_ticks",
+    "longest_ticks",
+)  # of an interleaver, sent with an order
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,10 @@ class RemoteResult:
     answer: dict[str, Any] | None
     host: str
     why: str = ""
+
+    @property
+    def results(self) -> list[ProgramResult]:
+        return [ProgramResult.from_json(data) for data in (self.answer or {}).get("results", ())]
 
 
 @dataclass(frozen=True)
@@ -162,15 +172,11 @@ class RemoteNodes:
         resources: dict[str, float] = next(
             (entry["Resources"] for entry in self._alive_nodes() if entry["NodeID"] == node), {}
         )
-        whole_node = {
-            "num_cpus": resources.get("CPU", 0),
-            "num_gpus": resources.get("GPU", 0),
-            "max_retries": 0,
-        }
-        task = self._ray.remote(**whole_node)(carry_out).options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-        )
-        return task.remote(order, os.getcwd(), self._threads)
+        task = self._ray.remote(
+            num_cpus=resources.get("CPU", 0), num_gpus=resources.get("GPU", 0), max_retries=0
+        )(carry_out)
+        strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+        return task.options(scheduling_strategy=strategy).remote(order, os.getcwd(), self._threads)
 
     def _leave_out(self, host: str, why: str) -> None:
         self.excluded.append(f"{host}: {why}")
@@ -198,9 +204,7 @@ def carry_out(text: str, folder: str, threads: str | None) -> str:
         return json.dumps({"key": plan_key(command, facts)})
     with temporary_folder("remote") as job:
         interleaver = Interleaver(command, JobFolder(job).make(), facts)
-        interleaver.tick_ms, interleaver.unit = order["tick_ms"], order["unit"]
-        interleaver.prefetched_ticks = order["prefetched_ticks"]
-        interleaver.longest_ticks = order["longest_ticks"]
+        vars(interleaver).update(order["timer"])
         requests = [ProgramRequest.from_json(request) for request in order["requests"]]
         share = math.inf if order["share"] is None else order["share"]
         try:

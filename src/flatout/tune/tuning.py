@@ -39,7 +39,7 @@ from flatout.tune.limits import (
     WINDOWS_PER_SEED,
 )
 from flatout.tune.prior import priors
-from flatout.tune.remote import RemoteNodes
+from flatout.tune.remote import TIMER_FIELDS, RemoteNodes
 
 
 @dataclass
@@ -63,9 +63,8 @@ class Tuning:
         self.max_copies = 9  # how many copies of the program fit into memory at once
         self.plain_trial: Trial | None = None
         self.first_plain_record: TrialRecord | None = None
-        self.perturbed_runs: dict[
-            float, list[TrialRecord]
-        ] = {}  # plain runs, by the perturbation of their weights
+        # Plain runs, by the perturbation of their weights
+        self.perturbed_runs: dict[float, list[TrialRecord]] = {}
         self.must_fit = False  # the plain program exceeds the limit, so a slower plan that fits is adopted
         self.disturbance = Disturbance(self.facts.cores)
         self.space = Space((), frozenset(), {}, frozenset())
@@ -76,9 +75,7 @@ class Tuning:
         self.length_ticks: int | None = None  # of the program, once it was observed to finish
         self.overdue_stages: dict[str, None] = {}  # the stages that ran when the budget ended, and after
         self.warmup_ticks = 0  # ticks until the steps are steady
-        self.dataset_fetch_s = (
-            0.0  # time to fetch a whole data set first; later programs of the search reuse it
-        )
+        self.dataset_fetch_s = 0.0  # to fetch a whole data set first; later programs of the search reuse it
         self.max_plain_tick = 0  # the last tick that the plain program reached
 
     # -- time
@@ -203,9 +200,9 @@ class Tuning:
             busy = " (other programs keep the machine busy)" if self.disturbance.disturbed else ""
             self.session.overrun = f"not done by then: {', '.join(self.overdue_stages)}{busy}"
 
-    def budget_minutes(self, extra_s: float) -> int:
-        """Whole minutes of a budget that would leave ``extra_s`` more seconds."""
-        return math.ceil((self.spent_s + extra_s) / 60)
+    def budget_hint(self, extra_s: float) -> str:
+        """Name a budget that would leave ``extra_s`` more seconds."""
+        return f"give --budget {math.ceil((self.spent_s + extra_s) / 60)}m"
 
     # -- programs and records
 
@@ -216,13 +213,11 @@ class Tuning:
 
         Raises ProgramGone, or LeverFailed if a lever could not be applied.
         """
-        running_candidate = self.interleaver.start_paused(
-            plan, seed, timeout_s or self.timeout_s, perturbation
-        )
-        for skipped in running_candidate.trial.ready.get("skipped", ()):
-            self.interleaver.dismiss(running_candidate.trial)
+        started = self.interleaver.start_paused(plan, seed, timeout_s or self.timeout_s, perturbation)
+        for skipped in started.trial.ready.get("skipped", ()):
+            self.interleaver.dismiss(started.trial)
             raise LeverFailed(skipped["name"], skipped["reason"])
-        return running_candidate
+        return started
 
     def remote_order(
         self, requests: Sequence[ProgramRequest], limit_s: float, share: float | None = None
@@ -232,14 +227,10 @@ class Tuning:
         ``limit_s``: time limit, including the starts. ``share``: measuring may end after this share of the time
         of the starts.
         """
-        interleaver = self.interleaver
         return {
-            "kind": "together",
+            "kind": "measure",
             "typed": list(self.command.typed),
-            "tick_ms": interleaver.tick_ms,
-            "unit": interleaver.unit,
-            "prefetched_ticks": interleaver.prefetched_ticks,
-            "longest_ticks": interleaver.longest_ticks,
+            "timer": {name: getattr(self.interleaver, name) for name in TIMER_FIELDS},
             "timeout_s": self.timeout_s,
             "seconds": limit_s,
             "share": share,
