@@ -54,7 +54,7 @@ class Baseline(Record):
 
 
 def baseline_file(name: str) -> Path:
-    """Return the file of a baseline. Raises UsageError for a name that is none."""
+    """The file of a baseline. Raises UsageError for a name that is none."""
     if not re.fullmatch(r"\w[\w.-]{0,79}", name):
         raise UsageError(f"{name!r} is not a name for a baseline; use letters, digits, dots and hyphens.")
     return records(FOLDER_NAME) / f"{name}.json"
@@ -79,7 +79,7 @@ def save(name: str, side: Side, key: dict[str, str], runs: Sequence[Run]) -> Pat
 
 
 def load(name: str, key: dict[str, str], any_machine: bool) -> tuple[Baseline, list[str]]:
-    """Return a baseline and what differs from today.
+    """A baseline and what differs from today.
 
     Raises NoBaseline if it is missing, or of another machine without ``any_machine``; UsageError if it is
     unreadable.

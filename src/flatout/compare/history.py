@@ -32,7 +32,7 @@ R = TypeVar("R", bound=Record)
 
 
 def records_folder(folder: Path) -> Path | None:
-    """Return the folder of records that a user means by a project, by its .flatout, or by the folder of a job."""
+    """The folder of records that a user means by a project, by its .flatout, or by the folder of a job."""
     inner = records() if folder == Path() else folder / FOLDER
     if inner.is_dir():
         return inner
@@ -81,7 +81,7 @@ class _Reader:
         return job if job.runs or job.verdict or job.reports or job.unfinished else None
 
     def _read(self, path: Path, kind: type[R]) -> R | None:
-        """Return a record; None if there is none, or if it is skipped."""
+        """A record; None if there is none, or if it is skipped."""
         if not os.path.lexists(path):
             return None
         data, supported = read_json(path), kind.schema  # type: ignore[attr-defined]
@@ -126,7 +126,7 @@ def _not_of_its_form(error: Exception) -> str:
 
 
 def _runs(job: Path) -> list[list[Path]]:
-    """Return the records of each run, oldest start first. Links are left out: they lead to files of others."""
+    """The records of each run, oldest start first. Links are left out: they lead to files of others."""
     runs = sorted(
         run for run in (job / RUNS).glob("*/") if RUN_FOLDER.fullmatch(run.name) and not run.is_symlink()
     )
@@ -138,7 +138,7 @@ def _runs(job: Path) -> list[list[Path]]:
 
 
 def _command(path: Path, files_of_runs: Sequence[Sequence[Path]]) -> list[str]:
-    """Return the command that the newest record of a job tells."""
+    """The command that the newest record of a job tells."""
     runs = [file for files in files_of_runs for file in files]
     for file in (*reversed(runs), *(path / name for name in RECORDS)):
         data = read_json(file)

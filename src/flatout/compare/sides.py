@@ -37,7 +37,7 @@ def are_two_commands(words: Sequence[str]) -> bool:
 
 
 def command_sides(words: Sequence[str]) -> tuple[Side, Side]:
-    """Return the sides of two quoted command lines. Raises UsageError, ProgramNotFound."""
+    """The sides of two quoted command lines. Raises UsageError, ProgramNotFound."""
     if not are_two_commands(words):
         raise UsageError(
             "give two command lines in quotes: `flatout compare 'python a.py' 'python b.py'`; "
@@ -52,7 +52,7 @@ def command_sides(words: Sequence[str]) -> tuple[Side, Side]:
 
 
 def plan_sides(words: Sequence[str], plans: Sequence[tuple[str, Plan]]) -> tuple[Side, Side]:
-    """Return the sides of one command under two plans, each with its name."""
+    """The sides of one command under two plans, each with its name."""
     a, b = (Side(f"plan {name}", measurable(understand(words)), plan) for name, plan in plans)
     return a, b
 
@@ -68,7 +68,7 @@ def revisions(text: str) -> tuple[str, str]:
 
 
 def revision_side(words: Sequence[str], revision: str, work_trees: WorkTrees) -> Side:
-    """Return the side of a command at a revision; `HERE` is the folder as it is. Raises UsageError."""
+    """The side of a command at a revision; `HERE` is the folder as it is. Raises UsageError."""
     if revision == WORKING_FOLDER:
         return Side("the folder as it is", measurable(understand(words)), revision=work_trees.commit("HEAD"))
     folder, commit = work_trees.check_out(revision), work_trees.commit(revision)

@@ -38,7 +38,7 @@ class WorkTrees:
         remove(self._folder)
 
     def commit(self, revision: str) -> str:
-        """Return the full name of a commit. Raises UsageError."""
+        """The full name of a commit. Raises UsageError."""
         return _git(
             self.root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}"
         )
@@ -68,7 +68,7 @@ class WorkTrees:
                 link.symlink_to(source.absolute())
 
     def import_paths(self, folder: Path) -> list[Path]:
-        """Return the folders of a work tree from which its own packages are imported.
+        """The folders of a work tree from which its own packages are imported.
 
         A package that is installed as editable would otherwise come from the user's folder on both sides.
         """

@@ -96,7 +96,7 @@ class BlockTimer:
         return self.block_ticks * self.tick_ms / 1000
 
     def deadline(self, ticks: int) -> float:
-        """Return the time at which this many ticks count as hung."""
+        """The time at which this many ticks count as hung."""
         return seconds() + TIMEOUT_S + HANG_FACTOR * ticks * self.tick_ms / 1000
 
     def block(self, trial: Trial, from_tick: int = 0) -> float:

@@ -32,7 +32,7 @@ class Channel:
             raise Hangup(str(error)) from error
 
     def receive(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Return the next message. Raises TimeoutError, or Hangup if the connection is closed."""
+        """The next message. Raises TimeoutError, or Hangup if the connection is closed."""
         self._socket.settimeout(timeout_s)
         while b"\n" not in self._buffer:
             try:

@@ -26,7 +26,7 @@ MAX_LOADERS = 4
 
 
 def time_fetches(torch: ModuleType, context: TrainingContext) -> list[dict[str, Any]]:
-    """Return the place of each live loader, its milliseconds a batch, and its slowest line with its share."""
+    """The place of each live loader, its milliseconds a batch, and its slowest line with its share."""
     timings = []
     context.asleep = True
     try:

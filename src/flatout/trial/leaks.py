@@ -14,7 +14,7 @@ _compared: set[str] = set()  # folders; one trial of a program shows what all do
 
 
 def describe_changes(root: str, since_ns: int, view: Overlay) -> str:
-    """Return a sentence about what changed below ``root`` since then, once per folder and process; or "".
+    """A sentence about what changed below ``root`` since then, once per folder and process; or "".
 
     What ``view`` leaves alone is not compared."""
     if root in _compared:

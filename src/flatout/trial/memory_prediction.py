@@ -122,7 +122,7 @@ class MemoryPredictor(Worker):
         return iter_loader
 
     def _repeat_batch(self, iterator: object) -> Any:
-        """Return the batch of this iterator, in the requested size, without memory."""
+        """The batch of this iterator, in the requested size, without memory."""
         self.batch_count += 1
         if self.batch_count > MAX_BATCHES:
             raise LookupError(f"a step of this program took more than {MAX_BATCHES} batches")
@@ -187,7 +187,7 @@ class MemoryPredictor(Worker):
     # -- blocks
 
     def _fake_input(self, tensor: Tensor, dimension: int | None, samples: int) -> Any:
-        """Return a tensor of the batch without memory.
+        """A tensor of the batch without memory.
 
         Integers keep their values, because shapes may depend on them.
         """

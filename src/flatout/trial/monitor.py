@@ -191,7 +191,7 @@ class ProgramMonitor(Listener):
 
 
 def compiled() -> Compiled | None:
-    """Return what torch.compile did, from torch's counters; None if nothing was compiled. Loads nothing."""
+    """What torch.compile did, from torch's counters; None if nothing was compiled. Loads nothing."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is None or not dynamo.counters["frames"].get("total"):
         return None
@@ -222,7 +222,7 @@ def _sentence(reason: str) -> str:
 
 
 def settings(torch: ModuleType, context: TrainingContext) -> dict[str, Any]:
-    """Return the settings as JSON, without those that this version of torch does not report."""
+    """The settings as JSON, without those that this version of torch does not report."""
     modules = [module for root in context.roots for module in root.modules()]
     values: dict[str, Any] = {
         "anomaly": bool(torch.is_anomaly_enabled()),

@@ -237,7 +237,7 @@ class Trial:
                 return message
 
     def _next_message(self, deadline_s: float, timeout_words: str, wait_s: float) -> dict[str, Any] | None:
-        """Return the next message; None if none came within ``wait_s``.
+        """The next message; None if none came within ``wait_s``.
 
         Raises ProgramGone, also after ``deadline_s``.
         """
@@ -352,7 +352,7 @@ class Trial:
         return record
 
     def log_tail(self) -> str:
-        """Return the last output of the program: stderr, or stdout if stderr is empty."""
+        """The last output of the program: stderr, or stdout if stderr is empty."""
         if self._program is None:
             return ""
         text = self._program.err.content() or self._program.out.content()
@@ -376,7 +376,7 @@ def measure(trial: Trial, steps: int, deadline_s: float, draws: bool = False) ->
 
 
 def _process_environment(plan: Plan, facts: Facts, table: str) -> dict[str, str]:
-    """Return the variables for the PROCESS levers of a Plan.
+    """The variables for the PROCESS levers of a Plan.
 
     Raises TrialFailed for a lever that does not apply here: the trial would measure another plan.
     """

@@ -37,7 +37,7 @@ class TrainingRecorder:
             self.loss_steps.append(self.context.steps)
 
     def loss_tensors(self) -> list[Any]:
-        """Return the tensors that we keep of the program's."""
+        """The tensors that we keep of the program's."""
         return [
             tensor
             for loss in self._losses
@@ -56,7 +56,7 @@ class TrainingRecorder:
             self.batch_statistics.extend(parity.batch_statistics(batch, self.torch))
 
     def take_samples(self) -> int:
-        """Return how many samples came since the last call."""
+        """How many samples came since the last call."""
         samples, self._samples = self._samples, 0
         return samples
 

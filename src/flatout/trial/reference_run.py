@@ -97,7 +97,7 @@ class ReferenceRun(Worker):
             self._send_results()
 
     def _own_ranks(self) -> str:
-        """Return how the program created its own training processes; empty if it did not.
+        """How the program created its own training processes; empty if it did not.
 
         A lever of flatout hides the ranks that flatout created.
         """
@@ -110,7 +110,7 @@ class ReferenceRun(Worker):
         return BY_GROUP if in_group else ""
 
     def _state_bytes(self) -> dict[str, int]:
-        """Return the bytes of weights, gradients and optimizer state, in full even if ranks hold shards."""
+        """The bytes of weights, gradients and optimizer state, in full even if ranks hold shards."""
         context, tensor = self.context, self.torch.Tensor
         weights = {id(p): p for root in context.roots for p in (*root.parameters(), *root.buffers())} | {
             id(p): p for p in context.parameters

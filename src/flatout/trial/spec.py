@@ -57,7 +57,7 @@ class TrialSpec(TrialOptions):
 
 
 def levers(table: str) -> Iterable[Lever]:
-    """Return the lever table named by ``module:NAME``."""
+    """The lever table named by ``module:NAME``."""
     module, name = table.split(":")
     table_levers: Iterable[Lever] = getattr(import_module(module), name)
     return table_levers

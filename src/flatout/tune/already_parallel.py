@@ -21,12 +21,12 @@ MISSING_VARIABLE = re.compile(
 
 
 def explain(rank_source: str) -> str:
-    """Return the explanation, without a full stop, for how a reference run creates its ranks."""
+    """The explanation, without a full stop, for how a reference run creates its ranks."""
     return EXPLANATIONS.get(rank_source, OWN_GROUP)
 
 
 def missing_variable(record: TrialRecord) -> str:
-    """Return the launcher variable whose absence made the program fail; empty if it failed otherwise."""
+    """The launcher variable whose absence made the program fail; empty if it failed otherwise."""
     lines = (record.reason or record.log_tail).strip().splitlines()
     match = MISSING_VARIABLE.search(lines[-1]) if lines else None
     name = (match["name"] or match["key"]) if match else ""
@@ -44,7 +44,7 @@ def advice_for(rank_source: str, command: Command, procs: int) -> str:
 
 
 def _for_torchrun(command: Command) -> str:
-    """Return the program in the form torchrun expects: a script or ``-m module``, with its arguments."""
+    """The program in the form torchrun expects: a script or ``-m module``, with its arguments."""
     if not is_python(command.typed[0]):
         is_script = command.typed[0].endswith(".py")
         return f"{'' if is_script else '--no-python '}{shlex.join(command.typed)}"

@@ -252,7 +252,7 @@ class BatchCurve:
         )
 
     def _check_size(self, size: int) -> None:
-        """Raise DidNotRun if a size need not be tried: no such batch, probably too large, or no time."""
+        """Raise SizeFailed if a size need not be tried: no such batch, probably too large, or no time."""
         record = self.record
         if record.dataset_samples is not None and size > record.dataset_samples:
             raise SizeFailed("no such batch", f"the data set has {record.dataset_samples:,} samples")
@@ -274,7 +274,6 @@ class BatchCurve:
             raise SizeFailed("no time", "the budget ran out first; increase --budget")
 
     def _cost_s(self, size: int) -> float:
-        """Estimate the seconds of a program at this size, from its start to its last turn."""
         return self.programs.start_costs_s.get(
             size, self.programs.start_costs_s[self.own_point.size]
         ) + TURNS * max(TURN_S, self._step_s(size))

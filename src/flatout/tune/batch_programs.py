@@ -119,11 +119,11 @@ class BatchPrograms:
         self.prefetched = 0
 
     def plain_trial(self) -> Trial:
-        """Return the program as it is, not started yet."""
+        """The program as it is, not started yet."""
         return Trial(self.command, self.job.new_trial(), Plan(), self.facts)
 
     def start_paused(self, size: int) -> BatchTrial:
-        """Return a program at this size, steady and paused. Raises DidNotRun."""
+        """A program at this size, steady and paused. Raises SizeFailed."""
         plan = (
             Plan()
             if size == self.record.own

@@ -47,7 +47,7 @@ def ended_like_plain(tuning: Tuning, record: TrialRecord, ticks: int) -> bool:
 
 
 def _trained_ticks(record: TrialRecord) -> int:
-    """Return the ticks that a program trained for, including its last, incomplete block."""
+    """The ticks that a program trained for, including its last, incomplete block."""
     return max(0, (len(set(record.loss_steps)) if record.unit == "step" else len(record.losses)) - 1)
 
 
@@ -61,7 +61,7 @@ def _note_length(tuning: Tuning, ticks: int) -> None:
 
 
 def _plain_failure(tuning: Tuning, ticks: int) -> ProgramGone | None:
-    """Return how the plain program fails shortly after this many ticks; None if it does not, or is not seen to in time."""
+    """How the plain program fails shortly after this many ticks; None if it does not, or is not seen to in time."""
     interleaver, past_tick = tuning.interleaver, _tick_past_failure(tuning, ticks)
     training_s = past_tick * interleaver.tick_ms / 1000
     if tuning.max_plain_tick > past_tick or training_s > min(
@@ -86,7 +86,7 @@ def handle_end(tuning: Tuning, active: Collection[str], result: ProgramResult) -
 
 
 def _tick_past_failure(tuning: Tuning, ticks: int) -> int:
-    """Return a tick that is certainly after the failure of a program last seen at ``ticks``."""
+    """A tick that is certainly after the failure of a program last seen at ``ticks``."""
     return ticks + 2 * tuning.interleaver.block_ticks + 1
 
 
@@ -140,7 +140,7 @@ def reject(tuning: Tuning, choice: Choice, reason: str) -> None:
 
 
 def _failure(tuning: Tuning, choices: Sequence[Choice], ticks: int) -> ProgramGone | LeverFailed | None:
-    """Return how the program fails with these choices within ``ticks``; None if it gets there or finishes."""
+    """How the program fails with these choices within ``ticks``; None if it gets there or finishes."""
     try:
         trial = tuning.start_paused(ordered_plan(choices) if choices else Plan()).trial
     except (ProgramGone, LeverFailed) as error:

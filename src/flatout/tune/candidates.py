@@ -145,12 +145,12 @@ def fetches_all(value: Value) -> bool:
 
 
 def plan_of(candidates: Iterable[Candidate]) -> Plan:
-    """Return the plan of these candidates, in the order in which levers act."""
+    """The plan of these candidates, in the order in which levers act."""
     return ordered_plan(c.choice for c in candidates)
 
 
 def ordered_plan(choices: Iterable[Choice]) -> Plan:
-    """Return a plan of these choices, in the order in which levers act."""
+    """A plan of these choices, in the order in which levers act."""
     return Plan(tuple(sorted(choices, key=lambda choice: TABLE.names.index(choice.name))))
 
 

@@ -36,7 +36,7 @@ class ProgramRequest:
     """A program to start: plan with live levers, seed, live levers of each block, requested record.
 
     ``record``: "" for none, "record", or "draws" with a few samples fetched repeatedly for the guard.
-    ``late``: after all blocks, the guard replays one step with these live levers.
+    ``late_levers``: after all blocks, the guard replays one step with these live levers.
     """
 
     plan: Plan
@@ -217,7 +217,7 @@ def compare_running(interleaver: Interleaver, a: Trial, b: Trial, until_s: float
 
 
 def _start_tick(active: Sequence[Member]) -> int:
-    """Return the tick at which programs that started together begin.
+    """The tick at which programs that started together begin.
 
     Sentences and episodes differ in length; with one seed, programs do the same work at the same tick.
     """
@@ -298,7 +298,7 @@ def replay_step(
     """Replay a step for the guard with these levers, the most valuable first. Raises ProgramGone.
 
     ``judge_rest``: also judge what is left if levers fail. Returns the verdict, and the levers to leave out
-    (`flatout.guard.replica.narrowed`).
+    (`flatout.guard.replica.blame_levers`).
     """
     interleaver.switch(trial, ())
     return ask_replica(trial, choices, timeout_s, judge_rest)

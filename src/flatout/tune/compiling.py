@@ -82,7 +82,6 @@ class BackgroundCompiler:
 
     @property
     def _has_room(self) -> bool:
-        """Whether it fits into memory together with a wave."""
         return self.tuning.max_copies >= MIN_COPIES
 
     @property

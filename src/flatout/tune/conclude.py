@@ -17,7 +17,7 @@ MIN_GAIN_PER_LEVER = 0.003  # of log time
 
 
 def best_measured(tuning: Tuning) -> frozenset[str]:
-    """Return the fastest measured set by expectation.
+    """The fastest measured set by expectation.
 
     A lever whose benefit is uncertain stays out of the plan.
     """
@@ -38,7 +38,6 @@ def best_measured(tuning: Tuning) -> frozenset[str]:
 
 
 def _min_chance(candidate: Candidate) -> float:
-    """Return the chance of being faster that the candidate needs to join the plan."""
     return (
         MIN_CHANCE_WARMUP
         if candidate.lever.warms_up
@@ -93,7 +92,6 @@ def conclude(tuning: Tuning) -> list[Candidate]:
 
 
 def _explain_no_plan(tuning: Tuning) -> None:
-    """Say whether nothing is faster, or whether the search could not tell."""
     session, hint = tuning.session, tuning.budget_hint(tuning.budget_s)
     if tuning.choices and not tuning.measured_keys:
         session.undecided, session.obstacle = True, f"no lever could be measured in time; {hint}"
@@ -105,14 +103,14 @@ def _explain_no_plan(tuning: Tuning) -> None:
 
 
 def noise_floor(tuning: Tuning) -> Ratio:
-    """Return the process-to-process variation of the speed of one program, as an interval around 1."""
+    """The process-to-process variation of the speed of one program, as an interval around 1."""
     fitted = tuning.fitted or tuning.refit()
     spread = math.exp(QUANTILE * math.sqrt(2) * fitted.process_sd)
     return Ratio(1.0, 1 / spread, spread, len(tuning.process_numbers))
 
 
 def limiting_factor(tuning: Tuning) -> str:
-    """Return what limits the plan and the command that would help; empty if nothing is known."""
+    """What limits the plan and the command that would help; empty if nothing is known."""
     session = tuning.session
     unmeasured = [
         c

@@ -153,7 +153,6 @@ def _confirm_once(
 
 
 def _reject_as_noise(tuning: Tuning, ratio: Ratio) -> Rejection:
-    """Refuse a plan whose speed-up is within the noise."""
     measured_ratio = f"{ratio.sentence()} in fresh processes"
     if not tuning.disturbance.disturbed or ratio.high < MIN_SPEEDUP:
         return Rejection(f"together {measured_ratio}: no speed-up beyond the noise")
@@ -165,7 +164,7 @@ def _reject_as_noise(tuning: Tuning, ratio: Ratio) -> Rejection:
 
 
 def _ratio(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs) -> Ratio:
-    """Return the ratio from all blocks.
+    """The ratio from all blocks.
 
     If there was no time to explore, or a memory limit chose the plan, use the pairs alone.
     """
@@ -177,7 +176,6 @@ def _ratio(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs) -> Ratio:
 
 
 def _skip_reasons(candidate: Candidate, record: TrialRecord) -> str:
-    """Return the remarks of an applied lever: which part of the program it left alone, and why."""
     return "; ".join(
         dict.fromkeys(
             skipped["reason"] for skipped in record.skipped if skipped["name"] == candidate.lever.name
@@ -275,7 +273,7 @@ def _fill_figures(
 
 
 def _payback_steps(plain: ProgramFigures, tuned: ProgramFigures, warms_up: bool) -> int | None:
-    """Return after how many steps a longer start pays off: 0 if it is not longer, None if never."""
+    """After how many steps a longer start pays off: 0 if it is not longer, None if never."""
     if plain.step_ms is None or tuned.step_ms is None or tuned.step_ms >= plain.step_ms:
         return None
     extra_ms = tuned.warmup_ms - plain.warmup_ms

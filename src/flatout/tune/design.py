@@ -78,7 +78,7 @@ def next_processes(
 def live_rows(
     space: Space, fitted: Fitted | None, process_active: frozenset[str], n: int, rng: np.random.Generator
 ) -> list[frozenset[str]]:
-    """Return the live settings of ``n`` consecutive blocks in a process with ``process_active``.
+    """The live settings of ``n`` consecutive blocks in a process with ``process_active``.
 
     The most informative settings come first, ordered for few switches.
     """
@@ -125,7 +125,6 @@ def _candidates(space: Space, fitted: Fitted, rng: np.random.Generator, free: Ar
 
 
 def _completed(space: Space, rows: Array, extra: Array) -> Array:
-    """Return each row with the factors of ``extra`` that are allowed with it."""
     completed = rows.copy()
     for i in np.flatnonzero(extra):
         wider = completed.copy()

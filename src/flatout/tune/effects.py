@@ -124,7 +124,7 @@ class Fitted:
         return np.vstack(samples)
 
     def gain(self, active: frozenset[str], against: frozenset[str] = frozenset()) -> Estimate:
-        """Return the speed of ``active`` relative to ``against``.
+        """The speed of ``active`` relative to ``against``.
 
         Raises ValueError for a key without a factor.
         """
@@ -137,7 +137,7 @@ class Fitted:
         return Estimate(median, low, high, 1 - _mixture_cdf(0.0, weights, means, sds))
 
     def effect(self, key: str, others: frozenset[str] = frozenset()) -> Estimate:
-        """Return the speed-up of ``key`` given ``others``; it replaces another value of its lever."""
+        """The speed-up of ``key`` given ``others``; it replaces another value of its lever."""
         lever = self.space.factors[self._column(key)].lever
         rest = frozenset(other for other in others if self.space.factors[self._column(other)].lever != lever)
         return self.gain(rest | {key}, rest)
@@ -147,7 +147,7 @@ class Fitted:
         return self.space.index[key]
 
     def best(self, min_gain_per_lever: float = 0.003) -> frozenset[str]:
-        """Return the allowed set with the least expected log time.
+        """The allowed set with the least expected log time.
 
         Each factor must save at least ``min_gain_per_lever`` of it.
         """
@@ -160,7 +160,7 @@ class Fitted:
         return draws, self.space.best_rows(draws)
 
     def regret(self, active: frozenset[str]) -> float:
-        """Return the expected loss in log time from choosing ``active`` now instead of the true best set."""
+        """The expected loss in log time from choosing ``active`` now instead of the true best set."""
         draws, best = self.best_draws
         chosen = self.space.features(self.space.rows([active]))[0]
         return float((draws @ chosen - (draws * self.space.features(best)).sum(axis=1)).mean())
@@ -172,7 +172,7 @@ def _scales(space: Space, sd: np.ndarray, t_dof: float) -> np.ndarray:
 
 
 def fit(space: Space, blocks: Iterable[TimedBlock], scales: PriorScales = PriorScales()) -> Fitted:
-    """Return the posterior after these blocks, in any order; without blocks, the prior.
+    """The posterior after these blocks, in any order; without blocks, the prior.
 
     Raises ValueError for a time that is not positive and finite.
     """
@@ -241,7 +241,7 @@ def fit(space: Space, blocks: Iterable[TimedBlock], scales: PriorScales = PriorS
 def _with_unmeasured(
     part: PosteriorPart, columns: Array, prior_mean: Array, prior_sd: Array
 ) -> PosteriorPart:
-    """Return the posterior of all columns; columns that were never on keep their prior."""
+    """The posterior of all columns; columns that were never on keep their prior."""
     mean, cov = prior_mean.copy(), np.diag(prior_sd**2)
     mean[columns] = part.mean
     cov[np.ix_(columns, columns)] = part.cov
@@ -278,7 +278,6 @@ def _drift_columns(blocks: Sequence[TimedBlock], hosts: Array, piece_s: float) -
 
 
 def _mixture_cdf(value: float, weights: Array, means: Array, sds: Array) -> float:
-    """Return the chance that a mixture of normal distributions is below ``value``."""
     return float(
         sum(
             w * 0.5 * math.erfc((m - value) / (s * math.sqrt(2)))
@@ -288,7 +287,6 @@ def _mixture_cdf(value: float, weights: Array, means: Array, sds: Array) -> floa
 
 
 def _mixture_quantile(q: float, weights: Array, means: Array, sds: Array) -> float:
-    """Return a quantile of a mixture of normal distributions, by bisection."""
     low, high = float((means - 12 * sds).min()), float((means + 12 * sds).max())
     for _ in range(BISECTIONS):
         middle = (low + high) / 2

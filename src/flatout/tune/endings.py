@@ -9,18 +9,18 @@ from flatout.trial.parent import ProgramGone
 
 
 def end_reason(error: ProgramGone | LeverFailed) -> str:
-    """Return the last line of the message with which a program or a lever failed."""
+    """The last line of the message with which a program or a lever failed."""
     return last_line(error.record.reason if isinstance(error, ProgramGone) else error.reason)
 
 
 def failure_error(record: TrialRecord, headline: str = "") -> ProgramFailed:
-    """Return the error for a program that failed, with the end of its output."""
+    """The error for a program that failed, with the end of its output."""
     headline = headline or f"the program fails on its own (exit code {record.exit_code})"
     return ProgramFailed(f"{headline}:\n\n{record.log_tail.strip() or record.reason}", record.exit_code or 1)
 
 
 def unmeasured_error(record: TrialRecord, goal: str, remedy: str) -> FlatoutError:
-    """Return the error for a program that ended before ``goal``; ``remedy`` is an alternative remedy."""
+    """The error for a program that ended before ``goal``; ``remedy`` is an alternative remedy."""
     if record.status == "failed":
         return failure_error(record)
     if record.status == "ended":

@@ -49,7 +49,7 @@ PLAIN: Keys = frozenset()
 
 
 def explore(tuning: Tuning) -> list[Candidate]:
-    """Return the candidates of the plan with the best expected speed; empty if that is the plain program.
+    """The candidates of the plan with the best expected speed; empty if that is the plain program.
 
     The measurements are in ``tuning.blocks``.
     """
@@ -200,7 +200,7 @@ class _Exploring:
         self._report()
 
     def _wave_settings(self, space: Space, fitted: Fitted) -> list[Keys]:
-        """Return the active factors of each program of a wave.
+        """The active factors of each program of a wave.
 
         The first wave omits the plain program if it is already observed.
         """
@@ -226,13 +226,12 @@ class _Exploring:
         return frozenset(key for key, choice in self.tuning.choices.items() if fetches_all(choice.value))
 
     def _make_room(self, programs: int) -> None:
-        """End the observed program if no more programs fit into memory."""
         plain = self.tuning.plain_trial
         if plain is not None and self.tuning.max_copies < programs + 1:
             self.tuning.finish_plain_trial()
 
     def _measure_requests(self, requests: Sequence[ProgramRequest]) -> list[tuple[ProgramResult, str]]:
-        """Return the outcome of each program, with the machine that measured it."""
+        """The outcome of each program, with the machine that measured it."""
         tuning, remote = self.tuning, self.tuning.remote
         if remote is not None and remote.nodes:
             return self._measure_remotely(requests)

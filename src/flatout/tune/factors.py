@@ -79,7 +79,7 @@ def make_space(tuning: Tuning) -> None:
 
 
 def _phases(ready: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return the phases of a step known from the warm-up: the wait for data, and the rest."""
+    """The phases of a step known from the warm-up: the wait for data, and the rest."""
     step_ms = max(ready["tick_ms"], 1e-6)
     data_ms = min(ready["data_ms"], step_ms)
     return {

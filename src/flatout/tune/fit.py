@@ -44,7 +44,7 @@ class FrontierPoint:
 
 
 def fit_memory(tuning: Tuning, tuned: list[Candidate]) -> list[Candidate]:
-    """Return the candidates of the fastest plan that fits; without a limit, ``tuned`` unchanged.
+    """The candidates of the fastest plan that fits; without a limit, ``tuned`` unchanged.
 
     The session records what does not fit.
     """
@@ -65,7 +65,7 @@ def fit_memory(tuning: Tuning, tuned: list[Candidate]) -> list[Candidate]:
 
 
 def _start_program(tuning: Tuning, fixed: Sequence[Candidate]) -> Trial:
-    """Return a program with the levers that cannot be switched; without such levers, the observed program."""
+    """A program with the levers that cannot be switched; without such levers, the observed program."""
     if not fixed and tuning.plain_trial is not None and tuning.plain_trial in tuning.interleaver.running:
         return tuning.plain_trial
     return tuning.start_paused(plan_of(fixed)).trial
@@ -117,7 +117,7 @@ class _Frontier:
                 yield ((candidate, Choice(candidate.lever.name, value, Origin.TUNER)),)
 
     def _smallest_of_each(self) -> Parts:
-        """Return the value of each lever with the lowest peak, if it saves memory."""
+        """The value of each lever with the lowest peak, if it saves memory."""
         whole_peak = next(
             (
                 point.record.peak_bytes
@@ -191,7 +191,7 @@ class _Frontier:
 
 
 def _choose_point(tuning: Tuning, tuned: list[Candidate], points: Sequence[FrontierPoint]) -> list[Candidate]:
-    """Return the candidates of the frontier to confirm. Ties go to the smaller plan."""
+    """The candidates of the frontier to confirm. Ties go to the smaller plan."""
     if not points or points[0].record.peak_bytes is None:
         return tuned
     fitting = sorted(

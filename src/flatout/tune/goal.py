@@ -30,5 +30,5 @@ class Goal:
 
 
 def restricted(space: Space, keys: Collection[str]) -> Space:
-    """Return the same space restricted to these factors."""
+    """The same space restricted to these factors."""
     return replace(space, factors=tuple(factor for factor in space.factors if factor.key in keys))

@@ -103,7 +103,7 @@ class Forecast:
     # -- prediction
 
     def predict(self, size: int | None) -> MemoryPoint:
-        """Return a point, known or new; ``why_not`` says why the program cannot do a step of that size."""
+        """A point, known or new; ``why_not`` says why the program cannot do a step of that size."""
         size = self.ready.get("samples") if size is None and self.ready else size
         if size in self.points and self.ready:
             return self.points[size]
@@ -225,7 +225,7 @@ class Forecast:
         )
 
     def _farthest_point(self, script_point: MemoryPoint) -> MemoryPoint | None:
-        """Return the requested size farthest from ``script_point`` that fits easily and has enough samples."""
+        """The requested size farthest from ``script_point`` that fits easily and has enough samples."""
         if script_point.batch_size is None or self.ready.get("loader") is None:
             return None
         max_samples = self.ready["length"] or 2**62
@@ -293,7 +293,7 @@ class Forecast:
 
 
 def advice(script_point: MemoryPoint, limit_bytes: int, largest: int | None) -> str:
-    """Return a sentence with advice; empty if the script's own batch fits."""
+    """A sentence with advice; empty if the script's own batch fits."""
     if script_point.peak_bytes is None or script_point.peak_bytes <= limit_bytes:
         return ""
     state_bytes = sum(

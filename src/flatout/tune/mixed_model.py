@@ -186,7 +186,7 @@ def _scores(residuals: Array, residual_dof: float, t_dof: float) -> Array:
 
 
 def _step(log_variance: float, squares: float, dof: float, prior: Component) -> float:
-    """Return the step of a log variance towards ``squares / dof``, damped by its prior."""
+    """The step of a log variance towards ``squares / dof``, damped by its prior."""
     target_step = float(np.log(max(squares, 1e-300) / dof)) - log_variance
     prior_pull = -(log_variance / 2 - float(np.log(prior.median))) / (2 * prior.log_sd**2)
     step = (dof / 2 * target_step + prior_pull) / (dof / 2 + 1 / (4 * prior.log_sd**2))
@@ -202,7 +202,7 @@ def solve(
     integrated: int | None = None,
     t_dof: float = NOISE_T_DOF,
 ) -> Solution:
-    """Return the posterior of the columns ``keep``, for ``x`` (n, columns) and ``y`` (n,).
+    """The posterior of the columns ``keep``, for ``x`` (n, columns) and ``y`` (n,).
 
     The noise has ``t_dof`` degrees of freedom. The sd of group ``integrated`` is integrated out; all others are at
     their mode.

@@ -79,7 +79,7 @@ def _reject_candidates(tuned: Sequence[Candidate], replica: Mapping[str, Any]) -
 def without_culprits(
     tuning: Tuning, attempt: Sequence[Candidate], verdict: GuardRecord, plain: Mapping[int, TrialRecord]
 ) -> list[Candidate]:
-    """Return the rest of a rejected plan.
+    """The rest of a rejected plan.
 
     Levers that fail alone are left out; if none does, the levers with the widest effect are.
     """
@@ -96,7 +96,7 @@ def without_culprits(
 
 
 def _levers_in(why: str, attempt: Sequence[Candidate]) -> list[str]:
-    """Return the levers that a check names itself, as ``under NAME alone``."""
+    """The levers that a check names itself, as ``under NAME alone``."""
     return [c.lever.name for c in attempt if f"under {c.lever.name} alone" in why]
 
 

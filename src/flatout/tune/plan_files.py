@@ -28,7 +28,7 @@ DEFAULT_LABELS = {"ranks": "one process", "device": "the device in the script"}
 
 
 def plan_key(command: Command, facts: Facts, ranks: str = "") -> dict[str, str]:
-    """Return what a Plan is valid for: command, script, machine, versions.
+    """What a Plan is valid for: command, script, machine, versions.
 
     ``ranks``: how it is split, "" for one process.
     """
@@ -64,7 +64,7 @@ def job_folder(command: Command, folder: Path | None = None, ranks: str = "") ->
 
 
 def newest_file(*patterns: str) -> Path | None:
-    """Return the newest file among these, given as patterns below a job's folder; None if there is none."""
+    """The newest file among these, given as patterns below a job's folder; None if there is none."""
     paths = [
         path
         for pattern in patterns
@@ -75,12 +75,12 @@ def newest_file(*patterns: str) -> Path | None:
 
 
 def plan_beside_script(command: Command) -> Path:
-    """Return the path of the plan that you see and may edit."""
+    """The path of the plan that you see and may edit."""
     return (command.script.parent if command.script else Path.cwd()) / "flatout.toml"
 
 
 def plan_files(command: Command, ranks: str = "") -> list[Path]:
-    """Return the plan beside the script and the tuner's own copy, newest first, so that your edits count."""
+    """The plan beside the script and the tuner's own copy, newest first, so that your edits count."""
     job = job_folder(command, ranks=ranks)
     fallback = JobFolder(Path(FOLDER, job.path.name))  # tuned before this folder became read-only
     existing = {path for path in (plan_beside_script(command), job.plan, fallback.plan) if path.is_file()}
@@ -114,7 +114,7 @@ class FoundPlan:
 
 
 def find_plan(command: Command, facts: Facts, ranks: str = "") -> FoundPlan:
-    """Return the newest plan that fits the command, script, machine and versions."""
+    """The newest plan that fits the command, script, machine and versions."""
     key, skipped = plan_key(command, facts, ranks), list[SkippedPlan]()
     for path in plan_files(command, ranks):
         if why := distrusted(path, whose=command.script):

@@ -50,7 +50,7 @@ Entries = dict[tuple[str, str, str], dict[str, Prior]]  # (lever, value, device)
 
 
 def device_kind(facts: Facts, device: str | None = None) -> str:
-    """Return the kind of device that the program trains on.
+    """The kind of device that the program trains on.
 
     ``device`` is "cpu" or "cuda"; without it, the machine's GPU decides if there is one.
     """
@@ -60,7 +60,7 @@ def device_kind(facts: Facts, device: str | None = None) -> str:
 
 
 def layer_kinds(layers: Iterable[str]) -> tuple[str, ...]:
-    """Return the kinds implied by the class names of modules; empty if no name is known."""
+    """The kinds implied by the class names of modules; empty if no name is known."""
     names = set(layers)
     kinds = (
         [CONVOLUTIONS]
@@ -78,7 +78,7 @@ def layer_kinds(layers: Iterable[str]) -> tuple[str, ...]:
 
 
 def kinds_of(context: Mapping[str, Any], phases: Mapping[str, Mapping[str, float]]) -> tuple[str, ...]:
-    """Return the kinds of a program.
+    """The kinds of a program.
 
     ``context`` is the ``describe`` of the training context, with class names in ``layers``. ``phases`` holds
     ``median_ms`` and ``share`` for each phase of a step. Missing information omits its axis.
@@ -93,7 +93,7 @@ def kinds_of(context: Mapping[str, Any], phases: Mapping[str, Mapping[str, float
 
 
 def value_key(lever: str, value: Value, cores: int) -> str:
-    """Return a value as in the table: words and flags unchanged, no sizes, threads as a share of cores."""
+    """A value as in the table: words and flags unchanged, no sizes, threads as a share of cores."""
     if isinstance(value, dict):
         parts = (
             f"{key}={item}" if isinstance(item, (bool, str)) or item == 0 else key
@@ -106,7 +106,7 @@ def value_key(lever: str, value: Value, cores: int) -> str:
 
 
 def entries_of(table: Mapping[str, Any]) -> Entries:
-    """Return the rows of a table by lever, value and device. Raises KeyError if a row lacks a field."""
+    """The rows of a table by lever, value and device. Raises KeyError if a row lacks a field."""
     entries: Entries = {}
     for row in table["entries"]:
         entries.setdefault((row["lever"], row["value"], row["device"]), {})[row["kind"]] = Prior(
@@ -117,7 +117,7 @@ def entries_of(table: Mapping[str, Any]) -> Entries:
 
 @cache
 def committed_entries() -> Entries:
-    """Return the packaged table; empty if it is missing or damaged, so every lever has the neutral prior."""
+    """The packaged table; empty if it is missing or damaged, so every lever has the neutral prior."""
     table = read_json(TABLE_FILE)
     try:
         return entries_of(table) if isinstance(table, dict) else {}
@@ -131,7 +131,7 @@ def priors(
     phases: Mapping[str, Mapping[str, float]],
     entries: Entries | None = None,
 ) -> Callable[[str, Value], Prior]:
-    """Return a function from lever and value to the prior in this program; NEUTRAL without an entry.
+    """A function from lever and value to the prior in this program; NEUTRAL without an entry.
 
     A value without an entry gets the entry of all values of its lever. Records of CPUs with bfloat16 apply to
     CPUs without it, and vice versa, with a wider standard deviation. The narrower of the two priors counts.
@@ -163,7 +163,7 @@ def priors(
 
 
 def clearest(by_kind: Mapping[str, Prior], kinds: Iterable[str]) -> Prior:
-    """Return the entry of the program's kinds that differs most clearly from that of all programs.
+    """The entry of the program's kinds that differs most clearly from that of all programs.
 
     If none differs, return the entry of all programs. "Clearly" is the difference of the means in standard
     errors of the kind's mean.

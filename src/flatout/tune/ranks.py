@@ -34,12 +34,12 @@ BUDGET_SHARE = 0.15  # of the budget
 
 
 def base_plan(division: Mapping[str, Any], shards: bool) -> Plan:
-    """Return the plan of every rank: how batches are split, and whether weights are sharded."""
+    """The plan of every rank: how batches are split, and whether weights are sharded."""
     return Plan((Choice(DATA_PARALLEL, dict(division), Origin.USER), *choices(shards)))
 
 
 def why_incompatible(lever: Lever, base: Plan | None) -> str:
-    """Return why a lever cannot be combined with ``base``; empty if it can."""
+    """Why a lever cannot be combined with ``base``; empty if it can."""
     if base is None:
         return ""
     if lever.of_one_process:

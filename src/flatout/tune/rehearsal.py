@@ -192,7 +192,7 @@ class Rehearsal:
         return self._reject(why)
 
     def _split_modes(self, reference: dict[str, Any]) -> tuple[str, ...]:
-        """Return the ways to split the batches, fastest first.
+        """The ways to split the batches, fastest first.
 
         A batch the script sees whole is fetched whole by every rank.
         """
@@ -341,7 +341,7 @@ class Rehearsal:
 
 
 def _gradient_error(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) -> float | None:
-    """Return the distance of two gradient sketches relative to the length of ``b``; None if that is zero.
+    """The distance of two gradient sketches relative to the length of ``b``; None if that is zero.
 
     A gradient missing from one of them counts as zero.
     """

@@ -98,12 +98,10 @@ def observe(tuning: Tuning) -> None:
 
 
 def _timeout_s(budget_s: float | None) -> float:
-    """Return the timeout for the plain program to become ready."""
     return 0.8 * LONGER_BUDGET_S if budget_s is None else max(min(60.0, 3 * budget_s), 0.8 * budget_s)
 
 
 def _unobservable_error(tuning: Tuning, record: TrialRecord) -> FlatoutError:
-    """Return the error for an unobservable plain program: its own failure, or nothing to measure."""
     if record.status == "failed":
         return failure_error(
             record, f"the program fails before flatout changes anything (exit code {record.exit_code})"

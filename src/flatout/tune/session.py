@@ -33,7 +33,7 @@ def open_session(
     memory_limit_bytes: int | None = None,
     ranks: str = "",
 ) -> SessionRecord:
-    """Return the interrupted session with the same key, or a new one."""
+    """The interrupted session with the same key, or a new one."""
     key = plan_key(command, facts, ranks)
     previous = load_session(job)
     unfinished = _load(job.unfinished) or previous
@@ -83,7 +83,7 @@ def _load(path: Path) -> SessionRecord | None:
 
 
 def session_file(job: JobFolder, session: SessionRecord) -> Path:
-    """Return the file of the session: beside the record of a finished one until the new one ends, as it was opened."""
+    """The file of the session: beside the record of a finished one until the new one ends, as it was opened."""
     return job.unfinished if session.status == "running" and job.unfinished.exists() else job.session
 
 
@@ -116,7 +116,7 @@ def write_plan(job: JobFolder, session: SessionRecord, command: Command, write_b
 
 
 def made_for_another(path: Path, session: SessionRecord) -> str:
-    """Return the other command that the plan in ``path`` was made for; "" if there is none."""
+    """The other command that the plan in ``path`` was made for; "" if there is none."""
     try:
         made_for = str(read_plan(path).made_for.get("command", ""))
     except PlanError:
@@ -125,7 +125,7 @@ def made_for_another(path: Path, session: SessionRecord) -> str:
 
 
 def verdict(session: SessionRecord) -> str:
-    """Return the verdict of the session in one sentence, with what it does not cover."""
+    """The verdict of the session in one sentence, with what it does not cover."""
     loss_note = f"; {session.own_loss}, so nothing after that step was compared" if session.own_loss else ""
     return _verdict(session) + loss_note
 
@@ -163,7 +163,6 @@ def _results(session: SessionRecord) -> str:
 
 
 def _memory_verdict(session: SessionRecord) -> str:
-    """Return the verdict if the plain program exceeds the memory limit; empty otherwise."""
     limit, points = (
         session.memory_limit_bytes,
         [point for point in session.frontier if point.peak_bytes is not None],

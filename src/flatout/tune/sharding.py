@@ -42,7 +42,7 @@ def ran_out_of_memory(record: TrialRecord) -> bool:
 
 
 def rank_memory(facts: Facts, procs: int, device: str) -> tuple[int, str]:
-    """Return a rank's memory in bytes and its description; 0 if unknown."""
+    """A rank's memory in bytes and its description; 0 if unknown."""
     if device == "cuda":
         return min((gpu.memory_bytes for gpu in facts.gpus), default=0), "a GPU"
     return facts.memory_bytes // procs, f"a rank (the machine's memory over {procs})"

@@ -122,7 +122,7 @@ class Space:
         return rows
 
     def keys(self, row: Array) -> frozenset[str]:
-        """Return the set of one row of booleans."""
+        """The set of one row of booleans."""
         return frozenset(self.factors[i].key for i in np.flatnonzero(row))
 
     def features(self, rows: Array) -> Array:
@@ -193,7 +193,6 @@ class Space:
         return self.features(self.allowed_sets)
 
     def _lever_rows(self, levers: Sequence[str]) -> Iterable[Array]:
-        """Yield every row over these levers alone, allowed or not."""
         for chosen in itertools.product(*((-1, *self.columns_of[lever]) for lever in levers)):
             row: Array = np.zeros(len(self.factors), dtype=bool)
             row[[i for i in chosen if i >= 0]] = True

@@ -122,7 +122,6 @@ class Tuning:
 
     @property
     def _warmup_s(self) -> float:
-        """The part of a start that the program spends training."""
         return min(self.start_cost_s, (self.warmup_ticks + 1) * self.interleaver.tick_ms / 1000)
 
     @property
@@ -222,7 +221,7 @@ class Tuning:
     def remote_order(
         self, requests: Sequence[ProgramRequest], limit_s: float, share: float | None = None
     ) -> dict[str, Any]:
-        """Return an order for another machine to measure programs together (`tune/remote.py`).
+        """An order for another machine to measure programs together (`tune/remote.py`).
 
         ``limit_s``: time limit, including the starts. ``share``: measuring may end after this share of the time
         of the starts.
@@ -238,7 +237,7 @@ class Tuning:
         }
 
     def ensure_plain_trial(self) -> Trial | None:
-        """Return the observed plain program, or a new one if it has ended; None if time is too short."""
+        """The observed plain program, or a new one if it has ended; None if time is too short."""
         if self.plain_trial is not None and self.plain_trial in self.interleaver.running:
             return self.plain_trial
         if self.remaining_s(overrun=True) < self.start_cost_s:
@@ -250,11 +249,11 @@ class Tuning:
         return self.plain_trial
 
     def plan_for(self, active: Iterable[str]) -> Plan:
-        """Return the plan with these factors on."""
+        """The plan with these factors on."""
         return ordered_plan(self.choices[key] for key in active)
 
     def live_rows(self, rows: Iterable[Iterable[str]]) -> tuple[Row, ...]:
-        """Return the choices of each block, from the keys of its active levers."""
+        """The choices of each block, from the keys of its active levers."""
         return tuple(self.plan_for(row).choices for row in rows)
 
     def add_blocks(
@@ -304,7 +303,7 @@ class Tuning:
             self.interleaver.dismiss(plain)
 
     def blocks_of(self, space: Space) -> list[TimedBlock]:
-        """Return the blocks whose active factors are all in ``space``."""
+        """The blocks whose active factors are all in ``space``."""
         return [block for block in self.blocks if block.active <= space.index.keys()]
 
     def fit_of(self, space: Space) -> Fitted:
@@ -320,11 +319,11 @@ class Tuning:
         return frozenset(block.process for block in self.blocks)
 
     def gain(self, active: frozenset[str]) -> Ratio:
-        """Return the speed relative to the plain program, from all blocks; ``n`` counts processes."""
+        """The speed relative to the plain program, from all blocks; ``n`` counts processes."""
         return ratio_of((self.fitted or self.refit()).gain(active), len(self.process_numbers))
 
     def effect(self, key: str, others: frozenset[str]) -> Ratio:
-        """Return the speed-up of one factor given the others; ``n`` counts the blocks in which it was on."""
+        """The speed-up of one factor given the others; ``n`` counts the blocks in which it was on."""
         return ratio_of(
             (self.fitted or self.refit()).effect(key, others),
             sum(key in block.active for block in self.blocks),
@@ -342,7 +341,6 @@ class Tuning:
         self._discard_excluded()
 
     def _discard_excluded(self) -> None:
-        """Drop what was measured and computed with factors that are no longer searched."""
         self.blocks = [block for block in self.blocks if self._is_allowed(block.active)]
         self.fitted = None
 

@@ -50,7 +50,7 @@ class ActiveProbe:
         return {"why_not": self._failure} if self._failure else recorded
 
     def partial_result(self) -> dict[str, Any] | None:
-        """Return the results so far after the program failed; nothing is undone."""
+        """The results so far after the program failed; nothing is undone."""
         try:
             return self.probe.partial_result() if self.probe is not None and not self._failure else None
         except Exception:
@@ -65,7 +65,7 @@ def _describe(error: Exception) -> str:
 
 
 def make_probe(name: str, probe_context: ProbeContext, requested: dict[str, Any]) -> Probe:
-    """Return a new probe. Raises KeyError for an unknown name."""
+    """A new probe. Raises KeyError for an unknown name."""
     from flatout.trial.probes.gradient_noise import GradientNoiseProbe
     from flatout.trial.probes.leak import LeakProbe
     from flatout.trial.probes.lines import LineProbe

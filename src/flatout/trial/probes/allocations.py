@@ -45,11 +45,11 @@ class AllocationRecorder(Probe):
         return list(self.profile.profiler.kineto_results.events())
 
     def clock_offset_ns(self, events: list[Any]) -> int:
-        """Return the recording's clock minus ours."""
+        """The recording's clock minus ours."""
         return next((event.start_ns() - self.start_mark for event in events if event.name() == START_MARK), 0)
 
     def live_tensors(self) -> dict[str, list[Any]]:
-        """Return the tensors that are expected to stay alive."""
+        """The tensors that are expected to stay alive."""
         parameters = {id(p): p for root in self.context.roots for p in root.parameters()} | {
             id(p): p for p in self.context.parameters
         }
@@ -63,7 +63,7 @@ class AllocationRecorder(Probe):
         }
 
     def in_use(self) -> int:
-        """Return the bytes of all tensors known to Python, frozen ones too; on CUDA, of the allocator."""
+        """The bytes of all tensors known to Python, frozen ones too; on CUDA, of the allocator."""
         if self.context.device_type == "cuda":
             return int(self.torch.cuda.memory_allocated(self.context.device))
         tensor_class = self.torch.Tensor
@@ -86,7 +86,7 @@ class AllocationRecorder(Probe):
 
 
 def block_bytes(tensors: list[Any]) -> int:
-    """Return the bytes of CUDA allocator blocks of some tensors; the four bytes of a loss take a block."""
+    """The bytes of CUDA allocator blocks of some tensors; the four bytes of a loss take a block."""
     sizes = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
         for t in tensors
@@ -96,7 +96,7 @@ def block_bytes(tensors: list[Any]) -> int:
 
 
 def storage_bytes(tensors: list[Tensor], device_type: str) -> int:
-    """Return the bytes of the storages of some tensors, each counted once."""
+    """The bytes of the storages of some tensors, each counted once."""
     sizes = {}
     for tensor in tensors:
         if tensor is not None and tensor.device.type == device_type and str(tensor.layout) == "torch.strided":

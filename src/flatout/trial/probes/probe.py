@@ -64,7 +64,7 @@ class Probe(Listener):
         return {}
 
     def partial_result(self) -> dict[str, Any] | None:
-        """Return what is known when the program fails, if it is useful. Nothing needs to be undone."""
+        """What is known when the program fails, if it is useful. Nothing needs to be undone."""
         return None
 
     def undo(self) -> None:
