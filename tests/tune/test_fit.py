@@ -77,11 +77,11 @@ def candidate(name):
     return Candidate(LEVER[name], (), LEVER[name].effect, value=True)
 
 
-def measured(peak, ratio=None, parts=(), winners=False, limit=100):
+def measured(peak, ratio=None, parts=(), fastest=False, limit=100):
     return FrontierPoint(
         TimeMemoryPoint("x", peak, Ratio(ratio, ratio, ratio, 3) if ratio else None, fits=peak <= limit),
         parts,
-        winners,
+        fastest,
     )
 
 
@@ -99,22 +99,22 @@ def test_the_choice(tuning):
     assert _choose_point(
         tuning,
         [fused],
-        [measured(90), measured(95, 1.2, winners=True), measured(50, 0.9, part, winners=True)],
+        [measured(90), measured(95, 1.2, fastest=True), measured(50, 0.9, part, fastest=True)],
     ) == [fused]
     # The plain program fits; the winners do not.
-    assert _choose_point(tuning, [fused], [measured(90), measured(120, 1.2, winners=True)]) == []
+    assert _choose_point(tuning, [fused], [measured(90), measured(120, 1.2, fastest=True)]) == []
     assert fused.status is Status.REJECTED
     # Only the slower levers fit.
     fused.status = Status.SKIPPED
     assert _choose_point(
         tuning,
         [fused],
-        [measured(150), measured(160, 1.2, winners=True), measured(90, 0.8, part, winners=True)],
+        [measured(150), measured(160, 1.2, fastest=True), measured(90, 0.8, part, fastest=True)],
     ) == [fused, recomputed]
     assert tuning.must_fit
     assert (recomputed.value, recomputed.status) == ({"blocks": 1.0}, Status.SKIPPED)
     # Nothing fits.
-    assert _choose_point(tuning, [fused], [measured(150), measured(101, 0.8, part, winners=True)]) == []
+    assert _choose_point(tuning, [fused], [measured(150), measured(101, 0.8, part, fastest=True)]) == []
 
 
 def test_messages():

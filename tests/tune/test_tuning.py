@@ -260,8 +260,8 @@ def test_determinism_is_judged_before_the_levers_of_the_observed_program(make):
     tuning.keep_first_plain(
         TrialRecord("finished", losses=["0x1p+0"] * 9, warmup_steps=5, weights_digests=digests)
     )
-    assert len(tuning.first_plain_record.losses) == 5
-    assert tuning.first_plain_record.weights_digests == {"1": "a", "2": "b", "4": "c"}
+    assert len(tuning.first_record.losses) == 5
+    assert tuning.first_record.weights_digests == {"1": "a", "2": "b", "4": "c"}
 
 
 def conclude_again(tuning):

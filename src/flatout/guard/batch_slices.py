@@ -94,11 +94,7 @@ def whole_batch_factor(
     """
     sizes = [squared_norm(tensor) for tensor in part[0].gradients[0]]
     part_error, half_error = (
-        sum(
-            squared_norm / size
-            for squared_norm, size in zip(_squares(*plays), sizes, strict=True)
-            if size > 0
-        )
+        sum(square / size for square, size in zip(_squares(*plays), sizes, strict=True) if size > 0)
         for plays in (part, half)
     )
     if not (0.0 < part_error < math.inf and half_error < math.inf):

@@ -152,14 +152,8 @@ class StepReplica:
             )
 
     def forward_end(self, root: Module, output: object) -> None:
-        call = next(
-            (
-                c
-                for c in self._steps.get(self.context.steps, ())
-                if c.open and self._originals[c.root] is root
-            ),
-            None,
-        )
+        calls = self._steps.get(self.context.steps, ())
+        call = next((c for c in calls if c.open and self._originals[c.root] is root), None)
         if call is None:
             return
         call.open = False
@@ -182,7 +176,7 @@ class StepReplica:
     # -- judging
 
     def judge_and_blame(self) -> dict[str, Any]:
-        """The verdict on all choices, and which of them to leave out (`narrowed`)."""
+        """The verdict on all choices, and which of them to leave out (`blame_levers`)."""
         return blame_levers(self.judge, self.choices, self._judge_rest)
 
     def judge(self, choices: Sequence[Choice] | None = None, bitwise: bool = False) -> dict[str, Any]:
@@ -199,13 +193,9 @@ class StepReplica:
         if self.failure:
             return {"failure": self.failure}
         was_asleep, self.context.asleep = self.context.asleep, True
-        state = random_state(self.context)
+        state, parallel = random_state(self.context), self.context.data_parallel
         try:
-            with (
-                self.context.data_parallel.alone()
-                if self.context.data_parallel is not None
-                else nullcontext()
-            ):
+            with parallel.alone() if parallel is not None else nullcontext():
                 return self._judge(steps, bitwise)
         except Exception as error:
             return {"failure": f"the replica of a step failed ({type(error).__name__}: {str(error)[:200]})"}

@@ -72,7 +72,7 @@ def compare(
     first steps cannot differ from the plain ones by more than the measured gradient error. ``share``: the
     share of the batch's samples that was played. The gradients of whole batches are closer to each other by
     its square root, and so are those on both sides of a kink. ``batch_factor``: the error of a whole batch, as a
-    multiple of that of the part (`flatout.guard.whole_batch`).
+    multiple of that of the part (`flatout.guard.batch_slices`).
     """
     if (
         double.gradients

@@ -1,7 +1,7 @@
 """Predicts memory inside the program: from its first batch on, nothing is computed any more.
 
 The first batch is really fetched. Then the program continues with operators that run on shapes alone
-(agent/fake_execution.py), and receives this batch repeatedly, in the requested size. There are two commands
+(agent/fake_execution.py), and receives this batch repeatedly, in the requested size. There is one command
 besides ``finish``:
 
     {"do": "predict_memory", "batch": n}   two steps with n samples a batch (None: unchanged); returns their memory
@@ -231,14 +231,8 @@ class MemoryPredictor(Worker):
         """Save what the program gets back at the end: gradients and the state of its optimizers."""
         gradients = [(p, p.grad) for p in self.context.parameters]
         states = [
-            (
-                optimizer,
-                {
-                    p: dict(state) if isinstance(state, dict) else state
-                    for p, state in optimizer.state.items()
-                },
-            )
-            for optimizer in self.context.optimizers
+            (o, {p: dict(state) if isinstance(state, dict) else state for p, state in o.state.items()})
+            for o in self.context.optimizers
         ]
 
         def restore() -> None:
@@ -339,9 +333,7 @@ class MemoryPredictor(Worker):
     def backward_end(self) -> None:
         if self.fake_execution is not None:
             self._set_kind([p.grad for p in self.context.parameters], "gradients")
-            if (
-                self.context.closure_steps
-            ):  # a step may have hundreds of passes, which all take the same memory
+            if self.context.closure_steps:  # a step may have hundreds of passes, of the same memory
                 self._end_step("backward")
 
     def optimizer_end(self, optimizer: Optimizer) -> None:

@@ -164,29 +164,18 @@ class ProgramMonitor(Listener):
             place = SourceLocation.from_json(loader["place"]) if loader.get("place") else None
             key = (place.file, place.line) if place is not None else number
             if key not in merged:
-                copied = {
-                    name: loader[name]
-                    for name in (
-                        "pin_memory",
-                        "persistent_workers",
-                        "prefetch_factor",
-                        "batch_size",
-                        "dataset",
-                    )
-                }
+                copied = {name: loader[name] for name in LOADER_SETTINGS}
                 merged[key] = LoaderSeen(place, made=0, workers=loader["num_workers"], **copied)
-            record = merged[key]
-            record.made += 1
+            entry = merged[key]
+            entry.made += 1
             starts = self._start_ms.get(number, [])
-            record.start_ms = (record.start_ms * record.begun + sum(starts)) / max(
-                1, record.begun + len(starts)
-            )
-            record.begun += self._epochs[number]
-            record.batches += self._batches[number]
-            record.wait_ms += self._waits_ms.get(number, 0.0) / steps
+            entry.start_ms = (entry.start_ms * entry.begun + sum(starts)) / max(1, entry.begun + len(starts))
+            entry.begun += self._epochs[number]
+            entry.batches += self._batches[number]
+            entry.wait_ms += self._waits_ms.get(number, 0.0) / steps
             sizes = [private_bytes(pid) for pid in self._workers.get(number, ())]
             if any(sizes):
-                record.worker_bytes = sum(size for size in sizes if size)
+                entry.worker_bytes = sum(size for size in sizes if size)
         return list(merged.values())
 
 

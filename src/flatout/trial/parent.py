@@ -70,7 +70,7 @@ class Trial:
         self._channels: list[Channel] = []
         self._main: Channel | None = None
         self._program: ProgramRun | None = None
-        self._entry_watch: EntryWatch | None = None
+        self._watch: EntryWatch | None = None
         self._record: TrialRecord | None = None
 
     def __enter__(self) -> Trial:
@@ -106,7 +106,7 @@ class Trial:
             self.folder.spec.resolve(), variables, base={**os.environ, **dict(self.command.environment)}
         )
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", compiler_cache())
-        self._entry_watch = EntryWatch(Path(environment[ENTERED]))
+        self._watch = EntryWatch(Path(environment[ENTERED]))
         self.started_s = seconds()
         self._program = ProgramRun(
             self.command.argv,
@@ -149,7 +149,7 @@ class Trial:
         try:
             self._main.send(command)
         except Hangup:
-            raise ProgramGone(self._end_record("")) from None
+            raise ProgramGone(self._end_record()) from None
         return self._receive(deadline_s, f"it did not answer in time ({command['do']})")
 
     def pause(self, look_again: bool = False) -> None:
@@ -205,17 +205,15 @@ class Trial:
                 assert self._program is not None
                 # A launcher must not notice that its rank has stopped: it and the other ranks would report a
                 # failure.
-                is_program = answer.get("pid") == self._program.process.pid
-                self._record = self._read_record(
-                    self._program.end() if is_program else self._program.end(0.0)
-                )
+                direct = answer.get("pid") == self._program.process.pid
+                self._record = self._read_record(self._program.end() if direct else self._program.end(0.0))
         return self._record
 
     def close(self) -> None:
         if self._program is not None:
             self._program.end(0.0)
-        if self._entry_watch is not None:
-            self._entry_watch.close()
+        if self._watch is not None:
+            self._watch.close()
         for channel in self._channels:
             channel.close()
         self._listener.close()
@@ -230,13 +228,13 @@ class Trial:
 
     # -- messages
 
-    def _receive(self, deadline_s: float, timeout_words: str) -> dict[str, Any]:
+    def _receive(self, deadline_s: float, reason: str) -> dict[str, Any]:
         while True:
-            message = self._next_message(deadline_s, timeout_words, POLL_S)
+            message = self._next_message(deadline_s, reason, POLL_S)
             if message is not None:
                 return message
 
-    def _next_message(self, deadline_s: float, timeout_words: str, wait_s: float) -> dict[str, Any] | None:
+    def _next_message(self, deadline_s: float, reason: str, wait_s: float) -> dict[str, Any] | None:
         """The next message; None if none came within ``wait_s``.
 
         Raises ProgramGone, also after ``deadline_s``.
@@ -251,7 +249,7 @@ class Trial:
             except Hangup:
                 self._channels.remove(channel)
                 if channel is self._main:
-                    raise ProgramGone(self._end_record(timeout_words)) from None
+                    raise ProgramGone(self._end_record()) from None
                 continue
             if "training" in message:
                 self.training = True
@@ -260,24 +258,20 @@ class Trial:
                 return message
         if (self._files / ESCAPED).exists():
             self._program.end(0.0)
-            raise ProgramGone(self._write_end("failed", self._escape_words()))
+            change = (self._files / ESCAPED).read_text(encoding="utf-8", errors="replace")
+            why = f"it was stopped before it changed a file of yours, which flatout could not keep apart: {change}"
+            raise ProgramGone(self._write_end("failed", why))
         if self._program.exit_code is not None:
             self._accept()
-            raise ProgramGone(self._end_record(timeout_words))
-        assert self._entry_watch is not None
-        if (
-            not self.attached
-            and self._entry_watch.look(self._program.process.pid)
-            and self._entry_watch.cause
-        ):
+            raise ProgramGone(self._end_record())
+        assert self._watch is not None
+        if not self.attached and self._watch.look(self._program.process.pid) and self._watch.cause:
             self._program.end(0.0)
-            raise ProgramGone(self._write_end("unattached", self._entry_watch.cause))
+            raise ProgramGone(self._write_end("unattached", self._watch.cause))
         if seconds() > deadline_s:
             self._program.end(0.0)
             raise ProgramGone(
-                self._write_end(
-                    "hung", f"{timeout_words} within {seconds() - self.started_s:.0f} s and was ended"
-                )
+                self._write_end("hung", f"{reason} within {seconds() - self.started_s:.0f} s and was ended")
             )
         if not self._channels:
             try:
@@ -286,12 +280,6 @@ class Trial:
             finally:
                 self._listener.settimeout(0)
         return None
-
-    def _escape_words(self) -> str:
-        change = (self._files / ESCAPED).read_text(encoding="utf-8", errors="replace")
-        return (
-            f"it was stopped before it changed a file of yours, which flatout could not keep apart: {change}"
-        )
 
     def _accept(self, blocking: bool = False) -> None:
         while True:
@@ -306,7 +294,7 @@ class Trial:
 
     # -- records
 
-    def _end_record(self, timeout_words: str) -> TrialRecord:
+    def _end_record(self) -> TrialRecord:
         assert self._program is not None
         code = self._program.end(10.0)
         return self._read_record(code)
@@ -327,9 +315,7 @@ class Trial:
                     f"the program {ending} without a message (sys.exit, os._exit, or a crash below Python)",
                     code,
                 )
-            why = (
-                self._entry_watch.ended() if self._entry_watch else ""
-            ) or "no Python process of it imported torch"
+            why = (self._watch.ended() if self._watch else "") or "no Python process of it imported torch"
             return self._write_end("failed" if code else "unattached", why, code)
         record = TrialRecord.from_json(data)
         record.exit_code = code

@@ -314,13 +314,8 @@ class Worker(WorkerRecord):
             self._write_last("failed", text[-8000:])
             if recorded is not None:
                 ms = [self.clock.elapsed_ms(a, b) for a, b in self.block]
-                self.send(
-                    {
-                        **recorded,
-                        "ms": ms,
-                        "failed": traceback.format_exception_only(kind, error)[-1].strip()[:400],
-                    }
-                )
+                why = traceback.format_exception_only(kind, error)[-1].strip()[:400]
+                self.send({**recorded, "ms": ms, "failed": why})
         self._excepthook(kind, error, trace)
 
     def _at_exit(self) -> None:

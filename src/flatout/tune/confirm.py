@@ -211,7 +211,7 @@ def _judge(
         plain,
         tuned_records,
         replica,
-        tuning.first_plain_record,
+        tuning.first_record,
         tuning.perturbed_runs.get(perturbation, ()),
         pairs.late_replica,
     )
@@ -231,7 +231,7 @@ def _judge(
             plain,
             tuned_records,
             replica,
-            tuning.first_plain_record,
+            tuning.first_record,
             tuning.perturbed_runs[perturbation],
             pairs.late_replica,
         )

@@ -35,7 +35,7 @@ class FrontierPoint:
 
     record: TimeMemoryPoint
     parts: Parts
-    with_fastest: bool
+    fastest: bool
 
     @property
     def time(self) -> float:
@@ -84,28 +84,28 @@ class _Frontier:
         If none fits, also measure the smallest values together.
         """
         try:
-            self._measure((), with_fastest=False)
+            self._measure((), fastest=False)
             if self.live:
-                self._measure((), with_fastest=True)
+                self._measure((), fastest=True)
             plans = list(self._single_levers())
             for i, parts in enumerate(plans):
-                self._measure(parts, with_fastest=True, plans_left=len(plans) - i + 1)
+                self._measure(parts, fastest=True, plans_left=len(plans) - i + 1)
             if not any(point.record.fits for point in self.points):
                 smallest = self._smallest_of_each()
                 if len(smallest) > 1:
-                    self._measure(smallest, with_fastest=True)
+                    self._measure(smallest, fastest=True)
         except ProgramGone as gone:  # it finished, or failed with a lever: the measurements so far stay
             self.tuning.interleaver.dismiss(self.program)
             self.points[-1].record.note = self.points[-1].record.note or end_reason(gone)
         return self.points
 
     def _single_levers(self) -> Iterator[Parts]:
-        with_fastest = {c.lever.name for c in (*self.fixed, *self.live)}
+        fastest = {c.lever.name for c in (*self.fixed, *self.live)}
         for candidate in self.tuning.candidates.values():
             if not candidate.saves_memory:
                 continue
-            conflict = next((name for name in candidate.lever.excludes if name in with_fastest), None)
-            missing = next((name for name in candidate.lever.needs if name not in with_fastest), None)
+            conflict = next((name for name in candidate.lever.excludes if name in fastest), None)
+            missing = next((name for name in candidate.lever.needs if name not in fastest), None)
             if conflict or missing:
                 candidate.reason = (
                     f"cannot be combined with {conflict}"
@@ -122,7 +122,7 @@ class _Frontier:
             (
                 point.record.peak_bytes
                 for point in self.points
-                if point.with_fastest == bool(self.live) and not point.parts
+                if point.fastest == bool(self.live) and not point.parts
             ),
             None,
         )
@@ -140,17 +140,17 @@ class _Frontier:
                     best[name] = peak, point.parts
         return tuple(part for _, parts in best.values() for part in parts)
 
-    def _measure(self, parts: Parts, with_fastest: bool, plans_left: int = 1) -> None:
+    def _measure(self, parts: Parts, fastest: bool, plans_left: int = 1) -> None:
         tuning, interleaver, start_s = self.tuning, self.tuning.interleaver, seconds()
         left_s = tuning.fit_until_s - start_s
         compiles = any(candidate.lever.warms_up for candidate, _ in parts)
         if parts and left_s < 4 * interleaver.block_s + (COMPILE_S if compiles else 0):
             return
-        choices = ([c.choice for c in self.live] if with_fastest else []) + [choice for _, choice in parts]
+        choices = ([c.choice for c in self.live] if fastest else []) + [choice for _, choice in parts]
         name = ", ".join(spell(c.name, c.value) for c in [*plan_of(self.fixed), *choices]) or "plain"
         tuning.stage("fitting", f"{name}: time and peak memory")
         record = TimeMemoryPoint(name)
-        self.points.append(FrontierPoint(record, parts, with_fastest))
+        self.points.append(FrontierPoint(record, parts, fastest))
         tuning.session.frontier.append(record)
         try:
             interleaver.switch(self.program, choices, COMPILE_S if compiles else 0.0)
@@ -204,9 +204,9 @@ def _choose_point(tuning: Tuning, tuned: list[Candidate], points: Sequence[Front
     best = fitting[0]
     best.record.chosen = True
     tuning.must_fit = not points[0].record.fits
-    if not best.parts and best.with_fastest == bool([c for c in tuned if c.lever.live]):
+    if not best.parts and best.fastest == bool([c for c in tuned if c.lever.live]):
         return tuned
-    chosen = [c for c in tuned if not c.lever.live or best.with_fastest]
+    chosen = [c for c in tuned if not c.lever.live or best.fastest]
     for candidate in tuned:
         if candidate not in chosen:
             candidate.reject("the plan with it does not fit into the memory limit")

@@ -74,16 +74,14 @@ class Forecast:
         """Predict, then measure. Raises NothingMeasured or ProgramFailed."""
         record, options = self.record, self.options
         try:
-            script_point = self.predict(None)
+            base = self.predict(None)
             record.device, record.own, record.simulated = (
                 self.ready["device"],
                 self.ready["samples"],
                 self.ready["simulated"],
             )
-            if script_point.why_not:
-                raise NothingMeasured(
-                    f"the memory of this program cannot be predicted: {script_point.why_not}."
-                )
+            if base.why_not:
+                raise NothingMeasured(f"the memory of this program cannot be predicted: {base.why_not}.")
             for size in dict.fromkeys(options.sizes):
                 self.predict(size)
             self._apply_limit()
@@ -96,7 +94,7 @@ class Forecast:
         record.points = sorted(self.points.values(), key=lambda point: point.batch_size or 0)
         self._add_notes()
         if options.measure:
-            self._measure(script_point)
+            self._measure(base)
         record.status = "done"
         return record
 
@@ -170,13 +168,13 @@ class Forecast:
             record.device == "cuda" or record.simulated
         ):
             record.limit_bytes, record.limit_of = gpu.memory_bytes, gpu.name
-        script_point = self.points[record.own]
-        if record.limit_bytes is None or script_point.peak_bytes is None:
+        base = self.points[record.own]
+        if record.limit_bytes is None or base.peak_bytes is None:
             return
         limit_bytes = record.limit_bytes
-        if record.own is not None and not script_point.why_not:
+        if record.own is not None and not base.why_not:
             self._find_largest(limit_bytes, record.own)
-        record.advice = advice(script_point, limit_bytes, record.largest)
+        record.advice = advice(base, limit_bytes, record.largest)
 
     def _find_largest(self, limit_bytes: int, script_size: int) -> None:
         requested_sizes = set(self.points)
@@ -201,17 +199,17 @@ class Forecast:
 
     # -- measuring
 
-    def _measure(self, script_point: MemoryPoint) -> None:
+    def _measure(self, base: MemoryPoint) -> None:
         """Measure the script's own batch size, and the size farthest from it that fits well."""
         record = self.record
         if record.simulated:
             record.notes.append("nothing was measured: this machine has no such device")
             return
-        if (script_point.peak_bytes or 0) <= self._safe_bytes():
-            self._measure_point(script_point, Plan())
+        if (base.peak_bytes or 0) <= self._safe_bytes():
+            self._measure_point(base, Plan())
         else:
-            script_point.measured_why_not = "its step is not expected to fit"
-        farthest = self._farthest_point(script_point)
+            base.measured_why_not = "its step is not expected to fit"
+        farthest = self._farthest_point(base)
         if farthest is not None:
             self._measure_point(
                 farthest,
@@ -224,12 +222,12 @@ class Forecast:
             (self.record.limit_bytes if self.record.device == "cuda" else self.facts.memory_bytes) or 2**62
         )
 
-    def _farthest_point(self, script_point: MemoryPoint) -> MemoryPoint | None:
-        """The requested size farthest from ``script_point`` that fits easily and has enough samples."""
-        if script_point.batch_size is None or self.ready.get("loader") is None:
+    def _farthest_point(self, base: MemoryPoint) -> MemoryPoint | None:
+        """The requested size farthest from ``base`` that fits easily and has enough samples."""
+        if base.batch_size is None or self.ready.get("loader") is None:
             return None
         max_samples = self.ready["length"] or 2**62
-        points = [self.points[size] for size in self.options.sizes if size != script_point.batch_size]
+        points = [self.points[size] for size in self.options.sizes if size != base.batch_size]
         fitting = [
             point
             for point in points
@@ -239,7 +237,7 @@ class Forecast:
         ]
         return max(
             fitting,
-            key=lambda point: abs(log((point.batch_size or 1) / (script_point.batch_size or 1))),
+            key=lambda point: abs(log((point.batch_size or 1) / (base.batch_size or 1))),
             default=None,
         )
 
@@ -292,25 +290,25 @@ class Forecast:
             )
 
 
-def advice(script_point: MemoryPoint, limit_bytes: int, largest: int | None) -> str:
+def advice(base: MemoryPoint, limit_bytes: int, largest: int | None) -> str:
     """A sentence with advice; empty if the script's own batch fits."""
-    if script_point.peak_bytes is None or script_point.peak_bytes <= limit_bytes:
+    if base.peak_bytes is None or base.peak_bytes <= limit_bytes:
         return ""
     state_bytes = sum(
-        script_point.kinds.get(kind, 0) for kind in ("parameters", "buffers", "optimizer state", "gradients")
+        base.kinds.get(kind, 0) for kind in ("parameters", "buffers", "optimizer state", "gradients")
     )
     if state_bytes > limit_bytes:
         return (
             "Parameters, gradients and optimizer state alone are larger than the limit, so no batch fits: use lower precision, an optimizer with less state, "
             "or sharding."
         )
-    if largest and script_point.batch_size:
-        micro = -(-script_point.batch_size // largest)
+    if largest and base.batch_size:
+        micro = -(-base.batch_size // largest)
         return (
-            f"{micro} micro-batches of at most {largest} samples with accumulation keep the effective batch of {script_point.batch_size}; "
+            f"{micro} micro-batches of at most {largest} samples with accumulation keep the effective batch of {base.batch_size}; "
             f"{REMEDIES['activations'][0].lower()}{REMEDIES['activations'][1:]}."
         )
-    kind = max(REMEDIES, key=lambda kind: script_point.kinds.get(kind, 0))
+    kind = max(REMEDIES, key=lambda kind: base.kinds.get(kind, 0))
     return f"{REMEDIES[kind]}; lower precision (bf16) roughly halves the activations."
 
 

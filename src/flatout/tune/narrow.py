@@ -104,7 +104,7 @@ def _failing_alone(
     tuning: Tuning, attempt: Sequence[Candidate], plain: Mapping[int, TrialRecord]
 ) -> list[Candidate]:
     """Reject and return the levers that, each alone, change the program's first losses."""
-    seed, first_record = min(plain, default=0), tuning.first_plain_record
+    seed, first_record = min(plain, default=0), tuning.first_record
     if seed not in plain or (
         first_record is not None
         and first_record.seed == seed

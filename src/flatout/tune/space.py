@@ -95,13 +95,9 @@ class Space:
     @cached_property
     def known_mask(self) -> Array:
         """(pairs,) booleans: whether the levers of each pair are among ``known_pairs``."""
-        return np.array(
-            [
-                frozenset((self.factors[i].lever, self.factors[j].lever)) in self.known_pairs
-                for i, j in self.pairs
-            ],
-            dtype=bool,
-        )
+        levers = [factor.lever for factor in self.factors]
+        known = [frozenset((levers[i], levers[j])) in self.known_pairs for i, j in self.pairs]
+        return np.array(known, dtype=bool)
 
     @cached_property
     def switched(self) -> Array:

@@ -62,7 +62,7 @@ class Tuning:
         self.start_cost_s = 5.0  # from the start of a program until its steps are steady
         self.max_copies = 9  # how many copies of the program fit into memory at once
         self.plain_trial: Trial | None = None
-        self.first_plain_record: TrialRecord | None = None
+        self.first_record: TrialRecord | None = None
         # Plain runs, by the perturbation of their weights
         self.perturbed_runs: dict[float, list[TrialRecord]] = {}
         self.must_fit = False  # the plain program exceeds the limit, so a slower plan that fits is adopted
@@ -285,14 +285,14 @@ class Tuning:
         The program had seed 0 and ran without levers until the search switched some on.
         """
         self.session.own_loss = self.session.own_loss or nonfinite_loss(record)
-        if self.first_plain_record is None:
+        if self.first_record is None:
             record.losses = record.losses[: record.warmup_steps]
             record.weights_digests = {
                 step: digest
                 for step, digest in record.weights_digests.items()
                 if int(step) <= record.warmup_steps
             }
-            self.first_plain_record = record
+            self.first_record = record
 
     def finish_plain_trial(self) -> None:
         """End the observed program and keep its first losses."""
