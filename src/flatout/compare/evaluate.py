@@ -57,8 +57,8 @@ def fill_record(
         if paired:
             pairs = [(old, new) for old, new in zip(x, y, strict=True) if old is not None and new is not None]
             return estimate([new - old for old, new in pairs], LEVEL) if pairs else None
-        sides = [[v for v in side if v is not None] for side in (x, y)]
-        return difference(sides[0], sides[1], LEVEL) if min(map(len, sides)) > 1 else None
+        groups = [[v for v in side if v is not None] for side in (x, y)]
+        return difference(groups[0], groups[1], LEVEL) if min(map(len, groups)) > 1 else None
 
     def change(value_of: Callable[[Run], float | None]) -> Change | None:
         interval = log_change([_log(value_of(run)) for run in a], [_log(value_of(run)) for run in b])

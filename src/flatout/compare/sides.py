@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from flatout.compare.work_trees import WORKING_FOLDER, WorkTrees
+from flatout.compare.work_trees import AS_IS, WorkTrees
 from flatout.launch.command import Command, is_python, measurable, understand
 from flatout.schema.errors import UsageError
 from flatout.schema.plan import Plan
@@ -64,12 +64,12 @@ def revisions(text: str) -> tuple[str, str]:
         raise UsageError(
             f"--rev takes two revisions, such as main..HEAD, or main.. for main and the folder as it is, not {text!r}."
         )
-    return first, second or WORKING_FOLDER
+    return first, second or AS_IS
 
 
 def revision_side(words: Sequence[str], revision: str, work_trees: WorkTrees) -> Side:
     """The side of a command at a revision; `HERE` is the folder as it is. Raises UsageError."""
-    if revision == WORKING_FOLDER:
+    if revision == AS_IS:
         return Side("the folder as it is", measurable(understand(words)), revision=work_trees.commit("HEAD"))
     folder, commit = work_trees.check_out(revision), work_trees.commit(revision)
     command = measurable(understand(words, folder))

@@ -17,7 +17,7 @@ from flatout.job.folder import FOLDER
 from flatout.job.temporary import remove, temporary
 from flatout.schema.errors import UsageError
 
-WORKING_FOLDER = ""
+AS_IS = ""
 NOT_LINKED = {FOLDER, "__pycache__", ".git"}
 
 

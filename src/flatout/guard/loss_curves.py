@@ -10,6 +10,8 @@ from typing import Any
 from flatout.schema.records import TrialRecord
 from flatout.schema.session import GuardCheck
 
+Curves = Sequence[tuple[list[float], list[float]]]  # the losses of a plain and of a tuned run, by seed
+
 WINDOWS = 8
 CURVE_LIMIT = 2.0  # two independent runs of one script are 1.41 apart on this scale
 SHIFT_LIMIT = 1.0
@@ -44,7 +46,7 @@ def nonfinite_loss(plain: TrialRecord) -> str:
     return f"the program's own loss is {kind} from step {plain.loss_steps[i]}"
 
 
-def common_length(curves: Sequence[tuple[list[float], list[float]]]) -> int:
+def common_length(curves: Curves) -> int:
     """Return the length of the shortest curve, up to the first loss that is NaN or infinite."""
     ends = [
         next((i for i, x in enumerate(c) if not math.isfinite(x)), len(c)) for pair in curves for c in pair
@@ -52,20 +54,16 @@ def common_length(curves: Sequence[tuple[list[float], list[float]]]) -> int:
     return min(ends, default=0)
 
 
-def finite_losses(curves: Sequence[tuple[list[float], list[float]]]) -> GuardCheck:
+def finite_losses(curves: Curves) -> GuardCheck:
     nonfinite = [
         i
         for p, t in curves
         for i, (x, y) in enumerate(zip(p, t, strict=True))
         if math.isfinite(x) and not math.isfinite(y)
     ]
-    return GuardCheck(
-        "finite",
-        not nonfinite,
-        f"loss {nonfinite[0]} is not finite, but the plain program's is"
-        if nonfinite
-        else "every loss is finite if the plain one is",
-    )
+    if nonfinite:
+        return GuardCheck("finite", False, f"loss {nonfinite[0]} is not finite, but the plain program's is")
+    return GuardCheck("finite", True, "every loss is finite if the plain one is")
 
 
 def start_check(
@@ -82,12 +80,8 @@ def start_check(
     """
     perturbed = [s for s in perturbed if any(s.seed == p.seed for p in plain)]
     counts = [sum(step <= START_STEPS for step in p.loss_steps) for p in plain]
-    curves = [
-        (p[:n], t[:n])
-        for n, (p, t) in zip(
-            counts, (common_losses(p, t) for p, t in zip(plain, tuned, strict=True)), strict=True
-        )
-    ]
+    pairs = map(common_losses, plain, tuned)
+    curves = [(p[:n], t[:n]) for n, (p, t) in zip(counts, pairs, strict=True)]
     length = common_length(curves)
     losses = [x for p, t in curves for x in (*p[:length], *t[:length])]
     unit = max(map(abs, losses), default=0.0)
@@ -104,31 +98,20 @@ def start_check(
     spread, scale = _scale(plain_units)
     if spread == 0:
         return [GuardCheck("start", False, "the first losses differ, and the plain program's are constant")]
-    limit, error = (
-        START_LIMIT,
-        next((c["value"] for c in replica.get("checks", ()) if c["name"] == "gradient"), None),
-    )
+    limit = START_LIMIT
+    error = next((c["value"] for c in replica.get("checks", ()) if c["name"] == "gradient"), None)
     if replica.get("smooth") and error is not None:
         limit = min(
             limit,
             ROUNDING_GROWTH * error + LOSS_RESOLUTION * _rms([x for p in plain_units for x in p]) / spread,
         )
     value = distance / spread
+    words = f"{value:.2g} times {scale}"
     if value > limit and perturbed:
-        return [
-            _check_growth(
-                plain, tuned, perturbed, length, limit * spread * unit, growth, f"{value:.2g} times {scale}"
-            )
-        ]
-    return [
-        GuardCheck(
-            "start",
-            value <= limit,
-            f"the losses of the first {START_STEPS} steps differ by {value:.2g} times {scale}",
-            value,
-            limit,
-        )
-    ]
+        accepted = limit * spread * unit
+        return [_check_growth(plain, tuned, perturbed, length, accepted, growth, words)]
+    why = f"the losses of the first {START_STEPS} steps differ by {words}"
+    return [GuardCheck("start", value <= limit, why, value, limit)]
 
 
 def _check_growth(
@@ -166,7 +149,7 @@ def _check_growth(
     return GuardCheck("start", worst <= growth, why, worst, growth)
 
 
-def _growth(curves: Sequence[tuple[list[float], list[float]]], length: int) -> list[float]:
+def _growth(curves: Curves, length: int) -> list[float]:
     """Root mean square distance up to each of the first losses, over all runs."""
     return [
         _rms([y - x for p, t in curves for x, y in zip(p[:i], t[:i], strict=True)])
@@ -174,7 +157,7 @@ def _growth(curves: Sequence[tuple[list[float], list[float]]], length: int) -> l
     ]
 
 
-def curves_within_spread(curves: Sequence[tuple[list[float], list[float]]]) -> GuardCheck:
+def curves_within_spread(curves: Curves) -> GuardCheck:
     """Compare windows of tuned and plain loss curves, relative to the spread of the plain seeds."""
     length = common_length(curves)
     plain, tuned = ([side[:length] for side in sides] for sides in zip(*curves, strict=True))

@@ -220,20 +220,13 @@ class StepReplica:
             return {"checks": [check("gradient", 1.0, 0.0, why)]}
         try:
             levers = reference.replay.play(steps, self.applier.in_order(self.choices))
-        except (
-            self.torch.OutOfMemoryError
-        ):  # the compared copies need memory too: this says nothing of the levers
+        except self.torch.OutOfMemoryError:  # the copies need memory too: this says nothing of the levers
             return {"failure": "there is too little memory to run a step again next to the program"}
         except Exception as error:  # the plain play has just succeeded
             levers = StepResults(failure=f"{type(error).__name__}: {str(error)[:160]}")
         if levers.failure:
-            return {
-                "checks": [
-                    check(
-                        "levers", 1.0, 0.0, f"a step of the program fails under the levers: {levers.failure}"
-                    )
-                ]
-            }
+            why = f"a step of the program fails under the levers: {levers.failure}"
+            return {"checks": [check("levers", 1.0, 0.0, why)]}
         if bitwise:
             answer = compare_bitwise(reference.plain, levers, self.torch)
             if (

@@ -52,9 +52,8 @@ BUFFER_FACTOR = 256.0
 # (a GPT, bfloat16).
 LATER_FACTOR = 10.0
 MAX_RESPONSE = 0.5
-MAX_REFERENCE_ERROR = (
-    1e-2  # beyond this, float32 and float64 drew other random numbers, or the maths is chaotic
-)
+# Beyond this, float32 and float64 drew other random numbers, or the maths is chaotic
+MAX_REFERENCE_ERROR = 1e-2
 
 
 def compare(
@@ -159,7 +158,7 @@ def compare_bitwise(plain: StepResults, levers: StepResults, torch: ModuleType) 
         )
     ]
     why = (
-        f"{' and '.join(unequal)} differ from those of the plain step"
+        f"{' and '.join(unequal).replace('_', ' ')} differ from those of the plain step"
         if unequal
         else "every bit equals that of the plain step"
     )
@@ -185,7 +184,7 @@ def check(name: str, value: float, limit: float, why: str) -> dict[str, Any]:
 def _outputs(plain: StepResults, levers: StepResults, double: StepResults) -> tuple[dict[str, Any], float]:
     """The check, and the largest error over steps and outputs, as a share of the output's own spread."""
     reference = [*(double.outputs or plain.outputs[:1]), *plain.outputs[1:]]
-    float32_error = max(
+    f32_error = max(
         (_relative_error(a, b) for a, b in zip(plain.outputs[0], reference[0], strict=True)), default=0.0
     )
     error = max(
@@ -197,15 +196,13 @@ def _outputs(plain: StepResults, levers: StepResults, double: StepResults) -> tu
         default=0.0,
     )
     limit = (
-        min(OUTPUT_CAP, max(OUTPUT_TOLERANCE, HALF_PER_FLOAT32 * float32_error))
-        if double.outputs
-        else OUTPUT_CAP
+        min(OUTPUT_CAP, max(OUTPUT_TOLERANCE, HALF_PER_FLOAT32 * f32_error)) if double.outputs else OUTPUT_CAP
     )
     return check(
         "outputs",
         error,
         limit,
-        f"the outputs differ by {error:.2g} (of their spread) from {_reference_name(double)}{_float32_words(double, float32_error)}",
+        f"the outputs differ by {error:.2g} (of their spread) from {_reference_name(double)}{_f32_note(double, f32_error)}",
     ), error
 
 
@@ -231,15 +228,15 @@ def _gradient(
     torch: ModuleType,
 ) -> dict[str, Any]:
     reference = [*(double.gradients or plain.gradients[:1]), *plain.gradients[1:]]
-    float32_error = relative_distance(plain.gradients[0], reference[0], torch)
+    f32_error = relative_distance(plain.gradients[0], reference[0], torch)
     error = max(relative_distance(x, y, torch) for x, y in zip(levers.gradients, reference, strict=True))
     noise /= batch_factor
-    limit = max(_arithmetic_limit(float32_error), min(NOISE_CAP * noise, kink_limit))
+    limit = max(_arithmetic_limit(f32_error), min(NOISE_CAP * noise, kink_limit))
     return check(
         "gradient",
         error,
         limit,
-        f"the relative gradient error against {_reference_name(double)} is {error:.2g}{_float32_words(double, float32_error)}; "
+        f"the relative gradient error against {_reference_name(double)} is {error:.2g}{_f32_note(double, f32_error)}; "
         f"batches differ by {noise:.2g}",
     )
 
@@ -256,12 +253,12 @@ def _parameters(
     worst = (-1.0, 0.0, kink_limit, 0.0)
     for i in range(len(plain.gradients[0])):
         plain_grads, lever_grads = ([grads[i] for grads in play.gradients] for play in (plain, levers))
-        float32_error = (
+        f32_error = (
             relative_distance(plain_grads[:1], [double.gradients[0][i]], torch) if double.gradients else 0.0
         )
         size = _size(plain_grads)
         if (
-            size == 0.0 or float32_error > MAX_REFERENCE_ERROR
+            size == 0.0 or f32_error > MAX_REFERENCE_ERROR
         ):  # a gradient of pure rounding (a bias before a normalisation)
             continue
         noise = (
@@ -271,7 +268,7 @@ def _parameters(
         )
         error = _size([_minus(a, b) for a, b in zip(lever_grads, plain_grads, strict=True)]) / size
         noise /= batch_factor
-        limit = max(_arithmetic_limit(float32_error), min(NOISE_CAP * noise, kink_limit))
+        limit = max(_arithmetic_limit(f32_error), min(NOISE_CAP * noise, kink_limit))
         if not error / limit <= worst[0]:
             worst = (error / limit, error, limit, noise)
     return check(
@@ -311,13 +308,13 @@ def _buffers(
         for x, y in zip(levers.buffer_changes, plain.buffer_changes, strict=True)
     )
     cap = min(cap, NOISE_CAP * _noise(plain.buffer_changes, torch) * math.sqrt(share))
-    float32_error = (
+    f32_error = (
         relative_distance(plain.buffer_changes[0], double.buffer_changes[0], torch)
         if double.buffer_changes
         else None
     )
     limit = max(
-        MIN_LIMIT, cap if float32_error is None else min(cap, max(HALF_ULP, HALF_PER_FLOAT32 * float32_error))
+        MIN_LIMIT, cap if f32_error is None else min(cap, max(HALF_ULP, HALF_PER_FLOAT32 * f32_error))
     )
     return check(
         "buffers",
@@ -336,8 +333,8 @@ def _noise(steps: list[list[Any]], torch: ModuleType) -> float:
     return distances[len(distances) // 2]
 
 
-def _arithmetic_limit(float32_error: float) -> float:
-    return max(MIN_LIMIT, min(ARITHMETIC_FACTOR * float32_error, float32_error + ARITHMETIC_MARGIN))
+def _arithmetic_limit(f32_error: float) -> float:
+    return max(MIN_LIMIT, min(ARITHMETIC_FACTOR * f32_error, f32_error + ARITHMETIC_MARGIN))
 
 
 def _minus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -354,5 +351,5 @@ def _reference_name(double: StepResults) -> str:
     return "float64" if double.gradients else "the plain step (float64 is not comparable here)"
 
 
-def _float32_words(double: StepResults, float32_error: float) -> str:
-    return f", plain float32 {float32_error:.2g}" if double.gradients else ""
+def _f32_note(double: StepResults, f32_error: float) -> str:
+    return f", plain float32 {f32_error:.2g}" if double.gradients else ""

@@ -24,6 +24,7 @@ from typing import Any
 from flatout.guard.distribution import same_distribution
 from flatout.guard.loss_curves import (
     START_STEPS,
+    Curves,
     common_length,
     common_losses,
     curves_within_spread,
@@ -191,7 +192,7 @@ def repeats_itself(plain: TrialRecord, repeat: TrialRecord) -> bool:
     return plain.losses[:length] == repeat.losses[:length] and _bitwise_weights([plain], [repeat]).passed
 
 
-def _resolution(curves: Sequence[tuple[list[float], list[float]]]) -> GuardCheck:
+def _resolution(curves: Curves) -> GuardCheck:
     plain, tuned = (coarse_share(side) for side in zip(*curves, strict=True))
     why = f"{tuned:.0%} of the losses have only the digits of half precision or repeat another loss; {plain:.0%} of the plain program's"
     return GuardCheck("resolution", tuned - plain <= SHORT_SHARE, why, max(0.0, tuned - plain), SHORT_SHARE)
@@ -201,11 +202,8 @@ def _bitwise_losses(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord]) 
     for p, t in zip(plain, tuned, strict=True):
         for i, (x, y) in enumerate(zip(p.losses, t.losses, strict=False)):
             if x != y:
-                return GuardCheck(
-                    "losses",
-                    False,
-                    f"loss {i} is {float.fromhex(y):.9g}, and {float.fromhex(x):.9g} in the plain program (seed {p.seed})",
-                )
+                why = f"loss {i} is {float.fromhex(y):.9g}, and {float.fromhex(x):.9g} in the plain program (seed {p.seed})"
+                return GuardCheck("losses", False, why)
     return GuardCheck("losses", True, "every loss is bitwise equal")
 
 
@@ -217,18 +215,11 @@ def _bitwise_weights(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord])
             if step in t.weights_digests and not (steps and int(step) > steps[0]):
                 compared += 1
                 if t.weights_digests[step] != digest:
-                    return GuardCheck(
-                        "weights",
-                        False,
-                        f"the weights after step {step} differ from the plain program's (seed {p.seed})",
-                    )
+                    why = f"the weights after step {step} differ from the plain program's (seed {p.seed})"
+                    return GuardCheck("weights", False, why)
+    why = f"the weights are bitwise equal after {compared} common steps"
     return GuardCheck(
-        "weights",
-        True,
-        f"the weights are bitwise equal after {compared} common steps"
-        if compared
-        else "no common step recorded weights",
-        float(compared),
+        "weights", True, why if compared else "no common step recorded weights", float(compared)
     )
 
 
@@ -238,9 +229,6 @@ def _same_batches(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord]) ->
     for p, t in zip(plain, tuned, strict=True):
         for i, (x, y) in enumerate(zip(p.batch_hashes, t.batch_hashes, strict=False)):
             if x != y:
-                return [
-                    GuardCheck(
-                        "batches", False, f"batch {i} differs from the plain program's (seed {p.seed})"
-                    )
-                ]
+                why = f"batch {i} differs from the plain program's (seed {p.seed})"
+                return [GuardCheck("batches", False, why)]
     return [GuardCheck("batches", True, "every batch is bitwise equal")]

@@ -34,6 +34,7 @@ MAX_CALLS = 64  # enough to know where the model is called
 # Temporary hooks with which flatout finds root modules; not caused by the program
 OWN_HOOK = "._global_forward_"
 SOURCE_LINE = re.compile(r'File "([^"]+)", line (\d+)')
+LOADER_SETTINGS = ("pin_memory", "persistent_workers", "prefetch_factor", "batch_size", "dataset")
 OPTIMIZER_SETTINGS = ("lr", "foreach", "fused", "capturable", "differentiable", "momentum", "weight_decay")
 
 

@@ -27,7 +27,7 @@ from flatout.schema.records import TrialRecord
 from flatout.trial.channel import Channel, Hangup
 from flatout.trial.monitor import ProgramMonitor
 from flatout.trial.probes.active import ActiveProbe
-from flatout.trial.probes.probe import ProbeContext
+from flatout.trial.probes.probe import ProbeTools
 from flatout.trial.rank_sync import RankSync
 from flatout.trial.recorder import TrainingRecorder
 from flatout.trial.spec import TrialSpec, levers
@@ -58,7 +58,7 @@ class WorkerRecord(Listener):
         self.peak_bytes: int | None = None  # measured before a replica
         self.monitor: ProgramMonitor | None = None
         self.active_probe = ActiveProbe(
-            ProbeContext(torch, self.context, self.real_files, self.recorder.loss_tensors)
+            ProbeTools(torch, self.context, self.real_files, self.recorder.loss_tensors)
         )
         self.ranks = RankSync(self.folder, self.real_files)
         self.channel: Channel | None = None

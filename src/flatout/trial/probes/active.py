@@ -8,21 +8,21 @@ from __future__ import annotations
 from typing import Any
 
 from flatout.trial.probes.operations import OperationsProbe
-from flatout.trial.probes.probe import Probe, ProbeContext, ProbeUnavailable
+from flatout.trial.probes.probe import Probe, ProbeTools, ProbeUnavailable
 from flatout.trial.probes.synchronisations import SynchronisationProbe
 
 
 class ActiveProbe:
     """Holds the open probe, if any. A probe that fails stops observing; its end reports the reason."""
 
-    def __init__(self, probe_context: ProbeContext) -> None:
-        self.probe_context = probe_context
+    def __init__(self, tools: ProbeTools) -> None:
+        self.tools = tools
         self.probe: Probe | None = None
         self._failure = ""
 
     def begin(self, requested: dict[str, Any]) -> str:
         """Open a probe; return why it cannot be opened, or ""."""
-        probe = make_probe(requested["probe"], self.probe_context, requested)
+        probe = make_probe(requested["probe"], self.tools, requested)
         try:
             probe.begin()
         except Exception as error:  # for example, the script's own profiler is running
@@ -64,7 +64,7 @@ def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {first[0] if first else 'no message'}"
 
 
-def make_probe(name: str, probe_context: ProbeContext, requested: dict[str, Any]) -> Probe:
+def make_probe(name: str, tools: ProbeTools, requested: dict[str, Any]) -> Probe:
     """A new probe. Raises KeyError for an unknown name."""
     from flatout.trial.probes.gradient_noise import GradientNoiseProbe
     from flatout.trial.probes.leak import LeakProbe
@@ -83,4 +83,4 @@ def make_probe(name: str, probe_context: ProbeContext, requested: dict[str, Any]
         "noise": GradientNoiseProbe,
         "peak": PeakMemoryProbe,
     }
-    return probes[name](probe_context, requested)
+    return probes[name](tools, requested)

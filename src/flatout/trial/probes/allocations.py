@@ -29,9 +29,7 @@ class AllocationRecorder(Probe):
         self.tick_ends: list[int] = []
 
     def record(self) -> None:
-        self.profile = self.torch.profiler.profile(
-            activities=self.probe_context.activities(), profile_memory=True
-        )
+        self.profile = self.torch.profiler.profile(activities=self.tools.activities(), profile_memory=True)
         self.profile.start()
         self.ledger.call("profiler", self.profile.stop)
         self.start_mark = self.clock.mark()

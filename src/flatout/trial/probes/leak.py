@@ -49,7 +49,7 @@ class LeakProbe(AllocationRecorder):
             self.device_bytes.append(
                 float(
                     self.torch.cuda.memory_allocated(self.context.device)
-                    - block_bytes(self.probe_context.flatout_tensors())
+                    - block_bytes(self.tools.flatout_tensors())
                 )
             )
 
@@ -57,7 +57,7 @@ class LeakProbe(AllocationRecorder):
         holder = self.finder.found(
             [
                 *(tensor for tensors in self.live_tensors().values() for tensor in tensors),
-                *self.probe_context.flatout_tensors(),
+                *self.tools.flatout_tensors(),
             ]
         )
         super().end()
@@ -79,7 +79,7 @@ class LeakProbe(AllocationRecorder):
             grows or bool(holder and holder.graph),
             series=series,
             steps=len(series),
-            where="device" if self.probe_context.on_device else "host",
+            where="device" if self.tools.on_device else "host",
         )
         if holder is not None:
             leak.holder, leak.place, leak.graph = holder.holder, holder.place, holder.graph

@@ -220,12 +220,10 @@ class MemoryProbe(AllocationRecorder):
         offset = self.clock_offset_ns(events)
         moments = [MemoryMoment(m.ns + offset, m.kinds, m.modules) for m in self.moments]
         start, end = self.tick_ends[-2] + offset, self.tick_ends[-1] + offset
-        changes = allocations(events, self.context.device.index if self.probe_context.on_device else None)
+        changes = allocations(events, self.context.device.index if self.tools.on_device else None)
         shift = self.start_bytes[-2] - at(running_totals(changes, 0), start, 0)
         totals = running_totals(changes, shift)
-        memory = seen(
-            "device" if self.probe_context.on_device else "host", totals, shift, moments, start, end
-        )
+        memory = seen("device" if self.tools.on_device else "host", totals, shift, moments, start, end)
         peak_ns = max(
             (pair for pair in totals if start <= pair[0] <= end), key=lambda pair: pair[1], default=(start, 0)
         )[0]

@@ -24,7 +24,7 @@ class OperationsProbe(Probe):
         self.ticks = 1 + wait + warmup + self.active
         profiler = self.torch.profiler
         self.profile = profiler.profile(
-            activities=self.probe_context.activities(),
+            activities=self.tools.activities(),
             schedule=profiler.schedule(wait=wait, warmup=warmup, active=self.active, repeat=1),
             on_trace_ready=self._on_trace,
             record_shapes=True,
@@ -48,7 +48,7 @@ class OperationsProbe(Probe):
     def _on_trace(self, profile: Any) -> None:
         trace = self.requested.get("trace")
         if trace:
-            with self.probe_context.real_files():
+            with self.tools.real_files():
                 profile.export_chrome_trace(trace)
         lines = {
             key: [spelled(line) if line is not None else None for line in found]

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class ProbeContext:
+class ProbeTools:
     """What a probe may use.
 
     ``outside()`` lets it write where the program may not; ``ours()`` returns the tensors that flatout keeps.
@@ -50,9 +50,9 @@ class Probe(Listener):
     case.
     """
 
-    def __init__(self, probe_context: ProbeContext, requested: dict[str, Any]) -> None:
-        self.probe_context, self.requested = probe_context, requested
-        self.torch, self.context = probe_context.torch, probe_context.context
+    def __init__(self, tools: ProbeTools, requested: dict[str, Any]) -> None:
+        self.tools, self.requested = tools, requested
+        self.torch, self.context = tools.torch, tools.context
         self.ticks = int(requested.get("ticks", 1))
         self.ledger = Ledger()
 
