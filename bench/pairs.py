@@ -62,7 +62,7 @@ def enter(interleaver: Interleaver, plan: Plan, seed: int, timeout_s: float = TI
         workers = max(
             (loader["num_workers"] for loader in ask_options(trial)["context"]["loaders"]), default=0
         )
-        trial.hold()
+        trial.pause()
         interleaver.prefetched_ticks = 3 * workers
     except BaseException:
         interleaver.dismiss(trial)

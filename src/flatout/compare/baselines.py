@@ -28,7 +28,7 @@ SCHEMA = 1
 
 @dataclass
 class Baseline(Record):
-    """Runs of one program, with what they are valid for (`flatout.tune.plan_files.key_of`)."""
+    """Runs of one program, with what they are valid for (`flatout.tune.plan_files.plan_key`)."""
 
     name: str
     command: list[str]

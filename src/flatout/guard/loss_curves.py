@@ -130,9 +130,9 @@ def _check_growth(
     anyway.
     """
     # One seed may amplify rounding a hundred times as fast as another.
-    seeds, seeds_perturbed = {p.seed: p for p in plain}, {s.seed for s in perturbed}
+    seeds, perturbed_seeds = {p.seed: p for p in plain}, {s.seed for s in perturbed}
     lever_growth = _growth(
-        [common_losses(p, t) for p, t in zip(plain, tuned, strict=True) if p.seed in seeds_perturbed], length
+        [common_losses(p, t) for p, t in zip(plain, tuned, strict=True) if p.seed in perturbed_seeds], length
     )
     rounding_growth = _growth([common_losses(seeds[s.seed], s) for s in perturbed], length)
     unit = max((abs(float.fromhex(x)) for p in plain for x in p.losses[:length]), default=1.0)

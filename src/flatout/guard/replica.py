@@ -89,7 +89,7 @@ class StepReplica:
         step_ms: float = 0.0,
         judge_rest: bool = True,
     ) -> None:
-        """``judge_rest``: `judge_and_narrow` also judges what is left if levers fail."""
+        """``judge_rest``: `judge_and_blame` also judges what is left if levers fail."""
         self.context = context
         self.torch = context.torch
         self.applier = applier
