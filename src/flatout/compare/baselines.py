@@ -45,12 +45,8 @@ class Baseline(Record):
 
     def side(self, current: Side) -> Side:
         """The side of these runs, beside that of today."""
-        return Side(
-            f"baseline {self.name} of {self.created[:10]}",
-            current.command,
-            Plan.from_json(self.plan),
-            self.revision,
-        )
+        label = f"baseline {self.name} of {self.created[:10]}"
+        return Side(label, current.command, Plan.from_json(self.plan), self.revision)
 
 
 def baseline_file(name: str) -> Path:

@@ -131,10 +131,8 @@ class PairTimer:
                     self.one_at_a_time = True
                     return {}
             blocks = self._blocks(trials)
-            return {
-                i: Run(self._finish(trial, self.sides[i]), start_times[i], blocks[i])
-                for i, trial in trials.items()
-            }
+            records = {i: self._finish(trial, self.sides[i]) for i, trial in trials.items()}
+            return {i: Run(record, start_times[i], blocks[i]) for i, record in records.items()}
         finally:
             for trial in trials.values():
                 self.interleaver.dismiss(trial)

@@ -41,12 +41,8 @@ def to_float64(roots: list[Any], optimizers: list[Any], torch: ModuleType) -> No
     for optimizer in optimizers:
         for p, state in optimizer.state.items():
             for key, value in state.items():
-                if (
-                    isinstance(value, torch.Tensor)
-                    and value.is_floating_point()
-                    and value.shape == p.shape
-                    and value.dim()
-                ):
+                is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+                if is_float and value.shape == p.shape and value.dim():
                     state[key] = value.double()
 
 

@@ -40,11 +40,8 @@ def float32_draws(torch: Any) -> Any:
                 keep_share = 1.0 - p if train is not False else 1.0
                 return (x * mask / keep_share if keep_share else torch.zeros_like(x)), mask
             schema = func._schema
-            written = [
-                i
-                for i, argument in enumerate(schema.arguments)
-                if argument.alias_info and argument.alias_info.is_write
-            ]
+            aliases = [argument.alias_info for argument in schema.arguments]
+            written = [i for i, alias in enumerate(aliases) if alias and alias.is_write]
             if len(schema.returns) != 1 or written not in ([], [0]):
                 return func(*args, **kwargs)
             drawn = func(

@@ -135,21 +135,16 @@ class StepReplica:
         try:
             if self._frozen is None:
                 self._originals, self._optimizers = self.context.roots, self.context.optimizers
-                self._frozen = copy.deepcopy(
-                    ([self.context.without_ranks(root) for root in self._originals], self._optimizers)
-                )
+                roots = [self.context.without_ranks(root) for root in self._originals]
+                self._frozen = copy.deepcopy((roots, self._optimizers))
             root_number = next((i for i, original in enumerate(self._originals) if original is root), None)
             calls = self._steps.setdefault(step, [])
             if root_number is not None and all(call.root != root_number for call in calls):
-                calls.append(
-                    CapturedCall(
-                        root_number, clone(args), clone(kwargs), random_state(self.context), self._autocast()
-                    )
-                )
+                state = random_state(self.context)
+                calls.append(CapturedCall(root_number, clone(args), clone(kwargs), state, self._autocast()))
         except Exception as error:
-            self.failure = (
-                f"a step of this program cannot be copied ({type(error).__name__}: {str(error)[:120]})"
-            )
+            why = f"{type(error).__name__}: {str(error)[:120]}"
+            self.failure = f"a step of this program cannot be copied ({why})"
 
     def forward_end(self, root: Module, output: object) -> None:
         calls = self._steps.get(self.context.steps, ())

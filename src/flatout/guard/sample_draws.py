@@ -29,11 +29,8 @@ class SampleDrawProbe:
         if self._source is None:
             dataset = getattr(iterator, "_dataset", None)
             self._source = {}
-            if (
-                hasattr(dataset, "__getitem__")
-                and hasattr(dataset, "__len__")
-                and getattr(iterator, "_auto_collation", False)
-            ):
+            indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+            if indexed and getattr(iterator, "_auto_collation", False):
                 self._source = {
                     "dataset": dataset,
                     "collate_fn": iterator._collate_fn,

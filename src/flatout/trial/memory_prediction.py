@@ -263,14 +263,9 @@ class MemoryPredictor(Worker):
             kinds[id(parameter)] = "parameters"
             if parameter.grad is not None:
                 kinds[id(parameter.grad)] = "gradients"
-        kinds.update(
-            {
-                id(v): "optimizer state"
-                for o in self.context.optimizers
-                for state in o.state.values()
-                for v in tensors_in(state)
-            }
-        )
+        for optimizer in self.context.optimizers:
+            for state in optimizer.state.values():
+                kinds.update({id(v): "optimizer state" for v in tensors_in(state)})
         tensors = [obj for obj in objects if issubclass(type(obj), torch.Tensor) and id(obj) not in batch_ids]
         # A storage has the purpose of its first tensor
         for tensor in sorted(tensors, key=lambda tensor: id(tensor) not in kinds):
@@ -317,12 +312,8 @@ class MemoryPredictor(Worker):
         if self.fake_execution is None:
             self._begin_prediction()
         if id(root) not in self.names:
-            self.names.update(
-                {
-                    id(module): ".".join(filter(None, [type(root).__name__, name]))
-                    for name, module in root.named_modules()
-                }
-            )
+            for name, module in root.named_modules():
+                self.names[id(module)] = ".".join(filter(None, [type(root).__name__, name]))
 
     def backward_begin(self, losses: tuple[Any, ...]) -> None:
         if (

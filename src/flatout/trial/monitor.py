@@ -127,26 +127,13 @@ class ProgramMonitor(Listener):
         all_steps = max(1, self.context.steps)
         events = self.counters.seen(all_steps)
         if self._eval_lines:
-            places = [
-                place.to_json()
-                for line, _ in self._eval_lines.most_common(5)
-                if (place := place_of(line)) is not None
-            ]
             events["eval_with_grad"] = {
                 "calls": self._eval_lines.total() / all_steps,
                 "ms": self._eval_ms / all_steps,
-                "places": places,
+                "places": _places(self._eval_lines, 5),
             }
         for name, lines in (("forward", self._forward_lines), ("backward", self._backward_lines)):
-            events[name] = {
-                "calls": 1.0,
-                "ms": 0.0,
-                "places": [
-                    place.to_json()
-                    for line, _ in lines.most_common(3)
-                    if (place := place_of(line)) is not None
-                ],
-            }
+            events[name] = {"calls": 1.0, "ms": 0.0, "places": _places(lines, 3)}
         compiled_record = compiled()
         return {
             "settings": settings(self.torch, self.context),
@@ -178,6 +165,12 @@ class ProgramMonitor(Listener):
             if any(sizes):
                 entry.worker_bytes = sum(size for size in sizes if size)
         return list(merged.values())
+
+
+def _places(lines: Counter[Line | None], n: int) -> list[dict[str, Any]]:
+    """The most frequent of these lines as JSON."""
+    places = (place_of(line) for line, _ in lines.most_common(n))
+    return [place.to_json() for place in places if place is not None]
 
 
 def compiled() -> Compiled | None:

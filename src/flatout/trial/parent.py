@@ -270,9 +270,8 @@ class Trial:
             raise ProgramGone(self._write_end("unattached", self._watch.cause))
         if seconds() > deadline_s:
             self._program.end(0.0)
-            raise ProgramGone(
-                self._write_end("hung", f"{reason} within {seconds() - self.started_s:.0f} s and was ended")
-            )
+            why = f"{reason} within {seconds() - self.started_s:.0f} s and was ended"
+            raise ProgramGone(self._write_end("hung", why))
         if not self._channels:
             try:
                 self._listener.settimeout(wait_s)
@@ -305,11 +304,8 @@ class Trial:
             if self.attached and not code and not self.folder.claim.exists():
                 return self._write_end("ended", "the program ended without a training step", code)
             if self.attached:
-                ending = (
-                    f"left with exit code {code}"
-                    if code is None or code >= 0
-                    else f"was killed by signal {-code}"
-                )
+                killed = code is not None and code < 0
+                ending = f"was killed by signal {-(code or 0)}" if killed else f"left with exit code {code}"
                 return self._write_end(
                     "failed" if code else "ended",
                     f"the program {ending} without a message (sys.exit, os._exit, or a crash below Python)",

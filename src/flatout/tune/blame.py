@@ -115,13 +115,8 @@ def blame(tuning: Tuning, choices: Sequence[Choice], record: TrialRecord, ticks:
         reject(tuning, suspects[0], f"the program fails with it: {message}")
     elif len(suspects) == 2:
         tuning.exclude_pair(suspects[0].name, suspects[1].name)
-        tuning.note(
-            ordered_plan(suspects).describe(),
-            "together",
-            None,
-            f"they do not work together: {message}",
-            seconds(),
-        )
+        plan, why = ordered_plan(suspects).describe(), f"they do not work together: {message}"
+        tuning.note(plan, "together", None, why, seconds())
     else:
         for choice in suspects:
             reject(

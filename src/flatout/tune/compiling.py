@@ -43,15 +43,9 @@ class BackgroundCompiler:
     @property
     def next_factor(self) -> Factor | None:
         """The factor to compile next."""
-        return min(
-            (
-                factor
-                for factor in self.tuning.space.factors
-                if factor.warms_up and factor.key not in self.started_keys
-            ),
-            key=lambda f: f.mean,
-            default=None,
-        )
+        factors = self.tuning.space.factors
+        remaining = (f for f in factors if f.warms_up and f.key not in self.started_keys)
+        return min(remaining, key=lambda f: f.mean, default=None)
 
     def begin(self, quick_space: Space, exclusive: bool = False) -> None:
         """Start compiling together with the likely best of the other factors.
@@ -116,11 +110,8 @@ class BackgroundCompiler:
         rows = [live, without_compiler, without_compiler, live, live, without_compiler]
         tuning.stage("exploring", f"{tuning.plan_for(active).describe()}: with and without the compiler")
         member = Member(trial, tuning.live_rows(rows), ProgramResult(), fresh=False)
-        take_turns(
-            tuning.interleaver,
-            [member],
-            max(tuning.explore_until_s, seconds() + 8 * tuning.interleaver.block_s),
-        )
+        until_s = max(tuning.explore_until_s, seconds() + 8 * tuning.interleaver.block_s)
+        take_turns(tuning.interleaver, [member], until_s)
         tuning.processes += 1
         tuning.add_blocks(tuning.processes, [active - live | row for row in rows], member.result, 0)
         handle_end(tuning, active, member.result)

@@ -132,25 +132,15 @@ class _Exploring:
         return self.tuning.explore_until_s if self.waves else self.tuning.first_wave_until_s
 
     def _rows_per_program(self, programs: int) -> int:
-        """How many blocks each program of a wave may have.
-
-        Fewer if measuring would cost more than ROWS_SHARE of the start.
-        """
+        """How many blocks each program of a wave may have."""
         tuning, local_programs = self.tuning, min(programs, WAVE_PROGRAMS)
-        left_s = (
-            self._wave_until_s - self.compiler.reserved_s - seconds() - tuning.joint_start_s(local_programs)
-        )
+        reserved_s = self.compiler.reserved_s + tuning.joint_start_s(local_programs)
+        left_s = self._wave_until_s - reserved_s - seconds()
         plain_rows = self._plain_rows if tuning.plain_trial is not None else 0
         rows = min(MAX_ROWS, int((left_s / self._row_s - plain_rows) / local_programs))
         if tuning.length_ticks is not None:
-            rows = min(
-                rows,
-                max(
-                    1,
-                    (tuning.length_ticks - tuning.warmup_ticks)
-                    // (self.interleaver.block_ticks + self.interleaver.settle_ticks),
-                ),
-            )
+            row_ticks = self.interleaver.block_ticks + self.interleaver.settle_ticks
+            rows = min(rows, max(1, (tuning.length_ticks - tuning.warmup_ticks) // row_ticks))
         return rows
 
     @property
@@ -164,13 +154,9 @@ class _Exploring:
 
     @property
     def _min_rows(self) -> int:
-        return (
-            1
-            if self.tuning.length_ticks is not None
-            else MIN_TURNS
-            if self.interleaver.tick_ms < SLOW_TICK_MS
-            else MIN_TURNS - 1
-        )
+        if self.tuning.length_ticks is not None:
+            return 1
+        return MIN_TURNS - (self.interleaver.tick_ms >= SLOW_TICK_MS)
 
     def _time_for_a_wave(self) -> bool:
         return bool(self.quick_space.factors) and self._rows_per_program(self._wave_size) >= self._min_rows
@@ -206,14 +192,8 @@ class _Exploring:
         """
         tuning = self.tuning
         skip_plain = self.waves == 0 and tuning.plain_trial is not None
-        wave = next_processes(
-            space,
-            fitted,
-            tuning.blocks_of(space),
-            self._wave_size + skip_plain,
-            self.random,
-            always_plain=False,
-        )
+        n, blocks = self._wave_size + skip_plain, tuning.blocks_of(space)
+        wave = next_processes(space, fitted, blocks, n, self.random, always_plain=False)
         wave = [active for active in wave if active or not skip_plain][: self._wave_size] or [PLAIN]
         return [wave[0], *(active - self._fetching_keys for active in wave[1:])] if self.waves == 0 else wave
 
@@ -243,19 +223,14 @@ class _Exploring:
                 rows += live_rows(space, tuning.fit_of(space), PLAIN, self._plain_rows - 1, self.random)
             running = [(Member(plain, tuning.live_rows(rows), ProgramResult(), fresh=False), rows)]
         until_s = tuning.first_wave_until_s if self.waves == 1 else tuning.explore_until_s
+        members = [member for member, _ in running]
         results = measure_together(
-            self.interleaver,
-            requests,
-            until_s,
-            tuning.timeout_s,
-            [member for member, _ in running],
-            MEASURING_SHARE,
+            self.interleaver, requests, until_s, tuning.timeout_s, members, MEASURING_SHARE
         )
         start_times = [result.start_s for result in results if result.ready]
         if start_times:
-            tuning.start_cost_s = 0.5 * (
-                tuning.start_cost_s + tuning.single_start_s(max(start_times), len(requests))
-            )
+            start_s = tuning.single_start_s(max(start_times), len(requests))
+            tuning.start_cost_s = 0.5 * (tuning.start_cost_s + start_s)
         for member, program_rows in running:
             self._record_plain(member, program_rows)
         return [(result, "") for result in results]

@@ -46,7 +46,11 @@ def make_space(tuning: Tuning) -> None:
     prior = priors(tuning.facts, context, _phases(ready) if ready else {})
     closure, factors = tuning.interleaver.unit != "step", []
     in_process_loading = bool(ready) and all(loader["num_workers"] == 0 for loader in context["loaders"])
-    max_gain = -math.log(1 - min(0.95, _phases(ready)["data"]["share"])) if in_process_loading else 0.0
+    max_gain = (
+        -MAX_DATA_GAIN * math.log(1 - min(0.95, _phases(ready)["data"]["share"]))
+        if in_process_loading
+        else 0.0
+    )
     for candidate in tuning.candidates.values():
         lever = candidate.lever
         if not candidate.selectable:
@@ -58,10 +62,7 @@ def make_space(tuning: Tuning) -> None:
             key = spell(lever.name, value)
             mean, sd, _ = prior(lever.name, value)
             if lever.moment is Moment.LOADER and in_process_loading:
-                mean, sd = (
-                    max(mean, -MAX_DATA_GAIN * max_gain),
-                    min(sd, max(MIN_DATA_SD, MAX_DATA_GAIN * max_gain)),
-                )
+                mean, sd = max(mean, -max_gain), min(sd, max(MIN_DATA_SD, max_gain))
             tuning.choices[key] = Choice(lever.name, value)
             factors.append(Factor(key, lever.name, lever.live and not closure, mean, sd, lever.warms_up))
     levers = {factor.lever for factor in factors}

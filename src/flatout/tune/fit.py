@@ -118,23 +118,12 @@ class _Frontier:
 
     def _smallest_of_each(self) -> Parts:
         """The value of each lever with the lowest peak, if it saves memory."""
-        whole_peak = next(
-            (
-                point.record.peak_bytes
-                for point in self.points
-                if point.fastest == bool(self.live) and not point.parts
-            ),
-            None,
-        )
+        without = (point for point in self.points if point.fastest == bool(self.live) and not point.parts)
+        max_peak = MAX_PEAK_RATIO * next((point.record.peak_bytes or 0 for point in without), 0)
         best: dict[str, tuple[int, Parts]] = {}
         for point in self.points:
             peak = point.record.peak_bytes
-            if (
-                len(point.parts) == 1
-                and peak is not None
-                and whole_peak is not None
-                and peak < MAX_PEAK_RATIO * whole_peak
-            ):
+            if len(point.parts) == 1 and peak is not None and peak < max_peak:
                 name = point.parts[0][1].name
                 if name not in best or peak < best[name][0]:
                     best[name] = peak, point.parts

@@ -75,11 +75,8 @@ class Forecast:
         record, options = self.record, self.options
         try:
             base = self.predict(None)
-            record.device, record.own, record.simulated = (
-                self.ready["device"],
-                self.ready["samples"],
-                self.ready["simulated"],
-            )
+            record.device, record.own = self.ready["device"], self.ready["samples"]
+            record.simulated = self.ready["simulated"]
             if base.why_not:
                 raise NothingMeasured(f"the memory of this program cannot be predicted: {base.why_not}.")
             for size in dict.fromkeys(options.sizes):
@@ -131,9 +128,10 @@ class Forecast:
             if self.ready["why_not"]:
                 return {"why_not": self.ready["why_not"]}
             if size is not None and self.ready["samples"] is None:
-                return {
-                    "why_not": "the program makes its batches without a DataLoader, so flatout cannot change their size"
-                }
+                why = (
+                    "the program makes its batches without a DataLoader, so flatout cannot change their size"
+                )
+                return {"why_not": why}
             return trial.ask({"do": "predict_memory", "batch": size}, seconds() + STEPS_TIMEOUT_S)
         except ProgramGone as gone:
             self._close_trial()
@@ -235,11 +233,8 @@ class Forecast:
             and point.peak_bytes <= self._safe_bytes()
             and (point.batch_size or 0) <= max_samples
         ]
-        return max(
-            fitting,
-            key=lambda point: abs(log((point.batch_size or 1) / (base.batch_size or 1))),
-            default=None,
-        )
+        own_size = base.batch_size or 1
+        return max(fitting, key=lambda p: abs(log((p.batch_size or 1) / own_size)), default=None)
 
     def _measure_point(self, point: MemoryPoint, plan: Plan) -> None:
         self.stage(

@@ -177,10 +177,8 @@ class Rehearsal:
                     "batchnorm": "all",
                     "draws": "all",
                 }
-                self.stage(
-                    "rehearsing",
-                    f"the same steps as {self.procs} ranks, {SPLIT_WORDS[batches].format(reduction)}",
-                )
+                split = SPLIT_WORDS[batches].format(reduction)
+                self.stage("rehearsing", f"the same steps as {self.procs} ranks, {split}")
                 why_rejected = self._try_split(division, reference)
                 if why_rejected is None:
                     self.result.division = self._real_division(division, reference)
@@ -196,13 +194,9 @@ class Rehearsal:
 
         A batch the script sees whole is fetched whole by every rank.
         """
-        return (
-            ("whole",)
-            if self.whole
-            else ("cut", "whole")
-            if reference["training_loaders"]
-            else ("input", "whole")
-        )
+        if self.whole:
+            return ("whole",)
+        return ("cut", "whole") if reference["training_loaders"] else ("input", "whole")
 
     def _try_split(self, division: dict[str, Any], reference: dict[str, Any]) -> str | None:
         """Try a split; return why it does not compute the same as one process, or None if it does."""
@@ -216,11 +210,8 @@ class Rehearsal:
         if not ranks["applied"] or ranks["skipped"]:
             return str(ranks["skipped"][0]["reason"]) if ranks["skipped"] else "no lever was applied"
         self._compare(reference, ranks)
-        return (
-            None
-            if self._within_tolerance() or self._explained_by_rounding(reference)
-            else self._difference(reference)
-        )
+        equal = self._within_tolerance() or self._explained_by_rounding(reference)
+        return None if equal else self._difference(reference)
 
     def _run_steps(self, command: Command, plan: Plan, weight_ulps: float = 0.0) -> dict[str, Any]:
         """Run the first steps and return what was recorded. Raises ProgramGone."""
@@ -237,12 +228,8 @@ class Rehearsal:
         by_index = rehearsed["batches"] == "cut" and all(
             _by_index(reference["loaders"][number]) for number in reference["training_loaders"]
         )
-        return {
-            **rehearsed,
-            "batches": "index" if by_index else rehearsed["batches"],
-            "batchnorm": "own",
-            "draws": "own",
-        }
+        batches = "index" if by_index else rehearsed["batches"]
+        return {**rehearsed, "batches": batches, "batchnorm": "own", "draws": "own"}
 
     def _compare(self, reference: dict[str, Any], ranks: dict[str, Any]) -> None:
         self.result.gradient_error = _gradient_error(ranks["gradients"], reference["gradients"])

@@ -86,16 +86,11 @@ class RemoteNodes:
         self._hosts, self.nodes = hosts, list(hosts)
         self.excluded: list[str] = []
         key, typed = plan_key(command, facts), list(command.typed)
-        for description in self.run_orders(
-            [{"kind": "describe", "typed": typed}] * len(self.nodes), DESCRIBE_S, each_node=True
-        ):
-            differing = (
-                [description.why]
-                if description.answer is None
-                else differences(description.answer["key"], key)
-            )
+        orders = [{"kind": "describe", "typed": typed}] * len(self.nodes)
+        for reply in self.run_orders(orders, DESCRIBE_S, each_node=True):
+            differing = [reply.why] if reply.answer is None else differences(reply.answer["key"], key)
             if differing:
-                self._leave_out(description.host, "; ".join(differing))
+                self._leave_out(reply.host, "; ".join(differing))
         if not self.nodes:
             raise UsageError(
                 f"no node of the cluster matches this machine, which runs the plain program: {'; '.join(self.excluded) or 'there are no nodes'}. "
@@ -127,16 +122,12 @@ class RemoteNodes:
                 task = self._begin(node, json.dumps(orders[number]))
                 self._tasks[task] = _Task(number, tries - 1, node, seconds() + longest_s)
             if not self._tasks:
-                yield from (
-                    RemoteResult(number, None, "", "no node is left to measure it") for number, _ in waiting
-                )
+                for number, _ in waiting:
+                    yield RemoteResult(number, None, "", "no node is left to measure it")
                 return
             ended = self._ray.wait(list(self._tasks), num_returns=1, timeout=POLL_S)[0]
-            overdue = [
-                task
-                for task, running in self._tasks.items()
-                if task not in ended and seconds() > running.until_s
-            ]
+            unended = [(task, running) for task, running in self._tasks.items() if task not in ended]
+            overdue = [task for task, running in unended if seconds() > running.until_s]
             for task in (*ended, *overdue):
                 running = self._tasks.pop(task)
                 host, lost = self._hosts[running.node], ""
@@ -152,16 +143,13 @@ class RemoteNodes:
                 except self._ray.exceptions.RayError as error:
                     lost = first_line(error)[:200]
                 if lost:
-                    node_alive = task not in overdue and any(
-                        node["NodeID"] == running.node for node in self._alive_nodes()
-                    )
+                    alive = [node["NodeID"] for node in self._alive_nodes()]
                     if running.tries and not each_node:
                         waiting.append((running.number, running.tries))
                     else:
-                        yield RemoteResult(
-                            running.number, None, host, f"the node that measured it was lost ({lost})"
-                        )
-                    if not node_alive:
+                        why = f"the node that measured it was lost ({lost})"
+                        yield RemoteResult(running.number, None, host, why)
+                    if task in overdue or running.node not in alive:
                         self._leave_out(host, f"lost: {lost}")
                         continue
                 free.append(running.node)

@@ -46,20 +46,11 @@ class LeakProbe(AllocationRecorder):
         if len(self.tick_ends) - 1 in self.scan_ticks:
             self.finder.look(len(self.tick_ends))
         if self.context.device_type == "cuda":
-            self.device_bytes.append(
-                float(
-                    self.torch.cuda.memory_allocated(self.context.device)
-                    - block_bytes(self.tools.flatout_tensors())
-                )
-            )
+            allocated = self.torch.cuda.memory_allocated(self.context.device)
+            self.device_bytes.append(float(allocated - block_bytes(self.tools.flatout_tensors())))
 
     def end(self) -> dict[str, Any]:
-        holder = self.finder.found(
-            [
-                *(tensor for tensors in self.live_tensors().values() for tensor in tensors),
-                *self.tools.flatout_tensors(),
-            ]
-        )
+        holder = self.finder.found(sum(self.live_tensors().values(), self.tools.flatout_tensors()))
         super().end()
         series = self.device_bytes
         if self.context.device_type != "cuda":

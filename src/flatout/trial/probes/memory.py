@@ -63,18 +63,14 @@ class MemoryProbe(AllocationRecorder):
         self.recording = True
         modules = self.torch.nn.modules.module
         if not self.context.compiled_by_script:  # global hooks would cause a recompilation
-            self.ledger.call(
-                "forward pre-hook", modules.register_module_forward_pre_hook(self._module_begin).remove
-            )
-            self.ledger.call(
-                "forward hook",
-                modules.register_module_forward_hook(self._module_end, always_call=True).remove,
-            )
+            begin = modules.register_module_forward_pre_hook(self._module_begin)
+            end = modules.register_module_forward_hook(self._module_end, always_call=True)
+            self.ledger.call("forward pre-hook", begin.remove)
+            self.ledger.call("forward hook", end.remove)
         for parameter in self.context.parameters:
             if parameter.is_leaf:
-                self.ledger.call(
-                    "gradient hook", parameter.register_post_accumulate_grad_hook(self._on_gradient).remove
-                )
+                hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                self.ledger.call("gradient hook", hook.remove)
         hooks = self.torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
         hooks.__enter__()
         self.ledger.call("saved_tensors_hooks", partial(hooks.__exit__, None, None, None))
@@ -159,16 +155,13 @@ class MemoryProbe(AllocationRecorder):
         except (RuntimeError, NotImplementedError):  # a tensor without memory, for example one being traced
             return _SavedTensor(tensor, None)
         detached = tensor.detach()  # an output that references itself is never freed
-        if (
-            pointer in self.fixed_pointers
-            or pointer in self.inputs
-            or tensor.device.type != self.context.device_type
-        ):
+        known = pointer in self.fixed_pointers or pointer in self.inputs
+        if known or tensor.device.type != self.context.device_type:
             return _SavedTensor(detached, None)
-        saved_count = self.saved.setdefault(pointer, [0, size])
-        saved_count[0] += 1
+        entry = self.saved.setdefault(pointer, [0, size])
+        entry[0] += 1
         name = self.module_stack[-1] if self.module_stack else "outside the model"
-        if saved_count[0] == 1:
+        if entry[0] == 1:
             self.first_saver[pointer] = name
             self._add_activation(name, size)
         return _SavedTensor(detached, partial(self._release, pointer, name))
@@ -180,14 +173,14 @@ class MemoryProbe(AllocationRecorder):
         self._sample()
 
     def _release(self, pointer: int, name: str) -> None:
-        saved_count = self.saved.get(pointer)
-        if saved_count is None:
+        entry = self.saved.get(pointer)
+        if entry is None:
             return
-        saved_count[0] -= 1
-        if saved_count[0] == 0:
+        entry[0] -= 1
+        if entry[0] == 0:
             del self.saved[pointer]
-            self.activations -= saved_count[1]
-            self.by_module[self.first_saver.pop(pointer, name)] -= saved_count[1]
+            self.activations -= entry[1]
+            self.by_module[self.first_saver.pop(pointer, name)] -= entry[1]
             self.modules = None
 
     def _sample(self) -> None:

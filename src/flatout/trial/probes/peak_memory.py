@@ -74,11 +74,6 @@ class PeakMemoryProbe(AllocationRecorder):
         peak = 0
         for tick in self.windows:
             shift = tick.bytes_before - at(totals, tick.start + offset, 0)
-            peak = max(
-                [
-                    peak,
-                    tick.bytes_before,
-                    *(shift + total for ns, total in totals if tick.step <= ns - offset <= tick.end),
-                ]
-            )
+            within = [total for ns, total in totals if tick.step <= ns - offset <= tick.end]
+            peak = max(peak, tick.bytes_before, shift + max(within, default=-shift))
         return {"peak_bytes": peak}
