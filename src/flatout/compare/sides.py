@@ -58,7 +58,7 @@ def plan_sides(words: Sequence[str], plans: Sequence[tuple[str, Plan]]) -> tuple
 
 
 def revisions(text: str) -> tuple[str, str]:
-    """Split ``A..B``; without B, it is `HERE`, the folder as it is. Raises UsageError."""
+    """Split ``A..B``; without B, it is `AS_IS`, the folder as it is. Raises UsageError."""
     first, separator, second = text.partition("..")
     if not separator or not first or second.startswith("."):
         raise UsageError(
@@ -68,7 +68,7 @@ def revisions(text: str) -> tuple[str, str]:
 
 
 def revision_side(words: Sequence[str], revision: str, work_trees: WorkTrees) -> Side:
-    """The side of a command at a revision; `HERE` is the folder as it is. Raises UsageError."""
+    """The side of a command at a revision; `AS_IS` is the folder as it is. Raises UsageError."""
     if revision == AS_IS:
         return Side("the folder as it is", measurable(understand(words)), revision=work_trees.commit("HEAD"))
     folder, commit = work_trees.check_out(revision), work_trees.commit(revision)

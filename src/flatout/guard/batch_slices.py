@@ -72,7 +72,7 @@ def first_samples(
 
 
 def half_samples(steps: Sequence[list[CapturedCall]], torch: ModuleType) -> list[list[CapturedCall]]:
-    """The first half of the samples of steps that `sliced` has cut."""
+    """The first half of the samples of steps that `take_samples` has cut."""
     sizes = (
         tensor.shape[0]
         for calls in steps

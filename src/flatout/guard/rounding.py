@@ -91,14 +91,8 @@ def compare(
     clipping = max(
         (abs(x - y) / y for x, y in zip(levers.clipped, plain.clipped, strict=True) if y), default=0.0
     )
-    checks.append(
-        check(
-            "clipping",
-            clipping,
-            MIN_LIMIT,
-            f"gradients after clip_grad_norm_ differ by {clipping:.2g} (relative) from those of the plain step",
-        )
-    )
+    why = f"gradients after clip_grad_norm_ differ by {clipping:.2g} (relative) from those of the plain step"
+    checks.append(check("clipping", clipping, MIN_LIMIT, why))
     if all(any(bool((move != 0).any()) for move in changes) for changes in plain.buffer_changes):
         checks.append(_buffers(plain, levers, double, max(HALF_ULP, BUFFER_FACTOR * error), share, torch))
     response = max(
@@ -257,9 +251,8 @@ def _parameters(
             relative_distance(plain_grads[:1], [double.gradients[0][i]], torch) if double.gradients else 0.0
         )
         size = _size(plain_grads)
-        if (
-            size == 0.0 or f32_error > MAX_REFERENCE_ERROR
-        ):  # a gradient of pure rounding (a bias before a normalisation)
+        # A gradient of pure rounding (a bias before a normalisation)
+        if size == 0.0 or f32_error > MAX_REFERENCE_ERROR:
             continue
         noise = (
             math.sqrt(share * len(plain_grads) / (2 * len(plain_grads) - 2))
@@ -316,12 +309,8 @@ def _buffers(
     limit = max(
         MIN_LIMIT, cap if f32_error is None else min(cap, max(HALF_ULP, HALF_PER_FLOAT32 * f32_error))
     )
-    return check(
-        "buffers",
-        error,
-        limit,
-        f"running statistics differ by {error:.2g} (relative) from those of the plain step",
-    )
+    why = f"running statistics differ by {error:.2g} (relative) from those of the plain step"
+    return check("buffers", error, limit, why)
 
 
 def _noise(steps: list[list[Any]], torch: ModuleType) -> float:
