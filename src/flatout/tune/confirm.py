@@ -100,10 +100,8 @@ def _confirm_once(
             tuning.note(plan.describe(), "fresh pairs", None, pairs.failure, start_s)
             return Rejection(f"failed in fresh processes: {pairs.failure}")
         tuning.watcher.comparison(plan.describe(), _ratio(tuning, tuned, pairs), f"pair {len(pairs.tuned)}")
-        if (
-            MIN_PAIRS <= len(pairs.tuned) < USUAL_PAIRS
-            and _judge(tuning, tuned, replica, pairs).verdict == "failed"
-        ):
+        early = MIN_PAIRS <= len(pairs.tuned) < USUAL_PAIRS
+        if early and _judge(tuning, tuned, replica, pairs).verdict == "failed":
             break  # the remaining time is for the plan without the levers responsible
     plain_records, tuned_records = pairs.common_runs()
     if not tuned_records:
