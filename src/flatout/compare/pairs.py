@@ -88,9 +88,8 @@ class PairTimer:
                 not stop_rule(self.pairs) and seconds() + 0.8 * self.pair_s < until_s
             ):
                 start_s, number = seconds(), len(self.pairs)
-                self.watcher.stage(
-                    "measuring", f"pair {number + 1}" if len(self.sides) > 1 else f"process {number + 1}"
-                )
+                noun = "pair" if len(self.sides) > 1 else "process"
+                self.watcher.stage("measuring", f"{noun} {number + 1}")
                 self.disturbance.sample()
                 self.pairs.append(self._pair(number))
                 self.pair_s = seconds() - start_s
@@ -139,17 +138,15 @@ class PairTimer:
 
     def _start(self, side: Side, seed: int) -> Trial:
         """Start a process and bring it to its steady state; it is stopped on return."""
-        trial = Trial(
-            side.command, self.job.new_trial(), side.plan, self.facts, TrialOptions(seed, reseed=True)
-        )
+        options = TrialOptions(seed, reseed=True)
+        trial = Trial(side.command, self.job.new_trial(), side.plan, self.facts, options)
         self.interleaver.start_trial(trial)
         gone = self.interleaver.wait_all_ready([trial], START_TIMEOUT_S)[0]
         if gone is not None:
             raise _side_error(side, gone.record)
         for skipped in trial.ready["skipped"]:
-            raise NothingMeasured(
-                f"{side.label}: the plan cannot be applied: {skipped['name']}: {skipped['reason']}"
-            )
+            why = f"{skipped['name']}: {skipped['reason']}"
+            raise NothingMeasured(f"{side.label}: the plan cannot be applied: {why}")
         return trial
 
     def _set_block_length(self, trial: Trial) -> None:
@@ -211,7 +208,6 @@ def _side_error(side: Side, record: TrialRecord) -> FlatoutError:
     Never the exit code of the program: 1 would mean that a gate failed.
     """
     if record.status == "failed":
-        return NothingMeasured(
-            str(failure_error(record, f"{side.label} fails (exit code {record.exit_code})"))
-        )
+        headline = f"{side.label} fails (exit code {record.exit_code})"
+        return NothingMeasured(str(failure_error(record, headline)))
     return unmeasured_error(record, f"{side.label} cannot be measured", "compare longer runs")

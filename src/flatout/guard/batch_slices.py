@@ -8,8 +8,9 @@ less that of its half is what stays, whatever the number of samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -39,13 +40,7 @@ def take_samples(
     The share is 1.0 if the steps stay whole. Inputs and output gradients must agree in the size of their
     first dimension, the batch size. Scalars stay as they are.
     """
-    tensors = [
-        tensor
-        for calls in steps
-        for call in calls
-        for tensor in tensors_in((call.args, call.kwargs, call.grads))
-    ]
-    sizes = {tensor.shape[0] for tensor in tensors if tensor.dim()}
+    sizes = set(_batch_sizes(steps))
     size = next(iter(sizes), 0)
     count = played_samples(size, step_ms)
     if len(sizes) != 1 or count == size:
@@ -62,25 +57,22 @@ def first_samples(
     def first(nest: object) -> Any:
         return mapped_tensors(nest, lambda tensor: tensor[:count] if tensor.dim() else tensor)
 
-    return [
-        [
-            replace(call, args=first(call.args), kwargs=first(call.kwargs), grads=first(call.grads))
-            for call in calls
-        ]
-        for calls in steps
-    ]
+    def shortened(call: CapturedCall) -> CapturedCall:
+        return replace(call, args=first(call.args), kwargs=first(call.kwargs), grads=first(call.grads))
+
+    return [list(map(shortened, calls)) for calls in steps]
 
 
 def half_samples(steps: Sequence[list[CapturedCall]], torch: ModuleType) -> list[list[CapturedCall]]:
     """The first half of the samples of steps that `take_samples` has cut."""
-    sizes = (
-        tensor.shape[0]
-        for calls in steps
-        for call in calls
-        for tensor in tensors_in((call.args, call.kwargs, call.grads))
-        if tensor.dim()
-    )
-    return first_samples(steps, next(sizes) // 2, torch)
+    return first_samples(steps, next(_batch_sizes(steps)) // 2, torch)
+
+
+def _batch_sizes(steps: Sequence[list[CapturedCall]]) -> Iterator[int]:
+    for call in chain.from_iterable(steps):
+        for tensor in tensors_in((call.args, call.kwargs, call.grads)):
+            if tensor.dim():
+                yield tensor.shape[0]
 
 
 def whole_batch_factor(

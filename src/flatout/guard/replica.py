@@ -224,20 +224,17 @@ class StepReplica:
             return {"checks": [check("levers", 1.0, 0.0, why)]}
         if bitwise:
             answer = compare_bitwise(reference.plain, levers, self.torch)
-            if (
-                answer["passed"]
-                or compare_bitwise(reference.plain, reference.replay.play(steps), self.torch)["passed"]
-            ):
+            # If the plain step is not repeatable (sums by atomic additions), the comparison allows for rounding
+            if not answer["passed"]:
+                repeat = reference.replay.play(steps)
+            if answer["passed"] or compare_bitwise(reference.plain, repeat, self.torch)["passed"]:
                 return {"checks": [answer]}
-            # The plain step is not repeatable (sums by atomic additions), so the comparison allows for
-            # rounding.
         batch_factor = 1.0 if self._share == 1.0 else self._batch_factor(reference, levers)
         answer = compare(
             reference.plain, levers, reference.double, reference.nudged, self.torch, self._share, batch_factor
         )
-        answer["checks"] += later_checks(
-            reference.plain, levers, reference.later, reference.sharpened, self.torch
-        )
+        later, sharpened = reference.later, reference.sharpened
+        answer["checks"] += later_checks(reference.plain, levers, later, sharpened, self.torch)
         return answer
 
     def _batch_factor(self, reference: ReferencePlays, levers: StepResults) -> float:
@@ -251,12 +248,8 @@ class StepReplica:
             return 1.0
         if half.failure:
             return 1.0
-        return whole_batch_factor(
-            (reference.plain, levers),
-            (reference.half, half),
-            self._share,
-            gradients_are_sums(self._sliced_steps),
-        )
+        summed = gradients_are_sums(self._sliced_steps)
+        return whole_batch_factor((reference.plain, levers), (reference.half, half), self._share, summed)
 
     def _plain_plays(self, steps: list[list[CapturedCall]]) -> ReferencePlays:
         """The plays without levers, shared by all judged levers."""
@@ -329,12 +322,8 @@ def blame_levers(judge: Judge, choices: Sequence[Choice], judge_rest: bool = Tru
                 failing[choice.name] = why
             else:
                 rest.append(choice)
-    return {
-        **answer,
-        "failing_alone": failing_alone,
-        "failing": failing,
-        "rest": verdict(rest) if rest and failing else None,
-    }
+    rest_verdict = verdict(rest) if rest and failing else None
+    return {**answer, "failing_alone": failing_alone, "failing": failing, "rest": rest_verdict}
 
 
 def _failure(answer: dict[str, Any]) -> str:

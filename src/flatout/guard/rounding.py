@@ -189,15 +189,9 @@ def _outputs(plain: StepResults, levers: StepResults, double: StepResults) -> tu
         ),
         default=0.0,
     )
-    limit = (
-        min(OUTPUT_CAP, max(OUTPUT_TOLERANCE, HALF_PER_FLOAT32 * f32_error)) if double.outputs else OUTPUT_CAP
-    )
-    return check(
-        "outputs",
-        error,
-        limit,
-        f"the outputs differ by {error:.2g} (of their spread) from {_reference_name(double)}{_f32_note(double, f32_error)}",
-    ), error
+    limit = max(OUTPUT_TOLERANCE, HALF_PER_FLOAT32 * f32_error) if double.outputs else OUTPUT_CAP
+    why = f"the outputs differ by {error:.2g} (of their spread) from {_reference_name(double)}{_f32_note(double, f32_error)}"
+    return check("outputs", error, min(OUTPUT_CAP, limit), why), error
 
 
 def _relative_error(x: Tensor, y: Tensor) -> float:
@@ -285,12 +279,8 @@ def _updates(
         error = relative_distance([levers.updates[i]], [reference], torch)
         if not error / limit <= worst[0]:
             worst = (error / limit, error, limit)
-    return check(
-        "update",
-        worst[1],
-        worst[2],
-        f"from the same gradients, the relative update error against {_reference_name(double)} is {worst[1]:.2g}",
-    )
+    why = f"from the same gradients, the relative update error against {_reference_name(double)} is {worst[1]:.2g}"
+    return check("update", worst[1], worst[2], why)
 
 
 def _buffers(
@@ -301,14 +291,10 @@ def _buffers(
         for x, y in zip(levers.buffer_changes, plain.buffer_changes, strict=True)
     )
     cap = min(cap, NOISE_CAP * _noise(plain.buffer_changes, torch) * math.sqrt(share))
-    f32_error = (
-        relative_distance(plain.buffer_changes[0], double.buffer_changes[0], torch)
-        if double.buffer_changes
-        else None
-    )
-    limit = max(
-        MIN_LIMIT, cap if f32_error is None else min(cap, max(HALF_ULP, HALF_PER_FLOAT32 * f32_error))
-    )
+    if double.buffer_changes:
+        f32_error = relative_distance(plain.buffer_changes[0], double.buffer_changes[0], torch)
+        cap = min(cap, max(HALF_ULP, HALF_PER_FLOAT32 * f32_error))
+    limit = max(MIN_LIMIT, cap)
     why = f"running statistics differ by {error:.2g} (relative) from those of the plain step"
     return check("buffers", error, limit, why)
 

@@ -84,10 +84,8 @@ def judge(
     lengths = [min(finite_count(p.losses), len(c)) for p, (c, _) in zip(plain, curves, strict=True)]
     shortest = min(lengths) if exact else min(*lengths, common_length([(p, p) for p, _ in curves]))
     if shortest < MIN_LOSSES:
-        record.verdict, record.why = (
-            "not checked",
-            f"only {shortest} finite losses were recorded, too few to compare",
-        )
+        record.verdict = "not checked"
+        record.why = f"only {shortest} finite losses were recorded, too few to compare"
         return record
     checks += [finite_losses(curves), _resolution(curves)]
     if exact:
@@ -98,13 +96,10 @@ def judge(
         if effect is Effect.RESAMPLED:
             checks += same_distribution(list(zip(plain, tuned, strict=True)))
         elif repeatable:
-            checks += start_check(
-                plain, tuned, replica or {}, perturbed, _max_growth(effect, one_run=len(perturbed) == 1)
-            )
-        checks += [
-            *_replica_checks(replica),
-            *_replica_checks(late_replica, "late ", "after a stretch of training "),
-        ]
+            growth = _max_growth(effect, one_run=len(perturbed) == 1)
+            checks += start_check(plain, tuned, replica or {}, perturbed, growth)
+        checks += _replica_checks(replica)
+        checks += _replica_checks(late_replica, "late ", "after a stretch of training ")
         checks.append(curves_within_spread(curves))
     failed = [c for c in checks if not c.passed]
     if failed:
@@ -151,11 +146,8 @@ def start_agrees(
     length = min(sum(step <= START_STEPS for step in plain.loss_steps), len(curve[0]))
     first = (curve[0][:length], curve[1][:length])
     perturbed = [run for run in perturbed if run.seed == plain.seed]
-    if (
-        length < MIN_FIRST_LOSSES
-        or effect.rank >= Effect.RESAMPLED.rank
-        or not all(map(math.isfinite, first[0]))
-    ):
+    same_batches = effect.rank < Effect.RESAMPLED.rank
+    if length < MIN_FIRST_LOSSES or not same_batches or not all(map(math.isfinite, first[0])):
         return None
     for check in (finite_losses([first]), _resolution([first])):
         if not check.passed:
@@ -164,9 +156,8 @@ def start_agrees(
         return _bitwise_losses([plain], [lever_run])
     if not perturbed:
         return None
-    return next(
-        iter(start_check([plain], [lever_run], {}, perturbed, _max_growth(effect, one_run=True))), None
-    )
+    growth = _max_growth(effect, one_run=True)
+    return next(iter(start_check([plain], [lever_run], {}, perturbed, growth)), None)
 
 
 def _max_growth(effect: Effect, one_run: bool = False) -> float:

@@ -89,8 +89,7 @@ def make_candidates(
 ) -> dict[str, Candidate]:
     """Combine the answers of all levers with the restrictions of the search.
 
-    ``memory_limited``: memory is limited. ``base`` is the plan that applies to all programs of the search, and
-    ``why_incompatible`` says why a lever cannot be combined with it.
+    ``base`` is the plan that applies to all its programs.
     """
     candidates = {}
     for lever in TABLE:
@@ -145,7 +144,6 @@ def fetches_all(value: Value) -> bool:
 
 
 def plan_of(candidates: Iterable[Candidate]) -> Plan:
-    """The plan of these candidates, in the order in which levers act."""
     return ordered_plan(c.choice for c in candidates)
 
 

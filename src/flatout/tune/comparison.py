@@ -75,8 +75,7 @@ class MeasuredBlock(Record):
 class ProgramResult(Record):
     """The result of one program.
 
-    ``end_record``: how it ended before its rows were done. ``failed_lever``: a lever that could not be applied, and
-    why.
+    ``end_record``: how it ended before its rows were done. ``failed_lever``: its name, and why.
     """
 
     blocks: list[MeasuredBlock] = field(default_factory=list)
@@ -95,7 +94,7 @@ class ProgramResult(Record):
 
 @dataclass
 class Member:
-    """A running program among those that are interleaved."""
+    """A program that is interleaved with others."""
 
     trial: Trial
     rows: tuple[Row, ...]
@@ -318,7 +317,6 @@ def _late_step(interleaver: Interleaver, member: Member, choices: Sequence[Choic
 
 
 def _record(member: Member, record_kind: str) -> None:
-    """Take its record; if the program was lost on the way, store that as ``end_record``."""
     record = member.trial.finish(draws=record_kind == "draws")
     if record.status in ("finished", "ended"):
         member.result.record = record

@@ -42,7 +42,6 @@ class BackgroundCompiler:
 
     @property
     def next_factor(self) -> Factor | None:
-        """The factor to compile next."""
         factors = self.tuning.space.factors
         remaining = (f for f in factors if f.warms_up and f.key not in self.started_keys)
         return min(remaining, key=lambda f: f.mean, default=None)
@@ -118,7 +117,6 @@ class BackgroundCompiler:
 
     @property
     def reserved_s(self) -> float:
-        """The part of the exploring time reserved for the compiler alone."""
         sole_compile_s = min(COMPILE_S, SOLE_COMPILE_SHARE * self.tuning.budget_s)
         if self.trial is None and (
             self.next_factor is None or self._has_room or sole_compile_s < self._min_remaining_s

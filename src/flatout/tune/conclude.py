@@ -65,10 +65,8 @@ def conclude(tuning: Tuning) -> list[Candidate]:
         candidate.value, candidate.ratio = tuning.choices[key].value, tuning.effect(key, best)
         candidate.method = LIVE if candidate.lever.live and tuning.interleaver.unit == "step" else PROCESSES
         if candidate.lever.name in chosen:
-            candidate.status, candidate.reason = (
-                Status.SKIPPED,
-                "part of the plan; the search ended before it was confirmed",
-            )
+            candidate.status = Status.SKIPPED
+            candidate.reason = "part of the plan; the search ended before it was confirmed"
             selected.append(candidate)
             continue
         certain = candidate.ratio.low > 1.0 or candidate.ratio.high < 1.0

@@ -201,8 +201,6 @@ def _choose_point(tuning: Tuning, tuned: list[Candidate], points: Sequence[Front
             candidate.reject("the plan with it does not fit into the memory limit")
     for candidate, choice in best.parts:
         candidate.value, candidate.ratio, candidate.method = choice.value, best.record.ratio, LIVE
-        candidate.status, candidate.reason = (
-            Status.SKIPPED,
-            "fastest plan that fits; the search ended before it was confirmed",
-        )
+        candidate.status = Status.SKIPPED
+        candidate.reason = "fastest plan that fits; the search ended before it was confirmed"
     return [*chosen, *(candidate for candidate, _ in best.parts)]

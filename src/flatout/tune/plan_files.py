@@ -75,7 +75,6 @@ def newest_file(*patterns: str) -> Path | None:
 
 
 def plan_beside_script(command: Command) -> Path:
-    """The path of the plan that you see and may edit."""
     return (command.script.parent if command.script else Path.cwd()) / "flatout.toml"
 
 
@@ -114,7 +113,6 @@ class FoundPlan:
 
 
 def find_plan(command: Command, facts: Facts, ranks: str = "") -> FoundPlan:
-    """The newest plan that fits the command, script, machine and versions."""
     key, skipped = plan_key(command, facts, ranks), list[SkippedPlan]()
     for path in plan_files(command, ranks):
         if why := distrusted(path, whose=command.script):

@@ -106,7 +106,7 @@ def value_key(lever: str, value: Value, cores: int) -> str:
 
 
 def entries_of(table: Mapping[str, Any]) -> Entries:
-    """The rows of a table by lever, value and device. Raises KeyError if a row lacks a field."""
+    """Raises KeyError if a row lacks a field."""
     entries: Entries = {}
     for row in table["entries"]:
         entries.setdefault((row["lever"], row["value"], row["device"]), {})[row["kind"]] = Prior(

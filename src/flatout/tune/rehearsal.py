@@ -9,9 +9,6 @@ rounding may differ. The gradients and losses, compared with the reference run, 
     anything else                      only the model splits, not the loss; outputs are gathered (*whole*)
     not that either                    the program does not run as ranks
 
-The rehearsal returns the split of the real job, which fetches by index if possible and draws its own random
-numbers.
-
 If weights, gradients and optimizer state do not fit on one device together (`tune/sharding.py`), the
 rehearsal shards them too. If a single process cannot even be the reference run, N ranks are: each keeps its
 shard of the weights and computes every whole batch, so the average of their gradients is that of one process.
@@ -136,7 +133,6 @@ class Rehearsal:
         return result
 
     def _sharded_reference(self, record: TrialRecord) -> dict[str, Any]:
-        """Run the reference as ranks, because one process runs out of memory. Raises ProgramFailed."""
         self.stage(
             "rehearsing",
             f"one process ran out of memory: the first steps as {self.procs} ranks with sharded weights and whole batches",
@@ -214,7 +210,6 @@ class Rehearsal:
         return None if equal else self._difference(reference)
 
     def _run_steps(self, command: Command, plan: Plan, weight_ulps: float = 0.0) -> dict[str, Any]:
-        """Run the first steps and return what was recorded. Raises ProgramGone."""
         with Trial(
             command,
             self.job.new_trial(),

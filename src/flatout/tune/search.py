@@ -1,15 +1,13 @@
 """The search: observe, explore, check a step, confirm in fresh processes.
 
-    observe    run one plain program until its steps are steady; every lever says whether it applies
-    ranks      with several ranks: compare them with one process
-    by name    measure levers that you named although they change training: speed and both loss curves
-    explore    measure all levers by an experimental design: live ones by block, others across processes
-    fit        if memory is limited: add memory-saving levers one after another, by time and peak memory
-    guard      replay one step plainly, with the levers, and in float64
-    confirm    run two or three fresh pairs of processes, plain and tuned, each with its own seed; more if the
-               result is unclear. They provide the guard's loss curves and join the speed estimate
-
-Every result is saved at once; an interrupted search continues from there.
+observe    run one plain program until its steps are steady; every lever says whether it applies
+ranks      with several ranks: compare them with one process
+by name    measure levers that you named although they change training: speed and both loss curves
+explore    measure all levers by an experimental design: live ones by block, others across processes
+fit        if memory is limited: add memory-saving levers one after another, by time and peak memory
+guard      replay one step plainly, with the levers, and in float64
+confirm    run two or three fresh pairs of processes, plain and tuned, each with its own seed; more if the
+           result is unclear. They provide the guard's loss curves and join the speed estimate
 """
 
 from __future__ import annotations

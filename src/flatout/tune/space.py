@@ -41,7 +41,6 @@ class Factor:
 
     @property
     def switched(self) -> bool:
-        """Whether it is switched between the blocks of one process."""
         return self.live and not self.warms_up
 
 
@@ -101,7 +100,7 @@ class Space:
 
     @cached_property
     def switched(self) -> Array:
-        """(factors,) booleans: whether a factor is switched between blocks."""
+        """(factors,) booleans."""
         return np.array([factor.switched for factor in self.factors], dtype=bool)
 
     def rows(self, sets: Iterable[frozenset[str]]) -> Array:
@@ -134,11 +133,11 @@ class Space:
     # -- allowed sets
 
     def allowed(self, active: frozenset[str]) -> bool:
-        """Whether this set is allowed. Raises ValueError for a key without a factor."""
+        """Raises ValueError for a key without a factor."""
         return bool(self.allowed_rows(self.rows([active]))[0])
 
     def allowed_rows(self, rows: Array) -> Array:
-        """(n,) booleans: whether each of (n, factors) rows is allowed."""
+        """(n,) booleans for (n, factors) rows."""
         counts = rows.astype(np.int16) @ self._levers
         allowed: Array = (counts <= 1).all(axis=1)
         for a, b in self._excluded:

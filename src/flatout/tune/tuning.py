@@ -112,7 +112,7 @@ class Tuning:
         )
 
     def single_start_s(self, until_ready_s: float, programs: int) -> float:
-        """Seconds per start, from the time at which the last of ``programs`` programs was ready."""
+        """The reverse of ``joint_start_s``, from the time until the last program was ready."""
         warmup_s = self._warmup_s
         return (
             until_ready_s
@@ -182,7 +182,7 @@ class Tuning:
 
     @property
     def timeout_s(self) -> float:
-        """The timeout for a program to become ready."""
+        """For a program to become ready."""
         return 120 + 4 * self.start_cost_s
 
     def remaining_s(self, overrun: bool = False) -> float:
@@ -253,7 +253,6 @@ class Tuning:
         return ordered_plan(self.choices[key] for key in active)
 
     def live_rows(self, rows: Iterable[Iterable[str]]) -> tuple[Row, ...]:
-        """The choices of each block, from the keys of its active levers."""
         return tuple(self.plan_for(row).choices for row in rows)
 
     def add_blocks(
@@ -303,7 +302,6 @@ class Tuning:
             self.interleaver.dismiss(plain)
 
     def blocks_of(self, space: Space) -> list[TimedBlock]:
-        """The blocks whose active factors are all in ``space``."""
         return [block for block in self.blocks if block.active <= space.index.keys()]
 
     def fit_of(self, space: Space) -> Fitted:
