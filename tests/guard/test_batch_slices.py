@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from flatout.guard.batch_slices import (
     MAX_PLAYS_S,
     MIN_SAMPLES,
-    PLAYS_PER_JUDGEMENT,
+    PLAYS_A_REPLICA,
     played_samples,
     take_samples,
 )
@@ -46,7 +46,7 @@ def test_the_first_samples_of_everything_are_kept(size, step_ms):
         assert part == whole
         return
     assert MIN_SAMPLES <= kept <= size / 2
-    assert kept == MIN_SAMPLES or PLAYS_PER_JUDGEMENT * step_ms * (kept - 1) / size <= 1000 * MAX_PLAYS_S
+    assert kept == MIN_SAMPLES or PLAYS_A_REPLICA * step_ms * (kept - 1) / size <= 1000 * MAX_PLAYS_S
     for calls in part:
         assert calls[0].args[0].equal(whole[0][0].args[0][:kept])
         assert calls[0].args[1]["mask"].shape == (kept,)

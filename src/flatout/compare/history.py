@@ -138,7 +138,6 @@ def _runs(job: Path) -> list[list[Path]]:
 
 
 def _command(path: Path, files_of_runs: Sequence[Sequence[Path]]) -> list[str]:
-    """The command that the newest record of a job tells."""
     runs = [file for files in files_of_runs for file in files]
     for file in (*reversed(runs), *(path / name for name in RECORDS)):
         data = read_json(file)

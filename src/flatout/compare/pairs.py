@@ -117,7 +117,6 @@ class PairTimer:
         return Pair(seed, runs[0], runs.get(1)) if len(runs) == len(self.sides) else self._pair(seed)
 
     def _measure_group(self, group: Sequence[int], seed: int) -> dict[int, Run]:
-        """Measure these sides in turns; nothing if they do not fit into memory together."""
         trials: dict[int, Trial] = {}
         start_times: dict[int, float] = {}
         try:
@@ -137,7 +136,6 @@ class PairTimer:
                 self.interleaver.dismiss(trial)
 
     def _start(self, side: Side, seed: int) -> Trial:
-        """Start a process and bring it to its steady state; it is stopped on return."""
         options = TrialOptions(seed, reseed=True)
         trial = Trial(side.command, self.job.new_trial(), side.plan, self.facts, options)
         self.interleaver.start_trial(trial)
@@ -185,7 +183,6 @@ class PairTimer:
 
 
 def _pair_decided(rounds: Sequence[tuple[float, ...]], spent_s: float) -> bool:
-    """Whether the rounds of a pair tell its change, as far as one pair can."""
     if spent_s < MIN_S or len(rounds) < MIN_ROUNDS:
         return False
     # of one side: its own logarithms
@@ -195,7 +192,6 @@ def _pair_decided(rounds: Sequence[tuple[float, ...]], spent_s: float) -> bool:
 
 @contextmanager
 def _name_side(side: Side) -> Iterator[None]:
-    """Name the side whose program was lost."""
     try:
         yield
     except ProgramGone as gone:

@@ -18,7 +18,7 @@ from flatout.guard.captured_steps import CapturedCall, StepResults
 from flatout.guard.copies import mapped_tensors, squared_norm
 from flatout.measure.nests import tensors_in
 
-PLAYS_PER_JUDGEMENT = 17  # steps per judgement if steps are long
+PLAYS_A_REPLICA = 17  # steps per judgement if steps are long
 MAX_PLAYS_S = 12.0  # beyond this time, only part of the samples is played
 # Batch normalisation needs several samples. And torch draws the same normal numbers in bfloat16 as in float32
 # only if the number of elements is a multiple of 16 (CPU, torch 2.14).
@@ -27,7 +27,7 @@ MIN_SAMPLES = 16
 
 def played_samples(size: int, step_ms: float) -> int:
     """How many of ``size`` samples to play: all, or at most half if a whole step takes too long."""
-    possible = math.ceil(size * 1000 * MAX_PLAYS_S / (PLAYS_PER_JUDGEMENT * max(step_ms, 1.0)))
+    possible = math.ceil(size * 1000 * MAX_PLAYS_S / (PLAYS_A_REPLICA * max(step_ms, 1.0)))
     count = MIN_SAMPLES * max(1, possible // MIN_SAMPLES)
     return size if 2 * count > size else count
 

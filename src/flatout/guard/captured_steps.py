@@ -274,7 +274,6 @@ class StepReplayer:
 
 
 def _device_full(context: TrainingContext, torch: ModuleType) -> bool:
-    """Whether the results of the plays would fill the device while the program occupies it."""
     if context.device_type != "cuda":
         return False
     free, _ = torch.cuda.mem_get_info(context.device)

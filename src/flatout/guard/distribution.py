@@ -82,7 +82,6 @@ def _shift(
 
 
 def _draws(pairs: Pairs) -> list[GuardCheck]:
-    """Compare ``draws`` of the records: by round, by sample, the four statistics."""
     worst, tests, rounds = 1.0, 0, 0
     draws = [(p.draws[:n], t.draws[:n]) for p, t in pairs if (n := min(len(p.draws), len(t.draws)))]
     for sample in range(min((len(row) for a, b in draws for row in (*a, *b)), default=0)):

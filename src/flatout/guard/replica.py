@@ -252,7 +252,6 @@ class StepReplica:
         return whole_batch_factor((reference.plain, levers), (reference.half, half), self._share, summed)
 
     def _plain_plays(self, steps: list[list[CapturedCall]]) -> ReferencePlays:
-        """The plays without levers, shared by all judged levers."""
         replay = StepReplayer(self.context, self.applier, self._frozen, sorted(self._stepped))
         updates = self._updates(replay, steps)
         if updates:
@@ -327,5 +326,4 @@ def blame_levers(judge: Judge, choices: Sequence[Choice], judge_rest: bool = Tru
 
 
 def _failure(answer: dict[str, Any]) -> str:
-    """Return the reason of the first failed check, or ""."""
     return next((str(check["why"]) for check in answer.get("checks", ()) if not check["passed"]), "")

@@ -122,7 +122,6 @@ class MemoryPredictor(Worker):
         return iter_loader
 
     def _repeat_batch(self, iterator: object) -> Any:
-        """The batch of this iterator, in the requested size, without memory."""
         self.batch_count += 1
         if self.batch_count > MAX_BATCHES:
             raise LookupError(f"a step of this program took more than {MAX_BATCHES} batches")

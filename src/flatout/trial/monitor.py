@@ -1,7 +1,4 @@
-"""Monitors a whole program during a profile, besides its steps: loaders, garbage collection, call counters.
-
-It makes only a few calls a step, so it does not disturb step times.
-"""
+"""Monitors a whole program during a profile: loaders, garbage collection, call counters. It does not disturb steps."""
 
 from __future__ import annotations
 
@@ -168,7 +165,6 @@ class ProgramMonitor(Listener):
 
 
 def _places(lines: Counter[Line | None], n: int) -> list[dict[str, Any]]:
-    """The most frequent of these lines as JSON."""
     places = (place_of(line) for line, _ in lines.most_common(n))
     return [place.to_json() for place in places if place is not None]
 

@@ -87,7 +87,6 @@ class WorkerRecord(Listener):
         self.late_applied = False
 
     def _forward(self, event: str, *args: object) -> None:
-        """Pass an event on to the monitor and the open probe."""
         for listener in (self.monitor, self.active_probe.probe):
             if listener is not None:
                 getattr(listener, event)(*args)

@@ -1,11 +1,9 @@
 """`flatout batch`: measures speed and memory at other batch sizes, and the noise of the gradients.
 
-    own        the unchanged program: the training loader, its batch size, memory of a step, gradient noise
-    explore    each other size in its own program, smaller and larger: does it run, fit, and gain speed
-    passes     fresh programs of all sizes that fit are interleaved, one runs while the others are paused, as
-               often as time allows
-
-A GPU's memory belongs to one program at a time; on a CPU as many programs live side by side as fit.
+own        the unchanged program: the training loader, its batch size, memory of a step, gradient noise
+explore    each other size in its own program, smaller and larger: does it run, fit, and gain speed
+passes     fresh programs of all sizes that fit are interleaved, one runs while the others are paused, as
+           often as time allows
 """
 
 from __future__ import annotations
@@ -132,9 +130,8 @@ class BatchCurve:
         except BaseException as error:
             trial.close()
             if isinstance(error, ProgramGone):
-                raise unmeasured_error(
-                    error.record, "batch sizes could not be measured", "reduce --budget"
-                ) from None
+                what = "batch sizes could not be measured"
+                raise unmeasured_error(error.record, what, "reduce --budget") from None
             raise
         try:
             record.noise = observe_noise(
@@ -146,11 +143,11 @@ class BatchCurve:
         self.save()
 
     def _find_loader(self, answers: dict[str, Any], ready: dict[str, Any]) -> None:
-        record, batch_size_answer, context = self.record, answers["options"]["batch_size"], answers["context"]
+        record, answer, context = self.record, answers["options"]["batch_size"], answers["context"]
         if ready["unit"] != "step":
             record.why_no_curve = "a step of this program is a closure that lasts seconds (LBFGS), so the batch of a step is unknown"
-        elif "skip" in batch_size_answer:
-            record.why_no_curve = batch_size_answer["skip"]
+        elif "skip" in answer:
+            record.why_no_curve = answer["skip"]
         if record.why_no_curve:
             return
         record.loader = context["training_loader"]
@@ -169,9 +166,8 @@ class BatchCurve:
     # -- one size in one program
 
     def _measure_size(self, program: BatchTrial, point: BatchPoint) -> None:
-        """Measure some turns, the phases and the memory of a step. Raises ProgramGone."""
         self.stage("exploring", f"{point.size} samples a batch")
-        self.programs.start_costs_s.setdefault(point.size, program.start_s)
+        self.programs.costs_s.setdefault(point.size, program.start_s)
         for _ in range(EXPLORE_TURNS):
             program.measure_turn()
         record = TrialRecord.from_json(program.trial.ask({"do": "record"}, seconds() + TIMEOUT_S)["record"])
@@ -189,11 +185,9 @@ class BatchCurve:
     def _note_samples(self, record: TrialRecord, point: BatchPoint) -> None:
         optimizer = record.phases.get("optimizer") or {}
         point.optimizer_ms = optimizer.get("median_ms")
-        is_own = point.size == self.record.own
-        if is_own:
-            self.record.effective = point.size * max(
-                1, round((record.samples_per_step or point.size) / point.size)
-            )
+        if point.size == self.record.own:
+            batches = round((record.samples_per_step or point.size) / point.size)
+            self.record.effective = point.size * max(1, batches)
         expected = (self.record.effective or point.size) / (self.record.own or point.size) * point.size
         # The last batch of an epoch may be smaller. A first tensor that does not count samples is ignored.
         samples = record.samples_per_step
@@ -274,9 +268,9 @@ class BatchCurve:
             raise SizeFailed("no time", "the budget ran out first; increase --budget")
 
     def _cost_s(self, size: int) -> float:
-        return self.programs.start_costs_s.get(
-            size, self.programs.start_costs_s[self.own_point.size]
-        ) + TURNS * max(TURN_S, self._step_s(size))
+        return self.programs.costs_s.get(size, self.programs.costs_s[self.own_point.size]) + TURNS * max(
+            TURN_S, self._step_s(size)
+        )
 
     def _step_s(self, size: int) -> float:
         point = self.record.point(size)

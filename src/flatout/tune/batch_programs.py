@@ -91,21 +91,17 @@ def size_error(record: TrialRecord) -> SizeFailed:
 def mark_if_too_big(point: BatchPoint, record: BatchRecord) -> None:
     """Mark a size that ran but is too big."""
     if point.retries:
-        point.status, point.why = (
-            "too big",
-            f"the allocator had to empty its cache and retry {point.retries} times",
-        )
+        point.status = "too big"
+        point.why = f"the allocator had to empty its cache and retry {point.retries} times"
     elif record.limit_bytes and point.peak_bytes and point.peak_bytes > (1 - FREE_SHARE) * record.limit_bytes:
-        point.status, point.why = (
-            "too big",
-            f"its peak leaves less than {FREE_SHARE:.0%} of the memory ({record.limit}) free",
-        )
+        point.status = "too big"
+        point.why = f"its peak leaves less than {FREE_SHARE:.0%} of the memory ({record.limit}) free"
 
 
 class BatchPrograms:
     """Starts, pauses, interleaves and ends programs.
 
-    ``start_costs_s`` is the cost of starting a program, by size; errors go to ``record``.
+    ``costs_s`` is the cost of starting a program, by size; errors go to ``record``.
     """
 
     def __init__(
@@ -113,7 +109,7 @@ class BatchPrograms:
     ) -> None:
         self.command, self.job, self.facts, self.record = command, job, facts, record
         self.end_s = end_s
-        self.start_costs_s: dict[int, float] = {}
+        self.costs_s: dict[int, float] = {}
         self.paused: list[BatchTrial] = []  # paused and ready to be measured
         self.max_copies = 1
         self.prefetched = 0
@@ -124,13 +120,8 @@ class BatchPrograms:
 
     def start_paused(self, size: int) -> BatchTrial:
         """A program at this size, steady and paused. Raises SizeFailed."""
-        plan = (
-            Plan()
-            if size == self.record.own
-            else Plan(
-                (Choice("batch_size", {"size": size, "loader": self.record.loader or 0}, Origin.TUNER),)
-            )
-        )
+        value = {"size": size, "loader": self.record.loader or 0}
+        plan = Plan((Choice("batch_size", value, Origin.TUNER),) if size != self.record.own else ())
         trial = Trial(self.command, self.job.new_trial(), plan, self.facts)
         start_s = seconds()
         try:
@@ -138,20 +129,12 @@ class BatchPrograms:
             ready = trial.wait_ready(max(self.end_s, start_s + TIMEOUT_S))
             self.max_copies = ready["max_copies"]
             record = trial.ask({"do": "record"}, seconds() + TIMEOUT_S)["record"]
-            actual_size = next(
-                (loader["batch_size"] for loader in record["context"]["loaders"][self.record.loader or 0 :]),
-                None,
-            )
+            loaders = record["context"]["loaders"][value["loader"] :]
+            actual_size = next((loader["batch_size"] for loader in loaders), None)
             if actual_size != size:
-                reasons = [
-                    skipped["reason"] for skipped in record["skipped"] if skipped["name"] == "batch_size"
-                ]
-                raise SizeFailed(
-                    "failed",
-                    reasons[0]
-                    if reasons
-                    else f"the training loader still has batches of {actual_size} samples",
-                )
+                why = f"the training loader still has batches of {actual_size} samples"
+                reasons = (s["reason"] for s in record["skipped"] if s["name"] == "batch_size")
+                raise SizeFailed("failed", next(reasons, why))
             trial.pause()
         except ProgramGone as gone:
             trial.close()
@@ -159,10 +142,8 @@ class BatchPrograms:
         except BaseException:
             trial.close()
             raise
-        self.start_costs_s[size] = seconds() - start_s
-        self.paused.append(
-            BatchTrial(size, trial, self.start_costs_s[size], ready["tick_ms"], self.prefetched)
-        )
+        self.costs_s[size] = seconds() - start_s
+        self.paused.append(BatchTrial(size, trial, self.costs_s[size], ready["tick_ms"], self.prefetched))
         return self.paused[-1]
 
     def dismiss(self, programs: Sequence[BatchTrial]) -> None:

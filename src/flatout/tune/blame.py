@@ -39,10 +39,8 @@ def ended_like_plain(tuning: Tuning, record: TrialRecord, ticks: int) -> bool:
         return abs(ticks - tuning.length_ticks) <= 2 * tuning.interleaver.block_ticks + 1
     plain_failure = _plain_failure(tuning, ticks)
     if plain_failure is not None:
-        raise failure_error(
-            plain_failure.record,
-            f"the program fails by itself after about {ticks} {tuning.interleaver.unit}s",
-        )
+        headline = f"the program fails by itself after about {ticks} {tuning.interleaver.unit}s"
+        raise failure_error(plain_failure.record, headline)
     return False
 
 
@@ -62,14 +60,14 @@ def _note_length(tuning: Tuning, ticks: int) -> None:
 
 def _plain_failure(tuning: Tuning, ticks: int) -> ProgramGone | None:
     """How the plain program fails shortly after this many ticks; None if it does not, or is not seen to in time."""
-    interleaver, past_tick = tuning.interleaver, _tick_past_failure(tuning, ticks)
-    training_s = past_tick * interleaver.tick_ms / 1000
-    if tuning.max_plain_tick > past_tick or training_s > min(
+    interleaver, end_tick = tuning.interleaver, _tick_past_failure(tuning, ticks)
+    training_s = end_tick * interleaver.tick_ms / 1000
+    if tuning.max_plain_tick > end_tick or training_s > min(
         MAX_TRAINING_S, max(SHORT_TRAINING_S, tuning.remaining_s())
     ):
         return None
     tuning.stage("checking", "whether the plain program fails there too")
-    failure = _failure(tuning, (), past_tick)
+    failure = _failure(tuning, (), end_tick)
     return failure if isinstance(failure, ProgramGone) else None
 
 
@@ -86,14 +84,13 @@ def handle_end(tuning: Tuning, active: Collection[str], result: ProgramResult) -
 
 
 def _tick_past_failure(tuning: Tuning, ticks: int) -> int:
-    """A tick that is certainly after the failure of a program last seen at ``ticks``."""
     return ticks + 2 * tuning.interleaver.block_ticks + 1
 
 
 def blame(tuning: Tuning, choices: Sequence[Choice], record: TrialRecord, ticks: int) -> None:
     """Reject the lever with which the program fails, or exclude the pair that does not work together."""
     suspects = [choice for choice in choices if choice.name in tuning.candidates]
-    message, past_tick = (
+    message, end_tick = (
         last_line(record.reason),
         _tick_past_failure(tuning, max(ticks, _trained_ticks(record))),
     )
@@ -106,7 +103,7 @@ def blame(tuning: Tuning, choices: Sequence[Choice], record: TrialRecord, ticks:
             [[c for c in suspects if c is not suspect] for suspect in suspects] if len(suspects) > 2 else []
         )
         smaller = next(
-            (part for part in parts if part and _failure(tuning, part, past_tick) is not None), None
+            (part for part in parts if part and _failure(tuning, part, end_tick) is not None), None
         )
         if smaller is None:
             break

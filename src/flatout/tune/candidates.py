@@ -125,11 +125,7 @@ def drop_slow_fetches(
     ready: Mapping[str, Any],
     max_fetch_s: float,
 ) -> None:
-    """Remove values that fetch every sample before the first batch, if that takes longer than ``max_fetch_s``.
-
-    A sample costs its share of the wait for a batch. With workers it costs at most its share of a step times
-    their number.
-    """
+    """Remove values that fetch every sample before the first batch, if that takes longer than ``max_fetch_s``."""
     total_ms = 0.0
     for loader in loaders:
         batch_ms = ready["tick_ms"] * loader["num_workers"] or ready["data_ms"]

@@ -232,10 +232,7 @@ def _slices(interleaver: Interleaver, active: Sequence[Member]) -> int:
 def _run_blocks(
     interleaver: Interleaver, group: Sequence[Member], turn: int, start_tick: int, slices: int
 ) -> None:
-    """Run the block of one row of each member; their slices alternate.
-
-    Other tenants of a shared machine slow it down for parts of a second: in short slices, all members alike.
-    """
+    """Run the block of one row of each member; their slices alternate."""
     for member in group:
         with _catch_end(member):
             _settle(interleaver, member, turn, start_tick)
@@ -254,7 +251,6 @@ def _run_blocks(
 
 @contextmanager
 def _catch_end(member: Member) -> Iterator[None]:
-    """Note how far the program is, and whether it is lost."""
     try:
         yield
     except ProgramGone as gone:
@@ -265,10 +261,7 @@ def _catch_end(member: Member) -> Iterator[None]:
 
 
 def _settle(interleaver: Interleaver, member: Member, turn: int, start_tick: int) -> None:
-    """Switch to the levers of a row, and run to where its block begins.
-
-    The block ends at the end of a tick window, whether or not levers were switched.
-    """
+    """Switch to the levers of a row, and run to where its block begins."""
     trial, row = member.trial, member.rows[turn]
     switched = row is not None and row != member.active_row
     if switched:

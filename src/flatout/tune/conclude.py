@@ -110,7 +110,7 @@ def noise_floor(tuning: Tuning) -> Ratio:
 def limiting_factor(tuning: Tuning) -> str:
     """What limits the plan and the command that would help; empty if nothing is known."""
     session = tuning.session
-    unmeasured = [
+    skipped = [
         c
         for c in tuning.candidates.values()
         if c.status is Status.SKIPPED
@@ -118,8 +118,8 @@ def limiting_factor(tuning: Tuning) -> str:
         and not c.saves_memory
         and (c.reason == NO_TIME or c.lever.warms_up)
     ]
-    if unmeasured:
-        names = ", ".join(candidate.lever.name for candidate in unmeasured)
+    if skipped:
+        names = ", ".join(candidate.lever.name for candidate in skipped)
         return f"{names} could not be measured in time; give --budget {max(2, math.ceil(2 * tuning.budget_s / 60))}m"
     data = session.best.phases.get("data", {}).get("share", 0.0)
     if data >= REPORTED_DATA_SHARE:

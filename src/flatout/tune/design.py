@@ -96,9 +96,8 @@ def live_rows(
     cov = np.zeros((columns + 1, columns + 1))  # the last column is the variation of the process
     cov[:columns, :columns], cov[columns, columns] = fitted.cov, fitted.process_sd**2
     contrasts = np.hstack([_contrasts(fitted), np.zeros((len(_contrasts(fitted)), 1))])
-    chosen_features = (
-        np.hstack([space.features(np.array(chosen)), np.ones((len(chosen), 1))]) if chosen else None
-    )
+    ones = np.ones((len(chosen), 1))
+    chosen_features = np.hstack([space.features(np.array(chosen)), ones]) if chosen else None
     picked = _greedy(cov, contrasts, features, fitted.noise_sd**2, n - len(chosen), chosen_features)
     rows = [*chosen, *(candidates[i] for i in picked)]
     tours = [_short_tour(rows[i : i + TOUR_BLOCKS], rng) for i in range(0, len(rows), TOUR_BLOCKS)]

@@ -1,7 +1,6 @@
 """Detects disturbance by other processes while all programs of the search are stopped, and reports it.
 
-A search waits a little for them to end. Measurements taken meanwhile count, because comparisons are
-interleaved. A result within their possible influence is not shown.
+A search waits a little for them to end. A result within their possible influence is not shown.
 """
 
 from __future__ import annotations

@@ -241,7 +241,6 @@ def fit(space: Space, blocks: Iterable[TimedBlock], scales: PriorScales = PriorS
 def _with_unmeasured(
     part: PosteriorPart, columns: Array, prior_mean: Array, prior_sd: Array
 ) -> PosteriorPart:
-    """The posterior of all columns; columns that were never on keep their prior."""
     mean, cov = prior_mean.copy(), np.diag(prior_sd**2)
     mean[columns] = part.mean
     cov[np.ix_(columns, columns)] = part.cov
@@ -278,12 +277,8 @@ def _drift_columns(blocks: Sequence[TimedBlock], hosts: Array, piece_s: float) -
 
 
 def _mixture_cdf(value: float, weights: Array, means: Array, sds: Array) -> float:
-    return float(
-        sum(
-            w * 0.5 * math.erfc((m - value) / (s * math.sqrt(2)))
-            for w, m, s in zip(weights, means, sds, strict=True)
-        )
-    )
+    parts = zip(weights, means, sds, strict=True)
+    return float(sum(w * 0.5 * math.erfc((m - value) / (s * math.sqrt(2))) for w, m, s in parts))
 
 
 def _mixture_quantile(q: float, weights: Array, means: Array, sds: Array) -> float:

@@ -92,20 +92,18 @@ class _Exploring:
     # -- the observed program
 
     def _measure_plain(self) -> None:
-        """Switch live levers together in the plain program."""
         tuning, plain = self.tuning, self.tuning.plain_trial
         if plain is None or not self.quick_space.switched.any():
             return
         tuning.stage("exploring", "levers switched on and off in the running program")
-        row_count = max(MIN_FIRST_ROWS, min(FIRST_ROWS, int(FIRST_SHARE * tuning.budget_s / self._row_s)))
-        rows = [PLAIN, *live_rows(self.quick_space, None, PLAIN, row_count - 1, self.random)]
+        n = max(MIN_FIRST_ROWS, min(FIRST_ROWS, int(FIRST_SHARE * tuning.budget_s / self._row_s)))
+        rows = [PLAIN, *live_rows(self.quick_space, None, PLAIN, n - 1, self.random)]
         member = Member(plain, tuning.live_rows(rows), ProgramResult(), fresh=False)
-        least_s = 1.5 * row_count * self._row_s  # even if the budget barely covers confirming
+        least_s = 1.5 * n * self._row_s  # even if the budget barely covers confirming
         take_turns(self.interleaver, [member], max(tuning.explore_until_s, seconds() + least_s))
         self._record_plain(member, rows)
 
     def _record_plain(self, member: Member, rows: Sequence[Keys]) -> None:
-        """Record its blocks; if it did not survive them, it is no longer available."""
         tuning, end_record = self.tuning, member.result.end_record
         tuning.max_plain_tick = max(tuning.max_plain_tick, member.result.ticks)
         if end_record is not None:
@@ -132,12 +130,11 @@ class _Exploring:
         return self.tuning.explore_until_s if self.waves else self.tuning.first_wave_until_s
 
     def _rows_per_program(self, programs: int) -> int:
-        """How many blocks each program of a wave may have."""
-        tuning, local_programs = self.tuning, min(programs, WAVE_PROGRAMS)
-        reserved_s = self.compiler.reserved_s + tuning.joint_start_s(local_programs)
+        tuning, local = self.tuning, min(programs, WAVE_PROGRAMS)
+        reserved_s = self.compiler.reserved_s + tuning.joint_start_s(local)
         left_s = self._wave_until_s - reserved_s - seconds()
         plain_rows = self._plain_rows if tuning.plain_trial is not None else 0
-        rows = min(MAX_ROWS, int((left_s / self._row_s - plain_rows) / local_programs))
+        rows = min(MAX_ROWS, int((left_s / self._row_s - plain_rows) / local))
         if tuning.length_ticks is not None:
             row_ticks = self.interleaver.block_ticks + self.interleaver.settle_ticks
             rows = min(rows, max(1, (tuning.length_ticks - tuning.warmup_ticks) // row_ticks))
@@ -145,7 +142,6 @@ class _Exploring:
 
     @property
     def _row_s(self) -> float:
-        """Seconds of one row, including the ticks that settle after a switch."""
         return max(self.interleaver.window_ticks * self.interleaver.tick_ms / 1000, 0.01)
 
     @property
@@ -166,23 +162,21 @@ class _Exploring:
         tuning.save()
         tuning.disturbance.sample()
         fitted = tuning.fit_of(space)
-        wave_settings = self._wave_settings(space, fitted)
-        row_count = max(1, self._rows_per_program(len(wave_settings)))
-        rows = [live_rows(space, fitted, active, row_count, self.random) for active in wave_settings]
+        settings = self._wave_settings(space, fitted)
+        n = max(1, self._rows_per_program(len(settings)))
+        rows = [live_rows(space, fitted, active, n, self.random) for active in settings]
         requests = [
-            ProgramRequest(tuning.plan_for(active | program_rows[0]), tuning.live_rows(program_rows))
-            for active, program_rows in zip(wave_settings, rows, strict=True)
+            ProgramRequest(tuning.plan_for(active | live[0]), tuning.live_rows(live))
+            for active, live in zip(settings, rows, strict=True)
         ]
-        tuning.stage(
-            "exploring", " against ".join(tuning.plan_for(active).describe() for active in wave_settings)
-        )
+        tuning.stage("exploring", " against ".join(tuning.plan_for(active).describe() for active in settings))
         self.waves += 1
-        self._make_room(len(wave_settings))
-        for active, program_rows, (result, host) in zip(
-            wave_settings, rows, self._measure_requests(requests), strict=True
+        self._make_room(len(settings))
+        for active, live, (result, host) in zip(
+            settings, rows, self._measure_requests(requests), strict=True
         ):
             tuning.processes += 1
-            self._record_result(tuning.processes, active, program_rows, result, host)
+            self._record_result(tuning.processes, active, live, result, host)
         self._report()
 
     def _wave_settings(self, space: Space, fitted: Fitted) -> list[Keys]:
@@ -211,7 +205,6 @@ class _Exploring:
             self.tuning.finish_plain_trial()
 
     def _measure_requests(self, requests: Sequence[ProgramRequest]) -> list[tuple[ProgramResult, str]]:
-        """The outcome of each program, with the machine that measured it."""
         tuning, remote = self.tuning, self.tuning.remote
         if remote is not None and remote.nodes:
             return self._measure_remotely(requests)
@@ -231,8 +224,8 @@ class _Exploring:
         if start_times:
             start_s = tuning.single_start_s(max(start_times), len(requests))
             tuning.start_cost_s = 0.5 * (tuning.start_cost_s + start_s)
-        for member, program_rows in running:
-            self._record_plain(member, program_rows)
+        for member, live in running:
+            self._record_plain(member, live)
         return [(result, "") for result in results]
 
     def _measure_remotely(self, requests: Sequence[ProgramRequest]) -> list[tuple[ProgramResult, str]]:
@@ -257,13 +250,11 @@ class _Exploring:
     def _record_result(
         self, process: int, active: Keys, rows: Sequence[Keys], result: ProgramResult, host: str = ""
     ) -> None:
-        """Record the blocks of one process, and the consequences if it did not survive."""
         tuning = self.tuning
         tuning.add_blocks(process, [active | row for row in rows], result, 0, host)
         handle_end(tuning, active | rows[min(len(result.blocks), len(rows) - 1)], result)
 
     def _report(self) -> None:
-        """Report the expected speed so far and the effect of each lever."""
         tuning = self.tuning
         if not tuning.blocks:
             return

@@ -1,8 +1,7 @@
 """Finds the fastest plan that fits into memory, by switching memory-saving levers in a running program.
 
 Each point is a plan with its time relative to the first point, from interleaved blocks, and the peak memory
-of its tensors in a steady step. No saving is assumed: the effect of a compiler's memory budget is not even
-monotonic.
+of its tensors in a steady step.
 """
 
 from __future__ import annotations

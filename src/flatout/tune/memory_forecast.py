@@ -221,7 +221,6 @@ class Forecast:
         )
 
     def _farthest_point(self, base: MemoryPoint) -> MemoryPoint | None:
-        """The requested size farthest from ``base`` that fits easily and has enough samples."""
         if base.batch_size is None or self.ready.get("loader") is None:
             return None
         max_samples = self.ready["length"] or 2**62

@@ -122,9 +122,9 @@ class _System:
         """The log of the marginal likelihood times the priors of the components, up to a constant."""
         noise, variances = np.exp(self.log_noise), self.variances()
         sds = np.sqrt(variances)
-        normalised = sds[:, None] * self.gram * sds[None, :] / noise
-        normalised[np.diag_indices_from(normalised)] += 1.0
-        lower = np.linalg.cholesky(normalised)
+        scaled = sds[:, None] * self.gram * sds[None, :] / noise
+        scaled[np.diag_indices_from(scaled)] += 1.0
+        lower = np.linalg.cholesky(scaled)
         residual = self.pseudo_y - self.x @ self.prior_mean
         projected = np.linalg.solve(lower, sds * (self.x.T @ residual)) / noise
         value = (
@@ -145,12 +145,10 @@ class _System:
         variances, diagonal = self.variances(), np.diag(cov)
         fitted = self.x @ mean
         # Degrees of freedom of the residuals
-        residual_dof = max(
-            len(self.y) - float((1 - diagonal / variances).sum()), MIN_FREE_SHARE * len(self.y)
-        )
-        self.pseudo_y = fitted + _scores(self.y - fitted, residual_dof, self.t_dof)
+        free_dof = max(len(self.y) - float((1 - diagonal / variances).sum()), MIN_FREE_SHARE * len(self.y))
+        self.pseudo_y = fitted + _scores(self.y - fitted, free_dof, self.t_dof)
         self.log_noise += _step(
-            self.log_noise, float(((self.pseudo_y - fitted) ** 2).sum()), residual_dof, self.noise
+            self.log_noise, float(((self.pseudo_y - fitted) ** 2).sum()), free_dof, self.noise
         )
         self.log_noise = max(self.log_noise, 2 * float(np.log(MIN_NOISE_SD)))
         for i, group in enumerate(self.groups):
@@ -170,12 +168,12 @@ class _System:
         return max(abs(value - before[i]) for i, value in {**self.log_variance, -1: self.log_noise}.items())
 
 
-def _scores(residuals: Array, residual_dof: float, t_dof: float) -> Array:
+def _scores(residuals: Array, free_dof: float, t_dof: float) -> Array:
     """(n,) pseudo-residuals of a t distribution with the scale of ``residuals``.
 
     A Gaussian with their variance gives the same standard errors.
     """
-    inflate = len(residuals) / residual_dof
+    inflate = len(residuals) / free_dof
     square = max(float(np.median(np.abs(residuals))) / T4_QUARTILE, 1e-9) ** 2 * inflate
     for _ in range(SCALE_ITERATIONS):
         weights = (t_dof + 1) / (t_dof + residuals**2 / square)

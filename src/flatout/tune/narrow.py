@@ -66,7 +66,6 @@ def check_step(tuning: Tuning, tuned: list[Candidate]) -> tuple[list[Candidate],
 
 
 def _reject_candidates(tuned: Sequence[Candidate], replica: Mapping[str, Any]) -> list[Candidate]:
-    """Reject the candidates that fail this replica, with its reason, and return them."""
     rejected = []
     for candidate in tuned:
         why = replica.get("failing", {}).get(candidate.lever.name)
@@ -103,7 +102,6 @@ def _levers_in(why: str, attempt: Sequence[Candidate]) -> list[str]:
 def _failing_alone(
     tuning: Tuning, attempt: Sequence[Candidate], plain: Mapping[int, TrialRecord]
 ) -> list[Candidate]:
-    """Reject and return the levers that, each alone, change the program's first losses."""
     seed, first_record = min(plain, default=0), tuning.first_record
     if seed not in plain or (
         first_record is not None
@@ -115,10 +113,8 @@ def _failing_alone(
     rejected = []
     for start in range(0, len(suspects), PROGRAMS_AT_ONCE):
         group = suspects[start : start + PROGRAMS_AT_ONCE]
-        tuning.stage(
-            "guard",
-            f"the first losses with {' and with '.join(plan_of([c]).describe() for c in group)} alone",
-        )
+        plans = " and with ".join(plan_of([c]).describe() for c in group)
+        tuning.stage("guard", f"the first losses with {plans} alone")
         requests = [ProgramRequest(plan_of([c]), (), seed, "record") for c in group]
         for candidate, result in zip(
             group, measure_together(tuning.interleaver, requests, 0.0, tuning.timeout_s), strict=True

@@ -105,11 +105,10 @@ def _measure_requests(
 
     def measure_here(sides: list[ProgramRequest]) -> list[ProgramResult]:
         groups = [sides] if tuning.max_copies >= 2 else [[request] for request in sides]
-        return [
-            result
-            for group in groups
-            for result in measure_together(tuning.interleaver, group, until_s, tuning.timeout_s)
-        ]
+        results: list[ProgramResult] = []
+        for group in groups:
+            results += measure_together(tuning.interleaver, group, until_s, tuning.timeout_s)
+        return results
 
     return [
         (replies[i].results, replies[i].host) if i in replies else (measure_here(sides), "")
@@ -125,7 +124,6 @@ def _record_pair(
     requests: Sequence[ProgramRequest],
     results: Sequence[ProgramResult],
 ) -> None:
-    """Record the results of one pair."""
     times: dict[bool, list[float]] = {}
     for request, result in zip(requests, results, strict=True):
         plain = not len(request.plan)

@@ -62,11 +62,8 @@ def device_kind(facts: Facts, device: str | None = None) -> str:
 def layer_kinds(layers: Iterable[str]) -> tuple[str, ...]:
     """The kinds implied by the class names of modules; empty if no name is known."""
     names = set(layers)
-    kinds = (
-        [CONVOLUTIONS]
-        if any(name.startswith(("Conv", "LazyConv")) and name[-1:] == "d" for name in names)
-        else []
-    )
+    convolutions = any(name.startswith(("Conv", "LazyConv")) and name[-1:] == "d" for name in names)
+    kinds = [CONVOLUTIONS] if convolutions else []
     if any(name.startswith(("RNN", "LSTM", "GRU")) for name in names):
         kinds.append(RECURRENT)
     normalised = any(name.endswith(("LayerNorm", "RMSNorm")) for name in names)

@@ -66,9 +66,8 @@ def compare_with_one_process(tuning: Tuning) -> None:
     elif record.ratio is None:
         tuning.stage("ranks", f"{record.procs} ranks against one process")
         try:
-            one_process = tuning.interleaver.start_paused(
-                Plan(), 0, 60 + 8 * tuning.start_cost_s, as_one_process=True
-            )
+            timeout_s = 60 + 8 * tuning.start_cost_s
+            one_process = tuning.interleaver.start_paused(Plan(), 0, timeout_s, as_one_process=True)
         except ProgramGone as gone:
             record.why_not = f"one process could not be measured together with the ranks: {end_reason(gone)}"
         else:

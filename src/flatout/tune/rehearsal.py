@@ -70,7 +70,7 @@ class RehearsalResult(Record):
     loss_error: float | None = None
     notes: list[str] = field(default_factory=list)
     shards: bool = False  # weights, gradients and optimizer state are sharded over the ranks
-    memory_words: str = ""  # a sentence about their memory
+    memory: str = ""  # a sentence about their memory
 
 
 class Rehearsal:
@@ -127,7 +127,7 @@ class Rehearsal:
             return self._reject_parallel(explain(reference["own_ranks"]), reference["own_ranks"])
         result = self._try_splits(reference)
         if result.division is None and result.shards and self.shard == AUTO and one_process:
-            result.memory_words += f"; not sharded after all: {result.why_not}"
+            result.memory += f"; not sharded after all: {result.why_not}"
             result.shards, result.why_not = False, ""
             result = self._try_splits(reference)
         return result
@@ -156,7 +156,7 @@ class Rehearsal:
             self.procs,
         )
         self.result.shards = result.shards
-        self.result.memory_words = (
+        self.result.memory = (
             result.sentence
             if one_process
             else f"one process ran out of memory; {result.sentence.removesuffix(', as requested')}"
@@ -175,12 +175,12 @@ class Rehearsal:
                 }
                 split = SPLIT_WORDS[batches].format(reduction)
                 self.stage("rehearsing", f"the same steps as {self.procs} ranks, {split}")
-                why_rejected = self._try_split(division, reference)
-                if why_rejected is None:
+                failure = self._try_split(division, reference)
+                if failure is None:
                     self.result.division = self._real_division(division, reference)
                     self.result.why_not = ""
                     return self.result
-                why = why or why_rejected
+                why = why or failure
                 if batches == "whole" or not self._looks_like_a_sum():
                     break
         return self._reject(why)
@@ -198,9 +198,8 @@ class Rehearsal:
         """Try a split; return why it does not compute the same as one process, or None if it does."""
         self.result.ranks_losses = []
         try:
-            ranks = self._run_steps(
-                self.ranks_of(self.command), Plan((Choice(LEVER, division), *choices(self.result.shards)))
-            )
+            plan = Plan((Choice(LEVER, division), *choices(self.result.shards)))
+            ranks = self._run_steps(self.ranks_of(self.command), plan)
         except ProgramGone as gone:
             return self._why_failed(gone.record, reference)
         if not ranks["applied"] or ranks["skipped"]:
@@ -242,7 +241,6 @@ class Rehearsal:
         )
 
     def _within_tolerance(self, gradient_noise: float = 0.0, loss_noise: float = 0.0) -> bool:
-        """Whether the errors are small, or at most ``ROUNDING_FACTOR`` times these."""
         result = self.result
         if result.gradient_error is None or result.loss_error is None:
             return False
@@ -253,8 +251,7 @@ class Rehearsal:
     def _explained_by_rounding(self, reference: dict[str, Any]) -> bool:
         """Whether one process amplifies rounding just as much.
 
-        Some programs do, such as deep networks without a warm-up, or two competing networks. The reference
-        run is repeated with every weight changed in its last place.
+        The reference run is repeated with every weight changed in its last place.
         """
         result = self.result
         if (

@@ -115,11 +115,11 @@ def _unobservable_error(tuning: Tuning, record: TrialRecord) -> FlatoutError:
             f"the program did not train: {record.reason}. Increase --budget, or see the logs in {tuning.job.trials}."
         )
     steps = len(set(record.loss_steps))
-    ending = (
+    end = (
         f"it ended after {steps} training {'step' if steps == 1 else 'steps'}"
         if steps
         else "it ended without a training step"
     )
     return NothingMeasured(
-        f"nothing to tune: {ending}, and a comparison needs at least {MIN_TICKS}. Run more training steps while tuning."
+        f"nothing to tune: {end}, and a comparison needs at least {MIN_TICKS}. Run more training steps while tuning."
     )

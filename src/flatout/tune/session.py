@@ -140,12 +140,8 @@ def _verdict(session: SessionRecord) -> str:
     failed = session.guard.verdict == "failed"
     if session.undecided and not failed:
         return f"no verdict is possible now: {session.obstacle}"
-    why = (
-        f"the faster plan was rejected: {session.guard.why}"
-        if failed
-        else "no plan was faster beyond the noise"
-    )
-    return f"the plain program is kept: {why}"
+    rejected = f"the faster plan was rejected: {session.guard.why}"
+    return f"the plain program is kept: {rejected if failed else 'no plan was faster beyond the noise'}"
 
 
 def _results(session: SessionRecord) -> str:

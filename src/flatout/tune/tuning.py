@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flatout.guard.batch_slices import PLAYS_PER_JUDGEMENT, played_samples
+from flatout.guard.batch_slices import PLAYS_A_REPLICA, played_samples
 from flatout.guard.loss_curves import nonfinite_loss
 from flatout.guard.replica import LARGE_MODEL_STEPS, SHARPENING_S, SLOW_MS, STEPS
 from flatout.job.folder import JobFolder
@@ -152,7 +152,7 @@ class Tuning:
         share = played_samples(batch, self.interleaver.tick_ms) / batch if batch else 1.0
         return (
             (LARGE_MODEL_STEPS if slow else STEPS) * step_s
-            + PLAYS_PER_JUDGEMENT * step_s * share
+            + PLAYS_A_REPLICA * step_s * share
             + (0.0 if slow else SHARPENING_S)
         )
 
@@ -260,8 +260,7 @@ class Tuning:
     ) -> None:
         """Add the blocks of one process to the measurements; ``active`` lists the active factors of each row.
 
-        Blocks with a factor or a pair that has left the search meanwhile are not kept: another program of the
-        same wave may have shown that it does not apply.
+        Blocks with a factor or a pair that has left the search meanwhile are not kept.
         """
         self.dataset_fetch_s = max(self.dataset_fetch_s, result.ready.get("dataset_fetch_s", 0.0))
         for block in result.blocks:
@@ -279,10 +278,7 @@ class Tuning:
         return active <= self.space.index.keys() and self.space.allowed(active)
 
     def keep_first_plain(self, record: TrialRecord) -> None:
-        """Keep the first losses and weights of the observed program, to test repeatability.
-
-        The program had seed 0 and ran without levers until the search switched some on.
-        """
+        """Keep the first losses and weights of the observed program, to test repeatability."""
         self.session.own_loss = self.session.own_loss or nonfinite_loss(record)
         if self.first_record is None:
             record.losses = record.losses[: record.warmup_steps]

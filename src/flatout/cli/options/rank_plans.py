@@ -106,8 +106,8 @@ def plan_of_ranks(
     if value is None:
         value, found = rehearsed(command, facts, asked)
         shards = found.shards
-        if found.memory_words:
-            say(found.memory_words)
+        if found.memory:
+            say(found.memory)
     base = base_plan(value, shards)
     table, by_name = {lever.name: lever for lever in TABLE}, {choice.name for choice in chosen}
     others = [choice for choice in plan if choice.name not in (LEVER, SHARDING)]

@@ -1,7 +1,4 @@
-"""Probes: each observes some whole ticks of the running program, returns JSON, and undoes its changes.
-
-A probe only slows its own ticks; phases and step times come from undisturbed ticks.
-"""
+"""The open probe: it observes some whole ticks of the running program, returns JSON, and undoes its changes."""
 
 from __future__ import annotations
 

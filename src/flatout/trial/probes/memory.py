@@ -77,7 +77,6 @@ class MemoryProbe(AllocationRecorder):
         self._count_live()
 
     def _count_live(self) -> None:
-        """Between two ticks, count again what stays alive."""
         live_tensors = self.live_tensors()
         self.fixed = {
             kind: storage_bytes(live_tensors[kind], self.context.device_type)
