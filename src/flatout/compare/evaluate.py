@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from flatout.compare.pairs import Pair, Run
 from flatout.compare.sides import Side
-from flatout.guard.loss_curves import curves_within_spread, finite_losses
+from flatout.guard.loss_curves import common_losses, curves_within_spread, finite_losses
 from flatout.guard.verdict import repeats_itself
 from flatout.measure.statistics import median
 from flatout.measure.student import Estimate, difference, estimate
@@ -137,16 +137,12 @@ def compare_losses(
     old, new = float.fromhex(x.losses[first]), float.fromhex(y.losses[first])
     error = abs(new - old) / abs(old) if old and math.isfinite(old) and math.isfinite(new) else math.inf
     difference = f"loss {first + 1} of seed {x.seed} is {new:.9g} instead of {old:.9g} (relative difference {error:.2g})"
-    batches = next(
-        (i for i, (p, q) in enumerate(zip(x.batch_hashes, y.batch_hashes, strict=False)) if p != q), None
-    )
+    hashes = enumerate(zip(x.batch_hashes, y.batch_hashes, strict=False))
+    batches = next((i for i, (p, q) in hashes if p != q), None)
     cause = f"; batch {batches + 1} differs already" if batches is not None and batches <= first else ""
     if repeat is not None and not repeats_itself(a[0], repeat):
         cause += "; A does not repeat itself either: a second run with its seed has other losses"
-    curves = [
-        ([float.fromhex(v) for v in p.losses[:n]], [float.fromhex(v) for v in q.losses[:n]])
-        for p, q, n in zip(a, b, common, strict=True)
-    ]
+    curves = list(map(common_losses, a, b))
     checks = [finite_losses(curves), curves_within_spread(curves)]
     failed = [check.why for check in checks if not check.passed]
     if failed:

@@ -259,9 +259,8 @@ class StepReplayer:
             return
         before = [p.detach().to(torch.float64, copy=True) for p in parameters]
         for i in range(UPDATE_STEPS):
-            for p, grad in zip(
-                parameters, self._plain_gradients[i % len(self._plain_gradients)], strict=True
-            ):
+            gradients = self._plain_gradients[i % len(self._plain_gradients)]
+            for p, grad in zip(parameters, gradients, strict=True):
                 p.grad = None if grad is None else grad.to(p.device, p.dtype, copy=True)
                 if p.grad is not None and p.dim() == 4 and p.is_contiguous(memory_format=torch.channels_last):
                     p.grad = p.grad.contiguous(memory_format=torch.channels_last)
@@ -277,9 +276,8 @@ def _device_full(context: TrainingContext, torch: ModuleType) -> bool:
     if context.device_type != "cuda":
         return False
     free, _ = torch.cuda.mem_get_info(context.device)
-    return bool(
-        RESULT_COPIES * sum(p.numel() * p.element_size() for p in context.parameters) > FREE_SHARE * free
-    )
+    model_bytes = sum(p.numel() * p.element_size() for p in context.parameters)
+    return bool(RESULT_COPIES * model_bytes > FREE_SHARE * free)
 
 
 def perturb_weights(parameters: Sequence[Any], share: float, torch: ModuleType) -> None:
@@ -290,9 +288,8 @@ def perturb_weights(parameters: Sequence[Any], share: float, torch: ModuleType) 
     draw = torch.Generator("cpu").manual_seed(0)
     with torch.no_grad():
         for p in (p for p in parameters if p.is_floating_point()):
-            p.mul_(
-                1 + share * (2 * torch.rand(p.shape, generator=draw, device="cpu") - 1).to(p.device, p.dtype)
-            )
+            draws = 2 * torch.rand(p.shape, generator=draw, device="cpu") - 1
+            p.mul_(1 + share * draws.to(p.device, p.dtype))
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

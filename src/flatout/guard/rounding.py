@@ -181,14 +181,8 @@ def _outputs(plain: StepResults, levers: StepResults, double: StepResults) -> tu
     f32_error = max(
         (_relative_error(a, b) for a, b in zip(plain.outputs[0], reference[0], strict=True)), default=0.0
     )
-    error = max(
-        (
-            _relative_error(a, b)
-            for x, y in zip(levers.outputs, reference, strict=True)
-            for a, b in zip(x, y, strict=True)
-        ),
-        default=0.0,
-    )
+    pairs = [pair for x, y in zip(levers.outputs, reference, strict=True) for pair in zip(x, y, strict=True)]
+    error = max((_relative_error(a, b) for a, b in pairs), default=0.0)
     limit = max(OUTPUT_TOLERANCE, HALF_PER_FLOAT32 * f32_error) if double.outputs else OUTPUT_CAP
     why = f"the outputs differ by {error:.2g} (of their spread) from {_reference_name(double)}{_f32_note(double, f32_error)}"
     return check("outputs", error, min(OUTPUT_CAP, limit), why), error
@@ -217,7 +211,7 @@ def _gradient(
 ) -> dict[str, Any]:
     reference = [*(double.gradients or plain.gradients[:1]), *plain.gradients[1:]]
     f32_error = relative_distance(plain.gradients[0], reference[0], torch)
-    error = max(relative_distance(x, y, torch) for x, y in zip(levers.gradients, reference, strict=True))
+    error = _max_distance(reference, levers.gradients, torch)
     noise /= batch_factor
     limit = max(_arithmetic_limit(f32_error), min(NOISE_CAP * noise, kink_limit))
     return check(
@@ -241,9 +235,9 @@ def _parameters(
     worst = (-1.0, 0.0, kink_limit, 0.0)
     for i in range(len(plain.gradients[0])):
         plain_grads, lever_grads = ([grads[i] for grads in play.gradients] for play in (plain, levers))
-        f32_error = (
-            relative_distance(plain_grads[:1], [double.gradients[0][i]], torch) if double.gradients else 0.0
-        )
+        f32_error = 0.0
+        if double.gradients:
+            f32_error = relative_distance(plain_grads[:1], [double.gradients[0][i]], torch)
         size = _size(plain_grads)
         # A gradient of pure rounding (a bias before a normalisation)
         if size == 0.0 or f32_error > MAX_REFERENCE_ERROR:
@@ -286,10 +280,7 @@ def _updates(
 def _buffers(
     plain: StepResults, levers: StepResults, double: StepResults, cap: float, share: float, torch: ModuleType
 ) -> dict[str, Any]:
-    error = max(
-        relative_distance(x, y, torch)
-        for x, y in zip(levers.buffer_changes, plain.buffer_changes, strict=True)
-    )
+    error = _max_distance(plain.buffer_changes, levers.buffer_changes, torch)
     cap = min(cap, NOISE_CAP * _noise(plain.buffer_changes, torch) * math.sqrt(share))
     if double.buffer_changes:
         f32_error = relative_distance(plain.buffer_changes[0], double.buffer_changes[0], torch)

@@ -99,10 +99,7 @@ def mark_if_too_big(point: BatchPoint, record: BatchRecord) -> None:
 
 
 class BatchPrograms:
-    """Starts, pauses, interleaves and ends programs.
-
-    ``costs_s`` is the cost of starting a program, by size; errors go to ``record``.
-    """
+    """Starts, interleaves and ends programs. ``costs_s``: of a start, by size. Errors go to ``record``."""
 
     def __init__(
         self, command: Command, job: JobFolder, facts: Facts, record: BatchRecord, end_s: float
@@ -110,7 +107,7 @@ class BatchPrograms:
         self.command, self.job, self.facts, self.record = command, job, facts, record
         self.end_s = end_s
         self.costs_s: dict[int, float] = {}
-        self.paused: list[BatchTrial] = []  # paused and ready to be measured
+        self.paused: list[BatchTrial] = []  # ready to be measured
         self.max_copies = 1
         self.prefetched = 0
 

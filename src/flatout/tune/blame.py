@@ -19,8 +19,8 @@ from flatout.tune.comparison import ProgramResult
 from flatout.tune.endings import failure_error
 from flatout.tune.tuning import Tuning
 
-MAX_TRAINING_S = 30.0  # of training, to see whether the plain program passes the same tick
-SHORT_TRAINING_S = 3.0  # of training, which is worth it even at the end of the budget
+MAX_TRAINING_S = 30.0  # to see whether the plain program passes the same tick
+SHORT_TRAINING_S = 3.0  # worth it even at the end of the budget
 MIN_BLOCKS = 6  # of a program that finishes by itself; its blocks are shortened to allow this many
 
 

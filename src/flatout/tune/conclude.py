@@ -12,7 +12,7 @@ from flatout.tune.tuning import Tuning
 
 # The chance of being faster that a lever of the plan needs: in general, if it is exact, if it has a warm-up.
 MIN_CHANCE, MIN_CHANCE_EXACT, MIN_CHANCE_WARMUP = 0.75, 0.6, 0.9
-REPORTED_DATA_SHARE = 0.3  # of a step; above this it is reported
+REPORTED_DATA_SHARE = 0.3  # of a step
 MIN_GAIN_PER_LEVER = 0.003  # of log time
 
 

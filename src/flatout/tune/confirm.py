@@ -1,7 +1,5 @@
 """Confirmation: fresh pairs of processes, plain and tuned, each pair with its own seed.
 
-Speed and guard use the same runs.
-
 The blocks of the pairs join all others in the regression, so the verdict uses every measurement. If the guard
 rejects a plan, the levers responsible are found and left out (`flatout.tune.narrow`), and the rest is
 confirmed.
@@ -174,11 +172,7 @@ def _ratio(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs) -> Ratio:
 
 
 def _skip_reasons(candidate: Candidate, record: TrialRecord) -> str:
-    return "; ".join(
-        dict.fromkeys(
-            skipped["reason"] for skipped in record.skipped if skipped["name"] == candidate.lever.name
-        )
-    )
+    return "; ".join(dict.fromkeys(s["reason"] for s in record.skipped if s["name"] == candidate.lever.name))
 
 
 def _time_for_pair(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs, reused_runs: int) -> bool:
@@ -214,10 +208,8 @@ def _judge(
         pairs.late_replica,
     )
     if perturbation not in tuning.perturbed_runs and needs_perturbed_runs(verdict):
-        tuning.stage(
-            "guard",
-            "the plain program with weights perturbed in the last place, to see how far rounding spreads",
-        )
+        what = "the plain program with weights perturbed in the last place, to see how far rounding spreads"
+        tuning.stage("guard", what)
         seeds = [
             record.seed or 0 for record in plain[: MIN_PAIRS if tuning.interleaver.tick_ms < SLOW_MS else 1]
         ]

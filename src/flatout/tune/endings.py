@@ -20,7 +20,7 @@ def failure_error(record: TrialRecord, headline: str = "") -> ProgramFailed:
 
 
 def unmeasured_error(record: TrialRecord, goal: str, remedy: str) -> FlatoutError:
-    """The error for a program that ended before ``goal``; ``remedy`` is an alternative remedy."""
+    """The error for a program that ended before ``goal``; ``remedy`` is another way out."""
     if record.status == "failed":
         return failure_error(record)
     if record.status == "ended":

@@ -70,9 +70,8 @@ class _Exploring:
     @property
     def quick_space(self) -> Space:
         """The space that waves measure: all factors without a long warm-up."""
-        return restricted(
-            self.tuning.space, [factor.key for factor in self.tuning.space.factors if not factor.warms_up]
-        )
+        space = self.tuning.space
+        return restricted(space, [factor.key for factor in space.factors if not factor.warms_up])
 
     def run(self) -> None:
         tuning = self.tuning
@@ -120,10 +119,8 @@ class _Exploring:
         remote = self.tuning.remote
         if remote is not None and remote.nodes:
             return WAVE_PROGRAMS * len(remote.nodes)
-        fits_two = (
-            self.tuning.max_copies > WAVE_PROGRAMS and self._rows_per_program(WAVE_PROGRAMS) >= self._min_rows
-        )
-        return WAVE_PROGRAMS if fits_two else 1
+        fit = self.tuning.max_copies > WAVE_PROGRAMS
+        return WAVE_PROGRAMS if fit and self._rows_per_program(WAVE_PROGRAMS) >= self._min_rows else 1
 
     @property
     def _wave_until_s(self) -> float:

@@ -90,9 +90,9 @@ class Interleaver(BlockTimer):
     def wait_all_ready(self, trials: Sequence[Trial], timeout_s: float) -> list[ProgramGone | None]:
         """Wait until each trial reaches its steady state, and stop it there.
 
-        Returns, in order, None or the reason why the trial was lost. Imports and reads overlap. A program
+        Returns, in order, None or the reason why the trial was lost. A program
         that begins to train is stopped until all do. Then they warm up one after another, because computing
-        programs slow each other down. Background programs continue while others import.
+        programs slow each other down.
         """
         outcomes: dict[int, ProgramGone | None] = {}
 

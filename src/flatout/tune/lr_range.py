@@ -17,7 +17,7 @@ from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.endings import unmeasured_error
 
 START_TIMEOUT_S = 600.0  # until the steps are steady
-MIN_POINTS = 20  # points; fewer make no curve
+MIN_POINTS = 20  # fewer make no curve
 StageCallback = Callable[[str, str], None]
 
 
@@ -48,9 +48,8 @@ def lr_range(
                 "lr range", seconds() + 10 * budget_s + 120, ticks=points, low=low, factor=factor
             )
         except ProgramGone as gone:
-            raise unmeasured_error(
-                gone.record, "the learning rate could not be raised", "reduce --steps"
-            ) from None
+            what = "the learning rate could not be raised"
+            raise unmeasured_error(gone.record, what, "reduce --steps") from None
     if recorded.get("why_not"):
         raise NothingMeasured(f"the learning rate cannot be raised: {recorded['why_not']}.")
     rates, losses, step_ms = recorded["lr"], recorded["losses"], recorded["ms"]

@@ -19,7 +19,7 @@ from typing import Any
 
 from flatout.tune.one_thread import np
 
-NOISE_T_DOF = 4.0  # default degrees of freedom of the noise
+NOISE_T_DOF = 4.0  # degrees of freedom
 MAX_ITERATIONS = 14
 CONVERGED_CHANGE = (
     0.02  # largest change of a log variance in the last round; standard errors then change by 1 %
@@ -30,7 +30,7 @@ T4_QUARTILE = 0.74  # of t with four degrees of freedom; initial value of its sc
 SCALE_ITERATIONS = 4
 MIN_SLOPE = 0.3  # of the score, on average; smaller slopes would inflate residuals
 MIN_FREE_SHARE = 0.02  # of the measurements, degrees of freedom of the residuals
-MIN_NOISE_SD = 1e-3  # sd; below it sums lose precision
+MIN_NOISE_SD = 1e-3  # below it sums lose precision
 MIN_NODE_WEIGHT = 1e-3  # of a node in the mixture
 
 Array = Any  # a numpy array; the shape is in each docstring

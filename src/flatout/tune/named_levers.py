@@ -1,7 +1,7 @@
 """Measures levers that you name and the tuner never selects, because they change training.
 
 It records the speed and both loss curves. Both programs start from the same seed and alternate block by
-block, so speed and losses come from the same steps. The plan is not affected.
+block, so speed and losses come from the same steps.
 """
 
 from __future__ import annotations

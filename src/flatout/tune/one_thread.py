@@ -4,8 +4,7 @@ The matrices of a search have about a hundred rows, and the machine is busy with
 a thread pool, whose threads spin while they wait, takes a hundred times as long as one thread. A BLAS library
 reads the number of threads once, when it is loaded.
 
-The environment is restored at once, because later programs inherit it. If numpy was already imported, nothing
-changes.
+The environment is restored at once, because later programs inherit it.
 """
 
 from __future__ import annotations

@@ -65,12 +65,8 @@ def job_folder(command: Command, folder: Path | None = None, ranks: str = "") ->
 
 def newest_file(*patterns: str) -> Path | None:
     """The newest file among these, given as patterns below a job's folder; None if there is none."""
-    paths = [
-        path
-        for pattern in patterns
-        for folder in {records(), Path(FOLDER)}
-        for path in folder.glob(f"*/{pattern}")
-    ]
+    folders = {records(), Path(FOLDER)}
+    paths = [path for pattern in patterns for folder in folders for path in folder.glob(f"*/{pattern}")]
     return max(paths, key=lambda path: path.stat().st_mtime, default=None)
 
 

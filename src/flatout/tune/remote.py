@@ -69,7 +69,7 @@ class _Task:
 
 
 class RemoteNodes:
-    """The nodes of a cluster that measure; ``excluded`` has a sentence for each node that is not used."""
+    """The nodes of a cluster that measure; ``excluded`` has a sentence for each other node."""
 
     def __init__(self, address: str, command: Command, facts: Facts) -> None:
         """Check every node.
@@ -196,9 +196,8 @@ def carry_out(text: str, folder: str, threads: str | None) -> str:
         requests = [ProgramRequest.from_json(request) for request in order["requests"]]
         share = math.inf if order["share"] is None else order["share"]
         try:
-            results = measure_together(
-                interleaver, requests, seconds() + order["seconds"], order["timeout_s"], share=share
-            )
+            until_s = seconds() + order["seconds"]
+            results = measure_together(interleaver, requests, until_s, order["timeout_s"], share=share)
             return json.dumps({"results": [result.to_json() for result in results]})
         finally:
             interleaver.close()

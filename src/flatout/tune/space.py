@@ -110,9 +110,8 @@ class Space:
         for i, active in enumerate(sets):
             for key in active:
                 if key not in self.index:
-                    raise ValueError(
-                        f"{key!r} is not among the factors of this search: {', '.join(self.index)}"
-                    )
+                    keys = ", ".join(self.index)
+                    raise ValueError(f"{key!r} is not among the factors of this search: {keys}")
                 rows[i, self.index[key]] = True
         return rows
 
@@ -206,9 +205,8 @@ class Space:
         for lever in rng.permutation(np.array(list(self.columns_of), dtype=object)):
             columns = [i for i in self.columns_of[lever] if free_factors[i]]
             if columns and not start[self.columns_of[lever]].any():
-                rows[np.arange(n), np.array(columns)[rng.integers(len(columns), size=n)]] = (
-                    rng.random(n) < 0.5
-                )
+                chosen = np.array(columns)[rng.integers(len(columns), size=n)]
+                rows[np.arange(n), chosen] = rng.random(n) < 0.5
         for _ in range(len(self.factors)):
             invalid = ~self.allowed_rows(rows)
             if not invalid.any():

@@ -267,9 +267,8 @@ class Tuning:
             if not self._is_allowed(active[block.row]):
                 continue
             window = seed * WINDOWS_PER_SEED + block.tick // self.interleaver.window_ticks
-            self.blocks.append(
-                TimedBlock(process, active[block.row], block.at_s - self.start_s, window, block.ms, host)
-            )
+            at_s = block.at_s - self.start_s
+            self.blocks.append(TimedBlock(process, active[block.row], at_s, window, block.ms, host))
         self.session.blocks = [
             {**vars(b), "active": sorted(b.active), "at_s": round(b.at_s, 2)} for b in self.blocks
         ]
@@ -318,10 +317,8 @@ class Tuning:
 
     def effect(self, key: str, others: frozenset[str]) -> Ratio:
         """The speed-up of one factor given the others; ``n`` counts the blocks in which it was on."""
-        return ratio_of(
-            (self.fitted or self.refit()).effect(key, others),
-            sum(key in block.active for block in self.blocks),
-        )
+        n = sum(key in block.active for block in self.blocks)
+        return ratio_of((self.fitted or self.refit()).effect(key, others), n)
 
     def drop_factor(self, key: str) -> None:
         """Remove a factor from the search; blocks with it on no longer count."""
