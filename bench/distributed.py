@@ -47,8 +47,8 @@ from flatout.trial.parent import ProgramGone, Trial
 from flatout.trial.reference_run import ENTRY
 from flatout.trial.spec import TrialOptions
 from flatout.tune.goal import Goal
-from flatout.tune.ranks import SHARE, beside_one_process
-from flatout.tune.rehearsal import LEVER, Rehearsal, Rehearsed
+from flatout.tune.ranks import BUDGET_SHARE, compare_with_one_process
+from flatout.tune.rehearsal import LEVER, Rehearsal, RehearsalResult
 from flatout.tune.search import observe
 from flatout.tune.tuning import Tuning
 
@@ -87,13 +87,13 @@ def speed(
         job,
         facts,
         session,
-        Goal(SPEED_S / SHARE),
+        Goal(SPEED_S / BUDGET_SHARE),
         base=base,
-        alone=command,
+        single_command=command,
     )
     try:
         observe(tuning)
-        beside_one_process(tuning)
+        compare_with_one_process(tuning)
     finally:
         tuning.interleaver.close()
     assert session.ranks is not None
@@ -141,7 +141,7 @@ def run(script: dict[str, Any], folder: Path, procs: int, facts: Facts) -> dict[
 def row(name: str, entry: dict[str, Any]) -> tuple[str, ...]:
     if "failed" in entry:
         return (name, "**failed**", "", "", "", "", "", "", "", entry["failed"])
-    found = Rehearsed.from_json(entry["rehearsed"])
+    found = RehearsalResult.from_json(entry["rehearsed"])
     error = "-" if found.gradient_error is None else f"{found.gradient_error:.1e}"
     if found.division is None:
         return (name, "refused", error, "", "", "", "", "", "", found.why_not)

@@ -171,7 +171,7 @@ class Bed:
             ]
             for lever in asked:
                 seen["replicas"][lever.name] = self.replica(trial, lever, answers)
-            trial.go(self.late_ticks, seconds() + TIMEOUT_S)
+            trial.run_ticks(self.late_ticks, seconds() + TIMEOUT_S)
             for lever in asked:
                 if not failed(seen["replicas"][lever.name]):
                     seen["late"][lever.name] = self.replica(trial, lever, answers)
@@ -231,7 +231,7 @@ def verdict_of(bed: Bed, lever: Lever, seen: dict[str, Any]) -> GuardRecord | st
             first = judge(effect, plain, tuned, replica, again)
             if first.verdict == "failed":
                 return first
-    found = judge(effect, plain, tuned, replica, again, late=late)
+    found = judge(effect, plain, tuned, replica, again, late_replica=late)
     if needs_perturbed_runs(found):
         found = judge(effect, plain, tuned, replica, again, bed.perturbed(effect), late)
     return found

@@ -52,17 +52,17 @@ def enter(interleaver: Interleaver, plan: Plan, seed: int, timeout_s: float = TI
     A compiler may still be active when the program reports its steady state, so additional steps give the
     step time.
     """
-    candidate = interleaver.enter(plan, seed, timeout_s)
+    candidate = interleaver.start_paused(plan, seed, timeout_s)
     trial = candidate.trial
     try:
         interleaver.unit = trial.ready["unit"]
         interleaver.tick_ms = max(trial.ready["tick_ms"], 1e-3)
         if interleaver.tick_ms < 2000:
-            interleaver.tick_ms = max(block_ms(trial.go(SETTLING_TICKS, seconds() + timeout_s)), 1e-3)
+            interleaver.tick_ms = max(block_ms(trial.run_ticks(SETTLING_TICKS, seconds() + timeout_s)), 1e-3)
         workers = max(
             (loader["num_workers"] for loader in ask_options(trial)["context"]["loaders"]), default=0
         )
-        trial.hold()
+        trial.pause()
         interleaver.prefetched_ticks = 3 * workers
     except BaseException:
         interleaver.dismiss(trial)

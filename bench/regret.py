@@ -87,7 +87,7 @@ def space(answers: dict[str, Any], searched: Mapping[str, int]) -> list[Plan]:
 def options_of(command: Command, job: JobFolder, facts: Facts) -> dict[str, Any]:
     interleaver = Interleaver(command, job, facts)
     try:
-        answers: dict[str, Any] = ask_options(interleaver.enter(Plan(), 0, TIMEOUT_S).trial)["options"]
+        answers: dict[str, Any] = ask_options(interleaver.start_paused(Plan(), 0, TIMEOUT_S).trial)["options"]
         return answers
     finally:
         interleaver.close()
@@ -108,7 +108,7 @@ def screen(command: Command, plans: Sequence[Plan], job: JobFolder, facts: Facts
             candidates: list[RunningCandidate] = []
             for plan in group:
                 try:
-                    candidates.append(interleaver.enter(plan, 0, TIMEOUT_S))
+                    candidates.append(interleaver.start_paused(plan, 0, TIMEOUT_S))
                 except ProgramGone as gone:
                     found.append(
                         {
@@ -130,9 +130,10 @@ def screen(command: Command, plans: Sequence[Plan], job: JobFolder, facts: Facts
                         "digest": candidate.plan.digest,
                     }
                     rounds = [
-                        Round(a.ms, b.ms) for a, b in zip(first.seen.blocks, member.seen.blocks, strict=False)
+                        Round(a.ms, b.ms)
+                        for a, b in zip(first.result.blocks, member.result.blocks, strict=False)
                     ]
-                    gone = last_line(member.seen.gone) if member.seen.gone is not None else ""
+                    gone = last_line(member.result.end_record) if member.result.end_record is not None else ""
                     found.append(
                         {**entry, "ratio": None, "why": gone}
                         if gone or not rounds

@@ -63,7 +63,7 @@ def look(program: Program, fitted: Fitted, best: float, claims: bool) -> dict[st
     plan = fitted.best()
     if not claims:
         return {"regret": regret(program, plan, best), "more": worth_more_time(fitted, plan)}
-    alone = [covers(fitted.effect(key), program, frozenset({key})) for key in sorted(fitted.measured)]
+    alone = [covers(fitted.effect(key), program, frozenset({key})) for key in sorted(fitted.measured_keys)]
     found: dict[str, Any] = {
         "regret": regret(program, plan, best),
         "expected": fitted.regret(plan),

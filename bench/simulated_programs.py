@@ -108,7 +108,7 @@ class Program:
 
     def best(self) -> float:
         """Returns the least log time of an allowed set."""
-        rows = self.space.every_row
+        rows = self.space.allowed_sets
         assert rows is not None
         return float(self.log_times(rows).min())
 

@@ -14,7 +14,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from more_traps import TRAPS
+from more_traps import TRAPS  # type: ignore[attr-defined]  # which has them of tests/resume
 from provenance import ROOT, markdown_table, read_result, some_or_all, stamp, write_result
 
 sys.path.insert(0, str(ROOT / "tests"))

@@ -50,7 +50,7 @@ def child(way: str, out: Path, smoke: bool) -> None:
     from gpt import GPT
 
     from flatout.job.rank_environment import this_rank
-    from flatout.trial.reference_run import sketched
+    from flatout.trial.reference_run import sketch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     vocabulary, context, batch = (128, 16, 4) if smoke else (50304, 512, 8)
@@ -74,7 +74,7 @@ def child(way: str, out: Path, smoke: bool) -> None:
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.to(device).flatten())
         optimizer.zero_grad()
         loss.backward()
-        gradients = gradients or [sketched(torch, p.grad) for p in model.parameters()]
+        gradients = gradients or [sketch(torch, p.grad) for p in model.parameters()]
         optimizer.step()
         losses.append(loss.item())
     whole = way.endswith("sharding") and not all(hasattr(p, "_local_tensor") for p in model.parameters())

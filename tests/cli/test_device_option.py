@@ -16,7 +16,7 @@ from flatout.diagnose.explain import explain
 from flatout.launch.command import understand
 from flatout.schema.facts import Facts
 from flatout.schema.failure import ExceptionRecord, FailureRecord
-from flatout.tune.plan_files import differences, key_of
+from flatout.tune.plan_files import differences, plan_key
 
 pytestmark = [pytest.mark.timeout(150), pytest.mark.processes]
 SENTENCE = "flatout: the script asks for cuda; --device cpu runs it on the CPU"
@@ -498,7 +498,7 @@ def test_a_trial_is_redirected_too(flatout, script):
 def test_a_plan_belongs_to_its_device():
     command = understand(["python", "-c", "1"])
     own, redirected = (
-        key_of(command, Facts(environment=environment)) for environment in ({}, {"FLATOUT_DEVICE": "cpu"})
+        plan_key(command, Facts(environment=environment)) for environment in ({}, {"FLATOUT_DEVICE": "cpu"})
     )
     assert differences(own, redirected) == ["another device ('the device in the script')"]
     assert differences(redirected, own) == ["another device ('cpu')"]

@@ -13,7 +13,7 @@ from flatout.distributed.single_process import for_ourselves, must_be_the_rank, 
 from flatout.launch.command import Command, understand
 from flatout.schema.errors import CannotDivide
 from flatout.schema.records import TrialRecord
-from flatout.tune.already_parallel import how, meant, missing
+from flatout.tune.already_parallel import advice_for, explain, missing_variable
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.timeout(400), pytest.mark.processes]
@@ -115,20 +115,22 @@ def test_the_right_command_is_named(tmp_path, monkeypatch):
     for name in ("train.py", "job.sh"):
         (tmp_path / name).write_text("")
     script = understand(["python", "-u", "train.py", "--lr", "0.1"])
-    assert meant("group", script, 4).endswith("flatout run torchrun --nproc-per-node 4 train.py --lr 0.1")
-    assert meant("group", understand(["train.py", "a b"]), 2).endswith(
+    assert advice_for("group", script, 4).endswith(
+        "flatout run torchrun --nproc-per-node 4 train.py --lr 0.1"
+    )
+    assert advice_for("group", understand(["train.py", "a b"]), 2).endswith(
         "torchrun --nproc-per-node 2 train.py 'a b'"
     )
-    assert meant("group", understand(["python", "-m", "train", "-x"]), 2).endswith(
+    assert advice_for("group", understand(["python", "-m", "train", "-x"]), 2).endswith(
         "torchrun --nproc-per-node 2 -m train -x"
     )
-    assert meant("group", Command(("./job.sh",), ("./job.sh",)), 2).endswith(
+    assert advice_for("group", Command(("./job.sh",), ("./job.sh",)), 2).endswith(
         "torchrun --nproc-per-node 2 --no-python ./job.sh"
     )
-    assert meant("launcher", understand(["torchrun", "--nproc-per-node", "2", "train.py"]), 4).endswith(
+    assert advice_for("launcher", understand(["torchrun", "--nproc-per-node", "2", "train.py"]), 4).endswith(
         ": flatout run torchrun --nproc-per-node 2 train.py"
     )
-    assert how("launcher") != how("group") != how("children")
+    assert explain("launcher") != explain("group") != explain("children")
 
 
 @pytest.mark.parametrize(
@@ -145,5 +147,6 @@ def test_the_right_command_is_named(tmp_path, monkeypatch):
 )
 def test_a_program_that_needs_a_launcher_is_distinguished_from_one_that_fails(last, name):
     assert (
-        missing(TrialRecord(status="failed", reason=f"Traceback (most recent call last):\n{last}\n")) == name
+        missing_variable(TrialRecord(status="failed", reason=f"Traceback (most recent call last):\n{last}\n"))
+        == name
     )

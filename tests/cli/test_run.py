@@ -10,7 +10,7 @@ from processes import working_in
 
 from flatout.launch.command import understand
 from flatout.probe.machine import look
-from flatout.tune.plan_files import job_folder, key_of
+from flatout.tune.plan_files import job_folder, plan_key
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
 
@@ -19,7 +19,7 @@ def keys(flatout, *words):
     """The keys that a plan for this command must have, and where it is looked for."""
     with working_in(flatout.folder):
         command = understand(words)
-        return key_of(command, look()), flatout.folder / job_folder(command).plan
+        return plan_key(command, look()), flatout.folder / job_folder(command).plan
 
 
 def write_plan(path, levers, made_for=()):

@@ -4,7 +4,7 @@ import pytest
 
 from flatout.schema.facts import Facts, Gpu
 from flatout.schema.records import TrialRecord
-from flatout.tune.sharding import ran_out, verdict
+from flatout.tune.sharding import decide, ran_out_of_memory
 
 GIB = 2**30
 
@@ -31,26 +31,26 @@ def test_when_weights_are_sharded(requested, weights_gib, device, divides, says)
         "optimizer state": int(2 * weights_gib * GIB),
     }
     facts = Facts(memory_bytes=32 * GIB, gpus=(Gpu("A100", 80 * GIB, (8, 0)), Gpu("H200", 140 * GIB, (9, 0))))
-    found = verdict(requested, held, device, facts, 2)
-    assert found.divides is divides
+    found = decide(requested, held, device, facts, 2)
+    assert found.shards is divides
     assert says in found.sentence
     assert bool(found.sentence) is bool(says)
 
 
 def test_running_out_of_memory_is_distinguished_from_other_failures():
-    assert ran_out(
+    assert ran_out_of_memory(
         TrialRecord(
             "failed",
             reason="torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB",
             exit_code=1,
         )
     )
-    assert ran_out(
+    assert ran_out_of_memory(
         TrialRecord(
             "failed",
             log_tail="RuntimeError: DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes",
             exit_code=1,
         )
     )
-    assert ran_out(TrialRecord("failed", exit_code=-9))
-    assert not ran_out(TrialRecord("failed", reason="ValueError: shapes do not match", exit_code=1))
+    assert ran_out_of_memory(TrialRecord("failed", exit_code=-9))
+    assert not ran_out_of_memory(TrialRecord("failed", reason="ValueError: shapes do not match", exit_code=1))

@@ -12,7 +12,7 @@ from flatout.levers import TABLE
 from flatout.probe.machine import look
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.toml import read_toml
-from flatout.tune.plan_files import job_folder, key_of
+from flatout.tune.plan_files import job_folder, plan_key
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -164,10 +164,10 @@ def test_the_plan_of_a_command_is_the_one_that_run_uses(flatout, script, monkeyp
         script("pass", name=name)
     monkeypatch.chdir(flatout.folder)
     one, two = (understand(["python", name]) for name in ("one.py", "two.py"))
-    chosen = Plan((Choice("channels_last", True),), key_of(one, look()))
+    chosen = Plan((Choice("channels_last", True),), plan_key(one, look()))
     job_folder(one).make().plan.write_text(chosen.to_toml())
     beside = flatout.folder / "flatout.toml"
-    beside.write_text(Plan((), key_of(two, look())).to_toml())
+    beside.write_text(Plan((), plan_key(two, look())).to_toml())
     assert "channels_last" in flatout.here("plan", "python", "one.py").out
     assert flatout.here("plan", "python", "two.py").out == "The plan is empty: the program runs as it is.\n"
     done = flatout.here("plan", "python", "one.py", "--fast")

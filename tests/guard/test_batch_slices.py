@@ -5,7 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.guard.batch_slices import FEWEST_SAMPLES, LONGEST_PLAYS_S, PLAYS, samples_played, sliced
+from flatout.guard.batch_slices import (
+    MAX_PLAYS_S,
+    MIN_SAMPLES,
+    PLAYS_A_REPLICA,
+    played_samples,
+    take_samples,
+)
 from flatout.guard.captured_steps import CapturedCall
 
 SLOW_MS = 12_000.0
@@ -33,14 +39,14 @@ def step(size, **more):
 @given(size=st.integers(1, 300), step_ms=st.floats(0.1, 60_000.0))
 def test_the_first_samples_of_everything_are_kept(size, step_ms):
     whole = [step(size), step(size)]
-    part, taken = sliced(whole, step_ms, torch)
+    part, taken = take_samples(whole, step_ms, torch)
     kept = len(part[0][0].args[0])
-    assert kept == round(taken * size) == samples_played(size, step_ms)
+    assert kept == round(taken * size) == played_samples(size, step_ms)
     if taken == 1.0:
         assert part == whole
         return
-    assert FEWEST_SAMPLES <= kept <= size / 2
-    assert kept == FEWEST_SAMPLES or PLAYS * step_ms * (kept - 1) / size <= 1000 * LONGEST_PLAYS_S
+    assert MIN_SAMPLES <= kept <= size / 2
+    assert kept == MIN_SAMPLES or PLAYS_A_REPLICA * step_ms * (kept - 1) / size <= 1000 * MAX_PLAYS_S
     for calls in part:
         assert calls[0].args[0].equal(whole[0][0].args[0][:kept])
         assert calls[0].args[1]["mask"].shape == (kept,)
@@ -52,10 +58,10 @@ def test_the_first_samples_of_everything_are_kept(size, step_ms):
 @pytest.mark.parametrize("other", [{"grads": {0: torch.ones(7, 5)}}, {"kwargs": {"weights": torch.ones(40)}}])
 def test_steps_whose_sizes_differ_stay_whole(other):
     whole = [step(64), step(64, **other)]
-    assert sliced(whole, SLOW_MS, torch) == (whole, 1.0)
+    assert take_samples(whole, SLOW_MS, torch) == (whole, 1.0)
 
 
 def test_a_loss_computed_by_the_module_is_no_batch():
-    part, taken = sliced([step(64, grads={0: torch.tensor(1.0)})], SLOW_MS, torch)
+    part, taken = take_samples([step(64, grads={0: torch.tensor(1.0)})], SLOW_MS, torch)
     assert taken == 0.25
     assert part[0][0].grads[0] == 1.0

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
-from flatout.guard.sample_draws import FEWEST_ROUNDS, ROUNDS, SAMPLES, SampleDrawProbe
+from flatout.guard.sample_draws import MIN_ROUNDS, ROUNDS, SAMPLES, SampleDrawProbe
 
 
 class Flipped(Dataset):
@@ -32,7 +32,7 @@ def drawn(loader):
     next(iterator)
     draws = SampleDrawProbe(torch)
     draws.observe(iterator)
-    return draws.take()
+    return draws.fetch()
 
 
 def test_each_round_holds_each_sample_once():
@@ -107,7 +107,7 @@ def test_data_that_cannot_be_fetched_again_gives_nothing(loader):
 
 
 def test_without_a_loader_there_are_no_samples():
-    assert SampleDrawProbe(torch).take() == []
+    assert SampleDrawProbe(torch).fetch() == []
 
 
 def test_slow_data_ends_early_or_not_at_all(monkeypatch):
@@ -116,6 +116,6 @@ def test_slow_data_ends_early_or_not_at_all(monkeypatch):
         "flatout.guard.sample_draws.seconds", lambda: next(ticks) / 3.0
     )  # a third of a second for each round
     rounds = drawn(DataLoader(Flipped(), batch_size=4))
-    assert FEWEST_ROUNDS <= len(rounds) < ROUNDS
+    assert MIN_ROUNDS <= len(rounds) < ROUNDS
     monkeypatch.setattr("flatout.guard.sample_draws.seconds", lambda: float(next(ticks)))
     assert drawn(DataLoader(Flipped(), batch_size=4)) == []

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from flatout.guard.loss_curves import own_loss
+from flatout.guard.loss_curves import nonfinite_loss
 from flatout.guard.resolution import significant_bits
 from flatout.guard.verdict import judge, needs_perturbed_runs, perturbation_for, start_agrees
 from flatout.schema.enums import Effect
@@ -144,20 +144,20 @@ def test_other_weights_break_an_exact_claim_though_every_loss_agrees():
 
 
 def test_a_nondeterministic_program_gets_a_message_and_is_judged_by_its_curves():
-    again = record(curve(17))
-    found = judge(Effect.EXACT, seeds(), seeds(lambda t, x: x * (1 + 1e-6)), again=again)
+    repeat = record(curve(17))
+    found = judge(Effect.EXACT, seeds(), seeds(lambda t, x: x * (1 + 1e-6)), repeat=repeat)
     assert found.verdict == "equivalent"
     assert "is not repeatable" in found.why
-    assert judge(Effect.EXACT, seeds(), seeds(lambda t, x: x + 3.0), again=again).verdict == "failed"
+    assert judge(Effect.EXACT, seeds(), seeds(lambda t, x: x + 3.0), repeat=repeat).verdict == "failed"
 
 
 def test_nondeterministic_weights_rule_out_a_bitwise_comparison_even_if_losses_repeat():
     """Atomic additions sum in a different order each time; a loss need not show it at once."""
-    again = replace(seeds()[0], weights_digests={"1": "0a", "2": "rounded otherwise"})
+    repeat = replace(seeds()[0], weights_digests={"1": "0a", "2": "rounded otherwise"})
     tuned = [
         replace(run, weights_digests={"1": f"{run.seed}a", "2": "and otherwise again"}) for run in seeds()
     ]
-    found = judge(Effect.EXACT, seeds(), tuned, again=again)
+    found = judge(Effect.EXACT, seeds(), tuned, repeat=repeat)
     assert found.verdict == "equivalent"
     assert "is not repeatable" in found.why
 
@@ -171,8 +171,10 @@ def diverging(change=lambda t, x: x):
 
 
 def test_what_is_nan_on_both_sides_is_not_claimed_to_be_equal():
-    assert own_loss(diverging()[0]) == "the program's own loss is NaN from step 2"
-    assert own_loss(seeds(lambda t, x: math.inf if t == 5 else x)[0]) == ""  # a GradScaler skips such a step
+    assert nonfinite_loss(diverging()[0]) == "the program's own loss is NaN from step 2"
+    assert (
+        nonfinite_loss(seeds(lambda t, x: math.inf if t == 5 else x)[0]) == ""
+    )  # a GradScaler skips such a step
     found = judge(Effect.EXACT, diverging(), diverging())
     assert found.verdict == "same"
     assert "(2 losses, 3 seeds)" in found.why
@@ -365,11 +367,11 @@ def test_a_rejection_by_a_replica_is_final_and_a_late_one_is_called_late():
     assert early.verdict == "failed"
     assert "the update is off" in early.why
     wrong = rejection("gradient", "the gradient is gone")
-    found = judge(Effect.PRECISION, seeds(), seeds(), smooth(1e-3), late=wrong)
+    found = judge(Effect.PRECISION, seeds(), seeds(), smooth(1e-3), late_replica=wrong)
     assert names(found, passed=False) == {"late gradient"}
     assert "after a stretch of training the gradient is gone" in found.why
     slow = {"failure": "it took too long"}
-    assert judge(Effect.PRECISION, seeds(), seeds(), smooth(1e-3), late=slow).verdict == "equivalent"
+    assert judge(Effect.PRECISION, seeds(), seeds(), smooth(1e-3), late_replica=slow).verdict == "equivalent"
 
 
 # -- one lever alone ------------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flatout.guard.replica import narrowed
+from flatout.guard.replica import blame_levers
 from flatout.schema.plan import Choice
 
 NAMES = ("a", "b", "c", "d")
@@ -35,18 +35,18 @@ def judge_of(alone, together):
 def test_what_is_left_passes_and_nothing_is_judged_twice(alone, together, order, count):
     order = order[:count]
     judge, asked = judge_of(alone, together)
-    found = narrowed(judge, [Choice(name, True) for name in order])
+    found = blame_levers(judge, [Choice(name, True) for name in order])
     fails = bool(alone & set(order)) or any(pair <= set(order) for pair in together)
     assert found["checks"][0]["passed"] is not fails
     assert asked[0] == tuple(order)
-    assert bool(found["wrong"]) is fails
+    assert bool(found["failing"]) is fails
     assert len(asked) == 1 or (fails and count > 1)
-    assert set(found["alone"]) == (alone & set(order) if count > 1 else set())
-    rest = [name for name in order if name not in found["wrong"]]
+    assert set(found["failing_alone"]) == (alone & set(order) if count > 1 else set())
+    rest = [name for name in order if name not in found["failing"]]
     assert not alone & set(rest)
     assert not any(pair <= set(rest) for pair in together)
     assert len(asked) == len(set(asked))
-    if found["wrong"] and rest:
+    if found["failing"] and rest:
         assert found["rest"]["checks"][0]["passed"]
         assert tuple(rest) in asked
     else:

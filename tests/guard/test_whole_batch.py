@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flatout.guard.batch_slices import in_whole_batch
+from flatout.guard.batch_slices import whole_batch_factor
 
 SAMPLES, PLAYED, ELEMENTS, STEPS = 64, 16, 4000, 2
 SHARE = PLAYED / SAMPLES
@@ -31,7 +31,7 @@ def estimates(own, once, elements=ELEMENTS, seed=0):
             exact.append([total])
             wrong.append([total + errors[:n].sum(0) + n * once * draw(elements)])
     results = [SimpleNamespace(gradients=each) for each in (plain, levers, half, half_levers)]
-    found = in_whole_batch((results[0], results[1]), (results[2], results[3]), SHARE, summed=True)
+    found = whole_batch_factor((results[0], results[1]), (results[2], results[3]), SHARE, summed=True)
     part, whole = own**2 / PLAYED + once**2, own**2 / SAMPLES + once**2
     return found, math.sqrt(whole / part)
 
@@ -47,9 +47,9 @@ def test_every_parameter_counts_alike_and_means_are_not_scaled():
     steps = [[torch.full((3,), 8.0), torch.full((500,), 0.8), None] for _ in range(STEPS)]
     wrong = [[a * 1.1 if a is not None else None for a in step] for step in steps]
     plain, levers = SimpleNamespace(gradients=steps), SimpleNamespace(gradients=wrong)
-    assert in_whole_batch((plain, levers), (plain, levers), SHARE, summed=False) == pytest.approx(1.0)
+    assert whole_batch_factor((plain, levers), (plain, levers), SHARE, summed=False) == pytest.approx(1.0)
 
 
 def test_nothing_to_compare_changes_nothing():
     zero = SimpleNamespace(gradients=[[torch.zeros(5), None]] * STEPS)
-    assert in_whole_batch((zero, zero), (zero, zero), SHARE, summed=False) == 1.0
+    assert whole_batch_factor((zero, zero), (zero, zero), SHARE, summed=False) == 1.0

@@ -13,7 +13,7 @@ from processes import working_in
 from flatout.launch.command import understand
 from flatout.probe.machine import look
 from flatout.schema.plan import Choice, Plan
-from flatout.tune.plan_files import job_folder, key_of
+from flatout.tune.plan_files import job_folder, plan_key
 
 pytestmark = pytest.mark.processes
 
@@ -120,7 +120,7 @@ def test_a_plan_of_the_folder_that_is_not_applied_is_named_once(ways, words):
     with working_in(ways.folder):
         command = understand([*words, "train.py"])
         plan = replace(
-            Plan().with_choice(Choice("gc_pause", True)), made_for=key_of(command, look(command.argv))
+            Plan().with_choice(Choice("gc_pause", True)), made_for=plan_key(command, look(command.argv))
         )
         job_folder(command).make().plan.write_text(plan.to_toml())
     done = ways("run", *words, "train.py")

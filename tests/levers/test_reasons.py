@@ -780,7 +780,9 @@ def test_a_lever_is_left_out_of_several_ranks_for_a_reason_of_its_own(answers, n
     """A lever without batches gives no reason about loaders; a lever that leaves weights alone gives none
     about whole weights.
     """
-    said = considered(answers["switched_off"], base=ranks.base_plan(BY_ONE, shards), unfit=ranks.unfit)[name]
+    said = considered(
+        answers["switched_off"], base=ranks.base_plan(BY_ONE, shards), why_incompatible=ranks.unfit
+    )[name]
     assert (
         said == reason
         if reason

@@ -78,11 +78,13 @@ def test_memory_and_time_are_those_of_the_models_card_without_our_own_use(tmp_pa
         Facts(),
         TrialOptions(table="flatout.diagnose.what_ifs:TABLE"),
     ) as trial:
-        assert trial.wait_ready(seconds() + LIMIT_S)["copies"] >= 3  # its own card, which is almost empty
+        assert trial.wait_ready(seconds() + LIMIT_S)["max_copies"] >= 3  # its own card, which is almost empty
         before = trial.ask({"do": "record"}, seconds() + LIMIT_S)["record"]["peak_memory_bytes"]
         assert trial.ask({"do": "replica", "choices": []}, seconds() + LIMIT_S)["replica"]["checks"]
         assert trial.switch([Choice("syncs", "all")], seconds() + LIMIT_S)["applied"]
-        assert len(trial.go(4, seconds() + LIMIT_S)) == 4, "the clock waits where the program no longer does"
+        assert len(trial.run_ticks(4, seconds() + LIMIT_S)) == 4, (
+            "the clock waits where the program no longer does"
+        )
         assert trial.finish().peak_memory_bytes == before
     assert 0 < before < 2**21, "the ballast is on the other card"
 

@@ -112,27 +112,27 @@ def test_the_baton(begin):
     assert ready["unit"] == "step"
     assert ready["device"] == "cpu"
     assert ready["tick_ms"] > 0
-    trial.hold()
+    trial.pause()
     # This program takes no step while another one runs.
     before = steps()
     time.sleep(0.3)
     assert steps() == before
     # It runs the requested number of steps and reports each.
-    times = trial.go(7, soon())
+    times = trial.run_ticks(7, soon())
     assert len(times) == 7
     assert 7 <= steps() - before <= 9
     # A lever acts from the next step on, and is gone when it is switched off.
-    plain = median(trial.go(10, soon()))
+    plain = median(trial.run_ticks(10, soon()))
     assert trial.switch([Choice("slow", 1)], soon())["skipped"] == []
-    trial.go(1, soon())
-    slow = trial.go(5, soon())
+    trial.run_ticks(1, soon())
+    slow = trial.run_ticks(5, soon())
     assert min(slow) >= SLEEP_MS
     trial.switch([Choice("slow", 2)], soon())
-    trial.go(1, soon())
-    assert min(trial.go(5, soon())) >= 2 * SLEEP_MS
+    trial.run_ticks(1, soon())
+    assert min(trial.run_ticks(5, soon())) >= 2 * SLEEP_MS
     trial.switch([], soon())
-    trial.go(1, soon())
-    assert median(trial.go(10, soon())) < SLEEP_MS
+    trial.run_ticks(1, soon())
+    assert median(trial.run_ticks(10, soon())) < SLEEP_MS
     assert plain < SLEEP_MS
     # A lever that cannot be applied is named and affects no other lever.
     answer = trial.switch([Choice("broken", 1), Choice("slow", 1), Choice("unknown", True)], soon())
@@ -155,7 +155,7 @@ def test_a_plan_holds_from_the_first_step_on(begin):
     ready = trial.wait_ready(soon())
     assert [outcome["name"] for outcome in ready["applied"]] == ["slow"]
     assert [outcome["name"] for outcome in ready["skipped"]] == ["broken"]
-    assert min(trial.go(3, soon())) >= SLEEP_MS
+    assert min(trial.run_ticks(3, soon())) >= SLEEP_MS
     assert [entry["name"] for entry in trial.finish().applied] == ["slow"]
 
 
@@ -173,7 +173,7 @@ def test_a_program_that_ends_in_its_turn(begin, end):
     trial, _ = begin(program=program + f"    if os.fstat(steps).st_size == 60: {line}\n" if line else program)
     trial.wait_ready(soon())
     with pytest.raises(ProgramGone) as caught:
-        trial.go(1000, seconds() + 2 if status == "hung" else soon())
+        trial.run_ticks(1000, seconds() + 2 if status == "hung" else soon())
     record = caught.value.record
     assert record.status == status
     assert reason in record.reason
@@ -210,20 +210,20 @@ def test_ranks_switch_together_and_a_replica_does_not_disturb_them(begin):
     """
     trial, seen = begin(program=RANKS, ranks=2)
     trial.wait_ready(soon() + 60)
-    trial.hold()
-    trial.go(3, soon())
+    trial.pause()
+    trial.run_ticks(3, soon())
     assert {last for rank in (0, 1) for last in seen(rank)[-2:]} == {"plain"}
     trial.switch([Choice("slow", 1)], soon())
-    trial.go(4, soon())
+    trial.run_ticks(4, soon())
     assert [seen(rank)[-1] for rank in (0, 1)] == ["slow", "slow"]
     trial.switch([], soon())
-    trial.go(4, soon())
+    trial.run_ticks(4, soon())
     assert [seen(rank)[-1] for rank in (0, 1)] == ["plain", "plain"]
     answer = trial.ask({"do": "replica", "choices": [Choice("slow", 1).to_json()]}, soon())["replica"]
     assert answer["checks"]
     assert all(check["passed"] for check in answer["checks"]), answer
-    trial.hold()
-    assert len(trial.go(5, soon())) == 5  # both ranks still step together
+    trial.pause()
+    assert len(trial.run_ticks(5, soon())) == 5  # both ranks still step together
     info = seen(0), seen(1)
     assert len(set(zip(*info, strict=False))) == 2  # and none of them had the lever alone at any time
     assert trial.finish().status == "finished"

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.trial.blocks import BLOCK_MS, MOST_TICKS, SLICE_MS, BlockTimer
+from flatout.trial.blocks import BLOCK_MS, MAX_TICKS, SLICE_MS, BlockTimer
 
 TICK_MS = st.floats(0.01, 5000.0)
 
@@ -19,7 +19,7 @@ def timer(tick_ms, **fields):
 @given(TICK_MS)
 def test_slices_are_short_and_hold_at_least_a_tick(tick_ms):
     made = timer(tick_ms)
-    assert 1 <= made.slices <= made.block_ticks <= MOST_TICKS
+    assert 1 <= made.slices <= made.block_ticks <= MAX_TICKS
     assert made.block_s * 1000 / made.slices <= 1.001 * max(1.5 * SLICE_MS, tick_ms)
     assert made.block_s * 1000 <= 1.001 * max(BLOCK_MS + tick_ms / 2, tick_ms)
 
@@ -29,5 +29,5 @@ def test_a_block_is_whole_where_a_pause_changes_the_speed(tick_ms, ahead):
     """Loader workers fetch batches during a pause; ranks wait for each other after it."""
     made = timer(tick_ms, prefetched_ticks=ahead)
     assert made.slices == 1
-    assert tick_ms >= 500 or made.block_ticks >= min(2 * ahead, MOST_TICKS)
+    assert tick_ms >= 500 or made.block_ticks >= min(2 * ahead, MAX_TICKS)
     assert timer(tick_ms, settle_ticks=1 + ahead).slices == 1

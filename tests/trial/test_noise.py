@@ -11,7 +11,7 @@ from flatout.agent.ledger import Ledger
 from flatout.agent.listener import EVENTS, Listener
 from flatout.agent.training_context import TrainingContext
 from flatout.trial.probes.active import ActiveProbe
-from flatout.trial.probes.probe import ProbeContext
+from flatout.trial.probes.probe import ProbeTools
 
 BATCH = 4
 
@@ -88,7 +88,7 @@ def listen(context, program, ticks, before=2):
     the reason.
     """
     program.train(before)
-    listening = ActiveProbe(ProbeContext(torch, context, Ledger))
+    listening = ActiveProbe(ProbeTools(torch, context, Ledger))
     context.listener._listener.listening = listening
     program.batches.clear()
     failed = listening.begin({"probe": "noise", "ticks": ticks})

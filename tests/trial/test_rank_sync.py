@@ -59,16 +59,16 @@ def test_two_ranks_of_the_local_launcher(tmp_path, monkeypatch):
     with Trial(command, TrialFolder(tmp_path / "trial"), base, Facts()) as trial:
         ready = trial.wait_ready(soon() + 40)
         assert [each["name"] for each in ready["applied"]] == ["data_parallel"]
-        trial.hold()
+        trial.pause()
 
         # They switch after the same step, and continue together after one of them has repeated some steps by
         # itself.
         for choices in ([Choice("gc_pause", True)], [], [Choice("gc_pause", True)]):
             assert trial.switch(choices, soon())["skipped"] == []
-            trial.go(3, soon())
+            trial.run_ticks(3, soon())
         replica = trial.ask({"do": "replica", "choices": []}, soon())["replica"]
         assert all(check["passed"] for check in replica["checks"]), replica
-        trial.go(5, soon())
+        trial.run_ticks(5, soon())
         record = trial.finish()
     assert record.status == "finished"
     assert record.phases["exchange"]["median_ms"] > 0

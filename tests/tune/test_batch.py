@@ -15,7 +15,7 @@ from flatout.render.batch_page import batch_page, noise_sentence, sentences
 from flatout.render.page import html
 from flatout.schema.batch import BatchPoint, BatchRecord, NoiseSeen
 from flatout.schema.records import TrialRecord
-from flatout.tune.batch_programs import did_not_run
+from flatout.tune.batch_programs import size_error
 
 NOISE = (1.0, 1.02, 0.99, 1.01)
 
@@ -204,7 +204,7 @@ def test_how_large_a_batch_still_helps_is_one_sentence(noise, own, words):
     ],
 )
 def test_why_a_size_did_not_run(record, status, words):
-    error = did_not_run(record)
+    error = size_error(record)
     assert error.status == status
     assert words in error.why
 

@@ -7,7 +7,7 @@ import pytest
 from flatout.levers import TABLE
 from flatout.schema.enums import Effect, Status
 from flatout.schema.errors import ProgramFailed
-from flatout.tune.blame import program_ended
+from flatout.tune.blame import handle_end
 from flatout.tune.candidates import Candidate
 from flatout.tune.comparison import ProgramRequest, measure_together
 from flatout.tune.factors import make_space
@@ -44,9 +44,9 @@ def run_under(tuning, keys):
     (seen,) = measure_together(
         tuning.interleaver, [ProgramRequest(tuning.plan_for(keys), (None,) * 4)], 1e9, 60.0
     )
-    assert seen.gone is not None
-    assert seen.gone.status == "failed"
-    program_ended(tuning, keys, seen)
+    assert seen.end_record is not None
+    assert seen.end_record.status == "failed"
+    handle_end(tuning, keys, seen)
 
 
 @pytest.mark.full
@@ -87,11 +87,11 @@ def test_a_short_program_is_started_as_often_as_it_takes(make, monkeypatch):
     """
     monkeypatch.setenv("STEPS", "60")
     for budget_s in (40.0, 120.0, 300.0):  # a busy machine starts few programs in 40 s
-        tuning = make("always", Goal(budget_s, only=frozenset(LEVERS)))
+        tuning = make("always", Goal(budget_s, only_levers=frozenset(LEVERS)))
         found = search(tuning)
-        if len(tuning.numbers) >= 2:
+        if len(tuning.process_numbers) >= 2:
             break
-    assert len(tuning.numbers) >= 2
+    assert len(tuning.process_numbers) >= 2
     levers = {lever.name: lever for lever in found.levers}
     for name in LEVERS:
         assert levers[name].ratio is not None or found.disturbance, levers[name].reason

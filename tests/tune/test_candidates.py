@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from flatout.levers import TABLE
 from flatout.schema.enums import Effect, Status
 from flatout.schema.records import Ratio
-from flatout.tune.candidates import Candidate, consider, plan_of, widest, without_long_starts
+from flatout.tune.candidates import Candidate, drop_slow_fetches, make_candidates, plan_of, widest_effect
 
 LEVER = {lever.name: lever for lever in TABLE}
 EVERY = frozenset(Effect) - {Effect.CHANGES_MATH}
@@ -33,14 +33,16 @@ def options(**changed):
 )
 def test_levers_that_change_the_maths_are_never_tried(effects, only):
     """Asking for it by name does not help either: it belongs in a hand-written plan."""
-    one = consider(options(batch_size={"values": [{"size": 8}], "effect": None}), effects, only)["batch_size"]
-    assert not one.open
+    one = make_candidates(options(batch_size={"values": [{"size": 8}], "effect": None}), effects, only)[
+        "batch_size"
+    ]
+    assert not one.selectable
     assert "changes the training result" in one.reason
 
 
 def test_requested_levers_narrow_the_candidates():
-    found = consider(options(), EVERY, frozenset({"tf32"}))
-    assert [name for name, one in found.items() if one.open] == ["tf32"]
+    found = make_candidates(options(), EVERY, frozenset({"tf32"}))
+    assert [name for name, one in found.items() if one.selectable] == ["tf32"]
     assert found["gc_pause"].reason == "not among the requested levers"
     assert found["threads"].reason == "it does not apply here"
     assert list(found) == [lever.name for lever in TABLE]
@@ -48,13 +50,13 @@ def test_requested_levers_narrow_the_candidates():
 
 def test_effects_narrow_the_candidates_by_their_effect_here():
     """Workers over a data set without random numbers are exact, whatever the lever declares."""
-    resampled = consider(options(), frozenset({Effect.EXACT}), None)
-    assert [name for name, one in resampled.items() if one.open] == ["gc_pause"]
+    resampled = make_candidates(options(), frozenset({Effect.EXACT}), None)
+    assert [name for name, one in resampled.items() if one.selectable] == ["gc_pause"]
     assert "its effect here is resampled" in resampled["loader"].reason
-    exact = consider(
+    exact = make_candidates(
         options(loader={"values": [{"workers": 2}], "effect": "exact"}), frozenset({Effect.EXACT}), None
     )
-    assert [name for name, one in exact.items() if one.open] == ["gc_pause", "loader"]
+    assert [name for name, one in exact.items() if one.selectable] == ["gc_pause", "loader"]
     assert exact["loader"].effect is Effect.EXACT
 
 
@@ -72,7 +74,7 @@ def test_levers_that_load_the_whole_data_set_first_are_left_out_where_that_takes
         "cached_prefix": candidate("cached_prefix", ({"mib": 9, "ahead": True}, {"mib": 9})),
         "threads": candidate(),
     }
-    without_long_starts(held, [loader], {"tick_ms": 100.0, "data_ms": 20.0}, most_s=10.0)
+    drop_slow_fetches(held, [loader], {"tick_ms": 100.0, "data_ms": 20.0}, max_fetch_s=10.0)
     assert [value.get("ahead", False) for value in held["cached_prefix"].values] == (
         [True, False] if offered else [False]
     )
@@ -91,13 +93,13 @@ def test_a_plan_is_in_the_order_in_which_levers_act():
         one.value = one.values[0]
     assert [choice.name for choice in plan_of(chosen)] == ["malloc", "channels_last", "fused_optimizer"]
     assert plan_of(reversed(chosen)).digest == plan_of(chosen).digest
-    assert widest(chosen) is Effect.ROUNDING
-    assert widest(chosen[1:2]) is Effect.EXACT
+    assert widest_effect(chosen) is Effect.ROUNDING
+    assert widest_effect(chosen[1:2]) is Effect.EXACT
 
 
 @given(ratios)
 def test_every_candidate_has_a_record_with_a_reason(ratio):
-    fresh = consider(options(), EVERY, None)["tf32"]
+    fresh = make_candidates(options(), EVERY, None)["tf32"]
     measured = candidate()
     measured.value, measured.ratio, measured.how = 1, ratio, "live"
     measured.reject("slower here")
@@ -114,9 +116,9 @@ def test_every_candidate_has_a_record_with_a_reason(ratio):
 
 def test_a_lever_is_rejected_with_its_last_value():
     one = candidate(values=(1, 2))
-    one.without(1, "it crashed")
-    assert one.open
+    one.reject_value(1, "it crashed")
+    assert one.selectable
     assert one.values == (2,)
-    one.without(2, "it crashed as well")
-    assert (one.status, one.reason, one.open) == (Status.REJECTED, "it crashed as well", False)
+    one.reject_value(2, "it crashed as well")
+    assert (one.status, one.reason, one.selectable) == (Status.REJECTED, "it crashed as well", False)
     assert one.rejected == {"threads=1": "it crashed", "threads=2": "it crashed as well"}

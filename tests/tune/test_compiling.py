@@ -10,10 +10,10 @@ from flatout.levers import TABLE
 from flatout.probe.machine import look
 from flatout.schema.enums import Effect
 from flatout.tune.candidates import Candidate
-from flatout.tune.compiling import ALONE_PROGRAMS, MOST_PROGRAMS, Compiling
+from flatout.tune.compiling import MIN_COPIES, MIN_COPIES_ALONE, BackgroundCompiler
 from flatout.tune.explore import explore
 from flatout.tune.factors import make_space
-from flatout.tune.goal import Goal, only
+from flatout.tune.goal import Goal, restricted
 from flatout.tune.search import observe
 
 pytestmark = pytest.mark.processes
@@ -25,7 +25,7 @@ LEVER = {lever.name: lever for lever in TABLE}
 def make(new_tuning):
     def one(text="", budget_s=300.0, copies=9, **levers):
         tuning = new_tuning(text, Goal(budget_s), replace(look(), cores=4))
-        tuning.copies = copies
+        tuning.max_copies = copies
         for name, values in levers.items():
             tuning.candidates[name] = Candidate(LEVER[name], values, LEVER[name].effect)
         return tuning
@@ -34,7 +34,7 @@ def make(new_tuning):
 
 
 def quick(tuning):
-    return only(tuning.space, [factor.key for factor in tuning.space.factors if not factor.warms_up])
+    return restricted(tuning.space, [factor.key for factor in tuning.space.factors if not factor.warms_up])
 
 
 def under(compiling):
@@ -47,7 +47,7 @@ def test_each_value_of_a_compiler_is_measured(make):
     """
     tuning = make(compile=("default", "max-autotune-no-cudagraphs"), inplace=(True,), gc_pause=(True,))
     make_space(tuning)
-    compiling, seen = Compiling(tuning), []
+    compiling, seen = BackgroundCompiler(tuning), []
     for _ in range(3):
         compiling.begin(quick(tuning))
         if compiling.trial is not None:
@@ -61,28 +61,28 @@ def test_each_value_of_a_compiler_is_measured(make):
 
 
 def test_a_compiler_that_does_not_fit_beside_others_works_after_them(make):
-    tuning = make(copies=ALONE_PROGRAMS, compile=("default",))
+    tuning = make(copies=MIN_COPIES_ALONE, compile=("default",))
     make_space(tuning)
-    compiling = Compiling(tuning)
+    compiling = BackgroundCompiler(tuning)
     compiling.begin(quick(tuning))
     assert compiling.trial is None
     assert compiling.reserved_s > 0
-    compiling.begin(quick(tuning), alone=True)
+    compiling.begin(quick(tuning), exclusive=True)
     assert under(compiling) == {"compile"}
 
 
 def test_no_time_is_reserved_where_memory_suffices(make):
-    tuning = make(copies=MOST_PROGRAMS, compile=("default",))
+    tuning = make(copies=MIN_COPIES, compile=("default",))
     make_space(tuning)
-    assert Compiling(tuning).reserved_s == 0.0
+    assert BackgroundCompiler(tuning).reserved_s == 0.0
 
 
 def test_a_compiler_without_enough_time_is_not_started(make):
     tuning = make(compile=("default",))
     make_space(tuning)
     tuning.start_s -= 300.0
-    compiling = Compiling(tuning)
-    compiling.begin(quick(tuning), alone=True)
+    compiling = BackgroundCompiler(tuning)
+    compiling.begin(quick(tuning), exclusive=True)
     assert compiling.trial is None
 
 
@@ -90,10 +90,10 @@ def test_a_compiler_without_enough_time_is_not_started(make):
 def test_a_search_measures_compiled_programs(make, by_hand):
     tuning = make(by_hand, 600.0)  # it ends as soon as the compiled program is measured
     observe(tuning)
-    tuning.copies, tuning.candidates = (
-        ALONE_PROGRAMS,
+    tuning.max_copies, tuning.candidates = (
+        MIN_COPIES_ALONE,
         {"compile": Candidate(LEVER["compile"], ("default",), Effect.ROUNDING)},
     )
     explore(tuning)
-    assert {"compile=default" in block.on for block in tuning.blocks} == {True, False}
+    assert {"compile=default" in block.active for block in tuning.blocks} == {True, False}
     assert tuning.candidates["compile"].ratio is not None

@@ -77,7 +77,7 @@ def test_every_row_is_allowed(space, seed, processes, always_plain):
     rng = np.random.default_rng(seed)
     blocks = measured(space, rng, processes, 4)
     fitted = fit(space, blocks) if blocks else None
-    assert all(space.allowed(block.on) for block in blocks)
+    assert all(space.allowed(block.active) for block in blocks)
     for on in next_processes(space, fitted, blocks, 5, rng, always_plain):
         assert not any(space.factors[space.index[key]].switched for key in on)
         rows = live_rows(space, fitted, on, 6, rng)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import hang_s
 
-from flatout.tune.effects import Factor, Space, Spread, TimedBlock, fit
+from flatout.tune.effects import Factor, PriorScales, Space, TimedBlock, fit
 from flatout.tune.mixed_model import Component, Group, solve
 
 FIXED = 1e-6  # log sd of a known component
@@ -62,7 +62,7 @@ def allowed_by_definition(space, on):
 def simulated(space, rng, processes, rows, noise=0.04, luck=0.05):
     """Blocks of a program with known effects, and the effects."""
     effects = {factor.key: float(rng.normal(0, 0.12)) for factor in space.factors}
-    blocks, every = [], [space.keys(row) for row in space.every_row]
+    blocks, every = [], [space.keys(row) for row in space.allowed_sets]
     for process in range(processes):
         mine = float(rng.normal(0, luck))
         fixed = every[rng.integers(len(every))]
@@ -98,7 +98,7 @@ def blocks_of(rows, rng=None, noise=0.0):
 def spread(**known):
     """Nothing but these variations, as (median, log sd)."""
     tiny = (1e-4, FIXED)
-    return Spread(tail=1e9, noise_tail=1e9, misfit=0.0, work=tiny, drift=tiny, **known)
+    return PriorScales(t_dof=1e9, noise_t_dof=1e9, misfit=0.0, work=tiny, drift=tiny, **known)
 
 
 # -- allowed sets -----------------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def test_allowed_sets(space):
     every = [frozenset(some) for n in range(len(keys) + 1) for some in itertools.combinations(keys, n)]
     allowed = {on for on in every if allowed_by_definition(space, on)}
     assert {on for on in every if space.allowed(on)} == allowed
-    assert {space.keys(row) for row in space.every_row} == allowed
+    assert {space.keys(row) for row in space.allowed_sets} == allowed
 
 
 @given(spaces(), st.integers(0, 2**32 - 1))
@@ -160,7 +160,7 @@ def _searched(space, effects):
 
 def test_many_factors_are_searched_in_time_and_within_the_rules():
     space = space_of(20, excludes=frozenset({frozenset("ab"), frozenset("cd")}), needs={"e": ("f",)})
-    assert space.every_row is None
+    assert space.allowed_sets is None
     keys = ("a=0", "e=0", "k=0", "t=0")
     fitted = fit(space, blocks_of((at, {key}, float(at), 0, -0.02 * at) for at, key in enumerate(keys)))
     assert space.allowed(fitted.best())
@@ -185,7 +185,7 @@ def test_as_generalised_least_squares():
         TimedBlock(process, frozenset(on), 0.0, at, t)
         for at, ((process, on), t) in enumerate(zip(rows, ms, strict=True))
     ]
-    fitted = fit(space, blocks, spread(luck=(0.05, FIXED), noise=(0.2, FIXED)))
+    fitted = fit(space, blocks, spread(process=(0.05, FIXED), noise=(0.2, FIXED)))
 
     x = np.array([["a" in on, "b" in on, on == "ab"] for _, on in rows], dtype=float)
     prior = np.array([-0.1, 0.0, 0.0])
@@ -237,9 +237,10 @@ def test_the_same_window_is_the_same_work():
     blocks = blocks_of(rows, rng, 0.01)
     found = fit(space_of(4), blocks)
     apart = fit(
-        space_of(4), [TimedBlock(b.process, b.on, b.at_s, 100 * b.process + b.window, b.ms) for b in blocks]
+        space_of(4),
+        [TimedBlock(b.process, b.active, b.at_s, 100 * b.process + b.window, b.ms) for b in blocks],
     )
-    assert found.work > 0.2
+    assert found.work_sd > 0.2
     assert math.log(found.effect("d=0").high / found.effect("d=0").low) < 0.7 * math.log(
         apart.effect("d=0").high / apart.effect("d=0").low
     )
@@ -265,7 +266,9 @@ def test_blocks_whose_slices_alternated_share_the_disturbance():
         fit(
             space_of(4),
             [
-                TimedBlock(b.process, b.on, b.at_s + apart_s * b.process, 100 * b.process + b.window, b.ms)
+                TimedBlock(
+                    b.process, b.active, b.at_s + apart_s * b.process, 100 * b.process + b.window, b.ms
+                )
                 for b in blocks
             ],
         ).gain(frozenset({"d=0"}))
@@ -289,7 +292,7 @@ def test_intervals_cover_the_truth():
 
 def test_samples_are_those_of_the_posterior():
     blocks, _ = simulated(space_of(3), np.random.default_rng(7), 4, 6)
-    fitted = fit(space_of(3), blocks, Spread(misfit=0.0))
+    fitted = fit(space_of(3), blocks, PriorScales(misfit=0.0))
     draws = fitted.draws(4000, seed=1)
     assert (draws == fitted.draws(4000, seed=1)).all()
     assert draws.mean(axis=0) == pytest.approx(fitted.mean, abs=0.01)
@@ -313,8 +316,8 @@ def test_a_t_prior_shrinks_large_effects_less():
     x, y = np.ones((6, 1)), np.full(6, 1.0) + np.array([0.05, -0.05, 0.03, -0.03, 0.01, -0.01])
     noise = Component(0.2, FIXED)
     normal, tailed = (
-        solve(x, y, [Group(1, np.array([0.1]), 0.0, tail)], noise, slice(0, 1)).parts[0].mean[0]
-        for tail in (None, 4.0)
+        solve(x, y, [Group(1, np.array([0.1]), 0.0, t_dof)], noise, slice(0, 1)).parts[0].mean[0]
+        for t_dof in (None, 4.0)
     )
     assert normal < 0.75
     assert tailed > 0.85
@@ -359,7 +362,7 @@ def test_a_machine_that_changes_its_speed_within_seconds():
     )
     blocks = blocks_of(rows, np.random.default_rng(0), 0.02)
     fitted = fit(Space((Factor("p", "p", False),)), blocks)
-    assert fitted.noise < 0.1
+    assert fitted.noise_sd < 0.1
     gain = fitted.gain(frozenset({"p"}))
     assert gain.low < math.exp(0.1) < gain.high
 
@@ -368,7 +371,7 @@ def test_more_data_never_reduces_the_error_of_a_set_below_the_misfit():
     """The model has no interactions of three levers."""
     rows = ((at, {"a=0"} if at % 2 else (), 0.1 * at, at, 0.01 * (at % 4 // 2)) for at in range(400))
     blocks = blocks_of(rows)
-    estimate = fit(space_of(1), blocks, Spread(misfit=0.05)).gain(frozenset({"a=0"}))
+    estimate = fit(space_of(1), blocks, PriorScales(misfit=0.05)).gain(frozenset({"a=0"}))
     assert math.log(estimate.high / estimate.low) == pytest.approx(2 * 1.96 * 0.05 * math.sqrt(2), rel=0.02)
     assert fit(space_of(1), blocks).gain(frozenset({"a=0"}), frozenset({"a=0"})).low == pytest.approx(1.0)
 

@@ -12,8 +12,8 @@ from flatout.schema.enums import Effect, Origin, Status
 from flatout.schema.plan import Choice
 from flatout.schema.records import Ratio
 from flatout.schema.session import SessionRecord, TimeMemoryPoint
-from flatout.tune.candidates import Candidate, consider
-from flatout.tune.fit import FrontierPoint, _chosen, fit
+from flatout.tune.candidates import Candidate, make_candidates
+from flatout.tune.fit import FrontierPoint, _choose_point, fit_memory
 from flatout.tune.goal import Goal
 from flatout.tune.search import observe
 from flatout.tune.session import verdict
@@ -47,13 +47,13 @@ def test_the_frontier_of_a_real_program(new_tuning, monkeypatch):
     tuning = new_tuning(SCRIPT, Goal(1000.0, memory_limit_bytes=10**9))
     session = tuning.session
     observe(tuning)
-    assert tuning.candidates["recompute"].for_memory
+    assert tuning.candidates["recompute"].saves_memory
     assert not tuning.candidates[
         "recompute"
-    ].open  # levers that trade speed for memory do not compete on speed
-    monkeypatch.setattr("flatout.tune.fit.LONGEST_LIVE_S", 0.1)
+    ].selectable  # levers that trade speed for memory do not compete on speed
+    monkeypatch.setattr("flatout.tune.fit.MAX_LIVE_S", 0.1)
     tuning.candidates["recompute"].values = ({"blocks": 0.5}, {"blocks": 1.0})
-    fit(tuning, [])  # everything fits
+    fit_memory(tuning, [])  # everything fits
     assert not tuning.must_fit
     peaks = {point.plan: point.peak_bytes for point in session.frontier}
     assert list(peaks) == ["plain", "recompute(blocks=0.5)", "recompute(blocks=1.0)"]
@@ -64,7 +64,7 @@ def test_the_frontier_of_a_real_program(new_tuning, monkeypatch):
     assert kept["recompute(blocks=1.0)"] < 0.45
     assert all(point.ratio is not None for point in session.frontier[1:])
     tuning.goal = Goal(1000.0, memory_limit_bytes=int(plain * 0.9))
-    taken = fit(tuning, [])
+    taken = fit_memory(tuning, [])
     assert [candidate.lever.name for candidate in taken] == ["recompute"]
     assert tuning.must_fit
     assert [point.fits for point in session.frontier] == [False, True, True]
@@ -77,11 +77,11 @@ def candidate(name):
     return Candidate(LEVER[name], (), LEVER[name].effect, value=True)
 
 
-def measured(peak, ratio=None, parts=(), winners=False, limit=100):
+def measured(peak, ratio=None, parts=(), fastest=False, limit=100):
     return FrontierPoint(
         TimeMemoryPoint("x", peak, Ratio(ratio, ratio, ratio, 3) if ratio else None, fits=peak <= limit),
         parts,
-        winners,
+        fastest,
     )
 
 
@@ -96,25 +96,25 @@ def test_the_choice(tuning):
     recomputed, fused = candidate("recompute"), candidate("fused_optimizer")
     part = ((recomputed, Choice("recompute", {"blocks": 1.0}, Origin.TUNER)),)
     # The plain program and the winners fit: the winners stay.
-    assert _chosen(
+    assert _choose_point(
         tuning,
         [fused],
-        [measured(90), measured(95, 1.2, winners=True), measured(50, 0.9, part, winners=True)],
+        [measured(90), measured(95, 1.2, fastest=True), measured(50, 0.9, part, fastest=True)],
     ) == [fused]
     # The plain program fits; the winners do not.
-    assert _chosen(tuning, [fused], [measured(90), measured(120, 1.2, winners=True)]) == []
+    assert _choose_point(tuning, [fused], [measured(90), measured(120, 1.2, fastest=True)]) == []
     assert fused.status is Status.REJECTED
     # Only the slower levers fit.
     fused.status = Status.SKIPPED
-    assert _chosen(
+    assert _choose_point(
         tuning,
         [fused],
-        [measured(150), measured(160, 1.2, winners=True), measured(90, 0.8, part, winners=True)],
+        [measured(150), measured(160, 1.2, fastest=True), measured(90, 0.8, part, fastest=True)],
     ) == [fused, recomputed]
     assert tuning.must_fit
     assert (recomputed.value, recomputed.status) == ({"blocks": 1.0}, Status.SKIPPED)
     # Nothing fits.
-    assert _chosen(tuning, [fused], [measured(150), measured(101, 0.8, part, winners=True)]) == []
+    assert _choose_point(tuning, [fused], [measured(150), measured(101, 0.8, part, fastest=True)]) == []
 
 
 def test_messages():
@@ -139,15 +139,15 @@ def test_without_a_limit_memory_levers_are_not_measured():
     answers = {lever.name: {"values": [True], "effect": None} for lever in TABLE}
     every = frozenset(Effect) - {Effect.CHANGES_MATH}
     saving = {lever.name for lever in TABLE if lever.saves_memory}
-    found = consider(answers, every, None)
+    found = make_candidates(answers, every, None)
     assert {name for name in saving if found[name].values} == set()
     assert "--memory-limit" in found["recompute"].reason
-    limited = consider(answers, every, None, limited=True)
-    assert {name for name in saving if limited[name].for_memory} == saving
-    assert not any(limited[name].open for name in saving)
-    assert consider(answers, every, frozenset({"recompute"}))[
+    limited = make_candidates(answers, every, None, memory_limited=True)
+    assert {name for name in saving if limited[name].saves_memory} == saving
+    assert not any(limited[name].selectable for name in saving)
+    assert make_candidates(answers, every, frozenset({"recompute"}))[
         "recompute"
-    ].open  # requested by name, it competes on speed like any other
+    ].selectable  # requested by name, it competes on speed like any other
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from flatout.launch.command import understand
 from flatout.measure.clock import seconds
 from flatout.probe.machine import look
 from flatout.schema.plan import Plan
-from flatout.tune.comparison import Member, ProgramResult, compared, take_turns
+from flatout.tune.comparison import Member, ProgramResult, compare_running, take_turns
 from flatout.tune.interleaver import Interleaver
 
 pytest.importorskip("torch")
@@ -60,18 +60,18 @@ def interleaver(tmp_path, monkeypatch):
 @pytest.mark.full
 def test_a_program_that_is_behind_catches_up_before_it_is_measured(interleaver, tmp_path):
     ring = interleaver()
-    plain, tuned, third = (ring.enter(Plan(), 0, 60.0) for _ in range(3))
+    plain, tuned, third = (ring.start_paused(Plan(), 0, 60.0) for _ in range(3))
     ring.tick_ms = max(plain.trial.ready["tick_ms"], 1.0)
-    plain.trial.go(
+    plain.trial.run_ticks(
         17 + max(tuned.trial.ticks_done - plain.trial.ticks_done, 0), seconds() + 60
     )  # each needs steps of its own number to be warm
     assert plain.trial.ticks_done > tuned.trial.ticks_done
-    compared(ring, plain.trial, tuned.trial, seconds())
+    compare_running(ring, plain.trial, tuned.trial, seconds())
     assert plain.trial.ticks_done == tuned.trial.ticks_done
     members = [Member(candidate.trial, (None,) * 3, ProgramResult()) for candidate in (plain, tuned, third)]
     take_turns(ring, members, seconds() + 60)
-    assert [len(member.seen.blocks) for member in members] == [3, 3, 3]
-    begun = [[block.at_s for block in member.seen.blocks] for member in members]
+    assert [len(member.result.blocks) for member in members] == [3, 3, 3]
+    begun = [[block.at_s for block in member.result.blocks] for member in members]
     assert ring.slices > 1
     assert begun[0] == begun[1] == begun[2]  # their slices alternated
     assert tuned.trial.ticks_done == third.trial.ticks_done == plain.trial.ticks_done
@@ -87,15 +87,15 @@ def test_a_program_that_is_behind_catches_up_before_it_is_measured(interleaver, 
 
 def test_a_program_that_ends_leaves_the_others_their_blocks(interleaver):
     ring = interleaver(steps=60)
-    short = ring.enter(Plan(), 0, 60.0)
-    endless = interleaver().enter(Plan(), 0, 60.0)
+    short = ring.start_paused(Plan(), 0, 60.0)
+    endless = interleaver().start_paused(Plan(), 0, 60.0)
     ring.tick_ms = 10.0
     members = [Member(candidate.trial, (None,) * 4, ProgramResult()) for candidate in (short, endless)]
     take_turns(ring, members, seconds() + 60)
-    assert members[0].seen.gone.status == "ended"
-    assert len(members[0].seen.blocks) < 4
-    assert members[1].seen.gone is None
-    assert len(members[1].seen.blocks) == 4
+    assert members[0].result.end_record.status == "ended"
+    assert len(members[0].result.blocks) < 4
+    assert members[1].result.end_record is None
+    assert len(members[1].result.blocks) == 4
 
 
 def test_on_a_gpu_blocks_are_whole(interleaver):
@@ -103,18 +103,18 @@ def test_on_a_gpu_blocks_are_whole(interleaver):
     ring = interleaver()
     found = []
     for device in ("cpu", "cuda"):
-        member = Member(ring.enter(Plan(), 0, 60.0).trial, (None,), ProgramResult())
+        member = Member(ring.start_paused(Plan(), 0, 60.0).trial, (None,), ProgramResult())
         member.trial.ready["device"] = device
         found.append(member)
     ring.tick_ms = 10.0
     take_turns(ring, found, seconds() + 60)
-    assert found[0].seen.blocks[0].at_s < found[1].seen.blocks[0].at_s
+    assert found[0].result.blocks[0].at_s < found[1].result.blocks[0].at_s
 
 
 @pytest.mark.full
 def test_a_pair_whose_plain_program_ends_keeps_what_was_measured(interleaver):
     ring = interleaver(steps=300)
-    plain, tuned = (ring.enter(Plan(), 0, 60.0) for _ in range(2))
+    plain, tuned = (ring.start_paused(Plan(), 0, 60.0) for _ in range(2))
     ring.tick_ms = max(plain.trial.ready["tick_ms"], 5.0)
-    ratio = compared(ring, plain.trial, tuned.trial, seconds() + 60)
+    ratio = compare_running(ring, plain.trial, tuned.trial, seconds() + 60)
     assert 1 <= ratio.n <= 300 / ring.block_ticks

@@ -21,7 +21,7 @@ from flatout.tune.prior import (
     CPU,
     CPU_BF16,
     NEUTRAL,
-    OTHER_PROCESSOR,
+    OTHER_PROCESSOR_SD_FACTOR,
     TABLE_FILE,
     Prior,
     clearest,
@@ -101,7 +101,7 @@ def test_regenerating_the_table_gives_the_committed_file(tmp_path):
 def test_records_of_the_other_kind_of_cpu_count_with_a_wider_spread_where_they_say_more(here, there):
     facts, measured = (BF16_FACTS if here == CPU_BF16 else CPU_FACTS), Prior(-0.2, 0.1, 8)
     elsewhere = {("lever", "x", there): {ANY: measured}}
-    assert priors(facts, {}, {}, elsewhere)("lever", "x") == Prior(-0.2, 0.1 * OTHER_PROCESSOR, 8)
+    assert priors(facts, {}, {}, elsewhere)("lever", "x") == Prior(-0.2, 0.1 * OTHER_PROCESSOR_SD_FACTOR, 8)
     for own, counts in ((Prior(0.3, 0.14, 1), True), (Prior(0.3, 0.16, 1), False)):
         assert (
             priors(facts, {}, {}, {**elsewhere, ("lever", "x", here): {ANY: own}})("lever", "x") == own

@@ -47,11 +47,11 @@ def tuning(cluster, tmp_path, monkeypatch, tiny):
         facts,
         SessionRecord([], str(tmp_path), {}),
         Goal(240.0),
-        elsewhere=RemoteNodes(cluster, command, facts),
+        remote=RemoteNodes(cluster, command, facts),
     )
     found.interleaver.tick_ms, found.start_cost_s = 1.0, 5.0
     yield found
-    found.elsewhere.close()
+    found.remote.close()
 
 
 def kill_a_worker_that_measures(killed):
@@ -67,18 +67,18 @@ def kill_a_worker_that_measures(killed):
 
 
 def test_a_killed_workers_pair_is_measured_on_the_other_node(tuning):
-    elsewhere, killed = tuning.elsewhere, []
-    assert len(set(elsewhere.hosts)) == 2
-    assert elsewhere.left_out == []
+    remote, killed = tuning.remote, []
+    assert len(set(remote.hosts)) == 2
+    assert remote.excluded == []
     killer = threading.Thread(target=kill_a_worker_that_measures, args=(killed,))
     killer.start()
     sides = [
         ProgramRequest(plan, (None,) * 3, 3, "record") for plan in (Plan(), Plan((Choice("gc_pause", True),)))
     ]
-    (held,) = elsewhere.held([tuning.order(sides, 60.0)], 300.0)
+    (held,) = remote.run_orders([tuning.remote_order(sides, 60.0)], 300.0)
     killer.join()
-    assert held.host == elsewhere.hosts[1]
-    plain, tuned = (ProgramResult.from_json(each) for each in held.answer["seen"])
+    assert held.host == remote.hosts[1]
+    plain, tuned = (ProgramResult.from_json(each) for each in held.answer["results"])
     assert [len(seen.blocks) for seen in (plain, tuned)] == [3, 3]
     assert all(block.ms > 0 for seen in (plain, tuned) for block in seen.blocks)
     assert (plain.record.seed, tuned.record.seed) == (3, 3)
@@ -94,8 +94,8 @@ def test_a_wave_is_spread_over_the_nodes(tuning):
     tuning.candidates = {"malloc": Candidate(levers["malloc"], ("glibc",), Effect.EXACT)}
     explore(tuning)
     assert isinstance(tuning.candidates["malloc"].ratio, Ratio)
-    assert {block.host for block in tuning.blocks} == set(tuning.elsewhere.hosts)
-    assert {block.on for block in tuning.blocks} == {frozenset(), frozenset({"malloc=glibc"})}
+    assert {block.host for block in tuning.blocks} == set(tuning.remote.hosts)
+    assert {block.active for block in tuning.blocks} == {frozenset(), frozenset({"malloc=glibc"})}
     assert tuning.interleaver.running == []  # nothing was started here
 
 
@@ -104,9 +104,9 @@ def test_nodes_that_differ_or_do_not_answer_are_left_out(tuning, cluster):
         UsageError, match=r"no node of the cluster matches this machine.*another machine \('.* cores"
     ):
         RemoteNodes(cluster, tuning.command, replace(tuning.facts, cores=99))
-    elsewhere, order = tuning.elsewhere, tuning.order([ProgramRequest(Plan(), (None,))], 60.0)
-    hosts = elsewhere.hosts
-    assert [held.answer for held in elsewhere.held([order], 0.2)] == [None]
-    assert elsewhere.hosts == []
-    assert [sentence.partition(": ")[0] for sentence in elsewhere.left_out] == hosts
-    assert [held.why for held in elsewhere.held([order], 0.2)] == ["no node is left to measure it"]
+    remote, order = tuning.remote, tuning.remote_order([ProgramRequest(Plan(), (None,))], 60.0)
+    hosts = remote.hosts
+    assert [held.answer for held in remote.run_orders([order], 0.2)] == [None]
+    assert remote.hosts == []
+    assert [sentence.partition(": ")[0] for sentence in remote.excluded] == hosts
+    assert [held.why for held in remote.run_orders([order], 0.2)] == ["no node is left to measure it"]

@@ -25,7 +25,7 @@ class Crowded(Watcher):
 
     def stage(self, name, detail=""):
         if name != "observing":
-            self.tuning.copies = 1
+            self.tuning.max_copies = 1
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from flatout.schema.facts import Facts, Gpu
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import Ratio
 from flatout.schema.session import GuardRecord, TimeMemoryPoint
-from flatout.tune.plan_files import differences, job_folder, key_of
+from flatout.tune.plan_files import differences, job_folder, plan_key
 from flatout.tune.session import (
     load_session,
     made_for_another,
@@ -42,16 +42,16 @@ def begin(job, command, facts=FACTS, budget_s=60.0, effects=EFFECTS, again=False
 
 
 def test_the_key_names_what_a_plan_depends_on(command, tmp_path):
-    key = key_of(command, FACTS)
+    key = plan_key(command, FACTS)
     assert key["command"] == "sub/train.py --lr 0.1"
     assert key["machine"] == "Z80, 1 cores"
     assert key["versions"] == "torch 2.14.1"
     assert differences(key, key) == []
-    other = key_of(
+    other = plan_key(
         command, dataclasses.replace(FACTS, gpus=(Gpu("H200", 1, (9, 0)),), versions={"torch": "2.13.0"})
     )
     (tmp_path / "sub" / "train.py").write_text("pass  # changed\n")
-    changed = key_of(command, FACTS)
+    changed = plan_key(command, FACTS)
     assert differences(key, other) == ["another machine ('Z80, 1 cores')", "other versions ('torch 2.14.1')"]
     assert differences(key, changed) == ["the script has changed"]
     assert "unknown" in differences({}, key)[0]
@@ -98,14 +98,14 @@ def test_any_other_session_starts_from_scratch(job, command, change, tmp_path):
 def test_the_plan_records_its_keys_and_lies_beside_the_script(job, command, tmp_path):
     session = begin(job, command)
     session.best.plan = Plan((Choice("threads", 1, evidence="alone 1.2x"),)).to_json()
-    assert write_plan(job, session, command, beside=True) is not None
+    assert write_plan(job, session, command, write_beside=True) is not None
     for path in (job.plan, tmp_path / "sub" / "flatout.toml"):
         plan = Plan.from_toml(path.read_text())
         assert dict(plan.made_for) == session.key
         assert plan.digest == plan_of(session).digest
         assert plan.choices[0].evidence == "alone 1.2x"
     (tmp_path / "sub" / "flatout.toml").unlink()
-    assert write_plan(job, session, command, beside=False) is None
+    assert write_plan(job, session, command, write_beside=False) is None
     assert not (tmp_path / "sub" / "flatout.toml").exists()
 
 
@@ -113,13 +113,13 @@ def test_a_plan_of_another_command_stays_beside_the_script(job, command, tmp_pat
     session, beside = begin(job, command), tmp_path / "sub" / "flatout.toml"
     others = Plan((), {**session.key, "command": "python other.py"}).to_toml()
     beside.write_text(others)
-    assert write_plan(job, session, command, beside=True) is None
+    assert write_plan(job, session, command, write_beside=True) is None
     assert made_for_another(beside, session) == "python other.py"
     assert beside.read_text() == others
     assert job.plan.is_file()
     for own in ("[levers]\n", Plan((), {**session.key, "machine": "6502"}).to_toml(), "[broken"):
         beside.write_text(own)
-        assert write_plan(job, session, command, beside=True) is not None
+        assert write_plan(job, session, command, write_beside=True) is not None
         assert beside.read_text() == job.plan.read_text()
 
 
@@ -142,7 +142,7 @@ def test_a_finished_session_stays_until_the_next_one_ends(job, command):
 
 def test_a_plan_that_cannot_lie_beside_the_script_is_in_the_job(job, command, tmp_path):
     (tmp_path / "sub" / "flatout.toml").mkdir()
-    assert write_plan(job, begin(job, command), command, beside=True) is None
+    assert write_plan(job, begin(job, command), command, write_beside=True) is None
     assert job.plan.is_file()
 
 

@@ -17,14 +17,14 @@ from flatout.render.summary import effort
 from flatout.schema.enums import Effect, Status
 from flatout.schema.records import TrialRecord
 from flatout.schema.session import SessionRecord
-from flatout.tune.blame import program_ended
+from flatout.tune.blame import handle_end
 from flatout.tune.candidates import Candidate
 from flatout.tune.comparison import MeasuredBlock, ProgramResult
 from flatout.tune.conclude import best_measured, conclude
-from flatout.tune.factors import make_space, recall
+from flatout.tune.factors import make_space, reuse_blocks
 from flatout.tune.goal import Goal
-from flatout.tune.limits import CONFIRM_SHARE, OVERRUN, PAIR_S, PAIRS, ROUNDS_OF_A_PAIR
-from flatout.tune.narrow import check_a_step
+from flatout.tune.limits import CONFIRM_SHARE, MAX_PAIR_ROUNDS, OVERRUN_SHARE, PAIR_SIDE_S, USUAL_PAIRS
+from flatout.tune.narrow import check_step
 from flatout.tune.tuning import Tuning
 
 LEVER = {lever.name: lever for lever in TABLE}
@@ -53,17 +53,17 @@ def make(tmp_path_factory):
 def test_a_session_that_takes_longer_than_its_budget_says_what_ran_then(make):
     tuning = make(10.0)
     tuning.stage("exploring", "")
-    tuning.say_why_late()
+    tuning.explain_overrun()
     assert tuning.session.overrun == ""
     tuning.start_s -= 9.0
     tuning.stage("guard", "")
     tuning.start_s -= 1.5
     tuning.stage("confirming", "")
-    tuning.say_why_late()
+    tuning.explain_overrun()
     assert tuning.session.overrun == ""  # within a tenth
     tuning.start_s -= 1.0
     tuning.session.spent_s, tuning.session.budget_s = tuning.spent_s, 10.0
-    tuning.say_why_late()
+    tuning.explain_overrun()
     assert (
         effort(tuning.session)
         == "0 comparisons in 12 s, of a budget of 10 s; not done by then: guard, confirming"
@@ -75,13 +75,13 @@ def test_a_pair_measures_as_long_as_it_takes_to_start_but_not_beyond_its_share(
     make, budget_s, tick_ms, start_cost_s
 ):
     tuning = make(budget_s, tick_ms, start_cost_s)
-    assert 2 <= tuning.rounds <= ROUNDS_OF_A_PAIR
+    assert 2 <= tuning.rounds <= MAX_PAIR_ROUNDS
     if tuning.rounds == 2:
         return  # fewer give no information, whatever they cost
-    measured_s, starts_s = 2 * tuning.rounds * tuning.interleaver.block_s, tuning.starts_s(2)
-    assert measured_s <= max(2 * PAIR_S, starts_s) * 1.001
-    if measured_s > 2 * PAIR_S * 1.001:
-        assert PAIRS * (measured_s + starts_s) <= CONFIRM_SHARE * budget_s * 1.001
+    measured_s, starts_s = 2 * tuning.rounds * tuning.interleaver.block_s, tuning.joint_start_s(2)
+    assert measured_s <= max(2 * PAIR_SIDE_S, starts_s) * 1.001
+    if measured_s > 2 * PAIR_SIDE_S * 1.001:
+        assert USUAL_PAIRS * (measured_s + starts_s) <= CONFIRM_SHARE * budget_s * 1.001
 
 
 @given(
@@ -92,9 +92,9 @@ def test_a_pair_measures_as_long_as_it_takes_to_start_but_not_beyond_its_share(
 )
 def test_the_cost_of_a_start_is_estimated_from_several(make, tick_ms, start_cost_s, warm_ticks, programs):
     tuning = make(300.0, tick_ms, start_cost_s)
-    tuning.warm_ticks = warm_ticks
-    assert start_cost_s <= tuning.starts_s(programs) <= 2 * start_cost_s * 1.001
-    assert tuning.start_of(tuning.starts_s(programs), programs) == pytest.approx(start_cost_s)
+    tuning.warmup_ticks = warm_ticks
+    assert start_cost_s <= tuning.joint_start_s(programs) <= 2 * start_cost_s * 1.001
+    assert tuning.single_start_s(tuning.joint_start_s(programs), programs) == pytest.approx(start_cost_s)
 
 
 def test_a_slow_program_that_starts_slowly_is_measured_longer_where_the_budget_allows(make):
@@ -107,12 +107,12 @@ def test_a_slow_program_that_starts_slowly_is_measured_longer_where_the_budget_a
 def test_without_time_to_check_rounding_only_exact_levers_continue(make):
     """The overrun leaves time for two pairs, but not for the 6 s steps that the guard would repeat."""
     tuning = make(300.0, tick_ms=6000.0, start_cost_s=1.0)
-    tuning.start_s -= 300.0 + OVERRUN * 300.0 - 2 * tuning.pair_s - 10.0
+    tuning.start_s -= 300.0 + OVERRUN_SHARE * 300.0 - 2 * tuning.pair_s - 10.0
     exact, rounding = (
         Candidate(LEVER["malloc"], ("tcmalloc",), Effect.EXACT),
         Candidate(LEVER["channels_last"], (True,), Effect.ROUNDING),
     )
-    assert check_a_step(tuning, [exact, rounding]) == ([exact], None)
+    assert check_step(tuning, [exact, rounding]) == ([exact], None)
     assert exact.status is Status.SKIPPED
     assert rounding.status is Status.REJECTED
     assert (
@@ -146,7 +146,7 @@ def trying(tuning, **values):
 )
 def test_the_default_budget(make, start_cost_s, tick_ms, more, budget_s):
     tuning = make(None, tick_ms, start_cost_s, **more)
-    tuning.settle_budget()
+    tuning.choose_budget()
     assert tuning.budget_s == budget_s
     assert tuning.end_s == pytest.approx(tuning.start_s + budget_s)
 
@@ -161,7 +161,7 @@ def test_the_default_budget_has_time_for_a_compiler_where_that_pays_within_the_j
     tuning = make(None, 5.0, 5.0, horizon_s=horizon_s)
     tuning.session.context = {"device": device, "layers": ["Conv2d"], "loaders": []}
     tuning.candidates["compile"] = Candidate(LEVER["compile"], ("default",), Effect.ROUNDING)
-    tuning.settle_budget()
+    tuning.choose_budget()
     assert tuning.budget_s == budget_s
 
 
@@ -180,7 +180,7 @@ def test_the_gain_of_a_lever_is_estimated_from_all_blocks(make):
             for live in ((), ("gc_pause",), ("threads=1",), ("gc_pause", "threads=1"))
         ] * 2
         times = [10.0 * math.prod(map(speed.get, row)) * noise.lognormvariate(0, 0.01) for row in rows]
-        tuning.keep_blocks(process, rows, seen(process, times), 0)
+        tuning.add_blocks(process, rows, seen(process, times), 0)
     assert best_measured(tuning) == {"malloc=glibc"}
     (found,) = conclude(tuning)
     assert (found.lever.name, found.value) == ("malloc", "glibc")
@@ -191,11 +191,11 @@ def test_the_gain_of_a_lever_is_estimated_from_all_blocks(make):
     )
     assert tuning.candidates["gc_pause"].reason == "no speed-up beyond the noise"
     assert tuning.candidates["gc_pause"].ratio is not None
-    tuning.disturbance.seen.append(Busy(1.0, ("python (pid 1)",)))
+    tuning.disturbance.samples.append(Busy(1.0, ("python (pid 1)",)))
     conclude_again(tuning)
     assert tuning.candidates["gc_pause"].ratio is None  # the effect of other processes on it may be larger
     assert tuning.candidates["threads"].ratio is not None
-    assert tuning.session.blocks[0].keys() == {"process", "on", "at_s", "window", "ms", "host"}
+    assert tuning.session.blocks[0].keys() == {"process", "active", "at_s", "window", "ms", "host"}
 
 
 def measured(tuning, logs, processes=6):
@@ -208,7 +208,7 @@ def measured(tuning, logs, processes=6):
         fixed = frozenset(key for at, key in enumerate(life) if process >> at & 1)
         rows = [row for row in logs if row & set(life) == fixed] * 3
         times = [10.0 * math.exp(logs[row] + noise.gauss(0, 0.01)) for row in rows]
-        tuning.keep_blocks(process, rows, seen(process, times), 0)
+        tuning.add_blocks(process, rows, seen(process, times), 0)
 
 
 def test_of_two_winners_that_exclude_each_other_one_stays_and_so_does_the_rest_of_the_plan(make):
@@ -260,8 +260,8 @@ def test_determinism_is_judged_before_the_levers_of_the_observed_program(make):
     tuning.keep_first_plain(
         TrialRecord("finished", losses=["0x1p+0"] * 9, warmup_steps=5, weights_digests=digests)
     )
-    assert len(tuning.first_plain.losses) == 5
-    assert tuning.first_plain.weights_digests == {"1": "a", "2": "b", "4": "c"}
+    assert len(tuning.first_record.losses) == 5
+    assert tuning.first_record.weights_digests == {"1": "a", "2": "b", "4": "c"}
 
 
 def conclude_again(tuning):
@@ -272,18 +272,18 @@ def conclude_again(tuning):
 
 def test_an_interrupted_search_continues_with_its_blocks(make):
     tuning = trying(make(90.0), gc_pause=True)
-    tuning.keep_blocks(0, [frozenset(), frozenset({"gc_pause"})], seen(0, [10.0, 9.0]), 0)
+    tuning.add_blocks(0, [frozenset(), frozenset({"gc_pause"})], seen(0, [10.0, 9.0]), 0)
     later = make(90.0)
     later.session = tuning.session
     trying(later, gc_pause=True)
-    recall(later)
-    assert [(block.on, block.ms) for block in later.blocks] == [
+    reuse_blocks(later)
+    assert [(block.active, block.ms) for block in later.blocks] == [
         (frozenset(), 10.0),
         (frozenset({"gc_pause"}), 9.0),
     ]
     assert {block.host for block in later.blocks} != {block.host for block in tuning.blocks}
-    later.drop("gc_pause")
-    assert [block.on for block in later.blocks] == [frozenset()]
+    later.drop_factor("gc_pause")
+    assert [block.active for block in later.blocks] == [frozenset()]
 
 
 def test_a_lever_that_leaves_the_search_takes_the_blocks_of_later_programs_along(make):
@@ -294,10 +294,10 @@ def test_a_lever_that_leaves_the_search_takes_the_blocks_of_later_programs_along
     for process in range(
         2
     ):  # two programs that ran at the same time; each says that attention changes nothing
-        result = ProgramResult(list(blocks), left_out=("attention", "nothing to replace"))
-        tuning.keep_blocks(process, rows, result, 0)
+        result = ProgramResult(list(blocks), failed_lever=("attention", "nothing to replace"))
+        tuning.add_blocks(process, rows, result, 0)
         assert tuning.refit().best() <= tuning.space.index.keys()
-        program_ended(tuning, both, result)
+        handle_end(tuning, both, result)
         assert tuning.gain(frozenset({"gc_pause"})).n == process + 1
     assert tuning.candidates["attention"].status is Status.REJECTED
-    assert [block.on for block in tuning.blocks] == rows[:2] * 2
+    assert [block.active for block in tuning.blocks] == rows[:2] * 2

@@ -25,7 +25,7 @@ from flatout.cli.options.messages import warned
 from flatout.cli.options.progress import LiveProgress
 from flatout.compare import baselines, sides
 from flatout.compare.baselines import Baseline
-from flatout.compare.evaluate import compare_losses, enough, fill, gates
+from flatout.compare.evaluate import compare_losses, fill_record, gates, stop_rule
 from flatout.compare.pairs import Pair, PairTimer
 from flatout.compare.sides import Side
 from flatout.compare.work_trees import WorkTrees
@@ -36,7 +36,7 @@ from flatout.schema.compare import CompareRecord
 from flatout.schema.errors import StorageError, UsageError
 from flatout.schema.facts import Facts
 from flatout.schema.records import TrialRecord
-from flatout.tune.plan_files import job_folder, key_of
+from flatout.tune.plan_files import job_folder, plan_key
 
 
 def gate_options(function: Any) -> Any:
@@ -121,9 +121,11 @@ def command(
     with ExitStack() as stack:
         if rev:
             names, trees = sides.revisions(rev), stack.enter_context(WorkTrees())
-            pair: tuple[Side, ...] = tuple(sides.at_revision(words, name, trees) for name in names)
+            pair: tuple[Side, ...] = tuple(sides.revision_side(words, name, trees) for name in names)
         elif plans:
-            pair = sides.of_plans(words, [(name, read_plan(name)) for name in sides.two(plans, "--plan")])
+            pair = sides.plan_sides(
+                words, [(name, read_plan(name)) for name in sides.split_pair(plans, "--plan")]
+            )
         elif baseline or stores_only:
             if sides.are_two_commands(words):
                 raise UsageError(
@@ -131,7 +133,7 @@ def command(
                 )
             pair = (Side("now", measurable(understand(words))),)
         else:
-            pair = sides.of_commands(words)
+            pair = sides.command_sides(words)
         comparison = _Comparison(pair, facts, budget, job, {**limits, "pairs": pairs})
         code = comparison.run(baseline, save_as, as_json)
     if markdown is not None and comparison.record.a is not None:
@@ -156,7 +158,7 @@ def _look_ahead(save_as: str | None, markdown: Path | None, ignored: dict[str, A
             "Leave it out, or give --baseline, --rev, --plan or a second command."
         )
     if save_as:
-        baselines.path_of(save_as)
+        baselines.baseline_file(save_as)
     if markdown is not None:
         _append_markdown("", markdown)
 
@@ -181,7 +183,7 @@ class _Comparison:
         self.sides, self.facts, self.budget_s, self.limits = pair, facts, budget_s, limits
         self.folder = writable(job_folder(pair[-1].command, job), job is not None)
         self.record = CompareRecord(**header(pair[-1].command.shown, facts))
-        self.key = key_of(pair[-1].command, facts)
+        self.key = plan_key(pair[-1].command, facts)
         self.record.machine = {"machine": self.key["machine"], "cores": facts.cores}
 
     def run(self, baseline: str | None, save_as: str | None, as_json: bool) -> int:
@@ -196,16 +198,16 @@ class _Comparison:
             start_s = seconds()
             timer = PairTimer(self.sides, self.folder, self.facts, progress)
             try:
-                timer.run(start_s + self.budget_s, enough(gate), self.limits["pairs"])
+                timer.run(start_s + self.budget_s, stop_rule(gate), self.limits["pairs"])
             finally:  # also after Ctrl-C
                 if timer.pairs:
                     self._fill(timer.pairs, stored)
             if record.losses.first_difference is not None and stored is None:
-                self._fill(timer.pairs, None, timer.again(0))
+                self._fill(timer.pairs, None, timer.repeat(0))
             record.seconds, record.status = seconds() - start_s, "done"
             if timer.disturbance.disturbed:
                 record.notes.append(f"{timer.disturbance.sentence()}, which widens the intervals")
-            if timer.apart:
+            if timer.one_at_a_time:
                 record.notes.append(
                     "the programs did not fit into memory together, so they ran one after the other"
                 )
@@ -227,13 +229,13 @@ class _Comparison:
         """Write what these pairs tell into the record. ``again``: a second run of A's first seed."""
         record, now = self.record, [pair.b or pair.a for pair in pairs]
         if stored is not None:
-            before = stored.measured
+            before = stored.parsed_runs
             record.against = stored.name
-            fill(record, (stored.side(self.sides[0]), self.sides[0]), before, now, paired=False)
+            fill_record(record, (stored.side(self.sides[0]), self.sides[0]), before, now, paired=False)
             known = {run.record.seed: run.record for run in before}
             common = [(known[run.record.seed], run.record) for run in now if run.record.seed in known]
         elif len(self.sides) == 2:
-            fill(record, self.sides, [pair.a for pair in pairs], now)
+            fill_record(record, self.sides, [pair.a for pair in pairs], now)
             common = [(pair.a.record, pair.b.record) for pair in pairs if pair.b is not None]
         else:
             return

@@ -16,7 +16,7 @@ from flatout.render.terminal import why_left_out
 from flatout.schema.errors import UsageError
 from flatout.schema.lever import Lever
 from flatout.schema.outputs import LeverPage, LeversRecord
-from flatout.tune.plan_files import newest
+from flatout.tune.plan_files import newest_file
 from flatout.tune.session import load_session
 
 
@@ -60,7 +60,7 @@ def _page(lever: Lever) -> LeverPage:
 
 
 def _why(name: str | None, job: Path | None) -> None:
-    record = newest("session.json")
+    record = newest_file("session.json")
     folder = job or (record.parent if record is not None else None)
     session = load_session(JobFolder(folder)) if folder is not None else None
     if folder is None or session is None:

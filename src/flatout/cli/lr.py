@@ -10,7 +10,7 @@ from flatout.cli.options.arguments import PROGRAM, Duration
 from flatout.cli.options.measurement import Measurement, measurement_options
 from flatout.schema.errors import UsageError
 from flatout.schema.lr_range import LrRecord
-from flatout.tune.lr_range import FEWEST, lr_range
+from flatout.tune.lr_range import MIN_POINTS, lr_range
 
 RATE = click.FloatRange(0, min_open=True)
 
@@ -22,7 +22,7 @@ RATE = click.FloatRange(0, min_open=True)
     "--steps",
     default=150,
     show_default=True,
-    type=click.IntRange(FEWEST),
+    type=click.IntRange(MIN_POINTS),
     help="Steps from the lowest to the highest rate.",
 )
 @click.option(

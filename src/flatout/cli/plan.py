@@ -20,7 +20,7 @@ from flatout.schema.enums import Origin
 from flatout.schema.errors import PlanError
 from flatout.schema.outputs import PlanChoice, PlanRecord
 from flatout.schema.plan import Choice, Plan
-from flatout.tune.plan_files import Skipped, find_plan, job_folder
+from flatout.tune.plan_files import SkippedPlan, find_plan, job_folder
 from flatout.tune.session import load_session
 
 TEMPLATE = Plan((Choice("malloc", "tcmalloc", Origin.USER), Choice("channels_last", True, Origin.USER)))
@@ -85,7 +85,7 @@ def _record(path: str, plan: Plan, code: dict[str, str], reasons: dict[str, str]
     return PlanRecord(path, choices, dict(plan.made_for))
 
 
-def _none_fits(command: str, skipped: Sequence[Skipped]) -> str:
+def _none_fits(command: str, skipped: Sequence[SkippedPlan]) -> str:
     """Say which plan files do not fit the command, as for `flatout run`."""
     usable = [each.path for each in skipped if each.usable]
     show = f"; `flatout plan --plan {usable[0]}` shows that one" if usable else ""

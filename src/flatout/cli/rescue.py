@@ -17,7 +17,7 @@ from flatout.job.sanitize import harmless
 from flatout.render.formatting import count, duration, size
 from flatout.schema.errors import SaveError, UsageError
 from flatout.schema.outputs import CheckpointSeen, CheckpointsRecord, ExportRecord
-from flatout.tune.plan_files import newest
+from flatout.tune.plan_files import newest_file
 
 RESCUE = "rescue"
 MANY = {
@@ -73,7 +73,7 @@ def command(folder: Path | None, target: Path | None, step: int | None, as_json:
 def _folder(given: Path | None) -> Path:
     """Return the folder of checkpoints. Raises UsageError if there are none."""
     if given is None:
-        found = newest(f"{RESCUE}/step-*/manifest.json")
+        found = newest_file(f"{RESCUE}/step-*/manifest.json")
         if found is None:
             raise UsageError(
                 f"there are no checkpoints below {FOLDER} here. `flatout run --rescue COMMAND...` keeps checkpoints while a program trains."

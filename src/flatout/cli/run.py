@@ -41,7 +41,7 @@ from flatout.schema.errors import NothingMeasured, ProgramNotFound, UsageError
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.run_request import ResumeOptions, RunRequest
-from flatout.tune.plan_files import FoundPlan, differences, find_plan, job_folder, key_of, plan_files
+from flatout.tune.plan_files import FoundPlan, differences, find_plan, job_folder, plan_files, plan_key
 
 COUNTED = "flatout.agent.run_summary:count"  # without levers
 ENTRY, WITH_CHECKPOINTS = "flatout.agent.entry:attach", "flatout.checkpoint.attach:attach"
@@ -265,7 +265,7 @@ def _plan_for(cmd: Command, facts: Facts, given: str | None, made_for: str) -> t
     A plan given by name is used even if it was made for something else; the remark says so."""
     if given is not None:
         plan = read_plan(given)
-        key = key_of(cmd, facts, made_for)
+        key = plan_key(cmd, facts, made_for)
         strange = differences(dict(plan.made_for), key) if plan.made_for else []
         return (
             plan,

@@ -44,7 +44,7 @@ from flatout.schema.session import RanksRecord, SessionRecord
 from flatout.trial.blocks import Watcher
 from flatout.tune.budget import USUAL_BUDGET_S
 from flatout.tune.goal import Goal
-from flatout.tune.plan_files import beside_script, job_folder
+from flatout.tune.plan_files import job_folder, plan_beside_script
 from flatout.tune.ranks import base_plan
 from flatout.tune.remote import RemoteNodes
 from flatout.tune.search import search
@@ -216,7 +216,7 @@ def tune(
             goal=goal,
             watcher=watcher,
             save_session=lambda s: save_session(folder, s),
-            elsewhere=elsewhere,
+            remote=elsewhere,
         )
 
     _search(tuning, session, folder, elsewhere)
@@ -266,15 +266,15 @@ def _search(
         raise
     finally:
         if elsewhere is not None:
-            session.machine["nodes"] = {"measured": elsewhere.hosts, "left_out": elsewhere.left_out}
-            for sentence in elsewhere.left_out:
+            session.machine["nodes"] = {"measured": elsewhere.hosts, "left_out": elsewhere.excluded}
+            for sentence in elsewhere.excluded:
                 console.print(f"flatout: skipped a node: {sentence}", markup=False, soft_wrap=True)
             elsewhere.close()
 
 
 def _not_beside(folder: JobFolder, session: SessionRecord, cmd: Command) -> str:
     """Say why the plan is only in the job's folder."""
-    target = beside_script(cmd)
+    target = plan_beside_script(cmd)
     if other := made_for_another(target, session):
         return harmless(f"the plan is in {folder.plan}; {target} stays, because it was made for `{other}`")
     return f"cannot write flatout.toml next to the script; the plan is in {folder.plan}"
@@ -292,7 +292,7 @@ def _as_ranks(cmd: Command, facts: Facts, asked: ranks.RankOptions, session: Ses
     each = replace(facts, cores=max(1, facts.cores // asked.procs))
     return {
         "command": launcher_of(cmd, asked.procs, asked.gpus, facts.cores),
-        "alone": cmd,
+        "single_command": cmd,
         "base": base_plan(division, found.shards),
         "facts": each,
     }

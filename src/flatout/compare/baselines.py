@@ -28,7 +28,7 @@ SCHEMA = 1
 
 @dataclass
 class Baseline(Record):
-    """Runs of one program, with what they are valid for (`flatout.tune.plan_files.key_of`)."""
+    """Runs of one program, with what they are valid for (`flatout.tune.plan_files.plan_key`)."""
 
     name: str
     command: list[str]
@@ -40,21 +40,17 @@ class Baseline(Record):
     runs: list[dict[str, Any]] = field(default_factory=list)
 
     @property
-    def measured(self) -> list[Run]:
+    def parsed_runs(self) -> list[Run]:
         return [Run.from_json(run) for run in self.runs]
 
-    def side(self, now: Side) -> Side:
+    def side(self, current: Side) -> Side:
         """The side of these runs, beside that of today."""
-        return Side(
-            f"baseline {self.name} of {self.created[:10]}",
-            now.command,
-            Plan.from_json(self.plan),
-            self.revision,
-        )
+        label = f"baseline {self.name} of {self.created[:10]}"
+        return Side(label, current.command, Plan.from_json(self.plan), self.revision)
 
 
-def path_of(name: str) -> Path:
-    """Return the file of a baseline. Raises UsageError for a name that is none."""
+def baseline_file(name: str) -> Path:
+    """The file of a baseline. Raises UsageError for a name that is none."""
     if not re.fullmatch(r"\w[\w.-]{0,79}", name):
         raise UsageError(f"{name!r} is not a name for a baseline; use letters, digits, dots and hyphens.")
     return records(FOLDER_NAME) / f"{name}.json"
@@ -71,37 +67,37 @@ def save(name: str, side: Side, key: dict[str, str], runs: Sequence[Run]) -> Pat
         today(),
         runs=[r.to_json() for r in runs],
     )
-    write_json(path_of(name), stored.to_json())
+    write_json(baseline_file(name), stored.to_json())
     ignored = records() / ".gitignore"
     if not ignored.exists():
         ignored.write_text("*\n", encoding="utf-8")
-    return path_of(name)
+    return baseline_file(name)
 
 
 def load(name: str, key: dict[str, str], any_machine: bool) -> tuple[Baseline, list[str]]:
-    """Return a baseline and what differs from today.
+    """A baseline and what differs from today.
 
     Raises NoBaseline if it is missing, or of another machine without ``any_machine``; UsageError if it is
     unreadable.
     """
-    path = path_of(name)
+    path = baseline_file(name)
     data = read_json(path)
     if data is None and not path.is_file():
-        known = sorted(each.stem for each in path.parent.glob("*.json"))
-        has = f"There are: {', '.join(known)}." if known else "None is stored yet."
+        names = sorted(path.stem for path in path.parent.glob("*.json"))
+        existing = f"There are: {', '.join(names)}." if names else "None is stored yet."
         raise NoBaseline(
-            f"there is no baseline {name!r} in {path.parent}. {has} `flatout compare --save {name} COMMAND` stores one."
+            f"there is no baseline {name!r} in {path.parent}. {existing} `flatout compare --save {name} COMMAND` stores one."
         )
     try:
         stored = Baseline.from_json(data)
-        if not stored.measured:
+        if not stored.parsed_runs:
             raise TypeError("it has no runs")
     except (AttributeError, KeyError, TypeError, ValueError):
         raise UsageError(
             f"{path} is damaged, or not a baseline. Store it again: `flatout compare --save {name} COMMAND`."
         ) from None
-    unlike = {part for part in key if stored.key.get(part) != key[part]}
-    if "machine" in unlike and not any_machine:
+    differing = {part for part in key if stored.key.get(part) != key[part]}
+    if "machine" in differing and not any_machine:
         raise NoBaseline(
             f"baseline {name!r} was measured on another machine ({stored.key.get('machine')}; this is {key['machine']}). "
             "Store one here with --save, or add --any-machine to compare across machines."
@@ -109,5 +105,5 @@ def load(name: str, key: dict[str, str], any_machine: bool) -> tuple[Baseline, l
     return stored, [
         f"{part}: {stored.key.get(part, 'unknown')} in the baseline, {key[part]} now"
         for part in ("machine", "versions", "python", "command")
-        if part in unlike
-    ] + (["the script has changed since the baseline"] if "script" in unlike else [])
+        if part in differing
+    ] + (["the script has changed since the baseline"] if "script" in differing else [])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from flatout.compare.pairs import Pair, Run
 from flatout.compare.sides import Side
-from flatout.guard.loss_curves import curves_within_spread, finite_losses
+from flatout.guard.loss_curves import common_losses, curves_within_spread, finite_losses
 from flatout.guard.verdict import repeats_itself
 from flatout.measure.statistics import median
 from flatout.measure.student import Estimate, difference, estimate
@@ -23,26 +23,26 @@ from flatout.schema.records import PHASES, PhaseTime, TrialRecord
 from flatout.schema.sizes import size
 
 LEVEL = 0.965
-FEWEST_PAIRS = 6  # fewer do not show their spread
-NARROW = 0.01  # half of the interval's width, without a gate
+MIN_PAIRS = 6  # fewer do not show their spread
+MAX_HALF_WIDTH = 0.01  # half of the interval's width, without a gate
 PHASE_FIELDS = ("median_ms", "low_ms", "high_ms", "share")
-MOST_WAIT_S = 24 * 3600.0
+MAX_WAIT_S = 24 * 3600.0
 MEMORY = "peak memory"
 
 
-def enough(gate: float | None) -> Callable[[Sequence[Pair]], bool]:
+def stop_rule(gate: float | None) -> Callable[[Sequence[Pair]], bool]:
     """Return whether pairs suffice: the interval lies on one side of the gate (0.03 for 3 %), or is narrow."""
 
-    def suffice(pairs: Sequence[Pair]) -> bool:
-        seen = estimate([pair.log_change for pair in pairs], LEVEL)
+    def is_enough(pairs: Sequence[Pair]) -> bool:
+        interval = estimate([pair.log_change for pair in pairs], LEVEL)
         if gate is None:
-            return seen.half <= NARROW
-        return seen.low > math.log1p(gate) or seen.high <= math.log1p(gate)
+            return interval.half <= MAX_HALF_WIDTH
+        return interval.low > math.log1p(gate) or interval.high <= math.log1p(gate)
 
-    return suffice
+    return is_enough
 
 
-def fill(
+def fill_record(
     record: CompareRecord, sides: Sequence[Side], a: Sequence[Run], b: Sequence[Run], paired: bool = True
 ) -> None:
     """Write the figures of both sides and their changes into the record.
@@ -53,27 +53,25 @@ def fill(
     record.a, record.b = side_record(sides[0], a), side_record(sides[1], b)
     record.device = record.b.device
 
-    def apart(x: Sequence[float | None], y: Sequence[float | None]) -> Estimate | None:
+    def log_change(x: Sequence[float | None], y: Sequence[float | None]) -> Estimate | None:
         if paired:
-            both = [
-                (one, other) for one, other in zip(x, y, strict=True) if one is not None and other is not None
-            ]
-            return estimate([other - one for one, other in both], LEVEL) if both else None
-        known = [[v for v in side if v is not None] for side in (x, y)]
-        return difference(known[0], known[1], LEVEL) if min(map(len, known)) > 1 else None
+            pairs = [(old, new) for old, new in zip(x, y, strict=True) if old is not None and new is not None]
+            return estimate([new - old for old, new in pairs], LEVEL) if pairs else None
+        groups = [[v for v in side if v is not None] for side in (x, y)]
+        return difference(groups[0], groups[1], LEVEL) if min(map(len, groups)) > 1 else None
 
-    def change(of: Callable[[Run], float | None]) -> Change | None:
-        seen = apart([_log(of(run)) for run in a], [_log(of(run)) for run in b])
-        return Change.of_logs(seen.mean, seen.half, seen.n) if seen is not None else None
+    def change(value_of: Callable[[Run], float | None]) -> Change | None:
+        interval = log_change([_log(value_of(run)) for run in a], [_log(value_of(run)) for run in b])
+        return Change.of_logs(interval.mean, interval.half, interval.n) if interval is not None else None
 
     record.pairs = [math.expm1(y.log_ms - x.log_ms) for x, y in zip(a, b, strict=True)] if paired else []
     record.step_time = change(lambda run: math.exp(run.log_ms))
     record.start = change(lambda run: run.start_s)
     record.memory = change(lambda run: run.record.peak_memory_bytes)
     for name in PHASES:
-        seen = apart([_phase_ms(run, name) for run in a], [_phase_ms(run, name) for run in b])
-        if seen is not None and math.isfinite(seen.half):
-            record.phases_ms[name] = [seen.mean, seen.low, seen.high]
+        interval = log_change([_phase_ms(run, name) for run in a], [_phase_ms(run, name) for run in b])
+        if interval is not None and math.isfinite(interval.half):
+            record.phases_ms[name] = [interval.mean, interval.low, interval.high]
 
 
 def _log(value: float | None) -> float | None:
@@ -118,42 +116,38 @@ def _phases(records: Sequence[TrialRecord]) -> dict[str, PhaseTime]:
 
 
 def compare_losses(
-    a: Sequence[TrialRecord], b: Sequence[TrialRecord], again: TrialRecord | None
+    a: Sequence[TrialRecord], b: Sequence[TrialRecord], repeat: TrialRecord | None
 ) -> LossVerdict:
     """Compare losses of runs with the same seeds: bit by bit, else with the spread of A's seeds.
 
-    ``again``: a second run of A with its first seed, which shows whether A repeats itself.
+    ``repeat``: a second run of A with its first seed, which shows whether A repeats itself.
     """
     common = [min(len(x.losses), len(y.losses)) for x, y in zip(a, b, strict=True)]
     if not common or min(common) < 2:
         return LossVerdict(why="the programs computed fewer than two losses")
     total, seeds = sum(common), len(common)
-    unlike = [
-        next((at for at in range(n) if x.losses[at] != y.losses[at]), None)
+    first_unlike = [
+        next((i for i in range(n) if x.losses[i] != y.losses[i]), None)
         for x, y, n in zip(a, b, common, strict=True)
     ]
-    first = min((at for at in unlike if at is not None), default=None)
+    first = min((i for i in first_unlike if i is not None), default=None)
     if first is None:
         return LossVerdict("same bits", f"all {total} losses are bitwise equal ({seeds} seeds)")
-    x, y = next((x, y) for x, y, at in zip(a, b, unlike, strict=True) if at == first)
-    one, other = float.fromhex(x.losses[first]), float.fromhex(y.losses[first])
-    apart = abs(other - one) / abs(one) if one and math.isfinite(one) and math.isfinite(other) else math.inf
-    what = f"loss {first + 1} of seed {x.seed} is {other:.9g} instead of {one:.9g} (relative difference {apart:.2g})"
-    batches = next(
-        (at for at, (p, q) in enumerate(zip(x.batch_hashes, y.batch_hashes, strict=False)) if p != q), None
-    )
+    x, y = next((x, y) for x, y, i in zip(a, b, first_unlike, strict=True) if i == first)
+    old, new = float.fromhex(x.losses[first]), float.fromhex(y.losses[first])
+    error = abs(new - old) / abs(old) if old and math.isfinite(old) and math.isfinite(new) else math.inf
+    difference = f"loss {first + 1} of seed {x.seed} is {new:.9g} instead of {old:.9g} (relative difference {error:.2g})"
+    hashes = enumerate(zip(x.batch_hashes, y.batch_hashes, strict=False))
+    batches = next((i for i, (p, q) in hashes if p != q), None)
     cause = f"; batch {batches + 1} differs already" if batches is not None and batches <= first else ""
-    if again is not None and not repeats_itself(a[0], again):
+    if repeat is not None and not repeats_itself(a[0], repeat):
         cause += "; A does not repeat itself either: a second run with its seed has other losses"
-    curves = [
-        ([float.fromhex(v) for v in p.losses[:n]], [float.fromhex(v) for v in q.losses[:n]])
-        for p, q, n in zip(a, b, common, strict=True)
-    ]
+    curves = list(map(common_losses, a, b))
     checks = [finite_losses(curves), curves_within_spread(curves)]
     failed = [check.why for check in checks if not check.passed]
     if failed:
-        return LossVerdict("different", f"{'; '.join(failed)}; {what}{cause}", first)
-    return LossVerdict("within the spread", f"{checks[-1].why}; {what}{cause}", first)
+        return LossVerdict("different", f"{'; '.join(failed)}; {difference}{cause}", first)
+    return LossVerdict("within the spread", f"{checks[-1].why}; {difference}{cause}", first)
 
 
 def gates(
@@ -162,19 +156,19 @@ def gates(
     """Judge the limits: shares of step time and memory, and ``bits`` or ``spread`` for losses.
 
     ``memory`` may also be an amount, in bytes as an integer."""
-    found = []
+    results = []
     if time is not None:
-        found.append(_limit("step time", record.step_time, time, pair_s))
+        results.append(_judge_limit("step time", record.step_time, time, pair_s))
     if isinstance(memory, int):
-        found.append(_memory_amount(record, memory))
+        results.append(_memory_amount(record, memory))
     elif memory is not None:
-        found.append(_limit(MEMORY, record.memory, memory, pair_s))
+        results.append(_judge_limit(MEMORY, record.memory, memory, pair_s))
     if losses is not None:
         allowed = {"bits": ("same bits",), "spread": ("same bits", "within the spread")}[losses]
         verdict = record.losses.verdict
-        told = "passed" if verdict in allowed else "cannot tell" if verdict == "not compared" else "failed"
-        found.append(Gate("losses", losses, told, record.losses.why))
-    return found
+        outcome = "passed" if verdict in allowed else "cannot tell" if verdict == "not compared" else "failed"
+        results.append(Gate("losses", losses, outcome, record.losses.why))
+    return results
 
 
 def _memory_amount(record: CompareRecord, limit_bytes: int) -> Gate:
@@ -189,26 +183,26 @@ def _memory_amount(record: CompareRecord, limit_bytes: int) -> Gate:
     return Gate(MEMORY, limit, "passed", f"{needed}: within the limit of {limit}")
 
 
-def _limit(name: str, seen: Change | None, limit: float, pair_s: float) -> Gate:
+def _judge_limit(name: str, change: Change | None, limit: float, pair_s: float) -> Gate:
     text = f"{limit:.3g}" if limit < 0.001 else f"{100 * limit:.3g} %"
-    if seen is None:
+    if change is None:
         return Gate(name, text, "cannot tell", f"no {name} was measured")
-    inside = f"the {name} changes by {100 * seen.low:+.1f} % to {100 * seen.high:+.1f} %"
-    if seen.low > limit:
-        return Gate(name, text, "failed", f"{inside}: above the limit of +{text}")
-    if seen.high <= limit:
-        return Gate(name, text, "passed", f"{inside}: within the limit of +{text}")
-    more = (
-        f"; about {_needed(seen, limit, pair_s)} would decide it: give a longer --budget"
+    interval = f"the {name} changes by {100 * change.low:+.1f} % to {100 * change.high:+.1f} %"
+    if change.low > limit:
+        return Gate(name, text, "failed", f"{interval}: above the limit of +{text}")
+    if change.high <= limit:
+        return Gate(name, text, "passed", f"{interval}: within the limit of +{text}")
+    hint = (
+        f"; about {_deciding_time(change, limit, pair_s)} would decide it: give a longer --budget"
         if name == "step time"
         else ""
     )
-    return Gate(name, text, "cannot tell", f"{inside}, on both sides of the limit of +{text}{more}")
+    return Gate(name, text, "cannot tell", f"{interval}, on both sides of the limit of +{text}{hint}")
 
 
-def _needed(seen: Change, limit: float, pair_s: float) -> str:
+def _deciding_time(change: Change, limit: float, pair_s: float) -> str:
     """The time after which the interval would be as narrow as the distance to the limit."""
-    half = (math.log1p(seen.high) - math.log1p(seen.low)) / 2
-    apart = max(abs(math.log1p(seen.value) - math.log1p(limit)), math.log1p(limit) / 10)
-    wait_s = seen.n * (half / apart) ** 2 * 1.2 * pair_s if math.isfinite(half) else math.inf
-    return f"{max(1, math.ceil(wait_s / 60))} minutes" if wait_s < MOST_WAIT_S else "more than a day"
+    half = (math.log1p(change.high) - math.log1p(change.low)) / 2
+    distance = max(abs(math.log1p(change.value) - math.log1p(limit)), math.log1p(limit) / 10)
+    wait_s = change.n * (half / distance) ** 2 * 1.2 * pair_s if math.isfinite(half) else math.inf
+    return f"{max(1, math.ceil(wait_s / 60))} minutes" if wait_s < MAX_WAIT_S else "more than a day"

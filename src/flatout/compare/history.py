@@ -26,13 +26,13 @@ REPORTS = {
     "incidents": "incidents.jsonl",
 }
 RECORDS = ("session.json", "unfinished.json", *(f"{name}.json" for name in REPORTS))
-RUN = re.compile(r"\d{8}T\d{6}-\d+")
-WORST = ("failed", "interrupted", "finished")
+RUN_FOLDER = re.compile(r"\d{8}T\d{6}-\d+")
+WORST_FIRST = ("failed", "interrupted", "finished")
 R = TypeVar("R", bound=Record)
 
 
 def records_folder(folder: Path) -> Path | None:
-    """Return the folder of records that a user means by a project, by its .flatout, or by the folder of a job."""
+    """The folder of records that a user means by a project, by its .flatout, or by the folder of a job."""
     inner = records() if folder == Path() else folder / FOLDER
     if inner.is_dir():
         return inner
@@ -68,7 +68,7 @@ class _Reader:
             return None
         session = self._read(folder.session, SessionRecord)
         files_of_runs = _runs(path)
-        runs = [run for files in files_of_runs if (run := self._run(files)) is not None]
+        runs = [run for files in files_of_runs if (run := self._merged_run(files)) is not None]
         job = JobSeen(self._name(path), _command(path, files_of_runs), runs=runs)
         job.reports = {
             name: self._name(path / file) for name, file in REPORTS.items() if (path / file).is_file()
@@ -81,18 +81,18 @@ class _Reader:
         return job if job.runs or job.verdict or job.reports or job.unfinished else None
 
     def _read(self, path: Path, kind: type[R]) -> R | None:
-        """Return a record; None if there is none, or if it is skipped."""
+        """A record; None if there is none, or if it is skipped."""
         if not os.path.lexists(path):
             return None
-        data, known = read_json(path), kind.schema  # type: ignore[attr-defined]
+        data, supported = read_json(path), kind.schema  # type: ignore[attr-defined]
         number = data.get("schema") if isinstance(data, dict) else None
-        if number == known:
+        if number == supported:
             try:
                 return kind.from_json(data)
             except NOT_OF_ITS_FORM as error:
                 why = _not_of_its_form(error)
-        elif isinstance(number, int) and number > known:
-            why = f"of a newer flatout (schema {number}, this one reads {known})"
+        elif isinstance(number, int) and number > supported:
+            why = f"of a newer flatout (schema {number}, this one reads {supported})"
         elif not os.path.lexists(path):  # a run that ended meanwhile removed it
             return None
         else:
@@ -100,22 +100,22 @@ class _Reader:
         self.skipped[self._name(path)] = why
         return None
 
-    def _run(self, files: Sequence[Path]) -> RunSeen | None:
+    def _merged_run(self, files: Sequence[Path]) -> RunSeen | None:
         runs = []
         for path in files:
             summary = self._read(path, RunSummary)
             try:
                 if summary is not None:
-                    runs.append(_seen(self._name(path), summary))
+                    runs.append(_run_entry(self._name(path), summary))
             except NOT_OF_ITS_FORM as error:
                 self.skipped[self._name(path)] = _not_of_its_form(error)
         if not runs:
             return None
-        shown = max(runs, key=lambda run: run.steps)
-        worst = min(runs, key=lambda run: WORST.index(run.result))
-        shown.result, shown.how, shown.processes = worst.result, worst.how, len(runs)
-        shown.peak_memory_bytes = max(run.peak_memory_bytes for run in runs)
-        return shown
+        entry = max(runs, key=lambda run: run.steps)
+        worst = min(runs, key=lambda run: WORST_FIRST.index(run.result))
+        entry.result, entry.how, entry.processes = worst.result, worst.how, len(runs)
+        entry.peak_memory_bytes = max(run.peak_memory_bytes for run in runs)
+        return entry
 
     def _name(self, path: Path) -> str:
         return path.relative_to(self.root).as_posix()
@@ -126,8 +126,10 @@ def _not_of_its_form(error: Exception) -> str:
 
 
 def _runs(job: Path) -> list[list[Path]]:
-    """Return the records of each run, oldest start first. Links are left out: they lead to files of others."""
-    runs = sorted(run for run in (job / RUNS).glob("*/") if RUN.fullmatch(run.name) and not run.is_symlink())
+    """The records of each run, oldest start first. Links are left out: they lead to files of others."""
+    runs = sorted(
+        run for run in (job / RUNS).glob("*/") if RUN_FOLDER.fullmatch(run.name) and not run.is_symlink()
+    )
     records = (
         [path for path in sorted(run.glob("rank*.json")) if path.is_file() and not path.is_symlink()]
         for run in runs
@@ -136,7 +138,6 @@ def _runs(job: Path) -> list[list[Path]]:
 
 
 def _command(path: Path, files_of_runs: Sequence[Sequence[Path]]) -> list[str]:
-    """Return the command that the newest record of a job tells."""
     runs = [file for files in files_of_runs for file in files]
     for file in (*reversed(runs), *(path / name for name in RECORDS)):
         data = read_json(file)
@@ -145,16 +146,16 @@ def _command(path: Path, files_of_runs: Sequence[Sequence[Path]]) -> list[str]:
     return []
 
 
-def _seen(name: str, run: RunSummary) -> RunSeen:
+def _run_entry(name: str, run: RunSummary) -> RunSeen:
     """Raises what NOT_OF_ITS_FORM names: a file may hold anything."""
-    where = [run.machine, run.device, f"{run.world_size} ranks" if run.world_size > 1 else ""]
-    where.append(f"torch {run.versions.get('torch', 'not recorded')}")
+    origin = [run.machine, run.device, f"{run.world_size} ranks" if run.world_size > 1 else ""]
+    origin.append(f"torch {run.versions.get('torch', 'not recorded')}")
     return RunSeen(
         name,
         str(run.created),
         run.result,
         str(run.how),
-        ", ".join(filter(None, map(str, where))),
+        ", ".join(filter(None, map(str, origin))),
         int(run.steps),
         None if run.steps_per_s is None else float(run.steps_per_s),
         int(run.peak_memory_bytes),

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from flatout.compare.work_trees import HERE, WorkTrees
+from flatout.compare.work_trees import AS_IS, WorkTrees
 from flatout.launch.command import Command, is_python, measurable, understand
 from flatout.schema.errors import UsageError
 from flatout.schema.plan import Plan
@@ -23,7 +23,7 @@ class Side:
     revision: str = ""
 
 
-def two(text: str, option: str) -> tuple[str, str]:
+def split_pair(text: str, option: str) -> tuple[str, str]:
     """Split ``A,B``. Raises UsageError."""
     parts = [part.strip() for part in text.split(",")]
     if len(parts) != 2 or not all(parts):
@@ -36,8 +36,8 @@ def are_two_commands(words: Sequence[str]) -> bool:
     return len(words) == 2 and not (is_python(words[0]) and " " not in words[0])
 
 
-def of_commands(words: Sequence[str]) -> tuple[Side, Side]:
-    """Return the sides of two quoted command lines. Raises UsageError, ProgramNotFound."""
+def command_sides(words: Sequence[str]) -> tuple[Side, Side]:
+    """The sides of two quoted command lines. Raises UsageError, ProgramNotFound."""
     if not are_two_commands(words):
         raise UsageError(
             "give two command lines in quotes: `flatout compare 'python a.py' 'python b.py'`; "
@@ -47,36 +47,36 @@ def of_commands(words: Sequence[str]) -> tuple[Side, Side]:
         typed = [shlex.split(word) for word in words]
     except ValueError as error:
         raise UsageError(f"a command line cannot be split into words: {error}.") from None
-    a, b = (Side(shlex.join(one.shown), measurable(one)) for one in map(understand, typed))
+    a, b = (Side(shlex.join(command.shown), measurable(command)) for command in map(understand, typed))
     return a, b
 
 
-def of_plans(words: Sequence[str], plans: Sequence[tuple[str, Plan]]) -> tuple[Side, Side]:
-    """Return the sides of one command under two plans, each with its name."""
+def plan_sides(words: Sequence[str], plans: Sequence[tuple[str, Plan]]) -> tuple[Side, Side]:
+    """The sides of one command under two plans, each with its name."""
     a, b = (Side(f"plan {name}", measurable(understand(words)), plan) for name, plan in plans)
     return a, b
 
 
 def revisions(text: str) -> tuple[str, str]:
-    """Split ``A..B``; without B, it is `HERE`, the folder as it is. Raises UsageError."""
-    first, dots, second = text.partition("..")
-    if not dots or not first or second.startswith("."):
+    """Split ``A..B``; without B, it is `AS_IS`, the folder as it is. Raises UsageError."""
+    first, separator, second = text.partition("..")
+    if not separator or not first or second.startswith("."):
         raise UsageError(
             f"--rev takes two revisions, such as main..HEAD, or main.. for main and the folder as it is, not {text!r}."
         )
-    return first, second or HERE
+    return first, second or AS_IS
 
 
-def at_revision(words: Sequence[str], revision: str, trees: WorkTrees) -> Side:
-    """Return the side of a command at a revision; `HERE` is the folder as it is. Raises UsageError."""
-    if revision == HERE:
-        return Side("the folder as it is", measurable(understand(words)), revision=trees.commit("HEAD"))
-    folder, commit = trees.at(revision), trees.commit(revision)
+def revision_side(words: Sequence[str], revision: str, work_trees: WorkTrees) -> Side:
+    """The side of a command at a revision; `AS_IS` is the folder as it is. Raises UsageError."""
+    if revision == AS_IS:
+        return Side("the folder as it is", measurable(understand(words)), revision=work_trees.commit("HEAD"))
+    folder, commit = work_trees.check_out(revision), work_trees.commit(revision)
     command = measurable(understand(words, folder))
-    paths = trees.import_paths(folder)
-    before = os.environ.get("PYTHONPATH", "")
+    paths = work_trees.import_paths(folder)
+    python_path = os.environ.get("PYTHONPATH", "")
     if paths:
-        joined = os.pathsep.join([*map(str, paths), *([before] if before else [])])
+        joined = os.pathsep.join([*map(str, paths), *([python_path] if python_path else [])])
         command = replace(command, environment=(("PYTHONPATH", joined),))
     label = revision if commit.startswith(revision) else f"{revision} ({commit[:8]})"
     return Side(label, command, revision=commit)

@@ -59,7 +59,7 @@ class ProfiledProgram:
     def enter(self) -> Trial:
         start_s = seconds()
         trial = self.trial = Trial(
-            self.command, self.job.new_trial(), Plan(), self.facts, TrialOptions(table=TABLE, watch=True)
+            self.command, self.job.new_trial(), Plan(), self.facts, TrialOptions(table=TABLE, monitor=True)
         )
         trial.start()
         ready = trial.wait_ready(start_s + START_S)
@@ -67,7 +67,7 @@ class ProfiledProgram:
         self.blocks.unit, self.blocks.tick_ms = ready["unit"], max(ready["tick_ms"], 1e-3)
         if self.blocks.tick_ms < 2000:
             self.blocks.tick_ms = max(
-                block_ms(trial.go(SETTLING_TICKS, self.blocks.deadline(SETTLING_TICKS))), 1e-3
+                block_ms(trial.run_ticks(SETTLING_TICKS, self.blocks.deadline(SETTLING_TICKS))), 1e-3
             )
         return trial
 
@@ -112,15 +112,15 @@ class ProfiledProgram:
             record.context = trial.ask({"do": "options"}, seconds() + 120)["context"]
             workers = max((loader["num_workers"] for loader in record.context["loaders"]), default=0)
             self.blocks.prefetched_ticks = PREFETCHED_BATCHES * workers
-            trial.ask({"do": "watch"}, seconds() + 60)
+            trial.ask({"do": "monitor"}, seconds() + 60)
             until_s = seconds() + max(5.0, 0.3 * self.requested.budget_s)
             self.watcher.stage("measuring", f"{self.requested.steps} steps without recording")
             while len(self.plain_ms) < self.requested.steps and seconds() < until_s:
                 ticks = min(self.blocks.block_ticks, self.requested.steps - len(self.plain_ms))
-                self.plain_ms += trial.go(ticks, self.blocks.deadline(ticks))
+                self.plain_ms += trial.run_ticks(ticks, self.blocks.deadline(ticks))
             self._take(TrialRecord.from_json(trial.ask({"do": "record"}, seconds() + 60)["record"]))
-            self._take_watched(trial.ask({"do": "watch"}, seconds() + 60))
-            trial.hold()
+            self._take_watched(trial.ask({"do": "monitor"}, seconds() + 60))
+            trial.pause()
         except ProgramGone as gone:
             self.leave()
             if not self.plain_ms:
@@ -179,7 +179,7 @@ class ProfiledProgram:
         if ticks * self.blocks.tick_ms / 1000 > max(self.end_s - seconds(), LONGEST_LISTENING_S / 4):
             self.record.notes.append(f"{probe}: no time was left to record {ticks} steps; increase --budget")
             return {}
-        answer = trial.listen(probe, self.blocks.deadline(10 * ticks) + 120, ticks=ticks, **requested)
+        answer = trial.run_probe(probe, self.blocks.deadline(10 * ticks) + 120, ticks=ticks, **requested)
         if answer.get("why_not"):
             self.record.notes.append(f"{probe}: not recorded, {answer['why_not']}")
         return answer

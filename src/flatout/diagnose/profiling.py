@@ -150,7 +150,7 @@ def _leak(program: ProfiledProgram, trial: Trial) -> None:
 
 
 def _fetches(program: ProfiledProgram, trial: Trial) -> None:
-    later = trial.ask({"do": "watch"}, seconds() + 60)["settings"]
+    later = trial.ask({"do": "monitor"}, seconds() + 60)["settings"]
     program.record.settings["training"] = later["training"]  # an evaluation may have changed the mode
     places = {
         (seen.place.file, seen.place.line): seen for seen in program.record.loaders if seen.place is not None
@@ -218,9 +218,9 @@ def _what_if(
                 program.blocks.switch(trial, (choice,))
                 program.blocks.run(trial, SETTLING_TICKS + 1)
             until_s = seconds() + share_s
-            ratio = program.blocks.live(trial, (), (choice,), until_s, enough=_narrow)
+            ratio = program.blocks.compare_live(trial, (), (choice,), until_s, should_stop=_narrow)
             program.blocks.switch(trial, ())
-            trial.hold()
+            trial.pause()
         except LeverFailed as failed:
             what_if.why_not = failed.reason
             return

@@ -4,5 +4,5 @@ Imports no lever.
 
 Runs in: the user's program, and flatout.Loop; the verdict in the flatout command.
 Imports: schema, agent, measure.
-Start with: verdict.py (judge), replica.py (StepReplica), rounding.py (the limits), blame.py.
+Start with: verdict.py (judge), replica.py (StepReplica), rounding.py (the limits).
 """

@@ -8,30 +8,31 @@ less that of its half is what stays, whatever the number of samples.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
 from flatout.guard.captured_steps import CapturedCall, StepResults
-from flatout.guard.copies import mapped_tensors, square
+from flatout.guard.copies import mapped_tensors, squared_norm
 from flatout.measure.nests import tensors_in
 
-PLAYS = 17  # steps per judgement if steps are long
-LONGEST_PLAYS_S = 12.0  # beyond this time, only part of the samples is played
+PLAYS_A_REPLICA = 17  # steps per judgement if steps are long
+MAX_PLAYS_S = 12.0  # beyond this time, only part of the samples is played
 # Batch normalisation needs several samples. And torch draws the same normal numbers in bfloat16 as in float32
 # only if the number of elements is a multiple of 16 (CPU, torch 2.14).
-FEWEST_SAMPLES = 16
+MIN_SAMPLES = 16
 
 
-def samples_played(size: int, step_ms: float) -> int:
+def played_samples(size: int, step_ms: float) -> int:
     """How many of ``size`` samples to play: all, or at most half if a whole step takes too long."""
-    possible = math.ceil(size * 1000 * LONGEST_PLAYS_S / (PLAYS * max(step_ms, 1.0)))
-    kept = FEWEST_SAMPLES * max(1, possible // FEWEST_SAMPLES)
-    return size if 2 * kept > size else kept
+    possible = math.ceil(size * 1000 * MAX_PLAYS_S / (PLAYS_A_REPLICA * max(step_ms, 1.0)))
+    count = MIN_SAMPLES * max(1, possible // MIN_SAMPLES)
+    return size if 2 * count > size else count
 
 
-def sliced(
+def take_samples(
     steps: Sequence[list[CapturedCall]], step_ms: float, torch: ModuleType
 ) -> tuple[list[list[CapturedCall]], float]:
     """The same steps with their first samples, as many as the step time allows, and the share taken.
@@ -39,55 +40,43 @@ def sliced(
     The share is 1.0 if the steps stay whole. Inputs and output gradients must agree in the size of their
     first dimension, the batch size. Scalars stay as they are.
     """
-    tensors = [
-        tensor
-        for calls in steps
-        for call in calls
-        for tensor in tensors_in((call.args, call.kwargs, call.grads))
-    ]
-    sizes = {tensor.shape[0] for tensor in tensors if tensor.dim()}
+    sizes = set(_batch_sizes(steps))
     size = next(iter(sizes), 0)
-    kept = samples_played(size, step_ms)
-    if len(sizes) != 1 or kept == size:
+    count = played_samples(size, step_ms)
+    if len(sizes) != 1 or count == size:
         return list(steps), 1.0
 
-    return first_samples(steps, kept, torch), kept / size
+    return first_samples(steps, count, torch), count / size
 
 
 def first_samples(
-    steps: Sequence[list[CapturedCall]], kept: int, torch: ModuleType
+    steps: Sequence[list[CapturedCall]], count: int, torch: ModuleType
 ) -> list[list[CapturedCall]]:
-    """The steps with their first ``kept`` samples."""
+    """The steps with their first ``count`` samples."""
 
-    def first(thing: object) -> Any:
-        return mapped_tensors(thing, lambda tensor: tensor[:kept] if tensor.dim() else tensor)
+    def first(nest: object) -> Any:
+        return mapped_tensors(nest, lambda tensor: tensor[:count] if tensor.dim() else tensor)
 
-    return [
-        [
-            replace(call, args=first(call.args), kwargs=first(call.kwargs), grads=first(call.grads))
-            for call in calls
-        ]
-        for calls in steps
-    ]
+    def shortened(call: CapturedCall) -> CapturedCall:
+        return replace(call, args=first(call.args), kwargs=first(call.kwargs), grads=first(call.grads))
+
+    return [list(map(shortened, calls)) for calls in steps]
 
 
-def halved(steps: Sequence[list[CapturedCall]], torch: ModuleType) -> list[list[CapturedCall]]:
-    """The first half of the samples of steps that `sliced` has cut."""
-    sizes = (
-        tensor.shape[0]
-        for calls in steps
-        for call in calls
-        for tensor in tensors_in((call.args, call.kwargs, call.grads))
-        if tensor.dim()
-    )
-    return first_samples(steps, next(sizes) // 2, torch)
+def half_samples(steps: Sequence[list[CapturedCall]], torch: ModuleType) -> list[list[CapturedCall]]:
+    """The first half of the samples of steps that `take_samples` has cut."""
+    return first_samples(steps, next(_batch_sizes(steps)) // 2, torch)
 
 
-def in_whole_batch(
-    part: tuple[StepResults, StepResults],
-    half: tuple[StepResults, StepResults],
-    share: float,
-    summed: bool,
+def _batch_sizes(steps: Sequence[list[CapturedCall]]) -> Iterator[int]:
+    for call in chain.from_iterable(steps):
+        for tensor in tensors_in((call.args, call.kwargs, call.grads)):
+            if tensor.dim():
+                yield tensor.shape[0]
+
+
+def whole_batch_factor(
+    part: tuple[StepResults, StepResults], half: tuple[StepResults, StepResults], share: float, summed: bool
 ) -> float:
     """The error of a whole batch as a multiple of the error of a part of it.
 
@@ -95,27 +84,27 @@ def in_whole_batch(
     it. ``summed``: gradients are sums over samples, and not means over those that are played. All parameters
     count alike, each relative to its gradient: the errors of one alone vary too much from step to step.
     """
-    sizes = [square(tensor) for tensor in part[0].gradients[0]]
-    of_part, of_half = (
+    sizes = [squared_norm(tensor) for tensor in part[0].gradients[0]]
+    part_error, half_error = (
         sum(square / size for square, size in zip(_squares(*plays), sizes, strict=True) if size > 0)
         for plays in (part, half)
     )
-    if not (0.0 < of_part < math.inf and of_half < math.inf):
+    if not (0.0 < part_error < math.inf and half_error < math.inf):
         return 1.0
-    stays = min(1.0, max(0.0, 2.0 - (4.0 if summed else 1.0) * of_half / of_part))
-    return math.sqrt(share + (1.0 - share) * stays)
+    constant_share = min(1.0, max(0.0, 2.0 - (4.0 if summed else 1.0) * half_error / part_error))
+    return math.sqrt(share + (1.0 - share) * constant_share)
 
 
 def _squares(plain: StepResults, levers: StepResults) -> list[float]:
     """The mean squared difference over steps, for each parameter."""
-    found = [0.0] * len(plain.gradients[0])
-    for ours, theirs in zip(levers.gradients, plain.gradients, strict=True):
-        for at, (x, y) in enumerate(zip(ours, theirs, strict=True)):
+    squares = [0.0] * len(plain.gradients[0])
+    for lever_grads, plain_grads in zip(levers.gradients, plain.gradients, strict=True):
+        for i, (x, y) in enumerate(zip(lever_grads, plain_grads, strict=True)):
             if x is not None and y is not None:
-                found[at] += square(x.double() - y.double()) / len(plain.gradients)
-    return found
+                squares[i] += squared_norm(x.double() - y.double()) / len(plain.gradients)
+    return squares
 
 
-def are_summed(steps: Sequence[Sequence[CapturedCall]]) -> bool:
+def gradients_are_sums(steps: Sequence[Sequence[CapturedCall]]) -> bool:
     """Whether gradients are sums over samples: the outputs have a batch dimension, and their gradients are given."""
     return any(grad.dim() for calls in steps for call in calls for grad in call.grads.values())

@@ -21,13 +21,13 @@ from flatout.agent.ledger import Ledger
 from flatout.guard.copies import (
     CopiedContext,
     adam,
-    held_by,
-    in_double,
     mapped_tensors,
+    norm,
     outside_gradients,
-    rates_of,
     set_random_state,
-    size_of,
+    step_sizes,
+    tensors_of,
+    to_float64,
 )
 from flatout.guard.float32_draws import float32_draws
 from flatout.measure.nests import tensors_in
@@ -41,8 +41,11 @@ if TYPE_CHECKING:
     from flatout.schema.program import TrainingContext
 
 UPDATE_STEPS = 16  # enough to show a step that is skipped, or a state that is reset, now and then
-CLIPPED = 0.5  # share of the total gradient norm
-RESULTS, ROOM = 24, 0.5  # results of all plays, in model sizes; the share of free device memory for them
+CLIP_SHARE = 0.5  # share of the total gradient norm
+RESULT_COPIES, FREE_SHARE = (
+    24,
+    0.5,
+)  # results of all plays, in model sizes; the share of free device memory for them
 
 
 @dataclass
@@ -73,7 +76,7 @@ class StepResults:
 
     outputs: list[list[Any]] = field(default_factory=list)
     gradients: list[list[Any]] = field(default_factory=list)
-    moves: list[list[Any]] = field(default_factory=list)
+    buffer_changes: list[list[Any]] = field(default_factory=list)
     updates: list[Any] = field(default_factory=list)
     clipped: list[float] = field(default_factory=list)
     later: StepResults | None = None
@@ -92,9 +95,9 @@ class StepReplayer:
     ) -> None:
         self.context, self.torch, self.applier, self.frozen = context, context.torch, applier, frozen
         self.stepped = stepped
-        self._same_gradients: list[list[Any]] = []
-        self._on_host = _crowded(context, self.torch)
-        self._later = held_by(frozen[0])  # weights and buffers at the start of the later step
+        self._plain_gradients: list[list[Any]] = []
+        self._on_host = _device_full(context, self.torch)
+        self._later_weights = tensors_of(frozen[0])  # weights and buffers at the start of the later step
 
     def play(
         self,
@@ -110,25 +113,25 @@ class StepReplayer:
         """
         roots, optimizers = copy.deepcopy(self.frozen)
         if double:
-            in_double(roots, optimizers, self.torch)
+            to_float64(roots, optimizers, self.torch)
         if nudge:
             perturb_weights([p for root in roots for p in root.parameters()], nudge, self.torch)
         undo, failure = self._apply(CopiedContext(self.context, roots, optimizers), choices)
-        played = StepResults(failure=failure)
+        results = StepResults(failure=failure)
         try:
             if not failure:
                 with float32_draws(self.torch) if double else nullcontext():
-                    self._steps(roots, steps, double, played)
-                self._same_gradients = self._same_gradients or played.gradients
+                    self._play_steps(roots, steps, double, results)
+                self._plain_gradients = self._plain_gradients or results.gradients
                 if not nudge and not gradients_only:
-                    self._clip(roots, played)
-                    self._update(roots, optimizers, played)
+                    self._clip(roots, results)
+                    self._update(roots, optimizers, results)
                 if not nudge and not double and not gradients_only:
-                    played.later = self.play_later(roots, steps)
+                    results.later = self.play_later(roots, steps)
         finally:
-            for take_off in reversed(undo):
-                take_off()
-        return played
+            for undo_lever in reversed(undo):
+                undo_lever()
+        return results
 
     def sharpen(self, step: list[CapturedCall], updates: int) -> None:
         """Train a copy on one step alone with Adam-like updates.
@@ -137,16 +140,16 @@ class StepReplayer:
         """
         roots = copy.deepcopy(self.frozen[0])
         parameters = [p for root in roots for p in root.parameters() if p.requires_grad]
-        rates = rates_of(parameters)
+        rates = step_sizes(parameters)
         moments = [[self.torch.zeros_like(p), self.torch.zeros_like(p)] for p in parameters]
-        for at in range(1, updates + 1):
+        for i in range(1, updates + 1):
             self._one_step(roots, parameters, step, False, StepResults())
             for p, rate, moment in zip(parameters, rates, moments, strict=True):
                 if p.grad is not None:
-                    adam(p, p.grad, rate, moment, at, self.torch)
-        held = [tensor.detach() for tensor in held_by(roots)]
-        if all(bool(tensor.isfinite().all()) for tensor in held):
-            self._later = held
+                    adam(p, p.grad, rate, moment, i, self.torch)
+        weights = [tensor.detach() for tensor in tensors_of(roots)]
+        if all(bool(tensor.isfinite().all()) for tensor in weights):
+            self._later_weights = weights
 
     def play_later(
         self, roots: list[Any] | None, steps: Sequence[list[CapturedCall]], nudge: float = 0.0
@@ -159,24 +162,26 @@ class StepReplayer:
         self._load(roots)
         if nudge:
             perturb_weights([p for root in roots for p in root.parameters()], nudge, self.torch)
-        played = StepResults()
-        self._steps(roots, steps[:1], False, played)
-        return played
+        results = StepResults()
+        self._play_steps(roots, steps[:1], False, results)
+        return results
 
     def _load(self, roots: list[Any]) -> None:
         """Load in place, so that code compiled by a lever for these modules stays valid."""
         with self.torch.no_grad():
-            for held, later in zip(held_by(roots), self._later, strict=True):
-                held.copy_(later)
+            for weights, target in zip(tensors_of(roots), self._later_weights, strict=True):
+                weights.copy_(target)
 
-    def _steps(
-        self, roots: list[Any], steps: Sequence[list[CapturedCall]], double: bool, played: StepResults
+    def _play_steps(
+        self, roots: list[Any], steps: Sequence[list[CapturedCall]], double: bool, results: StepResults
     ) -> None:
         parameters = [p for root in roots for p in root.parameters() if p.requires_grad]
         for calls in steps:
-            self._one_step(roots, parameters, calls, double, played)
+            self._one_step(roots, parameters, calls, double, results)
 
-    def _apply(self, stage: CopiedContext, choices: Sequence[Choice]) -> tuple[list[Callable[[], None]], str]:
+    def _apply(
+        self, copied_context: CopiedContext, choices: Sequence[Choice]
+    ) -> tuple[list[Callable[[], None]], str]:
         undo: list[Callable[[], None]] = []
         for choice in choices:
             lever = self.applier.lever(choice)
@@ -184,7 +189,7 @@ class StepReplayer:
                 continue
             ledger = Ledger()
             try:
-                undo.append(lever.apply(stage, choice.value, ledger))
+                undo.append(lever.apply(copied_context, choice.value, ledger))
             except Exception as error:
                 ledger.restore()
                 return undo, f"{choice.name}: {type(error).__name__}: {str(error)[:160]}"
@@ -196,18 +201,20 @@ class StepReplayer:
         parameters: list[Any],
         calls: list[CapturedCall],
         double: bool,
-        played: StepResults,
+        results: StepResults,
     ) -> None:
         buffers = [b for root in roots for b in root.buffers() if b.is_floating_point()]
         before = [b.detach().clone() for b in buffers]
         for p in parameters:
             p.grad = None
-        played.outputs.append(
+        results.outputs.append(
             [out for call in calls for out in self._one_call(roots[call.root], call, double)]
         )
-        played.gradients.append([None if p.grad is None else self._kept(p.grad) for p in parameters])
+        results.gradients.append([None if p.grad is None else self._copy(p.grad) for p in parameters])
         after = [b for root in roots for b in root.buffers() if b.is_floating_point()]
-        played.moves.append([a.detach().double() - b.double() for a, b in zip(after, before, strict=True)])
+        results.buffer_changes.append(
+            [a.detach().double() - b.double() for a, b in zip(after, before, strict=True)]
+        )
 
     def _one_call(self, root: Module, call: CapturedCall, double: bool) -> list[Any]:
         torch = self.torch
@@ -220,56 +227,57 @@ class StepReplayer:
         if call.outside is None:
             call.outside = outside_gradients(outputs, call.grads, torch)
         pairs = [
-            (outputs[at], grad)
-            for at, grad in sorted(call.outside.items())
-            if at < len(outputs) and outputs[at].requires_grad
+            (outputs[i], grad)
+            for i, grad in sorted(call.outside.items())
+            if i < len(outputs) and outputs[i].requires_grad
         ]
         if pairs:
             torch.autograd.backward([o for o, _ in pairs], [g.to(o.dtype).reshape(o.shape) for o, g in pairs])
-        return [self._kept(o) for o in outputs if o.is_floating_point()]
+        return [self._copy(o) for o in outputs if o.is_floating_point()]
 
-    def _kept(self, tensor: Tensor) -> Any:
+    def _copy(self, tensor: Tensor) -> Any:
         return tensor.detach().to("cpu", copy=True) if self._on_host else tensor.detach().clone()
 
-    def _clip(self, roots: list[Any], played: StepResults) -> None:
+    def _clip(self, roots: list[Any], results: StepResults) -> None:
         """Clip the gradients of the plain play by torch's function, in case the program clips.
 
         It is called by the name that a lever may replace.
         """
         parameters = [p for root in roots for p in root.parameters() if p.requires_grad]
-        for p, grad in zip(parameters, self._same_gradients[0], strict=True):
+        for p, grad in zip(parameters, self._plain_gradients[0], strict=True):
             p.grad = None if grad is None else grad.to(p.device, p.dtype, copy=True)
-        whole = math.sqrt(sum(size_of(p.grad) ** 2 for p in parameters if p.grad is not None))
-        self.torch.nn.utils.clip_grad_norm_(parameters, CLIPPED * whole)
-        played.clipped = [size_of(p.grad) for p in parameters if p.grad is not None]
+        total = math.sqrt(sum(norm(p.grad) ** 2 for p in parameters if p.grad is not None))
+        self.torch.nn.utils.clip_grad_norm_(parameters, CLIP_SHARE * total)
+        results.clipped = [norm(p.grad) for p in parameters if p.grad is not None]
 
-    def _update(self, roots: list[Any], optimizers: list[Any], played: StepResults) -> None:
+    def _update(self, roots: list[Any], optimizers: list[Any], results: StepResults) -> None:
         """Step every optimizer on the gradients of the plain play, one after another and repeatedly."""
         torch = self.torch
         parameters = [p for root in roots for p in root.parameters() if p.requires_grad]
-        stepping = [optimizers[at] for at in self.stepped]
+        stepping = [optimizers[i] for i in self.stepped]
         if not stepping or any(needs_closure(optimizer) for optimizer in stepping):
             return
         before = [p.detach().to(torch.float64, copy=True) for p in parameters]
-        for at in range(UPDATE_STEPS):
-            for p, grad in zip(parameters, self._same_gradients[at % len(self._same_gradients)], strict=True):
+        for i in range(UPDATE_STEPS):
+            gradients = self._plain_gradients[i % len(self._plain_gradients)]
+            for p, grad in zip(parameters, gradients, strict=True):
                 p.grad = None if grad is None else grad.to(p.device, p.dtype, copy=True)
                 if p.grad is not None and p.dim() == 4 and p.is_contiguous(memory_format=torch.channels_last):
                     p.grad = p.grad.contiguous(memory_format=torch.channels_last)
             for optimizer in stepping:
                 optimizer.step()
-        played.updates = [
-            None if p.grad is None else self._kept(p.detach().double() - b)
+        results.updates = [
+            None if p.grad is None else self._copy(p.detach().double() - b)
             for p, b in zip(parameters, before, strict=True)
         ]
 
 
-def _crowded(context: TrainingContext, torch: ModuleType) -> bool:
-    """Whether the results of the plays would fill the device while the program occupies it."""
+def _device_full(context: TrainingContext, torch: ModuleType) -> bool:
     if context.device_type != "cuda":
         return False
     free, _ = torch.cuda.mem_get_info(context.device)
-    return bool(RESULTS * sum(p.numel() * p.element_size() for p in context.parameters) > ROOM * free)
+    model_bytes = sum(p.numel() * p.element_size() for p in context.parameters)
+    return bool(RESULT_COPIES * model_bytes > FREE_SHARE * free)
 
 
 def perturb_weights(parameters: Sequence[Any], share: float, torch: ModuleType) -> None:
@@ -280,9 +288,8 @@ def perturb_weights(parameters: Sequence[Any], share: float, torch: ModuleType) 
     draw = torch.Generator("cpu").manual_seed(0)
     with torch.no_grad():
         for p in (p for p in parameters if p.is_floating_point()):
-            p.mul_(
-                1 + share * (2 * torch.rand(p.shape, generator=draw, device="cpu") - 1).to(p.device, p.dtype)
-            )
+            draws = 2 * torch.rand(p.shape, generator=draw, device="cpu") - 1
+            p.mul_(1 + share * draws.to(p.device, p.dtype))
 
 
 def needs_closure(optimizer: Optimizer) -> bool:

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
     from flatout.schema.program import TrainingContext
 
-MOST_OUTPUTS = 6  # most outputs whose gradients are separated
-NOTHING_LEFT = 1e-3  # share of a gradient that counts as zero after subtracting the module's inner part
-SHARPENING = 0.02  # how far ``sharpen`` moves a weight per update, as a share of its tensor's RMS
+MAX_OUTPUTS = 6  # most outputs whose gradients are separated
+ZERO_SHARE = 1e-3  # share of a gradient that counts as zero after subtracting the module's inner part
+SHARPENING_STEP = 0.02  # how far ``sharpen`` moves a weight per update, as a share of its tensor's RMS
 
 
 class CopiedContext:
@@ -35,19 +35,15 @@ class CopiedContext:
         return getattr(self.context, name)
 
 
-def in_double(roots: list[Any], optimizers: list[Any], torch: ModuleType) -> None:
+def to_float64(roots: list[Any], optimizers: list[Any], torch: ModuleType) -> None:
     for root in roots:
         root.double()
     for optimizer in optimizers:
         for p, state in optimizer.state.items():
-            for key, held in state.items():
-                if (
-                    isinstance(held, torch.Tensor)
-                    and held.is_floating_point()
-                    and held.shape == p.shape
-                    and held.dim()
-                ):
-                    state[key] = held.double()
+            for key, value in state.items():
+                is_float = isinstance(value, torch.Tensor) and value.is_floating_point()
+                if is_float and value.shape == p.shape and value.dim():
+                    state[key] = value.double()
 
 
 def outside_gradients(outputs: list[Any], grads: dict[int, Any], torch: ModuleType) -> dict[int, Any]:
@@ -55,50 +51,50 @@ def outside_gradients(outputs: list[Any], grads: dict[int, Any], torch: ModuleTy
 
     For example, the gradient of logits may come from a loss that the module also returns.
     """
-    found = dict(grads)
-    observed = [at for at in sorted(grads) if at < len(outputs) and outputs[at].requires_grad]
-    for at in observed if 1 < len(observed) <= MOST_OUTPUTS else ():
+    parts = dict(grads)
+    observed = [i for i in sorted(grads) if i < len(outputs) and outputs[i].requires_grad]
+    for i in observed if 1 < len(observed) <= MAX_OUTPUTS else ():
         for other in observed:
-            inside = (
+            inner = (
                 torch.autograd.grad(
-                    outputs[other], outputs[at], grads[other], retain_graph=True, allow_unused=True
+                    outputs[other], outputs[i], grads[other], retain_graph=True, allow_unused=True
                 )[0]
-                if other != at
+                if other != i
                 else None
             )
-            if inside is not None and at in found:
-                found[at] = found[at] - inside
-                if float(found[at].norm()) <= NOTHING_LEFT * float(grads[at].norm()):
-                    del found[at]
-    return found
+            if inner is not None and i in parts:
+                parts[i] = parts[i] - inner
+                if float(parts[i].norm()) <= ZERO_SHARE * float(grads[i].norm()):
+                    del parts[i]
+    return parts
 
 
-def square(tensor: Tensor | None) -> float:
+def squared_norm(tensor: Tensor | None) -> float:
     return 0.0 if tensor is None else float(tensor.double().square().sum())
 
 
-def size_of(tensor: Tensor) -> float:
+def norm(tensor: Tensor) -> float:
     return float(tensor.double().norm())
 
 
-def held_by(roots: list[Any]) -> list[Any]:
+def tensors_of(roots: list[Any]) -> list[Any]:
     return [tensor for root in roots for tensor in (*root.parameters(), *root.buffers())]
 
 
-def rates_of(parameters: list[Any]) -> list[float]:
+def step_sizes(parameters: list[Any]) -> list[float]:
     """The step size of each tensor. A tensor that starts at zero moves as far as the others."""
     sizes = [float(p.detach().double().square().mean().sqrt()) for p in parameters]
-    common = sorted(sizes)[len(sizes) // 2] if sizes else 0.0
-    return [SHARPENING * max(size, 0.1 * common) for size in sizes]
+    typical = sorted(sizes)[len(sizes) // 2] if sizes else 0.0
+    return [SHARPENING_STEP * max(size, 0.1 * typical) for size in sizes]
 
 
-def adam(p: Tensor, grad: Tensor, rate: float, moments: list[Any], at: int, torch: ModuleType) -> None:
+def adam(p: Tensor, grad: Tensor, rate: float, moments: list[Any], step: int, torch: ModuleType) -> None:
     """Adam without an optimizer object, which would count as one of the program's."""
     with torch.no_grad():
         moments[0].lerp_(grad, 0.1)
         moments[1].lerp_(grad.square(), 0.05)
-        size = (moments[1] / (1 - 0.95**at)).sqrt_().add_(1e-30)
-        p.sub_(rate / (1 - 0.9**at) * moments[0] / size)
+        size = (moments[1] / (1 - 0.95**step)).sqrt_().add_(1e-30)
+        p.sub_(rate / (1 - 0.9**step) * moments[0] / size)
 
 
 def clone(nest: object) -> Any:

@@ -27,9 +27,9 @@ STATISTICS = (
     "left against right",
     "top against bottom",
 )  # of measure.parity.batch_statistics
-BLOCK = 64  # rows averaged before the paired test, so effects of a whole batch (mixing) count once
-FEWEST_BLOCKS = 6
-SMALLEST_SHIFT = 1e-3  # share of the population's deviation: rounding may be systematic
+BLOCK_ROWS = 64  # rows averaged before the paired test, so effects of a whole batch (mixing) count once
+MIN_BLOCKS = 6
+MIN_SHIFT = 1e-3  # share of the population's deviation: rounding may be systematic
 
 Pairs = Sequence[tuple[TrialRecord, TrialRecord]]
 
@@ -59,32 +59,34 @@ def same_distribution(pairs: Pairs) -> list[GuardCheck]:
 def _shift(
     rows: Sequence[tuple[list[list[float]], list[list[float]]]], population: list[list[float]]
 ) -> list[GuardCheck]:
-    worst, where = 1.0, STATISTICS[0]
+    worst, statistic = 1.0, STATISTICS[0]
     for i, name in enumerate(STATISTICS):
         blocks = []
         for plain, tuned in rows:
-            apart = [b[i] - a[i] for a, b in zip(plain, tuned, strict=False)]
+            differences = [b[i] - a[i] for a, b in zip(plain, tuned, strict=False)]
             blocks += [
-                math.fsum(apart[at : at + BLOCK]) / BLOCK for at in range(0, len(apart) - BLOCK + 1, BLOCK)
+                math.fsum(differences[i : i + BLOCK_ROWS]) / BLOCK_ROWS
+                for i in range(0, len(differences) - BLOCK_ROWS + 1, BLOCK_ROWS)
             ]
-        if len(blocks) < FEWEST_BLOCKS:
+        if len(blocks) < MIN_BLOCKS:
             return []
         mean, deviation = _moments(blocks)
-        if abs(mean) > SMALLEST_SHIFT * _moments([row[i] for row in population])[1]:
+        if abs(mean) > MIN_SHIFT * _moments([row[i] for row in population])[1]:
             p = _student_p(mean / deviation * math.sqrt(len(blocks)), len(blocks) - 1) if deviation else 0.0
-            worst, where = min((worst, where), (p, name))
+            worst, statistic = min((worst, statistic), (p, name))
     return [
-        _check("shift", worst * len(STATISTICS), f"sample by sample, the {where} equals the plain program's")
+        _check(
+            "shift", worst * len(STATISTICS), f"sample by sample, the {statistic} equals the plain program's"
+        )
     ]
 
 
 def _draws(pairs: Pairs) -> list[GuardCheck]:
-    """Compare ``draws`` of the records: by round, by sample, the four statistics."""
     worst, tests, rounds = 1.0, 0, 0
-    kept = [(p.draws[:n], t.draws[:n]) for p, t in pairs if (n := min(len(p.draws), len(t.draws)))]
-    for at in range(min((len(row) for a, b in kept for row in (*a, *b)), default=0)):
+    draws = [(p.draws[:n], t.draws[:n]) for p, t in pairs if (n := min(len(p.draws), len(t.draws)))]
+    for sample in range(min((len(row) for a, b in draws for row in (*a, *b)), default=0)):
         for i in range(len(STATISTICS)):
-            plain, tuned = ([row[at][i] for side in kept for row in side[which]] for which in (0, 1))
+            plain, tuned = ([row[sample][i] for pair in draws for row in pair[side]] for side in (0, 1))
             worst, tests, rounds = min(worst, two_sample_ks(plain, tuned)), tests + 1, len(plain)
     if not tests:
         return []

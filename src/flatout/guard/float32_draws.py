@@ -17,12 +17,12 @@ def float32_draws(torch: Any) -> Any:
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    dropout, seeded = torch.ops.aten.native_dropout.default, torch.Tag.nondeterministic_seeded
+    dropout, random_tag = torch.ops.aten.native_dropout.default, torch.Tag.nondeterministic_seeded
 
     def is_double(value: object) -> bool:
         return value is torch.float64 or (isinstance(value, torch.Tensor) and value.dtype is torch.float64)
 
-    def single(value: Any) -> Any:
+    def to_float32(value: Any) -> Any:
         if not is_double(value):
             return value
         return torch.float32 if value is torch.float64 else value.float()
@@ -32,20 +32,21 @@ def float32_draws(torch: Any) -> Any:
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
         ) -> Any:
             kwargs = kwargs or {}
-            if seeded not in func.tags or not any(map(is_double, (*args, *kwargs.values()))):
+            if random_tag not in func.tags or not any(map(is_double, (*args, *kwargs.values()))):
                 return func(*args, **kwargs)
             if func is dropout:
                 x, p, train = args
                 _, mask = func(torch.ones_like(x, dtype=torch.float32), p, train)
-                kept = 1.0 - p if train is not False else 1.0
-                return (x * mask / kept if kept else torch.zeros_like(x)), mask
+                keep_share = 1.0 - p if train is not False else 1.0
+                return (x * mask / keep_share if keep_share else torch.zeros_like(x)), mask
             schema = func._schema
-            written = [
-                at for at, each in enumerate(schema.arguments) if each.alias_info and each.alias_info.is_write
-            ]
+            aliases = [argument.alias_info for argument in schema.arguments]
+            written = [i for i, alias in enumerate(aliases) if alias and alias.is_write]
             if len(schema.returns) != 1 or written not in ([], [0]):
                 return func(*args, **kwargs)
-            drawn = func(*map(single, args), **{name: single(value) for name, value in kwargs.items()})
+            drawn = func(
+                *map(to_float32, args), **{name: to_float32(value) for name, value in kwargs.items()}
+            )
             return args[0].copy_(drawn) if written else drawn.double() if drawn.is_floating_point() else drawn
 
     return Float32Draws()

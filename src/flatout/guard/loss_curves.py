@@ -10,6 +10,8 @@ from typing import Any
 from flatout.schema.records import TrialRecord
 from flatout.schema.session import GuardCheck
 
+Curves = Sequence[tuple[list[float], list[float]]]  # the losses of a plain and of a tuned run, by seed
+
 WINDOWS = 8
 CURVE_LIMIT = 2.0  # two independent runs of one script are 1.41 apart on this scale
 SHIFT_LIMIT = 1.0
@@ -20,14 +22,14 @@ LOSS_RESOLUTION = 2.0**-20  # float32 sums a loss to about 2^-22
 TINY = 1e-300
 
 
-def aligned(plain: TrialRecord, tuned: TrialRecord) -> tuple[list[float], list[float]]:
+def common_losses(plain: TrialRecord, tuned: TrialRecord) -> tuple[list[float], list[float]]:
     length = min(len(plain.losses), len(tuned.losses))
     return [float.fromhex(x) for x in plain.losses[:length]], [
         float.fromhex(x) for x in tuned.losses[:length]
     ]
 
 
-def numbers(losses: Sequence[str]) -> int:
+def finite_count(losses: Sequence[str]) -> int:
     """Return how many losses there are before the last ones, which are all NaN or infinite."""
     count = len(losses)
     while count and not math.isfinite(float.fromhex(losses[count - 1])):
@@ -35,37 +37,33 @@ def numbers(losses: Sequence[str]) -> int:
     return count
 
 
-def own_loss(plain: TrialRecord) -> str:
+def nonfinite_loss(plain: TrialRecord) -> str:
     """Return ``the program's own loss is NaN from step 20``; "" if a plain run ends with a finite loss."""
-    at = numbers(plain.losses)
-    if at == len(plain.losses):
+    i = finite_count(plain.losses)
+    if i == len(plain.losses):
         return ""
-    said = "NaN" if "nan" in plain.losses[at:] else "infinite"
-    return f"the program's own loss is {said} from step {plain.loss_steps[at]}"
+    kind = "NaN" if "nan" in plain.losses[i:] else "infinite"
+    return f"the program's own loss is {kind} from step {plain.loss_steps[i]}"
 
 
-def comparable(curves: Sequence[tuple[list[float], list[float]]]) -> int:
+def common_length(curves: Curves) -> int:
     """Return the length of the shortest curve, up to the first loss that is NaN or infinite."""
     ends = [
-        next((at for at, x in enumerate(c) if not math.isfinite(x)), len(c)) for both in curves for c in both
+        next((i for i, x in enumerate(c) if not math.isfinite(x)), len(c)) for pair in curves for c in pair
     ]
     return min(ends, default=0)
 
 
-def finite_losses(curves: Sequence[tuple[list[float], list[float]]]) -> GuardCheck:
-    bad = [
-        at
+def finite_losses(curves: Curves) -> GuardCheck:
+    nonfinite = [
+        i
         for p, t in curves
-        for at, (x, y) in enumerate(zip(p, t, strict=True))
+        for i, (x, y) in enumerate(zip(p, t, strict=True))
         if math.isfinite(x) and not math.isfinite(y)
     ]
-    return GuardCheck(
-        "finite",
-        not bad,
-        f"loss {bad[0]} is not finite, but the plain program's is"
-        if bad
-        else "every loss is finite if the plain one is",
-    )
+    if nonfinite:
+        return GuardCheck("finite", False, f"loss {nonfinite[0]} is not finite, but the plain program's is")
+    return GuardCheck("finite", True, "every loss is finite if the plain one is")
 
 
 def start_check(
@@ -82,93 +80,86 @@ def start_check(
     """
     perturbed = [s for s in perturbed if any(s.seed == p.seed for p in plain)]
     counts = [sum(step <= START_STEPS for step in p.loss_steps) for p in plain]
-    curves = [
-        (p[:n], t[:n])
-        for n, (p, t) in zip(counts, (aligned(p, t) for p, t in zip(plain, tuned, strict=True)), strict=True)
-    ]
-    length = comparable(curves)
-    everything = [x for p, t in curves for x in (*p[:length], *t[:length])]
-    unit = max(map(abs, everything), default=0.0)
+    pairs = map(common_losses, plain, tuned)
+    curves = [(p[:n], t[:n]) for n, (p, t) in zip(counts, pairs, strict=True)]
+    length = common_length(curves)
+    losses = [x for p, t in curves for x in (*p[:length], *t[:length])]
+    unit = max(map(abs, losses), default=0.0)
     if not 0 < unit < math.inf:
         return []
-    one, other = (
+    plain_units, tuned_units = (
         [[x / unit for x in side[:length]] for side in sides] for sides in zip(*curves, strict=True)
     )
-    distance = _rms([y - x for p, t in zip(one, other, strict=True) for x, y in zip(p, t, strict=True)])
+    distance = _rms(
+        [y - x for p, t in zip(plain_units, tuned_units, strict=True) for x, y in zip(p, t, strict=True)]
+    )
     if distance == 0:
         return [GuardCheck("start", True, "the first losses coincide", 0.0, START_LIMIT)]
-    spread, scale = _scale(one)
+    spread, scale = _scale(plain_units)
     if spread == 0:
         return [GuardCheck("start", False, "the first losses differ, and the plain program's are constant")]
-    limit, error = (
-        START_LIMIT,
-        next((c["value"] for c in replica.get("checks", ()) if c["name"] == "gradient"), None),
-    )
+    limit = START_LIMIT
+    error = next((c["value"] for c in replica.get("checks", ()) if c["name"] == "gradient"), None)
     if replica.get("smooth") and error is not None:
         limit = min(
-            limit, ROUNDING_GROWTH * error + LOSS_RESOLUTION * _rms([x for p in one for x in p]) / spread
+            limit,
+            ROUNDING_GROWTH * error + LOSS_RESOLUTION * _rms([x for p in plain_units for x in p]) / spread,
         )
     value = distance / spread
+    words = f"{value:.2g} times {scale}"
     if value > limit and perturbed:
-        return [
-            _carried(
-                plain, tuned, perturbed, length, limit * spread * unit, growth, f"{value:.2g} times {scale}"
-            )
-        ]
-    return [
-        GuardCheck(
-            "start",
-            value <= limit,
-            f"the losses of the first {START_STEPS} steps differ by {value:.2g} times {scale}",
-            value,
-            limit,
-        )
-    ]
+        accepted = limit * spread * unit
+        return [_check_growth(plain, tuned, perturbed, length, accepted, growth, words)]
+    why = f"the losses of the first {START_STEPS} steps differ by {words}"
+    return [GuardCheck("start", value <= limit, why, value, limit)]
 
 
-def _carried(
+def _check_growth(
     plain: Sequence[TrialRecord],
     tuned: Sequence[TrialRecord],
     perturbed: Sequence[TrialRecord],
     length: int,
-    least: float,
+    accepted: float,
     growth: float,
-    apart: str,
+    difference: str,
 ) -> GuardCheck:
     """Whether the first losses diverge no faster than those of the plain program perturbed in the last place.
 
     A large step on a young network amplifies one rounding to a tenth of the loss within three steps. A defect
-    of a lever shows at once; its rounding grows as rounding does. Distances up to ``least`` are accepted
+    of a lever shows at once; its rounding grows as rounding does. Distances up to ``accepted`` are accepted
     anyway.
     """
     # One seed may amplify rounding a hundred times as fast as another.
-    seeds, moved = {p.seed: p for p in plain}, {s.seed for s in perturbed}
-    mine = _growth([aligned(p, t) for p, t in zip(plain, tuned, strict=True) if p.seed in moved], length)
-    rounding = _growth([aligned(seeds[s.seed], s) for s in perturbed], length)
+    seeds, perturbed_seeds = {p.seed: p for p in plain}, {s.seed for s in perturbed}
+    lever_growth = _growth(
+        [common_losses(p, t) for p, t in zip(plain, tuned, strict=True) if p.seed in perturbed_seeds], length
+    )
+    rounding_growth = _growth([common_losses(seeds[s.seed], s) for s in perturbed], length)
     unit = max((abs(float.fromhex(x)) for p in plain for x in p.losses[:length]), default=1.0)
     ratios = [
         m / max(r + LOSS_RESOLUTION * unit, TINY)
-        for m, r in zip(mine, rounding, strict=False)
-        if not m <= least
+        for m, r in zip(lever_growth, rounding_growth, strict=False)
+        if not m <= accepted
     ]
     worst = max(
-        (ratio if ratio == ratio else math.inf for ratio in ratios), default=0.0 if rounding else math.inf
+        (ratio if ratio == ratio else math.inf for ratio in ratios),
+        default=0.0 if rounding_growth else math.inf,
     )  # NaN: no measure
-    why = f"the losses of the first {START_STEPS} steps differ by {apart}; at most {worst:.2g} times the growth of one rounding in this program"
+    why = f"the losses of the first {START_STEPS} steps differ by {difference}; at most {worst:.2g} times the growth of one rounding in this program"
     return GuardCheck("start", worst <= growth, why, worst, growth)
 
 
-def _growth(curves: Sequence[tuple[list[float], list[float]]], length: int) -> list[float]:
+def _growth(curves: Curves, length: int) -> list[float]:
     """Root mean square distance up to each of the first losses, over all runs."""
     return [
-        _rms([y - x for p, t in curves for x, y in zip(p[:at], t[:at], strict=True)])
-        for at in range(1, length + 1)
+        _rms([y - x for p, t in curves for x, y in zip(p[:i], t[:i], strict=True)])
+        for i in range(1, length + 1)
     ]
 
 
-def curves_within_spread(curves: Sequence[tuple[list[float], list[float]]]) -> GuardCheck:
+def curves_within_spread(curves: Curves) -> GuardCheck:
     """Compare windows of tuned and plain loss curves, relative to the spread of the plain seeds."""
-    length = comparable(curves)
+    length = common_length(curves)
     plain, tuned = ([side[:length] for side in sides] for sides in zip(*curves, strict=True))
     unit = max((abs(x) for curve in (*plain, *tuned) for x in curve), default=0.0)
     if not length or unit == 0:

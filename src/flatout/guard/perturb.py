@@ -38,23 +38,23 @@ def perturb(context: TrainingContext, share: float, ledger: Ledger) -> None:
     if not layers:
         perturb_weights(context.parameters, share, context.torch)
         return
-    all_rounded = [_Rounded(module, round(-math.log2(share)) - 1, context.torch) for module in layers]
-    for rounded in all_rounded:
+    layers_rounded = [_RoundedLayer(module, round(-math.log2(share)) - 1, context.torch) for module in layers]
+    for rounded in layers_rounded:
         ledger.call("forward pre-hook", rounded.module.register_forward_pre_hook(rounded.begin).remove)
         ledger.call(
             "forward hook", rounded.module.register_forward_hook(rounded.end, always_call=True).remove
         )
 
-    def look(optimizer: Optimizer, *_: object) -> None:
+    def after_step(optimizer: Optimizer, *_: object) -> None:
         while handles:
             handles.pop().remove()
-        if not any(rounded.called for rounded in all_rounded):
+        if not any(rounded.called for rounded in layers_rounded):
             perturb_weights(context.parameters, share, context.torch)
 
-    handles = [optimizer.register_step_post_hook(look) for optimizer in context.optimizers]
+    handles = [optimizer.register_step_post_hook(after_step) for optimizer in context.optimizers]
 
 
-class _Rounded:
+class _RoundedLayer:
     """Rounds one layer.
 
     It replaces the data of the weights, so autograd and optimizers see no other tensor.
@@ -62,19 +62,19 @@ class _Rounded:
 
     def __init__(self, module: Module, bits: int, torch: ModuleType) -> None:
         self.module, self.bits, self.torch = module, bits, torch
-        self.held: list[tuple[Any, Any]] = []
+        self.originals: list[tuple[Any, Any]] = []
         self.called = False
 
     def begin(self, module: Module, args: object) -> None:
         self.called = True
-        self.held = [(p, p.data) for p in self.module.parameters(recurse=False) if _is_matrix(p)]
-        for p, data in self.held:
+        self.originals = [(p, p.data) for p in self.module.parameters(recurse=False) if _is_matrix(p)]
+        for p, data in self.originals:
             p.data = self._round(data)
 
     def end(self, module: Module, args: object, output: object) -> Any:
-        for p, data in self.held:
+        for p, data in self.originals:
             p.data = data
-        self.held = []
+        self.originals = []
         return mapped_tensors(output, self._rounded_output)
 
     def _rounded_output(self, x: Tensor) -> Any:

@@ -36,10 +36,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.applier import Applier
-from flatout.guard.batch_slices import are_summed, halved, in_whole_batch, sliced
+from flatout.guard.batch_slices import gradients_are_sums, half_samples, take_samples, whole_batch_factor
 from flatout.guard.captured_steps import CapturedCall, StepReplayer, StepResults
 from flatout.guard.copies import clone, random_state, set_random_state
-from flatout.guard.rounding import HALF_NUDGE, NUDGE, check, compare, later, same
+from flatout.guard.rounding import HALF_NUDGE, NUDGE, check, compare, compare_bitwise, later_checks
 from flatout.measure.clock import seconds
 from flatout.measure.nests import tensors_in
 from flatout.schema.plan import Choice
@@ -51,21 +51,21 @@ if TYPE_CHECKING:
     from flatout.schema.program import TrainingContext
 
 STEPS = 4
-MOST_UPDATES = 64  # of sharpening
-FEWEST_UPDATES = 32
+MAX_UPDATES = 64  # of sharpening
+MIN_UPDATES = 32
 SHARPENING_S = 4.0  # time for updates beyond FEWEST_UPDATES
-LONGEST_SHARPENING_S = 8.0  # no sharpening if FEWEST_UPDATES take longer
-STEPS_OF_A_LARGE_MODEL = 2  # also for slow models
+MAX_SHARPENING_S = 8.0  # no sharpening if FEWEST_UPDATES take longer
+LARGE_MODEL_STEPS = 2  # also for slow models
 SLOW_MS = 1000.0
-LARGE = 100_000_000  # parameters; the gradients of all steps are held at once
-PATIENCE_STEPS = 12
+LARGE_PARAMETERS = 100_000_000  # parameters; the gradients of all steps are held at once
+MAX_CAPTURE_STEPS = 12
 
 
 @dataclass
 class ReferencePlays:
     """The plays without levers: plain, in float64, and with nudged weights.
 
-    ``later`` is the later step from weights nudged by half precision's last place. ``sure``: the network of
+    ``later`` is the later step from weights nudged by half precision's last place. ``sharpened``: the network of
     the later weights is confident of its samples.
     """
 
@@ -74,7 +74,7 @@ class ReferencePlays:
     double: StepResults
     nudged: StepResults
     later: StepResults
-    sure: bool
+    sharpened: bool
     half: StepResults | None = None  # of half of the samples, if only a part of them is played
 
 
@@ -87,14 +87,14 @@ class StepReplica:
         applier: Applier,
         choices: Sequence[Choice],
         step_ms: float = 0.0,
-        rest_too: bool = True,
+        judge_rest: bool = True,
     ) -> None:
-        """``rest_too``: `judge_and_narrow` also judges what is left if levers fail."""
+        """``judge_rest``: `judge_and_blame` also judges what is left if levers fail."""
         self.context = context
         self.torch = context.torch
         self.applier = applier
         self.choices = list(choices)
-        self._rest_too = rest_too
+        self._judge_rest = judge_rest
         self.failure = ""
         self._frozen: tuple[list[Any], list[Any]] | None = None
         self._originals: list[Any] = []
@@ -104,88 +104,75 @@ class StepReplica:
         self._start = context.steps
         self._reference: ReferencePlays | None = None
         self._step_ms = step_ms
-        self._played: list[list[CapturedCall]] = []  # the captured steps, with ``_share`` of their samples
+        self._sliced_steps: list[
+            list[CapturedCall]
+        ] = []  # the captured steps, with ``_share`` of their samples
         self._share = 1.0
-        self._wanted = (
-            STEPS_OF_A_LARGE_MODEL
-            if step_ms > SLOW_MS or sum(p.numel() for p in context.parameters) > LARGE
+        self._step_count = (
+            LARGE_MODEL_STEPS
+            if step_ms > SLOW_MS or sum(p.numel() for p in context.parameters) > LARGE_PARAMETERS
             else STEPS
         )
 
     @property
     def captured(self) -> bool:
         """Checked at the end of each step."""
-        late = self.context.steps - self._start >= PATIENCE_STEPS
+        timed_out = self.context.steps - self._start >= MAX_CAPTURE_STEPS
         return (
             bool(self.failure)
-            or late
-            or (len(self._steps) >= self._wanted and self.context.steps > max(self._steps))
+            or timed_out
+            or (len(self._steps) >= self._step_count and self.context.steps > max(self._steps))
         )
 
-    # -- capturing -------------------------------------------------------------------------------------------
+    # -- capturing
 
     def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         step = self.context.steps
         if self.context.data_parallel is not None and self.context.data_parallel.sharding is not None:
             self.failure = "each rank holds a part of the weights, so no rank can run a step alone"  # nor copy them alone
-        if self.failure or (step not in self._steps and len(self._steps) >= self._wanted):
+        if self.failure or (step not in self._steps and len(self._steps) >= self._step_count):
             return
         try:
             if self._frozen is None:
                 self._originals, self._optimizers = self.context.roots, self.context.optimizers
-                self._frozen = copy.deepcopy(
-                    ([self.context.unwrap_ddp(root) for root in self._originals], self._optimizers)
-                )
-            at = next((i for i, known in enumerate(self._originals) if known is root), None)
+                roots = [self.context.unwrap_ddp(root) for root in self._originals]
+                self._frozen = copy.deepcopy((roots, self._optimizers))
+            root_number = next((i for i, original in enumerate(self._originals) if original is root), None)
             calls = self._steps.setdefault(step, [])
-            if at is not None and all(call.root != at for call in calls):
-                calls.append(
-                    CapturedCall(
-                        at,
-                        clone(args),
-                        clone(kwargs),
-                        random_state(self.context),
-                        self._autocast(),
-                    )
-                )
+            if root_number is not None and all(call.root != root_number for call in calls):
+                state = random_state(self.context)
+                calls.append(CapturedCall(root_number, clone(args), clone(kwargs), state, self._autocast()))
         except Exception as error:
-            self.failure = (
-                f"a step of this program cannot be copied ({type(error).__name__}: {str(error)[:120]})"
-            )
+            why = f"{type(error).__name__}: {str(error)[:120]}"
+            self.failure = f"a step of this program cannot be copied ({why})"
 
     def forward_end(self, root: Module, output: object) -> None:
-        call = next(
-            (
-                c
-                for c in self._steps.get(self.context.steps, ())
-                if c.open and self._originals[c.root] is root
-            ),
-            None,
-        )
+        calls = self._steps.get(self.context.steps, ())
+        call = next((c for c in calls if c.open and self._originals[c.root] is root), None)
         if call is None:
             return
         call.open = False
-        for at, tensor in enumerate(tensors_in(output)):
+        for i, tensor in enumerate(tensors_in(output)):
             if tensor.requires_grad:
                 tensor.register_hook(
-                    lambda grad, at=at, call=call: call.grads.__setitem__(at, grad.detach().clone())
+                    lambda grad, i=i, call=call: call.grads.__setitem__(i, grad.detach().clone())
                 )
 
     def optimizer_begin(self, optimizer: Optimizer) -> None:
         """Record which optimizers step; the others make no update."""
-        at = next((i for i, known in enumerate(self._optimizers) if known is optimizer), None)
-        if at is not None:
-            self._stepped.add(at)
+        i = next((i for i, original in enumerate(self._optimizers) if original is optimizer), None)
+        if i is not None:
+            self._stepped.add(i)
 
     def _autocast(self) -> tuple[str, Any, bool]:
         device = self.context.device_type
         return device, self.torch.get_autocast_dtype(device), self.torch.is_autocast_enabled(device)
 
-    # -- judging ---------------------------------------------------------------------------------------------
+    # -- judging
 
-    def judge_and_narrow(self) -> dict[str, Any]:
-        """The verdict on all choices, and which of them to leave out (`narrowed`)."""
-        return narrowed(self.judge, self.choices, self._rest_too)
+    def judge_and_blame(self) -> dict[str, Any]:
+        """The verdict on all choices, and which of them to leave out (`blame_levers`)."""
+        return blame_levers(self.judge, self.choices, self._judge_rest)
 
     def judge(self, choices: Sequence[Choice] | None = None, bitwise: bool = False) -> dict[str, Any]:
         """The answer of `flatout.guard.rounding.compare`, or ``{"failure": sentence}``.
@@ -200,68 +187,59 @@ class StepReplica:
             self.failure = "no root module of this program received a gradient in consecutive steps"
         if self.failure:
             return {"failure": self.failure}
-        paused, self.context.paused = self.context.paused, True
-        state = random_state(self.context)
+        was_asleep, self.context.paused = self.context.paused, True
+        state, parallel = random_state(self.context), self.context.data_parallel
         try:
-            with (
-                self.context.data_parallel.alone()
-                if self.context.data_parallel is not None
-                else nullcontext()
-            ):
+            with parallel.alone() if parallel is not None else nullcontext():
                 return self._judge(steps, bitwise)
         except Exception as error:
             return {"failure": f"the replica of a step failed ({type(error).__name__}: {str(error)[:200]})"}
         finally:
             set_random_state(self.context, state)
-            self.context.paused = paused
+            self.context.paused = was_asleep
 
     def _judge(self, steps: list[list[CapturedCall]], bitwise: bool) -> dict[str, Any]:
         if self._reference is None:
-            self._played, self._share = sliced(steps, self._step_ms, self.torch)
+            self._sliced_steps, self._share = take_samples(steps, self._step_ms, self.torch)
             try:
-                self._reference = self._plain_plays(self._played)
+                self._reference = self._plain_plays(self._sliced_steps)
             except Exception:  # a module that rejects fewer samples
                 if self._share == 1.0:
                     raise
-                self._played, self._share = steps, 1.0
-                self._reference = self._plain_plays(self._played)
-        reference, steps = self._reference, self._played
+                self._sliced_steps, self._share = steps, 1.0
+                self._reference = self._plain_plays(self._sliced_steps)
+        reference, steps = self._reference, self._sliced_steps
         gradients = [grad for grads in reference.plain.gradients for grad in grads if grad is not None]
         if not all(bool(grad.isfinite().all()) for grad in gradients):
             why = "the program's own gradients are NaN or infinite, so rounding cannot be checked"
             return {"checks": [check("gradient", 1.0, 0.0, why)]}
         try:
             levers = reference.replay.play(steps, self.applier.in_order(self.choices))
-        except (
-            self.torch.OutOfMemoryError
-        ):  # the compared copies need memory too: this says nothing of the levers
+        except self.torch.OutOfMemoryError:  # the copies need memory too: this says nothing of the levers
             return {"failure": "there is too little memory to run a step again next to the program"}
         except Exception as error:  # the plain play has just succeeded
             levers = StepResults(failure=f"{type(error).__name__}: {str(error)[:160]}")
         if levers.failure:
-            return {
-                "checks": [
-                    check(
-                        "levers", 1.0, 0.0, f"a step of the program fails under the levers: {levers.failure}"
-                    )
-                ]
-            }
+            why = f"a step of the program fails under the levers: {levers.failure}"
+            return {"checks": [check("levers", 1.0, 0.0, why)]}
         if bitwise:
-            found = same(reference.plain, levers, self.torch)
-            if found["passed"] or same(reference.plain, reference.replay.play(steps), self.torch)["passed"]:
-                return {"checks": [found]}
-            # The plain step is not repeatable (sums by atomic additions), so the comparison allows for
-            # rounding.
-        whole = 1.0 if self._share == 1.0 else self._whole_batch(reference, levers)
-        found = compare(
-            reference.plain, levers, reference.double, reference.nudged, self.torch, self._share, whole
+            answer = compare_bitwise(reference.plain, levers, self.torch)
+            # If the plain step is not repeatable (sums by atomic additions), the comparison allows for rounding
+            if not answer["passed"]:
+                repeat = reference.replay.play(steps)
+            if answer["passed"] or compare_bitwise(reference.plain, repeat, self.torch)["passed"]:
+                return {"checks": [answer]}
+        batch_factor = 1.0 if self._share == 1.0 else self._batch_factor(reference, levers)
+        answer = compare(
+            reference.plain, levers, reference.double, reference.nudged, self.torch, self._share, batch_factor
         )
-        found["checks"] += later(reference.plain, levers, reference.later, reference.sure, self.torch)
-        return found
+        later, sharpened = reference.later, reference.sharpened
+        answer["checks"] += later_checks(reference.plain, levers, later, sharpened, self.torch)
+        return answer
 
-    def _whole_batch(self, reference: ReferencePlays, levers: StepResults) -> float:
+    def _batch_factor(self, reference: ReferencePlays, levers: StepResults) -> float:
         """The error of a whole batch as a multiple of that of the part; 1 if half of it cannot be played."""
-        steps, choices = halved(self._played, self.torch), self.applier.in_order(self.choices)
+        steps, choices = half_samples(self._sliced_steps, self.torch), self.applier.in_order(self.choices)
         try:
             if reference.half is None:
                 reference.half = reference.replay.play(steps, gradients_only=True)
@@ -270,12 +248,10 @@ class StepReplica:
             return 1.0
         if half.failure:
             return 1.0
-        return in_whole_batch(
-            (reference.plain, levers), (reference.half, half), self._share, are_summed(self._played)
-        )
+        summed = gradients_are_sums(self._sliced_steps)
+        return whole_batch_factor((reference.plain, levers), (reference.half, half), self._share, summed)
 
     def _plain_plays(self, steps: list[list[CapturedCall]]) -> ReferencePlays:
-        """The plays without levers, shared by all judged levers."""
         replay = StepReplayer(self.context, self.applier, self._frozen, sorted(self._stepped))
         updates = self._updates(replay, steps)
         if updates:
@@ -296,7 +272,7 @@ class StepReplica:
         It is 0 if no root module computes the loss, which is then unknown.
         """
         replay.play_later(None, steps)
-        if self._wanted < STEPS or any(
+        if self._step_count < STEPS or any(
             grad.dim() for call in steps[0] for grad in (call.outside or {}).values()
         ):
             return 0
@@ -305,49 +281,49 @@ class StepReplica:
         step_s = max(seconds() - start, 1e-6)
         return (
             0
-            if FEWEST_UPDATES * step_s > LONGEST_SHARPENING_S
-            else max(FEWEST_UPDATES, min(MOST_UPDATES, int(SHARPENING_S / step_s)))
+            if MIN_UPDATES * step_s > MAX_SHARPENING_S
+            else max(MIN_UPDATES, min(MAX_UPDATES, int(SHARPENING_S / step_s)))
         )
 
 
 Judge = Callable[[list[Choice]], dict[str, Any]]
 
 
-def narrowed(judge: Judge, choices: Sequence[Choice], rest_too: bool = True) -> dict[str, Any]:
+def blame_levers(judge: Judge, choices: Sequence[Choice], judge_rest: bool = True) -> dict[str, Any]:
     """Return the verdict on all choices, and which of them to leave out.
 
-    ``choices``: the most valuable first. Without ``rest_too``, the rest is not judged. The answer is that of ``judge``, and also
+    ``choices``: the most valuable first. Without ``judge_rest``, the rest is not judged. The answer is that of ``judge``, and also
 
         alone    the reason for each lever that fails by itself
         wrong    the reason for each lever to leave out: these, and each that fails together with more
                  valuable ones
         rest     the verdict on the rest; None if nothing was left out or nothing is left
     """
-    known: dict[tuple[str, ...], dict[str, Any]] = {}
+    verdicts: dict[tuple[str, ...], dict[str, Any]] = {}
 
-    def verdict(some: Sequence[Choice]) -> dict[str, Any]:
-        key = tuple(choice.name for choice in some)
-        if key not in known:
-            known[key] = judge(list(some))
-        return known[key]
+    def verdict(levers: Sequence[Choice]) -> dict[str, Any]:
+        key = tuple(choice.name for choice in levers)
+        if key not in verdicts:
+            verdicts[key] = judge(list(levers))
+        return verdicts[key]
 
     answer = verdict(choices)
-    alone: dict[str, str] = {}
+    failing_alone: dict[str, str] = {}
     if _failure(answer) and len(choices) > 1:
-        alone = {choice.name: why for choice in choices if (why := _failure(verdict([choice])))}
-    wrong, rest = dict(alone), [choice for choice in choices if choice.name not in alone]
-    if not rest_too:
-        return {**answer, "alone": alone, "wrong": wrong, "rest": None}
+        failing_alone = {choice.name: why for choice in choices if (why := _failure(verdict([choice])))}
+    failing, rest = dict(failing_alone), [choice for choice in choices if choice.name not in failing_alone]
+    if not judge_rest:
+        return {**answer, "failing_alone": failing_alone, "failing": failing, "rest": None}
     if rest and _failure(verdict(rest)):
-        others, rest = rest, []
-        for choice in others:
+        candidates, rest = rest, []
+        for choice in candidates:
             if why := _failure(verdict([*rest, choice])):
-                wrong[choice.name] = why
+                failing[choice.name] = why
             else:
                 rest.append(choice)
-    return {**answer, "alone": alone, "wrong": wrong, "rest": verdict(rest) if rest and wrong else None}
+    rest_verdict = verdict(rest) if rest and failing else None
+    return {**answer, "failing_alone": failing_alone, "failing": failing, "rest": rest_verdict}
 
 
 def _failure(answer: dict[str, Any]) -> str:
-    """Return the reason of the first failed check, or ""."""
     return next((str(check["why"]) for check in answer.get("checks", ()) if not check["passed"]), "")

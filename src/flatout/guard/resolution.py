@@ -21,8 +21,8 @@ FEW_BITS = 5  # of a gradient: true of one in eight of bfloat16's, and every num
 FEW_BITS_SHARE = 0.4  # sound: up to 0.22
 FLUSHED_SHARE = 0.05  # sound: up to 0.0005
 SATURATED_SHARE = 0.25  # sound: up to 0.03
-FEWEST_ELEMENTS = 64  # in a tensor whose elements are counted
-TOO_SMALL = 2.0**-24  # share of the largest element: a sum in float32 loses it anyway
+MIN_ELEMENTS = 64  # in a tensor whose elements are counted
+NEGLIGIBLE = 2.0**-24  # share of the largest element: a sum in float32 loses it anyway
 
 
 def significant_bits(value: float) -> int:
@@ -33,7 +33,7 @@ def significant_bits(value: float) -> int:
     return mantissa.bit_length() - ((mantissa & -mantissa).bit_length() - 1)
 
 
-def coarseness(runs: Sequence[Sequence[float]]) -> float:
+def coarse_share(runs: Sequence[Sequence[float]]) -> float:
     """The share of losses with few significant bits, or repeated within a run, whichever is larger."""
     count = sum(map(len, runs))
     if not count:
@@ -43,7 +43,7 @@ def coarseness(runs: Sequence[Sequence[float]]) -> float:
     return max(short, repeated) / count
 
 
-def fineness(plain: Any, levers: Any, torch: ModuleType) -> list[tuple[str, float, float, str]]:
+def resolution_checks(plain: Any, levers: Any, torch: ModuleType) -> list[tuple[str, float, float, str]]:
     """``(name, value, limit, why)`` of checks on the resolution of the second of two plays of the same steps.
 
     Each value is a share beyond that of the plain play (``replay.Played``): of the losses among the outputs,
@@ -51,11 +51,11 @@ def fineness(plain: Any, levers: Any, torch: ModuleType) -> list[tuple[str, floa
     """
     gradients = list(_pairs(plain.gradients, levers.gradients))
     both = [*_pairs(plain.outputs, levers.outputs), *gradients]
-    short = max(0.0, _losses_of(levers) - _losses_of(plain))
+    short = max(0.0, _short_losses(levers) - _short_losses(plain))
     flushed = max((_flushed(p, x) for p, x in gradients), default=0.0)
-    few = max((_few_bits(x, torch) - _few_bits(p, torch) for p, x in gradients), default=0.0)
+    few_bits = max((_few_bits(x, torch) - _few_bits(p, torch) for p, x in gradients), default=0.0)
     saturated = max((_saturated(x) - _saturated(p) for p, x in both), default=0.0)
-    few, saturated = max(0.0, few), max(0.0, saturated)
+    few_bits, saturated = max(0.0, few_bits), max(0.0, saturated)
     return [
         (
             "resolution",
@@ -71,9 +71,9 @@ def fineness(plain: Any, levers: Any, torch: ModuleType) -> list[tuple[str, floa
         ),
         (
             "bits",
-            few,
+            few_bits,
             FEW_BITS_SHARE,
-            f"{few:.0%} of the elements of one gradient have at most {FEW_BITS} significant bits",
+            f"{few_bits:.0%} of the elements of one gradient have at most {FEW_BITS} significant bits",
         ),
         (
             "saturated",
@@ -84,7 +84,7 @@ def fineness(plain: Any, levers: Any, torch: ModuleType) -> list[tuple[str, floa
     ]
 
 
-def _losses_of(played: Any) -> float:
+def _short_losses(played: Any) -> float:
     """The share of losses with few bits.
 
     Losses are outputs without a dimension: an output of a batch of one has one.
@@ -96,12 +96,7 @@ def _losses_of(played: Any) -> float:
 def _pairs(plain: Sequence[Sequence[Any]], levers: Sequence[Sequence[Any]]) -> Iterator[tuple[Any, Any]]:
     for x, y in zip(plain, levers, strict=True):
         for p, other in zip(x, y, strict=False):
-            if (
-                p is not None
-                and other is not None
-                and p.shape == other.shape
-                and p.numel() >= FEWEST_ELEMENTS
-            ):
+            if p is not None and other is not None and p.shape == other.shape and p.numel() >= MIN_ELEMENTS:
                 yield p, other
 
 
@@ -110,16 +105,16 @@ def _flushed(plain: Tensor, levers: Tensor) -> float:
 
     An activation near its kink may be on either side.
     """
-    counted = plain.abs() > TOO_SMALL * plain.abs().max()
-    if int(counted.sum()) < FEWEST_ELEMENTS:
+    counted = plain.abs() > NEGLIGIBLE * plain.abs().max()
+    if int(counted.sum()) < MIN_ELEMENTS:
         return 0.0
-    lost = int(((levers == 0) & counted).sum()) - int(((plain == 0) & (levers != 0)).sum())
-    return max(0, lost) / int(counted.sum())
+    newly_zero = int(((levers == 0) & counted).sum()) - int(((plain == 0) & (levers != 0)).sum())
+    return max(0, newly_zero) / int(counted.sum())
 
 
 def _few_bits(x: Tensor, torch: ModuleType) -> float:
     x = x[(x != 0) & x.isfinite()]
-    if x.numel() < FEWEST_ELEMENTS:
+    if x.numel() < MIN_ELEMENTS:
         return 0.0
     scaled = torch.frexp(x.float())[0] * 2**FEW_BITS
     return float((scaled == scaled.round()).float().mean())
@@ -129,6 +124,6 @@ def _saturated(x: Tensor) -> float:
     x = x[x.isfinite()]
     return (
         max(float((x == x.max()).float().mean()), float((x == x.min()).float().mean()))
-        if x.numel() >= FEWEST_ELEMENTS
+        if x.numel() >= MIN_ELEMENTS
         else 0.0
     )

@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.guard.captured_steps import StepResults
-from flatout.guard.copies import square
-from flatout.guard.resolution import fineness
+from flatout.guard.copies import squared_norm
+from flatout.guard.resolution import resolution_checks
 from flatout.measure.parity import relative_distance
 
 if TYPE_CHECKING:
@@ -24,35 +24,36 @@ if TYPE_CHECKING:
 
 # bfloat16's unit in the last place. Noise of that size on every gradient: 1.1e-3 to 1.7e-3; 8-bit gradients:
 # from 1e-2.
-HALF_UNIT = 2.0**-8
+HALF_ULP = 2.0**-8
 # For networks where float32 has almost no error. Sound: up to 0.0032 (a linear model, bfloat16); 4-bit
 # weights: from 0.016.
-OUTPUT_UNIT = 2.0**-7
+OUTPUT_TOLERANCE = 2.0**-7
 # Half precision's unit over float32's. Sound: up to 4.2e4 times float32's own error; 4-bit weights: from 6e4.
-HALF_OF_FLOAT32 = 2.0**16
+HALF_PER_FLOAT32 = 2.0**16
 OUTPUT_CAP = 0.15  # share of the outputs' spread. Sound: up to 0.058 (MobileNetV3, bfloat16)
 # Kinks (ReLU, max-pooling) turn an error e of the outputs into about sqrt(e) of the gradient. Sound: up to
 # 6.5 sqrt(e) (ResNet-50, bfloat16); a race on one tensor 25 to 1,200, gradients of eight bits 25 to 65.
-KINKS = 10.0
+KINK_FACTOR = 10.0
 # Share of the distance between two batches. Sound: up to 0.52 (ResNet-50, bfloat16, at its start); 4-bit
 # weights there: 1.6.
 NOISE_CAP = 0.75
-SAME_MATHS = 20.0  # an optimizer's arithmetic: multiple of plain float32's own error,
-SAME_MATHS_MORE = 0.02  # but at most this much more
-FLOOR = 1e-5
+ARITHMETIC_FACTOR = 20.0  # an optimizer's arithmetic: multiple of plain float32's own error,
+ARITHMETIC_MARGIN = 0.02  # but at most this much more
+MIN_LIMIT = 1e-5
 HALF_NUDGE = 2.0**-9  # share of every weight: bfloat16 rounds by up to this
 NUDGE = 2.0**-11  # share of every weight, to measure the response of the gradient
 # A network is smooth if the gradient responds to a nudge in proportion to the outputs. Without kinks: 0.7 to
 # 2 times; with kinks: 11 to 100 times.
-SMOOTH = 5.0
+SMOOTH_FACTOR = 5.0
 # Changes of running statistics follow from the activations. Sound: an error up to 5.4 times that of the
 # outputs (a CNN, bfloat16); running statistics in bfloat16: from 9e4 times.
-MOVES = 256.0
+BUFFER_FACTOR = 256.0
 # Multiple of the gradient's response to half precision's last place in every weight. Sound: up to 3.4 times
 # (a GPT, bfloat16).
-SURE = 10.0
-USABLE_ANSWER = 0.5
-USABLE_REFERENCE = 1e-2  # beyond this, float32 and float64 drew other random numbers, or the maths is chaotic
+LATER_FACTOR = 10.0
+MAX_RESPONSE = 0.5
+# Beyond this, float32 and float64 drew other random numbers, or the maths is chaotic
+MAX_REFERENCE_ERROR = 1e-2
 
 
 def compare(
@@ -62,107 +63,104 @@ def compare(
     nudged: StepResults,
     torch: ModuleType,
     share: float = 1.0,
-    whole: float = 1.0,
+    batch_factor: float = 1.0,
 ) -> dict[str, Any]:
     """``{"checks": [{name, value, limit, passed, why}], "noise": float, "smooth": bool}``.
 
     ``nudged`` holds only the first step, ``double`` that or nothing. ``smooth``: the losses of the levers'
     first steps cannot differ from the plain ones by more than the measured gradient error. ``share``: the
     share of the batch's samples that was played. The gradients of whole batches are closer to each other by
-    its square root, and so are those on both sides of a kink. ``whole``: the error of a whole batch, as a
-    multiple of that of the part (`flatout.guard.whole_batch`).
+    its square root, and so are those on both sides of a kink. ``batch_factor``: the error of a whole batch, as a
+    multiple of that of the part (`flatout.guard.batch_slices`).
     """
     if (
         double.gradients
-        and not relative_distance(plain.gradients[0], double.gradients[0], torch) <= USABLE_REFERENCE
+        and not relative_distance(plain.gradients[0], double.gradients[0], torch) <= MAX_REFERENCE_ERROR
     ):
         double = StepResults()
     noise = _noise(plain.gradients, torch) * math.sqrt(share)
     outputs, error = _outputs(plain, levers, double)
-    kinks = max(HALF_UNIT, KINKS * math.sqrt(error / share))
+    kink_limit = max(HALF_ULP, KINK_FACTOR * math.sqrt(error / share))
     checks = [
         outputs,
-        _gradient(plain, levers, double, noise, kinks, whole, torch),
-        _parameters(plain, levers, double, kinks, share, whole, torch),
+        _gradient(plain, levers, double, noise, kink_limit, batch_factor, torch),
+        _parameters(plain, levers, double, kink_limit, share, batch_factor, torch),
     ]
     if plain.updates:
         checks.append(_updates(plain, levers, double, torch))
     clipping = max(
         (abs(x - y) / y for x, y in zip(levers.clipped, plain.clipped, strict=True) if y), default=0.0
     )
-    checks.append(
-        check(
-            "clipping",
-            clipping,
-            FLOOR,
-            f"gradients after clip_grad_norm_ differ by {clipping:.2g} (relative) from those of the plain step",
-        )
+    why = f"gradients after clip_grad_norm_ differ by {clipping:.2g} (relative) from those of the plain step"
+    checks.append(check("clipping", clipping, MIN_LIMIT, why))
+    if all(any(bool((move != 0).any()) for move in changes) for changes in plain.buffer_changes):
+        checks.append(_buffers(plain, levers, double, max(HALF_ULP, BUFFER_FACTOR * error), share, torch))
+    response = max(
+        (_relative_error(a, b) for a, b in zip(nudged.outputs[0], plain.outputs[0], strict=True)), default=0.0
     )
-    if all(any(bool((move != 0).any()) for move in moves) for moves in plain.moves):
-        checks.append(_buffers(plain, levers, double, max(HALF_UNIT, MOVES * error), share, torch))
-    answer = max(
-        (_of_spread(a, b) for a, b in zip(nudged.outputs[0], plain.outputs[0], strict=True)), default=0.0
-    )
-    smooth = relative_distance(nudged.gradients[0], plain.gradients[0], torch) <= SMOOTH * answer
+    smooth = relative_distance(nudged.gradients[0], plain.gradients[0], torch) <= SMOOTH_FACTOR * response
     return {"checks": checks, "noise": noise, "smooth": smooth}
 
 
-def later(
-    plain: StepResults, levers: StepResults, nudged: StepResults, sure: bool, torch: ModuleType
+def later_checks(
+    plain: StepResults, levers: StepResults, nudged: StepResults, sharpened: bool, torch: ModuleType
 ) -> list[dict[str, Any]]:
     """Whether half precision stays in the products: checks of the captured steps, and of the later step.
 
     There the gradient may differ from the plain one by little more than if half precision's last place moves
     every weight (``nudged``).
     """
-    checks = [check(*found) for found in fineness(plain, levers, torch)]
-    one, other = plain.later, levers.later
-    if one is None or other is None:
+    checks = [check(*values) for values in resolution_checks(plain, levers, torch)]
+    plain_later, other = plain.later, levers.later
+    if plain_later is None or other is None:
         return checks
-    answer = _worst(one.gradients, nudged.gradients, torch)
-    if not answer <= USABLE_ANSWER:
+    response = _max_distance(plain_later.gradients, nudged.gradients, torch)
+    if not response <= MAX_RESPONSE:
         return checks
-    when = "once the network is confident of these samples" if sure else "after some more updates"
-    error, limit = _worst(one.gradients, other.gradients, torch), max(KINKS * HALF_UNIT, SURE * answer)
-    why = f"{when}, the gradient differs by {error:.2g} (relative) from the plain one; half precision's last place in every weight moves it by {answer:.2g}"
+    when = "once the network is confident of these samples" if sharpened else "after some more updates"
+    error, limit = (
+        _max_distance(plain_later.gradients, other.gradients, torch),
+        max(KINK_FACTOR * HALF_ULP, LATER_FACTOR * response),
+    )
+    why = f"{when}, the gradient differs by {error:.2g} (relative) from the plain one; half precision's last place in every weight moves it by {response:.2g}"
     return [
         *checks,
         check("later gradient", error, limit, why),
         *(
-            check(f"later {name}", value, most, f"{when}, {why}")
-            for name, value, most, why in fineness(one, other, torch)
+            check(f"later {name}", value, limit, f"{when}, {why}")
+            for name, value, limit, why in resolution_checks(plain_later, other, torch)
         ),
     ]
 
 
-def _worst(plain: Sequence[list[Any]], other: Sequence[list[Any]], torch: ModuleType) -> float:
+def _max_distance(plain: Sequence[list[Any]], other: Sequence[list[Any]], torch: ModuleType) -> float:
     return max(relative_distance(x, y, torch) for x, y in zip(other, plain, strict=True))
 
 
-def same(plain: StepResults, levers: StepResults, torch: ModuleType) -> dict[str, Any]:
+def compare_bitwise(plain: StepResults, levers: StepResults, torch: ModuleType) -> dict[str, Any]:
     """Whether outputs, gradients, updates and buffer changes are equal, bit by bit."""
 
     def equal(a: object, b: object) -> bool:
         return a is b or (a is not None and b is not None and torch.equal(a, b))
 
-    apart = [
-        what
-        for what in ("outputs", "gradients", "moves", "updates")
+    unequal = [
+        field
+        for field in ("outputs", "gradients", "buffer_changes", "updates")
         if not all(
             equal(a, b)
-            for a, b in zip(_flat(getattr(plain, what)), _flat(getattr(levers, what)), strict=True)
+            for a, b in zip(_flat(getattr(plain, field)), _flat(getattr(levers, field)), strict=True)
         )
     ]
     why = (
-        f"{' and '.join(apart)} differ from those of the plain step"
-        if apart
+        f"{' and '.join(unequal).replace('_', ' ')} differ from those of the plain step"
+        if unequal
         else "every bit equals that of the plain step"
     )
-    return check("bitwise", float(len(apart)), 0.0, why)
+    return check("bitwise", float(len(unequal)), 0.0, why)
 
 
-def _flat(played: Sequence[Any]) -> list[Any]:
-    return [tensor for each in played for tensor in (each if isinstance(each, list) else [each])]
+def _flat(results: Sequence[Any]) -> list[Any]:
+    return [tensor for result in results for tensor in (result if isinstance(result, list) else [result])]
 
 
 def check(name: str, value: float, limit: float, why: str) -> dict[str, Any]:
@@ -180,25 +178,17 @@ def check(name: str, value: float, limit: float, why: str) -> dict[str, Any]:
 def _outputs(plain: StepResults, levers: StepResults, double: StepResults) -> tuple[dict[str, Any], float]:
     """The check, and the largest error over steps and outputs, as a share of the output's own spread."""
     reference = [*(double.outputs or plain.outputs[:1]), *plain.outputs[1:]]
-    own = max((_of_spread(a, b) for a, b in zip(plain.outputs[0], reference[0], strict=True)), default=0.0)
-    error = max(
-        (
-            _of_spread(a, b)
-            for x, y in zip(levers.outputs, reference, strict=True)
-            for a, b in zip(x, y, strict=True)
-        ),
-        default=0.0,
+    f32_error = max(
+        (_relative_error(a, b) for a, b in zip(plain.outputs[0], reference[0], strict=True)), default=0.0
     )
-    limit = min(OUTPUT_CAP, max(OUTPUT_UNIT, HALF_OF_FLOAT32 * own)) if double.outputs else OUTPUT_CAP
-    return check(
-        "outputs",
-        error,
-        limit,
-        f"the outputs differ by {error:.2g} (of their spread) from {_name(double)}{_own(double, own)}",
-    ), error
+    pairs = [pair for x, y in zip(levers.outputs, reference, strict=True) for pair in zip(x, y, strict=True)]
+    error = max((_relative_error(a, b) for a, b in pairs), default=0.0)
+    limit = max(OUTPUT_TOLERANCE, HALF_PER_FLOAT32 * f32_error) if double.outputs else OUTPUT_CAP
+    why = f"the outputs differ by {error:.2g} (of their spread) from {_reference_name(double)}{_f32_note(double, f32_error)}"
+    return check("outputs", error, min(OUTPUT_CAP, limit), why), error
 
 
-def _of_spread(x: Tensor, y: Tensor) -> float:
+def _relative_error(x: Tensor, y: Tensor) -> float:
     """The distance relative to the spread.
 
     Infinities of a mask must match in place; they do not count otherwise.
@@ -206,8 +196,8 @@ def _of_spread(x: Tensor, y: Tensor) -> float:
     if x.shape != y.shape or not bool((x.isfinite() == y.isfinite()).all()):
         return math.inf
     x, y = x.double()[y.isfinite()], y.double()[y.isfinite()]
-    away, spread = float((x - y).norm()), float((y - y.mean() if y.numel() > 1 else y).norm())
-    return away / spread if spread else (0.0 if away == 0 else math.inf)
+    distance, spread = float((x - y).norm()), float((y - y.mean() if y.numel() > 1 else y).norm())
+    return distance / spread if spread else (0.0 if distance == 0 else math.inf)
 
 
 def _gradient(
@@ -215,20 +205,20 @@ def _gradient(
     levers: StepResults,
     double: StepResults,
     noise: float,
-    kinks: float,
-    whole: float,
+    kink_limit: float,
+    batch_factor: float,
     torch: ModuleType,
 ) -> dict[str, Any]:
     reference = [*(double.gradients or plain.gradients[:1]), *plain.gradients[1:]]
-    own = relative_distance(plain.gradients[0], reference[0], torch)
-    error = max(relative_distance(x, y, torch) for x, y in zip(levers.gradients, reference, strict=True))
-    noise /= whole
-    limit = max(_same_maths(own), min(NOISE_CAP * noise, kinks))
+    f32_error = relative_distance(plain.gradients[0], reference[0], torch)
+    error = _max_distance(reference, levers.gradients, torch)
+    noise /= batch_factor
+    limit = max(_arithmetic_limit(f32_error), min(NOISE_CAP * noise, kink_limit))
     return check(
         "gradient",
         error,
         limit,
-        f"the relative gradient error against {_name(double)} is {error:.2g}{_own(double, own)}; "
+        f"the relative gradient error against {_reference_name(double)} is {error:.2g}{_f32_note(double, f32_error)}; "
         f"batches differ by {noise:.2g}",
     )
 
@@ -237,28 +227,29 @@ def _parameters(
     plain: StepResults,
     levers: StepResults,
     double: StepResults,
-    kinks: float,
+    kink_limit: float,
     share: float,
-    whole: float,
+    batch_factor: float,
     torch: ModuleType,
 ) -> dict[str, Any]:
-    worst = (-1.0, 0.0, kinks, 0.0)
-    for at in range(len(plain.gradients[0])):
-        mine, other = ([grads[at] for grads in played.gradients] for played in (plain, levers))
-        own = relative_distance(mine[:1], [double.gradients[0][at]], torch) if double.gradients else 0.0
-        size = _size(mine)
-        if (
-            size == 0.0 or own > USABLE_REFERENCE
-        ):  # a gradient of pure rounding (a bias before a normalisation)
+    worst = (-1.0, 0.0, kink_limit, 0.0)
+    for i in range(len(plain.gradients[0])):
+        plain_grads, lever_grads = ([grads[i] for grads in play.gradients] for play in (plain, levers))
+        f32_error = 0.0
+        if double.gradients:
+            f32_error = relative_distance(plain_grads[:1], [double.gradients[0][i]], torch)
+        size = _size(plain_grads)
+        # A gradient of pure rounding (a bias before a normalisation)
+        if size == 0.0 or f32_error > MAX_REFERENCE_ERROR:
             continue
         noise = (
-            math.sqrt(share * len(mine) / (2 * len(mine) - 2))
-            * _size([_minus(a, b) for a, b in pairwise(mine)])
+            math.sqrt(share * len(plain_grads) / (2 * len(plain_grads) - 2))
+            * _size([_minus(a, b) for a, b in pairwise(plain_grads)])
             / size
         )
-        error = _size([_minus(a, b) for a, b in zip(other, mine, strict=True)]) / size
-        noise /= whole
-        limit = max(_same_maths(own), min(NOISE_CAP * noise, kinks))
+        error = _size([_minus(a, b) for a, b in zip(lever_grads, plain_grads, strict=True)]) / size
+        noise /= batch_factor
+        limit = max(_arithmetic_limit(f32_error), min(NOISE_CAP * noise, kink_limit))
         if not error / limit <= worst[0]:
             worst = (error / limit, error, limit, noise)
     return check(
@@ -273,36 +264,30 @@ def _parameters(
 def _updates(
     plain: StepResults, levers: StepResults, double: StepResults, torch: ModuleType
 ) -> dict[str, Any]:
-    worst = (-1.0, 0.0, FLOOR)
-    for at, moved in enumerate(plain.updates):
-        if moved is None:
+    worst = (-1.0, 0.0, MIN_LIMIT)
+    for i, update in enumerate(plain.updates):
+        if update is None:
             continue
-        reference = double.updates[at] if double.updates else moved
-        limit = _same_maths(relative_distance([moved], [reference], torch))
-        error = relative_distance([levers.updates[at]], [reference], torch)
+        reference = double.updates[i] if double.updates else update
+        limit = _arithmetic_limit(relative_distance([update], [reference], torch))
+        error = relative_distance([levers.updates[i]], [reference], torch)
         if not error / limit <= worst[0]:
             worst = (error / limit, error, limit)
-    return check(
-        "update",
-        worst[1],
-        worst[2],
-        f"from the same gradients, the relative update error against {_name(double)} is {worst[1]:.2g}",
-    )
+    why = f"from the same gradients, the relative update error against {_reference_name(double)} is {worst[1]:.2g}"
+    return check("update", worst[1], worst[2], why)
 
 
 def _buffers(
     plain: StepResults, levers: StepResults, double: StepResults, cap: float, share: float, torch: ModuleType
 ) -> dict[str, Any]:
-    error = max(relative_distance(x, y, torch) for x, y in zip(levers.moves, plain.moves, strict=True))
-    cap = min(cap, NOISE_CAP * _noise(plain.moves, torch) * math.sqrt(share))
-    own = relative_distance(plain.moves[0], double.moves[0], torch) if double.moves else None
-    limit = max(FLOOR, cap if own is None else min(cap, max(HALF_UNIT, HALF_OF_FLOAT32 * own)))
-    return check(
-        "buffers",
-        error,
-        limit,
-        f"running statistics differ by {error:.2g} (relative) from those of the plain step",
-    )
+    error = _max_distance(plain.buffer_changes, levers.buffer_changes, torch)
+    cap = min(cap, NOISE_CAP * _noise(plain.buffer_changes, torch) * math.sqrt(share))
+    if double.buffer_changes:
+        f32_error = relative_distance(plain.buffer_changes[0], double.buffer_changes[0], torch)
+        cap = min(cap, max(HALF_ULP, HALF_PER_FLOAT32 * f32_error))
+    limit = max(MIN_LIMIT, cap)
+    why = f"running statistics differ by {error:.2g} (relative) from those of the plain step"
+    return check("buffers", error, limit, why)
 
 
 def _noise(steps: list[list[Any]], torch: ModuleType) -> float:
@@ -310,12 +295,12 @@ def _noise(steps: list[list[Any]], torch: ModuleType) -> float:
 
     It is the median over adjacent batches, divided by the square root of two.
     """
-    found = sorted(relative_distance(a, b, torch) / math.sqrt(2) for a, b in pairwise(steps))
-    return found[len(found) // 2]
+    distances = sorted(relative_distance(a, b, torch) / math.sqrt(2) for a, b in pairwise(steps))
+    return distances[len(distances) // 2]
 
 
-def _same_maths(own: float) -> float:
-    return max(FLOOR, min(SAME_MATHS * own, own + SAME_MATHS_MORE))
+def _arithmetic_limit(f32_error: float) -> float:
+    return max(MIN_LIMIT, min(ARITHMETIC_FACTOR * f32_error, f32_error + ARITHMETIC_MARGIN))
 
 
 def _minus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
@@ -325,12 +310,12 @@ def _minus(a: Tensor | None, b: Tensor | None) -> Tensor | None:
 
 
 def _size(tensors: Sequence[Any]) -> float:
-    return math.sqrt(sum(map(square, tensors)))
+    return math.sqrt(sum(map(squared_norm, tensors)))
 
 
-def _name(double: StepResults) -> str:
+def _reference_name(double: StepResults) -> str:
     return "float64" if double.gradients else "the plain step (float64 is not comparable here)"
 
 
-def _own(double: StepResults, own: float) -> str:
-    return f", plain float32 {own:.2g}" if double.gradients else ""
+def _f32_note(double: StepResults, f32_error: float) -> str:
+    return f", plain float32 {f32_error:.2g}" if double.gradients else ""

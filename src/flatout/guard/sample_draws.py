@@ -14,8 +14,8 @@ from flatout.measure.parity import batch_statistics
 
 SAMPLES = 16
 ROUNDS = 32
-FEWEST_ROUNDS = 8
-LONGEST_S = 3.0
+MIN_ROUNDS = 8
+MAX_S = 3.0
 
 
 class SampleDrawProbe:
@@ -29,18 +29,15 @@ class SampleDrawProbe:
         if self._source is None:
             dataset = getattr(iterator, "_dataset", None)
             self._source = {}
-            if (
-                hasattr(dataset, "__getitem__")
-                and hasattr(dataset, "__len__")
-                and getattr(iterator, "_auto_collation", False)
-            ):
+            indexed = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+            if indexed and getattr(iterator, "_auto_collation", False):
                 self._source = {
                     "dataset": dataset,
                     "collate_fn": iterator._collate_fn,
                     "num_workers": iterator._num_workers,
                 }
 
-    def take(self) -> list[list[list[float]]]:
+    def fetch(self) -> list[list[list[float]]]:
         """The four statistics by round and sample.
 
         Empty if there is nothing to fetch, or if fetching fails or takes too long.
@@ -48,17 +45,17 @@ class SampleDrawProbe:
         if not self._source:
             return []
         count = len(self._source["dataset"])
-        indices = sorted({at * count // SAMPLES for at in range(SAMPLES)})
+        indices = sorted({i * count // SAMPLES for i in range(SAMPLES)})
         rounds: list[list[list[float]]] = []
         start = seconds()
         try:
             for batch in self._loader(indices):
                 rounds.append(batch_statistics(batch, self.torch))
-                if seconds() - start > LONGEST_S:
+                if seconds() - start > MAX_S:
                     break
         except Exception:  # a second loader cannot read this data set (an open file, a lock)
             return []
-        complete = len(rounds) >= FEWEST_ROUNDS and all(len(row) == len(indices) for row in rounds)
+        complete = len(rounds) >= MIN_ROUNDS and all(len(row) == len(indices) for row in rounds)
         return rounds if complete else []
 
     def _loader(self, indices: list[int]) -> Any:

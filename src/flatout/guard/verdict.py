@@ -24,29 +24,30 @@ from typing import Any
 from flatout.guard.distribution import same_distribution
 from flatout.guard.loss_curves import (
     START_STEPS,
-    aligned,
-    comparable,
+    Curves,
+    common_length,
+    common_losses,
     curves_within_spread,
+    finite_count,
     finite_losses,
-    numbers,
     start_check,
 )
-from flatout.guard.resolution import SHORT_SHARE, coarseness
+from flatout.guard.resolution import SHORT_SHARE, coarse_share
 from flatout.schema.enums import Effect
 from flatout.schema.records import TrialRecord
 from flatout.schema.session import GuardCheck, GuardRecord
 
-FEWEST_LOSSES = 2
-FEWEST_FIRST_LOSSES = 8
+MIN_LOSSES = 2
+MIN_FIRST_LOSSES = 8
 # Share of every weight: four units in float32's last place, about the total rounding of one step.
 PERTURBATION = 2.0**-21
 HALF_PERTURBATION = 2.0**-9  # bfloat16 rounds by up to this share, in every product (flatout.guard.perturb)
 # How much further than the perturbed plain program a sound lever may diverge, over all seeds and over one
 # seed, where chance counts. Sound: up to 7.7 times (channels_last, ResNet-18 with a large step); broken: from
 # 60.
-PERTURBED_GROWTH, PERTURBED_GROWTH_ALONE = 10.0, 30.0
+PERTURBED_GROWTH, PERTURBED_GROWTH_ONE_RUN = 10.0, 30.0
 # Sound: up to 2.9 times (bfloat16, Adadelta with a rate of 1.0); broken: from 12.
-HALF_GROWTH, HALF_GROWTH_ALONE = 6.0, 10.0
+HALF_GROWTH, HALF_GROWTH_ONE_RUN = 6.0, 10.0
 
 
 def judge(
@@ -54,21 +55,21 @@ def judge(
     plain: Sequence[TrialRecord],
     tuned: Sequence[TrialRecord],
     replica: dict[str, Any] | None = None,
-    again: TrialRecord | None = None,
+    repeat: TrialRecord | None = None,
     perturbed: Sequence[TrialRecord] = (),
-    late: dict[str, Any] | None = None,
+    late_replica: dict[str, Any] | None = None,
 ) -> GuardRecord:
     """Compare runs seed by seed: ``plain[i]`` and ``tuned[i]`` had the same seed.
 
-    ``effect`` is the widest of the Plan's levers. ``replica`` is the answer of a step replica, and ``late``
-    that of one after a stretch of training. ``again`` is a second plain run with the first seed, which shows
+    ``effect`` is the widest of the Plan's levers. ``replica`` is the answer of a step replica, and ``late_replica``
+    that of one after a stretch of training. ``repeat`` is a second plain run with the first seed, which shows
     whether the script is repeatable. ``perturbed`` are plain runs perturbed by ``perturbation_for(effect)`` from the
     first step (flatout.guard.perturb). They show how fast this program amplifies rounding. Raises ValueError
     on empty input.
     """
     if not plain or len(plain) != len(tuned):
         raise ValueError("the guard needs as many tuned runs as plain ones, and at least one")
-    curves = [aligned(p, t) for p, t in zip(plain, tuned, strict=True)]
+    curves = [common_losses(p, t) for p, t in zip(plain, tuned, strict=True)]
     record = GuardRecord(
         "failed",
         "",
@@ -77,16 +78,14 @@ def judge(
         tuned_losses=[t for _, t in curves],
     )
     checks = record.checks
-    repeatable = again is None or repeats_itself(plain[0], again)
+    repeatable = repeat is None or repeats_itself(plain[0], repeat)
     exact = effect is Effect.EXACT and repeatable
     # Two losses that are NaN are equal, and show nothing
-    ends = [min(numbers(p.losses), len(c)) for p, (c, _) in zip(plain, curves, strict=True)]
-    shortest = min(ends) if exact else min(*ends, comparable([(p, p) for p, _ in curves]))
-    if shortest < FEWEST_LOSSES:
-        record.verdict, record.why = (
-            "not checked",
-            f"only {shortest} finite losses were recorded, too few to compare",
-        )
+    lengths = [min(finite_count(p.losses), len(c)) for p, (c, _) in zip(plain, curves, strict=True)]
+    shortest = min(lengths) if exact else min(*lengths, common_length([(p, p) for p, _ in curves]))
+    if shortest < MIN_LOSSES:
+        record.verdict = "not checked"
+        record.why = f"only {shortest} finite losses were recorded, too few to compare"
         return record
     checks += [finite_losses(curves), _resolution(curves)]
     if exact:
@@ -97,10 +96,10 @@ def judge(
         if effect is Effect.RESAMPLED:
             checks += same_distribution(list(zip(plain, tuned, strict=True)))
         elif repeatable:
-            checks += start_check(
-                plain, tuned, replica or {}, perturbed, _most_growth(effect, alone=len(perturbed) == 1)
-            )
-        checks += [*_info(replica), *_info(late, "late ", "after a stretch of training ")]
+            growth = _max_growth(effect, one_run=len(perturbed) == 1)
+            checks += start_check(plain, tuned, replica or {}, perturbed, growth)
+        checks += _replica_checks(replica)
+        checks += _replica_checks(late_replica, "late ", "after a stretch of training ")
         checks.append(curves_within_spread(curves))
     failed = [c for c in checks if not c.passed]
     if failed:
@@ -123,9 +122,9 @@ def judge(
     return record
 
 
-def needs_perturbed_runs(found: GuardRecord) -> bool:
+def needs_perturbed_runs(record: GuardRecord) -> bool:
     """Whether only the first losses fail: perturbed runs of the plain program then decide."""
-    return [check.name for check in found.checks if not check.passed] == ["start"]
+    return [check.name for check in record.checks if not check.passed] == ["start"]
 
 
 def perturbation_for(effect: Effect) -> float:
@@ -134,42 +133,40 @@ def perturbation_for(effect: Effect) -> float:
 
 
 def start_agrees(
-    effect: Effect, plain: TrialRecord, alone: TrialRecord, perturbed: Sequence[TrialRecord] = ()
+    effect: Effect, plain: TrialRecord, lever_run: TrialRecord, perturbed: Sequence[TrialRecord] = ()
 ) -> GuardCheck | None:
     """Whether the first losses of one lever agree with the plain run of the same seed.
 
     This narrows down which lever of a rejected plan is to blame. ``perturbed``: plain runs moved by
     ``perturbation_for(effect)``; one with this seed is enough. Returns None if nothing can be decided: fewer than
-    ``FEWEST_FIRST_LOSSES`` losses, no perturbed run, losses of the plain run that are not finite, or a lever
+    ``MIN_FIRST_LOSSES`` losses, no perturbed run, losses of the plain run that are not finite, or a lever
     that draws other batches.
     """
-    curve = aligned(plain, alone)
+    curve = common_losses(plain, lever_run)
     length = min(sum(step <= START_STEPS for step in plain.loss_steps), len(curve[0]))
     first = (curve[0][:length], curve[1][:length])
-    perturbed = [each for each in perturbed if each.seed == plain.seed]
-    if (
-        length < FEWEST_FIRST_LOSSES
-        or effect.rank >= Effect.RESAMPLED.rank
-        or not all(map(math.isfinite, first[0]))
-    ):
+    perturbed = [run for run in perturbed if run.seed == plain.seed]
+    same_batches = effect.rank < Effect.RESAMPLED.rank
+    if length < MIN_FIRST_LOSSES or not same_batches or not all(map(math.isfinite, first[0])):
         return None
-    for found in (finite_losses([first]), _resolution([first])):
-        if not found.passed:
-            return found
+    for check in (finite_losses([first]), _resolution([first])):
+        if not check.passed:
+            return check
     if effect is Effect.EXACT:
-        return _bitwise_losses([plain], [alone])
+        return _bitwise_losses([plain], [lever_run])
     if not perturbed:
         return None
-    return next(iter(start_check([plain], [alone], {}, perturbed, _most_growth(effect, alone=True))), None)
+    growth = _max_growth(effect, one_run=True)
+    return next(iter(start_check([plain], [lever_run], {}, perturbed, growth)), None)
 
 
-def _most_growth(effect: Effect, alone: bool = False) -> float:
+def _max_growth(effect: Effect, one_run: bool = False) -> float:
     if effect is Effect.PRECISION:
-        return HALF_GROWTH_ALONE if alone else HALF_GROWTH
-    return PERTURBED_GROWTH_ALONE if alone else PERTURBED_GROWTH
+        return HALF_GROWTH_ONE_RUN if one_run else HALF_GROWTH
+    return PERTURBED_GROWTH_ONE_RUN if one_run else PERTURBED_GROWTH
 
 
-def _info(replica: dict[str, Any] | None, prefix: str = "", when: str = "") -> list[GuardCheck]:
+def _replica_checks(replica: dict[str, Any] | None, prefix: str = "", when: str = "") -> list[GuardCheck]:
     return [
         GuardCheck(prefix + c["name"], c["passed"], when + c["why"], c["value"], c["limit"])
         for c in (replica or {}).get("checks", ())
@@ -180,50 +177,40 @@ def _count(n: int, noun: str) -> str:
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
-def repeats_itself(plain: TrialRecord, again: TrialRecord) -> bool:
+def repeats_itself(plain: TrialRecord, repeat: TrialRecord) -> bool:
     """Whether a second plain run with the same seed has the same losses and weights, as far as both ran."""
-    length = min(len(plain.losses), len(again.losses))
-    return plain.losses[:length] == again.losses[:length] and _bitwise_weights([plain], [again]).passed
+    length = min(len(plain.losses), len(repeat.losses))
+    return plain.losses[:length] == repeat.losses[:length] and _bitwise_weights([plain], [repeat]).passed
 
 
-def _resolution(curves: Sequence[tuple[list[float], list[float]]]) -> GuardCheck:
-    plain, tuned = (coarseness(side) for side in zip(*curves, strict=True))
+def _resolution(curves: Curves) -> GuardCheck:
+    plain, tuned = (coarse_share(side) for side in zip(*curves, strict=True))
     why = f"{tuned:.0%} of the losses have only the digits of half precision or repeat another loss; {plain:.0%} of the plain program's"
     return GuardCheck("resolution", tuned - plain <= SHORT_SHARE, why, max(0.0, tuned - plain), SHORT_SHARE)
 
 
 def _bitwise_losses(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord]) -> GuardCheck:
     for p, t in zip(plain, tuned, strict=True):
-        for at, (x, y) in enumerate(zip(p.losses, t.losses, strict=False)):
+        for i, (x, y) in enumerate(zip(p.losses, t.losses, strict=False)):
             if x != y:
-                return GuardCheck(
-                    "losses",
-                    False,
-                    f"loss {at} is {float.fromhex(y):.9g}, and {float.fromhex(x):.9g} in the plain program (seed {p.seed})",
-                )
+                why = f"loss {i} is {float.fromhex(y):.9g}, and {float.fromhex(x):.9g} in the plain program (seed {p.seed})"
+                return GuardCheck("losses", False, why)
     return GuardCheck("losses", True, "every loss is bitwise equal")
 
 
 def _bitwise_weights(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord]) -> GuardCheck:
-    seen = 0
+    compared = 0
     for p, t in zip(plain, tuned, strict=True):
-        steps = p.loss_steps[numbers(p.losses) :]  # the weights after these are NaN
+        steps = p.loss_steps[finite_count(p.losses) :]  # the weights after these are NaN
         for step, digest in p.weights_digests.items():
             if step in t.weights_digests and not (steps and int(step) > steps[0]):
-                seen += 1
+                compared += 1
                 if t.weights_digests[step] != digest:
-                    return GuardCheck(
-                        "weights",
-                        False,
-                        f"the weights after step {step} differ from the plain program's (seed {p.seed})",
-                    )
+                    why = f"the weights after step {step} differ from the plain program's (seed {p.seed})"
+                    return GuardCheck("weights", False, why)
+    why = f"the weights are bitwise equal after {compared} common steps"
     return GuardCheck(
-        "weights",
-        True,
-        f"the weights are bitwise equal after {seen} common steps"
-        if seen
-        else "no common step recorded weights",
-        float(seen),
+        "weights", True, why if compared else "no common step recorded weights", float(compared)
     )
 
 
@@ -231,11 +218,8 @@ def _same_batches(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord]) ->
     if not plain[0].context.get("loaders"):
         return []  # without a loader, inputs may depend on the model (a GAN, a policy)
     for p, t in zip(plain, tuned, strict=True):
-        for at, (x, y) in enumerate(zip(p.batch_hashes, t.batch_hashes, strict=False)):
+        for i, (x, y) in enumerate(zip(p.batch_hashes, t.batch_hashes, strict=False)):
             if x != y:
-                return [
-                    GuardCheck(
-                        "batches", False, f"batch {at} differs from the plain program's (seed {p.seed})"
-                    )
-                ]
+                why = f"batch {i} differs from the plain program's (seed {p.seed})"
+                return [GuardCheck("batches", False, why)]
     return [GuardCheck("batches", True, "every batch is bitwise equal")]

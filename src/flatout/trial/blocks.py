@@ -16,14 +16,14 @@ from flatout.trial.parent import Trial
 
 BLOCK_MS = 350.0
 SLICE_MS = 45.0  # shorter ones would mostly fill caches; in longer ones disturbances do not cancel
-CACHES_MS = 5.0  # of a program after a pause, until its caches are warm
+COLD_MS = 5.0  # of a program after a pause, until its caches are warm
 SHORT_BLOCK_MS = 100.0
-MOST_TICKS = 200
-FEWEST_ROUNDS = 3
-PATIENCE_FACTOR = 30.0  # a block counts as hung after this many times its expected length
+MAX_TICKS = 200
+MIN_ROUNDS = 3
+HANG_FACTOR = 30.0  # a block counts as hung after this many times its expected length
 TIMEOUT_S = 60.0
-LONGEST_BLOCK = 4.0  # times its expected length; other busy processes must not use up the budget
-CATCHING_UP_S = 3.0  # time limit for bringing a program to the same tick as the others
+MAX_BLOCK_FACTOR = 4.0  # times its expected length; other busy processes must not use up the budget
+MAX_CATCH_UP_S = 3.0  # time limit for bringing a program to the same tick as the others
 SLOW_TICK_MS = 2000.0  # from here on a round is one block a side
 PREFETCHED_BATCHES = 3  # a loader worker has two batches ready and one in hand
 CLEAR_LOSS = 0.99
@@ -43,14 +43,14 @@ class Watcher:
     """Shows the progress of a search or a profile; by default every method does nothing."""
 
     def stage(self, name: str, detail: str = "") -> None: ...
-    def until(self, end_s: float) -> None: ...
-    def expect(self, sentence: str) -> None: ...
+    def set_end(self, end_s: float) -> None: ...
+    def report(self, sentence: str) -> None: ...
     def comparison(self, plan: str, ratio: Ratio | None, note: str = "") -> None: ...
 
 
 def decided(ratio: Ratio, rounds: int) -> bool:
     """Whether more rounds could not change the result."""
-    return rounds >= FEWEST_ROUNDS and (ratio.high < CLEAR_LOSS or (ratio.low > CLEAR_WIN and rounds >= 6))
+    return rounds >= MIN_ROUNDS and (ratio.high < CLEAR_LOSS or (ratio.low > CLEAR_WIN and rounds >= 6))
 
 
 class BlockTimer:
@@ -60,7 +60,7 @@ class BlockTimer:
         self.tick_ms = 1.0
         self.unit = "step"
         self.prefetched_ticks = 0
-        self.longest_ticks = MOST_TICKS  # of one block; fewer if the program ends soon
+        self.longest_ticks = MAX_TICKS  # of one block; fewer if the program ends soon
         self.core: int | None = None  # of the last block; the next one begins there
         self.settle_ticks = 1  # after a switch, until the step time is stable
 
@@ -96,8 +96,8 @@ class BlockTimer:
         return self.block_ticks * self.tick_ms / 1000
 
     def deadline(self, ticks: int) -> float:
-        """Return the time at which this many ticks count as hung."""
-        return seconds() + TIMEOUT_S + PATIENCE_FACTOR * ticks * self.tick_ms / 1000
+        """The time at which this many ticks count as hung."""
+        return seconds() + TIMEOUT_S + HANG_FACTOR * ticks * self.tick_ms / 1000
 
     def block(self, trial: Trial, from_tick: int = 0) -> float:
         """Run a block and return milliseconds a tick.
@@ -113,13 +113,13 @@ class BlockTimer:
 
         Leaves out the first ticks of a longer block: caches are cold after a pause.
         """
-        longest_s = LONGEST_BLOCK * max(ticks * self.tick_ms, BLOCK_MS) / 1000
-        times = trial.go(ticks, self.deadline(ticks), longest_s, self.core)
+        max_s = MAX_BLOCK_FACTOR * max(ticks * self.tick_ms, BLOCK_MS) / 1000
+        times = trial.run_ticks(ticks, self.deadline(ticks), max_s, self.core)
         self.core = trial.core
-        cold = max(1 if len(times) >= 4 else 0, math.floor(CACHES_MS / max(self.tick_ms, 1e-3)))
+        cold = max(1 if len(times) >= 4 else 0, math.floor(COLD_MS / max(self.tick_ms, 1e-3)))
         return times[min(max(cold, self.prefetched_ticks), len(times) // 2) :]
 
-    def _warming_ticks(self, tick_ms: float) -> int:
+    def _cache_ticks(self, tick_ms: float) -> int:
         """Ticks that warm the caches before a block of a side that is much faster than the plain program.
 
         Its block lasts only a few milliseconds, which is too short for it to warm them itself.
@@ -130,14 +130,14 @@ class BlockTimer:
 
     def catch_up(self, trial: Trial, to_tick: int) -> None:
         """Run a program to a tick, if that takes at most a few seconds."""
-        behind = to_tick - trial.ticks_done
-        if 0 < behind * self.tick_ms / 1000 <= CATCHING_UP_S:
-            trial.go(behind, self.deadline(behind))
+        ticks_behind = to_tick - trial.ticks_done
+        if 0 < ticks_behind * self.tick_ms / 1000 <= MAX_CATCH_UP_S:
+            trial.run_ticks(ticks_behind, self.deadline(ticks_behind))
 
     def run(self, trial: Trial, ticks: int) -> float:
         """Run some ticks without measuring blocks; return the seconds."""
         start = seconds()
-        trial.go(ticks, self.deadline(ticks) + 240)  # a compiler may be at work
+        trial.run_ticks(ticks, self.deadline(ticks) + 240)  # a compiler may be at work
         return seconds() - start
 
     def switch(self, trial: Trial, choices: Sequence[Choice], timeout_s: float = TIMEOUT_S) -> None:
@@ -146,10 +146,10 @@ class BlockTimer:
         Raises LeverFailed if one cannot be switched on or has given up.
         """
         answer = trial.switch(choices, self.deadline(4) + timeout_s)
-        for left in (*answer["skipped"], *answer["reports"]):
-            raise LeverFailed(left["name"], left["reason"])
+        for skipped in (*answer["skipped"], *answer["reports"]):
+            raise LeverFailed(skipped["name"], skipped["reason"])
 
-    def live(
+    def compare_live(
         self,
         trial: Trial,
         a: Sequence[Choice],
@@ -157,27 +157,27 @@ class BlockTimer:
         until_s: float,
         settle_ticks: int = 1,
         recorded: Callable[[Ratio], None] = lambda ratio: None,
-        enough: Callable[[Ratio, int], bool] = decided,
+        should_stop: Callable[[Ratio, int], bool] = decided,
     ) -> Ratio:
         """Compare B with A inside one program, with at least one round.
 
         Ends at ``until_s``, or early when ``enough(ratio, rounds)``.
         """
         rounds: list[Round] = []
-        pace = {"a": self.tick_ms, "b": self.tick_ms}
+        side_ms = {"a": self.tick_ms, "b": self.tick_ms}
         while True:
             times: dict[str, list[float]] = {"a": [], "b": []}
             order = "abba" if self.tick_ms < SLOW_TICK_MS else ("ab" if len(rounds) % 2 == 0 else "ba")
-            held = ""
+            active = ""
             for side in order:
-                if side != held:
+                if side != active:
                     self.switch(trial, a if side == "a" else b)
-                    self.run(trial, max(settle_ticks, self.settle_ticks, self._warming_ticks(pace[side])))
-                    held = side
-                pace[side] = self.block(trial)
-                times[side].append(pace[side])
+                    self.run(trial, max(settle_ticks, self.settle_ticks, self._cache_ticks(side_ms[side])))
+                    active = side
+                side_ms[side] = self.block(trial)
+                times[side].append(side_ms[side])
             rounds += [Round(x, y) for x, y in zip(times["a"], times["b"], strict=True)]
             ratio = compare([rounds])
             recorded(ratio)
-            if seconds() >= until_s or enough(ratio, len(rounds)):
+            if seconds() >= until_s or should_stop(ratio, len(rounds)):
                 return ratio

@@ -32,18 +32,18 @@ class Channel:
             raise Hangup(str(error)) from error
 
     def receive(self, timeout_s: float | None = None) -> dict[str, Any]:
-        """Return the next message. Raises TimeoutError, or Hangup if the connection is closed."""
+        """The next message. Raises TimeoutError, or Hangup if the connection is closed."""
         self._socket.settimeout(timeout_s)
         while b"\n" not in self._buffer:
             try:
-                part = self._socket.recv(1 << 16)
+                data = self._socket.recv(1 << 16)
             except TimeoutError:
                 raise
             except OSError as error:
                 raise Hangup(str(error)) from error
-            if not part:
+            if not data:
                 raise Hangup("the program closed the connection")
-            self._buffer += part
+            self._buffer += data
         line, _, self._buffer = self._buffer.partition(b"\n")
         message: dict[str, Any] = json.loads(line)
         return message

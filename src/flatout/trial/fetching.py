@@ -20,26 +20,26 @@ if TYPE_CHECKING:
 
     from flatout.schema.program import TrainingContext
 
-BATCHES = 6
-LONGEST_S = 2.0
-LOADERS = 4
+MAX_BATCHES = 6
+MAX_S = 2.0
+MAX_LOADERS = 4
 
 
-def fetches(torch: ModuleType, context: TrainingContext) -> list[dict[str, Any]]:
-    """Return the place of each live loader, its milliseconds a batch, and its slowest line with its share."""
-    found = []
+def time_fetches(torch: ModuleType, context: TrainingContext) -> list[dict[str, Any]]:
+    """The place of each live loader, its milliseconds a batch, and its slowest line with its share."""
+    timings = []
     context.paused = True
     try:
-        for loader in context.live_loaders[:LOADERS]:
+        for loader in context.live_loaders[:MAX_LOADERS]:
             number = context.number_of_loader(loader)
             made_at = context.loaders[number]["place"] if number is not None else None
             try:
-                found.append({"made_at": made_at, **_fetch(torch, loader)})
+                timings.append({"made_at": made_at, **_fetch(torch, loader)})
             except Exception as error:  # the data set's own error: it may need a worker, for example
-                found.append({"made_at": made_at, "why_not": f"{type(error).__name__}: {error}"})
+                timings.append({"made_at": made_at, "why_not": f"{type(error).__name__}: {error}"})
     finally:
         context.paused = False
-    return found
+    return timings
 
 
 def _fetch(torch: ModuleType, loader: DataLoader) -> dict[str, Any]:
@@ -47,26 +47,28 @@ def _fetch(torch: ModuleType, loader: DataLoader) -> dict[str, Any]:
     fetcher = kinds.create_fetcher(
         loader._dataset_kind, loader.dataset, loader._auto_collation, loader.collate_fn, loader.drop_last
     )
-    epochs = chain.from_iterable(repeat(loader._index_sampler, 2 * BATCHES))  # an epoch may have one batch
-    clock, until_s, times = HostClock(), seconds() + LONGEST_S / 2, []
-    for index in islice(epochs, BATCHES):
+    epochs = chain.from_iterable(
+        repeat(loader._index_sampler, 2 * MAX_BATCHES)
+    )  # an epoch may have one batch
+    clock, until_s, times = HostClock(), seconds() + MAX_S / 2, []
+    for index in islice(epochs, MAX_BATCHES):
         start = clock.mark()
         fetcher.fetch(index)
         times.append(clock.elapsed_ms(start, clock.mark()))
         if seconds() > until_s:
             break
-    until_s = seconds() + LONGEST_S / 2
+    until_s = seconds() + MAX_S / 2
     with LineTimer(is_user_file) as timer:
-        for index in islice(epochs, BATCHES):
+        for index in islice(epochs, MAX_BATCHES):
             if seconds() > until_s:
                 break
             fetcher.fetch(index)
     if not times:
         return {}
-    slow = timer.ns.most_common(1)
-    place = place_of(slow[0][0]) if slow else None
+    slowest = timer.ns.most_common(1)
+    place = place_of(slowest[0][0]) if slowest else None
     return {
         "fetch_ms": median(times),
         "slow_place": place.to_json() if place else None,
-        "slow_share": slow[0][1] / max(1, timer.ns.total()) if slow else None,
+        "slow_share": slowest[0][1] / max(1, timer.ns.total()) if slowest else None,
     }

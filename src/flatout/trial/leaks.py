@@ -7,27 +7,27 @@ import os
 from flatout.agent.overlay import Overlay
 from flatout.job.folder import FOLDER
 
-MOST = 50_000  # entries that are compared, below half a second
+MAX_ENTRIES = 50_000  # entries that are compared, below half a second
 NOT_COMPARED = (FOLDER, "__pycache__")
-SHOWN = 3
+MAX_SHOWN = 3
 _compared: set[str] = set()  # folders; one trial of a program shows what all do
 
 
-def changed(root: str, since_ns: int, view: Overlay) -> str:
-    """Return a sentence about what changed below ``root`` since then, once per folder and process; or "".
+def describe_changes(root: str, since_ns: int, view: Overlay) -> str:
+    """A sentence about what changed below ``root`` since then, once per folder and process; or "".
 
     What ``view`` excludes is not compared."""
     if root in _compared:
         return ""
     _compared.add(root)
-    found = _changed(root, since_ns, view)
+    changed = _changed(root, since_ns, view)
     # a folder changes with what is in it
-    paths = [path for path in found if not any(_is_below(other, path) for other in found)]
+    paths = [path for path in changed if not any(_is_below(other, path) for other in changed)]
     if not paths:
         return ""
-    more = f" and {len(paths) - SHOWN} more" if len(paths) > SHOWN else ""
+    others = f" and {len(paths) - MAX_SHOWN} more" if len(paths) > MAX_SHOWN else ""
     return (
-        f"while the program was measured, {', '.join(sorted(paths)[:SHOWN])}{more} changed in {root}: by C code or another program that "
+        f"while the program was measured, {', '.join(sorted(paths)[:MAX_SHOWN])}{others} changed in {root}: by C code or another program that "
         "it uses, or by somebody else. flatout keeps apart what Python changes, and cannot keep that apart. If it matters, tune in a copy of the folder"
     )
 
@@ -37,10 +37,10 @@ def _is_below(path: str, folder: str) -> bool:
 
 
 def _changed(root: str, since_ns: int, view: Overlay) -> list[str]:
-    found, folders, seen = [], [root], 0
+    changed, folders, entry_count = [], [root], 0
     if os.stat(root).st_ctime_ns >= since_ns:
-        found.append(".")
-    while folders and seen < MOST:
+        changed.append(".")
+    while folders and entry_count < MAX_ENTRIES:
         folder = folders.pop()
         try:
             entries = [
@@ -48,12 +48,12 @@ def _changed(root: str, since_ns: int, view: Overlay) -> list[str]:
                 for entry in os.scandir(folder)
                 if entry.name not in NOT_COMPARED and not view.excludes(entry.path)
             ]
-            seen += len(entries)
+            entry_count += len(entries)
             folders += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
             new = [
                 entry.path for entry in entries if entry.stat(follow_symlinks=False).st_ctime_ns >= since_ns
             ]
         except OSError:  # removed meanwhile, or not readable for this user
             continue
-        found += [os.path.relpath(path, root) for path in new]
-    return found
+        changed += [os.path.relpath(path, root) for path in new]
+    return changed

@@ -1,10 +1,10 @@
 """Predicts memory inside the program: from its first batch on, nothing is computed any more.
 
 The first batch is really fetched. Then the program continues with operators that run on shapes alone
-(agent/fake_execution.py), and receives this batch repeatedly, in the requested size. There are two commands
+(agent/fake_execution.py), and receives this batch repeatedly, in the requested size. There is one command
 besides ``finish``:
 
-    {"do": "foresee", "batch": n}   two steps with n samples a batch (None: unchanged); returns their memory
+    {"do": "predict_memory", "batch": n}   two steps with n samples a batch (None: unchanged); returns their memory
 
 The second step counts, because in the first the optimizer creates its state. At the end everything that the
 program can see is restored: gradients and the state of its optimizers. Parameters, buffers and random state
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 
 ENTRY = "flatout.trial.memory_prediction:attach"
 STEPS = 2  # the first one creates the optimizer's state
-HELD = "held by the program"
-MOST_BATCHES = 4096  # of one batch size; a step that takes more never ends
+UNCLASSIFIED = "held by the program"
+MAX_BATCHES = 4096  # of one batch size; a step that takes more never ends
 
 
 def attach(job: dict[str, Any]) -> None:
@@ -57,7 +57,7 @@ def attach(job: dict[str, Any]) -> None:
 class MemoryPredictor(Worker):
     """Runs the program with fake tensors, and tracks their storages by module.
 
-    ``pretended`` is None until the first batch. ``asked`` is the batch size given to the program, None for
+    ``fake_execution`` is None until the first batch. ``requested_size`` is the batch size given to the program, None for
     its own.
     """
 
@@ -65,74 +65,75 @@ class MemoryPredictor(Worker):
         super().__init__(spec, torch)
         self.simulated = False  # sizes as of torch's CUDA allocator although the program is on the CPU
         self.blocks = MemoryBlockTracker()
-        self.pretended: FakeExecution | None = None
+        self.fake_execution: FakeExecution | None = None
         self.samples: int | None = None  # in a batch, as the program makes it
         self.loader: int | None = None  # the number of the loader of the first batch
         self.length: int | None = None  # samples of its data set
-        self.asked: int | None = None
+        self.requested_size: int | None = None
         self.steps_left = 0
-        self.batches_given = 0
-        self.step_began = 0  # the event at its start
-        self.ordinary = 0  # length of the ledger before
-        self.first: Peak | None = None
-        self.open: list[str] = []  # modules inside their forward pass
-        self.outermost = 0  # the event at which the outermost one was entered
+        self.batch_count = 0
+        self.step_event = 0  # the event at its start
+        self.ledger_mark = 0  # length of the ledger before
+        self.first_peak: Peak | None = None
+        self.module_stack: list[str] = []  # modules inside their forward pass
+        self.forward_event = 0  # the event at which the outermost one was entered
         self.names: dict[int, str] = {}
-        self.kind_of_real = HELD
+        self.real_kind = UNCLASSIFIED
         # Iterator -> its first batch
-        self._repeated: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._first_batches: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def attach(self) -> None:
         super().attach()
         self._observe_fetching()
 
-    # -- batches --------------------------------------------------------------------------------------------------------
+    # -- batches
 
     def _observe_fetching(self) -> None:
         self.context.wrap_loader_method("batch", self._wrap_batch, self.ledger)
         self.context.wrap_loader_method("epoch", self._wrap_epoch, self.ledger)
 
-    def _wrap_batch(self, take: Callable[..., Any]) -> Callable[..., Any]:
-        def next_pretended(iterator: object) -> Any:
+    def _wrap_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def next_batch(iterator: object) -> Any:
             training = self.torch.is_grad_enabled() and not self.context.paused
-            if self.pretended is None:
-                batch = take(iterator)
+            if self.fake_execution is None:
+                batch = original(iterator)
                 if training:
-                    self._enter(batch, iterator)
-                    return self._again(iterator)
+                    self._begin_prediction(batch, iterator)
+                    return self._repeat_batch(iterator)
                 return batch
-            if training and iterator in self._repeated:
-                return self._again(iterator)
-            with self.pretended.real_execution():
-                batch = take(iterator)
+            if training and iterator in self._first_batches:
+                return self._repeat_batch(iterator)
+            with self.fake_execution.real_execution():
+                batch = original(iterator)
             if training:
-                self._repeated[iterator] = batch
-                return self._again(iterator)
+                self._first_batches[iterator] = batch
+                return self._repeat_batch(iterator)
             return batch
 
-        return next_pretended
+        return next_batch
 
-    def _wrap_epoch(self, begin: Callable[..., Any]) -> Callable[..., Any]:
-        def iter_pretended(loader: DataLoader) -> Any:
-            if self.pretended is None:
-                return begin(loader)
-            with self.pretended.real_execution():
-                return begin(loader)
+    def _wrap_epoch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def iter_loader(loader: DataLoader) -> Any:
+            if self.fake_execution is None:
+                return original(loader)
+            with self.fake_execution.real_execution():
+                return original(loader)
 
-        return iter_pretended
+        return iter_loader
 
-    def _again(self, iterator: object) -> Any:
-        """Return the batch of this iterator, in the requested size, without memory."""
-        self.batches_given += 1
-        if self.batches_given > MOST_BATCHES:
-            raise LookupError(f"a step of this program took more than {MOST_BATCHES} batches")
-        batch = self._repeated[iterator]
+    def _repeat_batch(self, iterator: object) -> Any:
+        self.batch_count += 1
+        if self.batch_count > MAX_BATCHES:
+            raise LookupError(f"a step of this program took more than {MAX_BATCHES} batches")
+        batch = self._first_batches[iterator]
         samples = samples_in(batch, self.samples) or 1
-        return resized(batch, samples, self.asked or samples, partial(self._input, samples=samples))
+        return resized(
+            batch, samples, self.requested_size or samples, partial(self._fake_input, samples=samples)
+        )
 
-    # -- entering -------------------------------------------------------------------------------------------------------
+    # -- entering
 
-    def _enter(self, batch: object = None, iterator: Any = None) -> None:
+    def _begin_prediction(self, batch: object = None, iterator: Any = None) -> None:
         """Count what is alive, and stop computing from here on."""
         if iterator is not None:
             loader = next(
@@ -141,19 +142,19 @@ class MemoryPredictor(Worker):
             self.samples = samples_in(batch, getattr(loader, "batch_size", None))
             self.loader = self.context.number_of_loader(loader)
             self.length = self.context.loaders[self.loader]["length"] if self.loader is not None else None
-            self._repeated[iterator] = batch
+            self._first_batches[iterator] = batch
         self._claim()
-        self.ordinary = self.ledger.mark()
-        self._save()
+        self.ledger_mark = self.ledger.mark()
+        self._save_state()
         device_type = self.context.device_type
         self.simulated = bool(self.spec.requested.get("cuda")) and device_type != "cuda"
         if self.simulated or device_type == "cuda":
             self.blocks = MemoryBlockTracker(CUDA_ROUNDING_BYTES)
-        self.pretended = FakeExecution(
-            self.torch, self.ledger, self._born, self._gone, device_type, not self.simulated
+        self.fake_execution = FakeExecution(
+            self.torch, self.ledger, self._allocated, self._freed, device_type, not self.simulated
         )
-        self._count_what_lives(batch)
-        self.kind_of_real = "inputs"  # later real tensors are made by the program from its data
+        self._count_live(batch)
+        self.real_kind = "inputs"  # later real tensors are made by the program from its data
         modules = self.torch.nn.modules.module
         self.ledger.call(
             "forward pre-hook", modules.register_module_forward_pre_hook(self._module_begins).remove
@@ -161,11 +162,11 @@ class MemoryPredictor(Worker):
         self.ledger.call(
             "forward hook", modules.register_module_forward_hook(self._module_ends, always_call=True).remove
         )
-        self._leave_compilers_out()
+        self._disable_compilers()
         if self.simulated:
-            self._as_on_cuda()
-        self.pretended.install()
-        self.answer(
+            self._use_foreach()
+        self.fake_execution.install()
+        self.send(
             {
                 "ready": True,
                 "unit": "step",
@@ -180,31 +181,31 @@ class MemoryPredictor(Worker):
                 "why_not": self._why_not(),
             }
         )
-        self._obey()
+        self._run_commands()
 
-    # -- blocks ---------------------------------------------------------------------------------------------------------
+    # -- blocks
 
-    def _input(self, tensor: Tensor, dimension: int | None, samples: int) -> Any:
-        """Return a tensor of the batch without memory.
+    def _fake_input(self, tensor: Tensor, dimension: int | None, samples: int) -> Any:
+        """A tensor of the batch without memory.
 
         Integers keep their values, because shapes may depend on them.
         """
-        assert self.pretended is not None
-        torch, wanted = self.torch, self.asked or samples
+        assert self.fake_execution is not None
+        torch, new_size = self.torch, self.requested_size or samples
         if tensor.layout != torch.strided:
             return tensor
-        shape = [wanted if at == dimension else size for at, size in enumerate(tensor.shape)]
-        made = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-        block = self.pretended.block_of(made)
+        shape = [new_size if i == dimension else size for i, size in enumerate(tensor.shape)]
+        fake = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+        block = self.fake_execution.block_of(fake)
         if block is not None:
             block.kind = "inputs"
-        with self.pretended.real_execution():
+        with self.fake_execution.real_execution():
             value = tensor.detach()
-            if self.pretended.values.worth_keeping(value):
-                if dimension is not None and wanted != samples:
-                    value = value.index_select(dimension, torch.arange(wanted, device="cpu") % samples)
-                self.pretended.values.set(made, value.clone())
-        return made
+            if self.fake_execution.values.worth_keeping(value):
+                if dimension is not None and new_size != samples:
+                    value = value.index_select(dimension, torch.arange(new_size, device="cpu") % samples)
+                self.fake_execution.values.set(fake, value.clone())
+        return fake
 
     def _why_not(self) -> str:
         distributed = self.torch.distributed
@@ -212,107 +213,94 @@ class MemoryPredictor(Worker):
             return "it trains on several ranks, whose messages are not available without computing them"
         return ""
 
-    def _leave_compilers_out(self) -> None:
+    def _disable_compilers(self) -> None:
         """Run compiled functions uncompiled, because compilation would see tensors without memory."""
         compiler = self.torch.compiler
         compiler.set_stance("force_eager")
         self.ledger.call("compiler's stance", lambda: compiler.set_stance("default"))
 
-    def _as_on_cuda(self) -> None:
+    def _use_foreach(self) -> None:
         """Use foreach optimizers, as is torch's default on CUDA; they need lists of temporary tensors."""
         from torch.optim import optimizer
 
-        known = optimizer._get_foreach_kernels_supported_devices()
-        self.ledger.set(optimizer, "_get_foreach_kernels_supported_devices", lambda: [*known, "cpu"])
+        devices = optimizer._get_foreach_kernels_supported_devices()
+        self.ledger.set(optimizer, "_get_foreach_kernels_supported_devices", lambda: [*devices, "cpu"])
 
-    def _save(self) -> None:
+    def _save_state(self) -> None:
         """Save what the program gets back at the end: gradients and the state of its optimizers."""
         gradients = [(p, p.grad) for p in self.context.parameters]
         states = [
-            (
-                optimizer,
-                {
-                    p: dict(state) if isinstance(state, dict) else state
-                    for p, state in optimizer.state.items()
-                },
-            )
-            for optimizer in self.context.optimizers
+            (o, {p: dict(state) if isinstance(state, dict) else state for p, state in o.state.items()})
+            for o in self.context.optimizers
         ]
 
-        def put_back() -> None:
+        def restore() -> None:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             for optimizer, state in states:
                 optimizer.state.clear()
                 optimizer.state.update(state)
 
-        self.ledger.call("gradients and optimizer state", put_back)
+        self.ledger.call("gradients and optimizer state", restore)
 
-    def _count_what_lives(self, batch: object) -> None:
+    def _count_live(self, batch: object) -> None:
         """Count every tensor on the device by its purpose.
 
         The data set of a program that runs on the CPU is not part of a simulated device.
         """
-        assert self.pretended is not None
+        assert self.fake_execution is not None
         torch, kinds = self.torch, {}
-        given = {id(tensor) for tensor in tensors_in(batch)}
-        things = gc.get_objects()
-        for module in things:
+        batch_ids = {id(tensor) for tensor in tensors_in(batch)}
+        objects = gc.get_objects()
+        for module in objects:
             if issubclass(type(module), torch.nn.Module):
                 kinds.update({id(b): "buffers" for b in module._buffers.values() if b is not None})
                 kinds.update({id(p): "parameters" for p in module._parameters.values() if p is not None})
         for parameter in [
-            thing for thing in things if issubclass(type(thing), torch.nn.Parameter)
+            obj for obj in objects if issubclass(type(obj), torch.nn.Parameter)
         ] + self.context.parameters:
             kinds[id(parameter)] = "parameters"
             if parameter.grad is not None:
                 kinds[id(parameter.grad)] = "gradients"
-        kinds.update(
-            {
-                id(v): "optimizer state"
-                for o in self.context.optimizers
-                for state in o.state.values()
-                for v in tensors_in(state)
-            }
-        )
-        tensors = [
-            thing for thing in things if issubclass(type(thing), torch.Tensor) and id(thing) not in given
-        ]
+        for optimizer in self.context.optimizers:
+            for state in optimizer.state.values():
+                kinds.update({id(v): "optimizer state" for v in tensors_in(state)})
+        tensors = [obj for obj in objects if issubclass(type(obj), torch.Tensor) and id(obj) not in batch_ids]
         # A storage has the purpose of its first tensor
         for tensor in sorted(tensors, key=lambda tensor: id(tensor) not in kinds):
-            self.kind_of_real = kinds.get(id(tensor), HELD)
-            if self.kind_of_real != HELD or not self.simulated:
-                self.pretended.count_real(tensor)
+            self.real_kind = kinds.get(id(tensor), UNCLASSIFIED)
+            if self.real_kind != UNCLASSIFIED or not self.simulated:
+                self.fake_execution.count_real(tensor)
 
-    def _born(self, size_bytes: int, real: bool) -> MemoryBlock:
+    def _allocated(self, size_bytes: int, is_real: bool) -> MemoryBlock:
         return self.blocks.take(
             size_bytes,
-            self.kind_of_real if real else TEMPORARY,
-            self.open[-1] if self.open else "outside the model",
+            self.real_kind if is_real else TEMPORARY,
+            self.module_stack[-1] if self.module_stack else "outside the model",
         )
 
-    def _gone(self, block: MemoryBlock) -> None:
+    def _freed(self, block: MemoryBlock) -> None:
         self.blocks.give_back(block)
 
-    def _are(self, tensors: list[Tensor], kind: str) -> None:
-        assert self.pretended is not None
+    def _set_kind(self, tensors: list[Tensor], kind: str) -> None:
+        assert self.fake_execution is not None
         for tensor in tensors:
-            block = self.pretended.block_of(tensor) if tensor is not None else None
+            block = self.fake_execution.block_of(tensor) if tensor is not None else None
             if block is not None:
                 block.kind = kind
 
     def _module_begins(self, module: Module, args: object) -> None:
-        if not self.open:
-            self.outermost = self.blocks.events
-        self.open.append(self.names.get(id(module)) or type(module).__name__)
+        if not self.module_stack:
+            self.forward_event = self.blocks.events
+        self.module_stack.append(self.names.get(id(module)) or type(module).__name__)
 
     def _module_ends(self, module: Module, args: object, output: object) -> None:
-        if self.open:
-            self.open.pop()
-        if not self.open:
-            self.blocks.outlived("activations", self.outermost)
+        if self.module_stack:
+            self.module_stack.pop()
+        if not self.module_stack:
+            self.blocks.outlived("activations", self.forward_event)
 
-    # -- the program's events -------------------------------------------------------------------------------------------
+    # -- the program's events
 
     def data_begin(self, loader: DataLoader) -> None: ...
     def data_end(self, loader: DataLoader, batch: object) -> None: ...
@@ -320,80 +308,75 @@ class MemoryPredictor(Worker):
     def optimizer_begin(self, optimizer: Optimizer) -> None: ...
 
     def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.pretended is None:
-            self._enter()
+        if self.fake_execution is None:
+            self._begin_prediction()
         if id(root) not in self.names:
-            self.names.update(
-                {
-                    id(module): ".".join(filter(None, [type(root).__name__, name]))
-                    for name, module in root.named_modules()
-                }
-            )
+            for name, module in root.named_modules():
+                self.names[id(module)] = ".".join(filter(None, [type(root).__name__, name]))
 
     def backward_begin(self, losses: tuple[Any, ...]) -> None:
-        if self.pretended is not None:  # otherwise a model without modules, unknown until its first step ends
-            self.blocks.outlived("activations", self.step_began)
+        if (
+            self.fake_execution is not None
+        ):  # otherwise a model without modules, unknown until its first step ends
+            self.blocks.outlived("activations", self.step_event)
 
     def backward_end(self) -> None:
-        if self.pretended is not None:
-            self._are([p.grad for p in self.context.parameters], "gradients")
-            if (
-                self.context.closure_steps
-            ):  # a step may have hundreds of passes, which all take the same memory
-                self._step_done("backward")
+        if self.fake_execution is not None:
+            self._set_kind([p.grad for p in self.context.parameters], "gradients")
+            if self.context.closure_steps:  # a step may have hundreds of passes, of the same memory
+                self._end_step("backward")
 
     def optimizer_end(self, optimizer: Optimizer) -> None:
-        if self.pretended is not None:
-            self._are(
-                [v for state in optimizer.state.values() for v in tensors_in(state)],
-                "optimizer state",
+        if self.fake_execution is not None:
+            self._set_kind(
+                [v for state in optimizer.state.values() for v in tensors_in(state)], "optimizer state"
             )
 
     def step_end(self) -> None:
-        if self.pretended is None:
-            self._enter()
+        if self.fake_execution is None:
+            self._begin_prediction()
             return
         if self.stopping:
             os._exit(0)  # the program swallowed StopTrial
         if not self.context.closure_steps:
-            self._step_done("step")
+            self._end_step("step")
 
-    def _step_done(self, unit: str) -> None:
+    def _end_step(self, unit: str) -> None:
         self.steps_left -= 1
         if self.steps_left == STEPS - 1:
-            self.first = self.blocks.peak()
-        if self.steps_left > 0 and self.pretended is not None:
-            self.pretended.measure_workspaces()
+            self.first_peak = self.blocks.peak()
+        if self.steps_left > 0 and self.fake_execution is not None:
+            self.fake_execution.measure_workspaces()
             self._begin_step()
             return
-        found, first = self.blocks.peak(), self.first or self.blocks.peak()
-        self.answer(
+        peak, first_peak = self.blocks.peak(), self.first_peak or self.blocks.peak()
+        self.send(
             {
-                "batch": self.asked or self.samples,
+                "batch": self.requested_size or self.samples,
                 "unit": unit,
-                "peak_bytes": found.peak_bytes,
-                "first_peak_bytes": first.peak_bytes,
-                "kinds": found.kinds,
-                "by_module": found.by_module,
-                "guessed": sorted(self.pretended.values.guesses) if self.pretended else [],
+                "peak_bytes": peak.peak_bytes,
+                "first_peak_bytes": first_peak.peak_bytes,
+                "kinds": peak.kinds,
+                "by_module": peak.by_module,
+                "guessed": sorted(self.fake_execution.values.guesses) if self.fake_execution else [],
             }
         )
-        self._obey()
+        self._run_commands()
 
     def _begin_step(self) -> None:
         self.blocks.begin()
-        self.step_began = self.blocks.events
-        self.batches_given = 0
+        self.step_event = self.blocks.events
+        self.batch_count = 0
 
-    def _obey(self) -> None:
+    def _run_commands(self) -> None:
         while True:
             command = self.next_command()
-            if command["do"] == "foresee":
-                self.asked, self.steps_left = command.get("batch"), STEPS
+            if command["do"] == "predict_memory":
+                self.requested_size, self.steps_left = command.get("batch"), STEPS
                 self._begin_step()
                 return
             if command["do"] == "finish":
-                self.ledger.restore(self.ordinary)
-                self.pretended, self.context.paused = None, True
+                self.ledger.restore(self.ledger_mark)
+                self.fake_execution, self.context.paused = None, True
                 finish(self)
-            self.answer({"error": f"unknown command {command['do']!r}"})
+            self.send({"error": f"unknown command {command['do']!r}"})

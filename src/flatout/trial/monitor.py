@@ -1,7 +1,4 @@
-"""Monitors a whole program during a profile, besides its steps: loaders, garbage collection, call counters.
-
-It makes only a few calls a step, so it does not disturb step times.
-"""
+"""Monitors a whole program during a profile: loaders, garbage collection, call counters. It does not disturb steps."""
 
 from __future__ import annotations
 
@@ -30,19 +27,12 @@ if TYPE_CHECKING:
 
     from flatout.schema.program import TrainingContext
 
-FEW_CALLS = 64  # enough to know where the model is called
+MAX_CALLS = 64  # enough to know where the model is called
 # Temporary hooks with which flatout finds root modules; not caused by the program
-OF_OURS = "._global_forward_"
-IN_A_REASON = re.compile(r'File "([^"]+)", line (\d+)')
-OF_AN_OPTIMIZER = (
-    "lr",
-    "foreach",
-    "fused",
-    "capturable",
-    "differentiable",
-    "momentum",
-    "weight_decay",
-)
+OWN_HOOK = "._global_forward_"
+SOURCE_LINE = re.compile(r'File "([^"]+)", line (\d+)')
+LOADER_SETTINGS = ("pin_memory", "persistent_workers", "prefetch_factor", "batch_size", "dataset")
+OPTIMIZER_SETTINGS = ("lr", "foreach", "fused", "capturable", "differentiable", "momentum", "weight_decay")
 
 
 class ProgramMonitor(Listener):
@@ -53,21 +43,21 @@ class ProgramMonitor(Listener):
         self.clock = HostClock()
         self.counters = CallCounters(torch, ledger, self.clock.mark)
         self.counters.install()
-        gc.callbacks.append(self._collects)
-        ledger.call("gc callback", lambda: gc.callbacks.remove(self._collects))
-        self._collecting: int | None = None
-        self._waiting: int | None = None
-        self._beginning: int | None = None
-        self._in_evaluation: int | None = None
-        self._evaluated: Counter[Line | None] = Counter()
-        self._evaluated_ms = 0.0
-        self._called: Counter[Line | None] = Counter()  # lines that call the model for training
-        self._walked: Counter[Line | None] = Counter()  # lines that begin a backward pass
-        self._begun: Counter[int] = Counter()
+        gc.callbacks.append(self._on_gc)
+        ledger.call("gc callback", lambda: gc.callbacks.remove(self._on_gc))
+        self._gc_start: int | None = None
+        self._wait_start: int | None = None
+        self._iter_start: int | None = None
+        self._eval_start: int | None = None
+        self._eval_lines: Counter[Line | None] = Counter()
+        self._eval_ms = 0.0
+        self._forward_lines: Counter[Line | None] = Counter()  # lines that call the model for training
+        self._backward_lines: Counter[Line | None] = Counter()  # lines that begin a backward pass
+        self._epochs: Counter[int] = Counter()
         self._batches: Counter[int] = Counter()
         # Id of an iterator -> its loader's number, its start, whether its first batch came
-        self._of: dict[int, tuple[int, int, bool]] = {}
-        self._started_ms: dict[int, list[float]] = {}
+        self._iterators: dict[int, tuple[int, int, bool]] = {}
+        self._start_ms: dict[int, list[float]] = {}
         self._workers: dict[int, list[int]] = {}
         self.start_window()
 
@@ -76,149 +66,134 @@ class ProgramMonitor(Listener):
         self._pauses_ms: list[float] = []
         self._waits_ms: dict[int, float] = {}
 
-    # -- events ---------------------------------------------------------------------------------------------------------
+    # -- events
 
-    def _collects(self, phase: str, info: dict[str, int]) -> None:
+    def _on_gc(self, phase: str, values: dict[str, int]) -> None:
         if phase == "start":
-            self._collecting = self.clock.mark()
-        elif self._collecting is not None:
-            self._pauses_ms.append(self.clock.elapsed_ms(self._collecting, self.clock.mark()))
-            self._collecting = None
+            self._gc_start = self.clock.mark()
+        elif self._gc_start is not None:
+            self._pauses_ms.append(self.clock.elapsed_ms(self._gc_start, self.clock.mark()))
+            self._gc_start = None
 
     def iterator_begin(self, loader: DataLoader) -> None:
-        self._beginning = self.clock.mark()
+        self._iter_start = self.clock.mark()
 
     def iterator_end(self, loader: DataLoader, iterator: object) -> None:
         number = self.context.number_of_loader(loader)
-        if number is not None and self._beginning is not None:
-            self._begun[number] += 1
-            self._of[id(iterator)] = number, self._beginning, False
+        if number is not None and self._iter_start is not None:
+            self._epochs[number] += 1
+            self._iterators[id(iterator)] = number, self._iter_start, False
             self._workers[number] = [worker.pid for worker in getattr(iterator, "_workers", ())]
 
     def data_begin(self, iterator: object) -> None:
-        self._waiting = self.clock.mark()
+        self._wait_start = self.clock.mark()
 
     def data_end(self, iterator: object, batch: object) -> None:
-        known = self._of.get(id(iterator))
-        if known is None or self._waiting is None:
+        entry = self._iterators.get(id(iterator))
+        if entry is None or self._wait_start is None:
             return
-        number, began, first_came = known
+        number, start, has_batch = entry
         now = self.clock.mark()
         self._batches[number] += 1
-        self._waits_ms[number] = self._waits_ms.get(number, 0.0) + self.clock.elapsed_ms(self._waiting, now)
-        if not first_came:
-            self._started_ms.setdefault(number, []).append(self.clock.elapsed_ms(began, now))
-            self._of[id(iterator)] = number, began, True
+        self._waits_ms[number] = self._waits_ms.get(number, 0.0) + self.clock.elapsed_ms(
+            self._wait_start, now
+        )
+        if not has_batch:
+            self._start_ms.setdefault(number, []).append(self.clock.elapsed_ms(start, now))
+            self._iterators[id(iterator)] = number, start, True
 
     def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._in_evaluation = None if root.training else self.clock.mark()
-        if self._called.total() < FEW_CALLS:
-            self._called[user_line(sys._getframe(1))] += 1
+        self._eval_start = None if root.training else self.clock.mark()
+        if self._forward_lines.total() < MAX_CALLS:
+            self._forward_lines[user_line(sys._getframe(1))] += 1
 
     def backward_begin(self, losses: tuple[Any, ...]) -> None:
-        if self._walked.total() < FEW_CALLS:
-            self._walked[user_line(sys._getframe(1))] += 1
+        if self._backward_lines.total() < MAX_CALLS:
+            self._backward_lines[user_line(sys._getframe(1))] += 1
 
     def forward_end(self, root: Module, output: object) -> None:
-        if self._in_evaluation is not None:
-            self._evaluated[user_line(sys._getframe(1))] += 1
-            self._evaluated_ms += self.clock.elapsed_ms(self._in_evaluation, self.clock.mark())
-            self._in_evaluation = None
+        if self._eval_start is not None:
+            self._eval_lines[user_line(sys._getframe(1))] += 1
+            self._eval_ms += self.clock.elapsed_ms(self._eval_start, self.clock.mark())
+            self._eval_start = None
 
-    # -- summary --------------------------------------------------------------------------------------------------------
+    # -- summary
 
     def summary(self) -> dict[str, Any]:
         steps = max(1, self.context.steps - self._first_step)
-        whole = max(1, self.context.steps)
-        events = self.counters.per_step(whole)
-        if self._evaluated:
-            places = [
-                place.to_json()
-                for line, _ in self._evaluated.most_common(5)
-                if (place := place_of(line)) is not None
-            ]
+        all_steps = max(1, self.context.steps)
+        events = self.counters.per_step(all_steps)
+        if self._eval_lines:
             events["eval_with_grad"] = {
-                "calls": self._evaluated.total() / whole,
-                "ms": self._evaluated_ms / whole,
-                "places": places,
+                "calls": self._eval_lines.total() / all_steps,
+                "ms": self._eval_ms / all_steps,
+                "places": _places(self._eval_lines, 5),
             }
-        for name, lines in (("forward", self._called), ("backward", self._walked)):
-            events[name] = {
-                "calls": 1.0,
-                "ms": 0.0,
-                "places": [
-                    place.to_json()
-                    for line, _ in lines.most_common(3)
-                    if (place := place_of(line)) is not None
-                ],
-            }
-        seen = compiled()
+        for name, lines in (("forward", self._forward_lines), ("backward", self._backward_lines)):
+            events[name] = {"calls": 1.0, "ms": 0.0, "places": _places(lines, 3)}
+        compiled_record = compiled()
         return {
             "settings": settings(self.torch, self.context),
-            "compiled": seen.to_json() if seen is not None else None,
+            "compiled": compiled_record.to_json() if compiled_record is not None else None,
             "gc_ms": sum(self._pauses_ms) / steps,
             "gc_longest_ms": max(self._pauses_ms, default=0.0),
             "gc_calls": len(self._pauses_ms) / steps,
             "events": events,
-            "loaders": [seen.to_json() for seen in self._loaders(steps)],
+            "loaders": [compiled_record.to_json() for compiled_record in self._loaders(steps)],
         }
 
     def _loaders(self, steps: int) -> list[LoaderSeen]:
         """Return one entry for each place in the script that makes loaders, in the order of creation."""
-        found: dict[Any, LoaderSeen] = {}
-        for number, made in enumerate(self.context.loaders):
-            place = SourceLocation.from_json(made["place"]) if made.get("place") else None
+        merged: dict[Any, LoaderSeen] = {}
+        for number, loader in enumerate(self.context.loaders):
+            place = SourceLocation.from_json(loader["place"]) if loader.get("place") else None
             key = (place.file, place.line) if place is not None else number
-            if key not in found:
-                same = {
-                    name: made[name]
-                    for name in (
-                        "pin_memory",
-                        "persistent_workers",
-                        "prefetch_factor",
-                        "batch_size",
-                        "dataset",
-                    )
-                }
-                found[key] = LoaderSeen(place, made=0, workers=made["num_workers"], **same)
-            seen = found[key]
-            seen.made += 1
-            starts = self._started_ms.get(number, [])
-            seen.start_ms = (seen.start_ms * seen.begun + sum(starts)) / max(1, seen.begun + len(starts))
-            seen.begun += self._begun[number]
-            seen.batches += self._batches[number]
-            seen.wait_ms += self._waits_ms.get(number, 0.0) / steps
+            if key not in merged:
+                copied = {name: loader[name] for name in LOADER_SETTINGS}
+                merged[key] = LoaderSeen(place, made=0, workers=loader["num_workers"], **copied)
+            entry = merged[key]
+            entry.made += 1
+            starts = self._start_ms.get(number, [])
+            entry.start_ms = (entry.start_ms * entry.begun + sum(starts)) / max(1, entry.begun + len(starts))
+            entry.begun += self._epochs[number]
+            entry.batches += self._batches[number]
+            entry.wait_ms += self._waits_ms.get(number, 0.0) / steps
             sizes = [private_bytes(pid) for pid in self._workers.get(number, ())]
             if any(sizes):
-                seen.worker_bytes = sum(size for size in sizes if size)
-        return list(found.values())
+                entry.worker_bytes = sum(size for size in sizes if size)
+        return list(merged.values())
+
+
+def _places(lines: Counter[Line | None], n: int) -> list[dict[str, Any]]:
+    places = (place_of(line) for line, _ in lines.most_common(n))
+    return [place.to_json() for place in places if place is not None]
 
 
 def compiled() -> Compiled | None:
-    """Return what torch.compile did, from torch's counters; None if nothing was compiled. Loads nothing."""
+    """What torch.compile did, from torch's counters; None if nothing was compiled. Loads nothing."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is None or not dynamo.counters["frames"].get("total"):
         return None
     breaks = dynamo.counters.get("graph_break", {})
-    found = Compiled(
+    record = Compiled(
         graphs=int(dynamo.counters["stats"].get("unique_graphs", 0)), breaks=int(sum(breaks.values()))
     )
-    found.reasons = [_sentence(reason) for reason, _ in breaks.most_common(8)] if breaks else []
+    record.reasons = [_sentence(reason) for reason, _ in breaks.most_common(8)] if breaks else []
     lines = []
     for metrics in list(getattr(dynamo, "_compilation_metrics", ())):
         file, line = getattr(metrics, "co_filename", None), getattr(metrics, "co_firstlineno", None)
-        found.ms += 1000 * (getattr(metrics, "entire_frame_compile_time_s", None) or 0.0)
+        record.ms += 1000 * (getattr(metrics, "entire_frame_compile_time_s", None) or 0.0)
         reason = getattr(metrics, "recompile_reason", None)
-        if reason and OF_OURS not in reason:
-            found.recompiles += 1
-            found.reasons.append(f"recompiled: {_sentence(reason)}")
+        if reason and OWN_HOOK not in reason:
+            record.recompiles += 1
+            record.reasons.append(f"recompiled: {_sentence(reason)}")
             if file and line and is_user_file(file):
                 lines.append((file, line))
     for reason in breaks:
-        lines += [(file, int(line)) for file, line in IN_A_REASON.findall(reason) if is_user_file(file)]
-    found.reasons = list(dict.fromkeys(found.reasons))[:12]
-    found.places = [place_at(file, line) for file, line in dict.fromkeys(lines)]
-    return found
+        lines += [(file, int(line)) for file, line in SOURCE_LINE.findall(reason) if is_user_file(file)]
+    record.reasons = list(dict.fromkeys(record.reasons))[:12]
+    record.places = [place_at(file, line) for file, line in dict.fromkeys(lines)]
+    return record
 
 
 def _sentence(reason: str) -> str:
@@ -226,9 +201,9 @@ def _sentence(reason: str) -> str:
 
 
 def settings(torch: ModuleType, context: TrainingContext) -> dict[str, Any]:
-    """Return the settings as JSON, without those that this version of torch does not report."""
+    """The settings as JSON, without those that this version of torch does not report."""
     modules = [module for root in context.roots for module in root.modules()]
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "anomaly": bool(torch.is_anomaly_enabled()),
         "cudnn_benchmark": bool(torch.backends.cudnn.benchmark),
         "threads": torch.get_num_threads(),
@@ -245,36 +220,36 @@ def settings(torch: ModuleType, context: TrainingContext) -> dict[str, Any]:
         },
         "dtypes": {},
         "devices": sorted({str(p.device) for p in context.parameters}),
-        "gradient_bytes": _gradients(context),
+        "gradient_bytes": _gradient_bytes(context),
     }
     for parameter in context.parameters:
         name = str(parameter.dtype).removeprefix("torch.")
-        found["dtypes"][name] = found["dtypes"].get(name, 0) + parameter.numel() * parameter.element_size()
+        values["dtypes"][name] = values["dtypes"].get(name, 0) + parameter.numel() * parameter.element_size()
     with suppress(RuntimeError):  # set in both ways
-        found["matmul_precision"] = torch.get_float32_matmul_precision()
-    return found
+        values["matmul_precision"] = torch.get_float32_matmul_precision()
+    return values
 
 
-def _gradients(context: TrainingContext) -> list[int]:
+def _gradient_bytes(context: TrainingContext) -> list[int]:
     """Bytes of each gradient, in the order expected of the backward pass: modules in reverse."""
-    known = {id(p): p for root in context.roots for p in root.parameters() if p.requires_grad}
-    known.update({id(p): p for p in context.parameters if id(p) not in known})
-    return [p.numel() * p.element_size() for p in reversed(known.values())]
+    entry = {id(p): p for root in context.roots for p in root.parameters() if p.requires_grad}
+    entry.update({id(p): p for p in context.parameters if id(p) not in entry})
+    return [p.numel() * p.element_size() for p in reversed(entry.values())]
 
 
 def _optimizer(optimizer: Optimizer) -> dict[str, Any]:
     group = optimizer.param_groups[0] if optimizer.param_groups else {}
-    info = {
+    values = {
         name: group[name]
-        for name in OF_AN_OPTIMIZER
+        for name in OPTIMIZER_SETTINGS
         if isinstance(group.get(name), (bool, int, float, type(None))) and name in group
     }
-    tensors = [p for each in optimizer.param_groups for p in each["params"]]
+    tensors = [p for group in optimizer.param_groups for p in group["params"]]
     return {
         "kind": type(optimizer).__name__,
         "module": type(optimizer).__module__,
         "groups": len(optimizer.param_groups),
         "tensors": len(tensors),
         "parameters": sum(p.numel() for p in tensors),
-        **info,
+        **values,
     }

@@ -27,10 +27,10 @@ from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import TrialRecord
 from flatout.trial import leaks
 from flatout.trial.channel import Channel, Hangup
-from flatout.trial.spec import PLAIN, TrialOptions, TrialSpec, levers
+from flatout.trial.spec import DEFAULT_OPTIONS, TrialOptions, TrialSpec, levers
 
 POLL_S = 0.2
-LONGEST = 55  # bytes of TMPDIR: a socket path is limited to 107
+MAX_TMPDIR_BYTES = 55  # bytes of TMPDIR: a socket path is limited to 107
 NEVER_TRAINED = "it did not finish a training step"
 
 
@@ -51,7 +51,7 @@ class Trial:
         folder: TrialFolder,
         plan: Plan,
         facts: Facts,
-        options: TrialOptions = PLAIN,
+        options: TrialOptions = DEFAULT_OPTIONS,
     ) -> None:
         self.command, self.folder, self.plan, self.facts, self.options = command, folder, plan, facts, options
         self.ready: dict[str, Any] = {}
@@ -60,10 +60,12 @@ class Trial:
         self.started_s = 0.0
         self.ticks_done = 0  # since the program began to train
         self.core: int | None = None  # on which the last ticks ended
-        far = len(os.fsencode(tempfile.gettempdir())) > LONGEST
-        self._short = temporary("t", in_memory=far)
+        long_path = len(os.fsencode(tempfile.gettempdir())) > MAX_TMPDIR_BYTES
+        self._short_folder = temporary("t", in_memory=long_path)
         self._files = folder.files.absolute()
-        self._temporary = (folder.files if far else self._short) / "tmp"  # of the program; not in memory
+        self._temporary = (
+            folder.files if long_path else self._short_folder
+        ) / "tmp"  # of the program; not in memory
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._channels: list[Channel] = []
         self._main: Channel | None = None
@@ -81,7 +83,7 @@ class Trial:
         """Start the program. Raises NothingMeasured if it cannot be measured."""
         measurable(self.command)
         try:
-            address = self._short / "baton"
+            address = self._short_folder / "baton"
             self._listener.bind(str(address))
             self._listener.listen(64)
             self._listener.settimeout(0)
@@ -101,11 +103,11 @@ class Trial:
             "TMPDIR": str(self._temporary),
             "WANDB_DIR": str(self._temporary),
         }
-        extra = {**QUIET, **files, **_process_environment(self.plan, self.facts, self.options.table)}
+        variables = {**QUIET, **files, **_process_environment(self.plan, self.facts, self.options.table)}
         if self.options.seed is not None and "PYTHONHASHSEED" not in os.environ:
-            extra["PYTHONHASHSEED"] = str(self.options.seed)
+            variables["PYTHONHASHSEED"] = str(self.options.seed)
         environment = attached(
-            self.folder.spec.resolve(), extra, base={**os.environ, **dict(self.command.environment)}
+            self.folder.spec.resolve(), variables, base={**os.environ, **dict(self.command.environment)}
         )
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", compiler_cache())
         self._watch = EntryWatch(Path(environment[ENTERED]))
@@ -120,7 +122,7 @@ class Trial:
         )
         return self
 
-    # -- commands ---------------------------------------------------------------------------------------------------
+    # -- commands
 
     def wait_ready(self, deadline_s: float) -> dict[str, Any]:
         """Wait until the program has trained its first steps and is warm.
@@ -136,7 +138,7 @@ class Trial:
 
         Raises ProgramGone if it ends first, or is not warm by ``deadline_s``.
         """
-        message = self._look(deadline_s, NEVER_TRAINED, wait_s)
+        message = self._next_message(deadline_s, NEVER_TRAINED, wait_s)
         if message is None:
             return False
         self.ready = message
@@ -151,27 +153,27 @@ class Trial:
         try:
             self._main.send(command)
         except Hangup:
-            raise ProgramGone(self._gone("")) from None
+            raise ProgramGone(self._end_record()) from None
         return self._receive(deadline_s, f"it did not answer in time ({command['do']})")
 
-    def hold(self, look_again: bool = False) -> None:
+    def pause(self, look_again: bool = False) -> None:
         if self._program is not None:
             self._program.stop(look_again)
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """Let the program run freely while it starts or compiles."""
         if self._program is not None:
             self._program.go_on()
 
-    def go(
-        self, ticks: int, deadline_s: float, longest_s: float = 1e9, core: int | None = None
+    def run_ticks(
+        self, ticks: int, deadline_s: float, max_s: float = 1e9, core: int | None = None
     ) -> list[float]:
         """Run ``ticks`` ticks and return the milliseconds of each; the program is paused before and after.
 
-        After ``longest_s`` it returns fewer ticks, but at least one. ``core``: begin on it (measure/cores.py).
+        After ``max_s`` it returns fewer ticks, but at least one. ``core``: begin on it (measure/cores.py).
         """
-        answer = self.ask({"do": "go", "ticks": ticks, "seconds": longest_s, "core": core}, deadline_s)
-        self.hold()
+        answer = self.ask({"do": "run", "ticks": ticks, "seconds": max_s, "core": core}, deadline_s)
+        self.pause()
         times: list[float] = answer["ms"]
         self.core = answer["core"]
         self.ticks_done += len(times)
@@ -182,14 +184,14 @@ class Trial:
         self.ticks_done += answer["ticks"]
         return answer
 
-    def listen(self, probe: str, deadline_s: float, **requested: object) -> dict[str, Any]:
+    def run_probe(self, probe: str, deadline_s: float, **requested: object) -> dict[str, Any]:
         """Run some ticks with a probe of ``trial.probes``.
 
         Returns its results with the ticks' milliseconds as ``ms``, or ``why_not``. Some probes also report
         when the program fails; then ``failed`` has the error.
         """
-        answer = self.ask({"do": "listen", "probe": probe, **requested}, deadline_s)
-        self.hold()
+        answer = self.ask({"do": "probe", "probe": probe, **requested}, deadline_s)
+        self.pause()
         self.ticks_done += len(answer.get("ms", ()))
         return answer
 
@@ -207,8 +209,8 @@ class Trial:
                 assert self._program is not None
                 # A launcher must not notice that its rank has stopped: it and the other ranks would report a
                 # failure.
-                alone = answer.get("pid") == self._program.process.pid
-                self._record = self._read_record(self._program.end() if alone else self._program.end(0.0))
+                direct = answer.get("pid") == self._program.process.pid
+                self._record = self._read_record(self._program.end() if direct else self._program.end(0.0))
         return self._record
 
     def close(self) -> None:
@@ -219,23 +221,25 @@ class Trial:
         for channel in self._channels:
             channel.close()
         self._listener.close()
-        for folder in (self._short, self._files):
+        for folder in (self._short_folder, self._files):
             remove(folder)
         if self._program is not None:
             root = os.path.realpath(self.command.folder or os.curdir)
-            if changes := leaks.changed(root, self.folder.spec.stat().st_ctime_ns, Overlay(str(self._files))):
+            if changes := leaks.describe_changes(
+                root, self.folder.spec.stat().st_ctime_ns, Overlay(str(self._files))
+            ):
                 say(changes)
 
-    # -- messages ----------------------------------------------------------------------------------------------------
+    # -- messages
 
-    def _receive(self, deadline_s: float, late: str) -> dict[str, Any]:
+    def _receive(self, deadline_s: float, reason: str) -> dict[str, Any]:
         while True:
-            message = self._look(deadline_s, late, POLL_S)
+            message = self._next_message(deadline_s, reason, POLL_S)
             if message is not None:
                 return message
 
-    def _look(self, deadline_s: float, late: str, wait_s: float) -> dict[str, Any] | None:
-        """Return the next message; None if none came within ``wait_s``.
+    def _next_message(self, deadline_s: float, reason: str, wait_s: float) -> dict[str, Any] | None:
+        """The next message; None if none came within ``wait_s``.
 
         Raises ProgramGone, also after ``deadline_s``.
         """
@@ -249,7 +253,7 @@ class Trial:
             except Hangup:
                 self._channels.remove(channel)
                 if channel is self._main:
-                    raise ProgramGone(self._gone(late)) from None
+                    raise ProgramGone(self._end_record()) from None
                 continue
             if "training" in message:
                 self.training = True
@@ -258,19 +262,20 @@ class Trial:
                 return message
         if (self._files / ESCAPED).exists():
             self._program.end(0.0)
-            raise ProgramGone(self._lost("failed", self._escaped()))
+            change = (self._files / ESCAPED).read_text(encoding="utf-8", errors="replace")
+            why = f"it was stopped before it changed a file of yours, which flatout could not keep apart: {change}"
+            raise ProgramGone(self._write_end("failed", why))
         if self._program.exit_code is not None:
             self._accept()
-            raise ProgramGone(self._gone(late))
+            raise ProgramGone(self._end_record())
         assert self._watch is not None
         if not self.attached and self._watch.look(self._program.process.pid) and self._watch.cause:
             self._program.end(0.0)
-            raise ProgramGone(self._lost("unattached", self._watch.cause))
+            raise ProgramGone(self._write_end("unattached", self._watch.cause))
         if seconds() > deadline_s:
             self._program.end(0.0)
-            raise ProgramGone(
-                self._lost("hung", f"{late} within {seconds() - self.started_s:.0f} s and was ended")
-            )
+            why = f"{reason} within {seconds() - self.started_s:.0f} s and was ended"
+            raise ProgramGone(self._write_end("hung", why))
         if not self._channels:
             try:
                 self._listener.settimeout(wait_s)
@@ -278,10 +283,6 @@ class Trial:
             finally:
                 self._listener.settimeout(0)
         return None
-
-    def _escaped(self) -> str:
-        how = (self._files / ESCAPED).read_text(encoding="utf-8", errors="replace")
-        return f"it was stopped before it changed a file of yours, which flatout could not keep apart: {how}"
 
     def _accept(self, blocking: bool = False) -> None:
         while True:
@@ -294,9 +295,9 @@ class Trial:
             if blocking:
                 return
 
-    # -- records ----------------------------------------------------------------------------------------------------
+    # -- records
 
-    def _gone(self, late: str) -> TrialRecord:
+    def _end_record(self) -> TrialRecord:
         assert self._program is not None
         code = self._program.end(10.0)
         return self._read_record(code)
@@ -305,20 +306,17 @@ class Trial:
         data = read_json(self.folder.result)
         if data is None:
             if self.attached and not code and not self.folder.claim.exists():
-                return self._lost("ended", "the program ended without a training step", code)
+                return self._write_end("ended", "the program ended without a training step", code)
             if self.attached:
-                how = (
-                    f"left with exit code {code}"
-                    if code is None or code >= 0
-                    else f"was killed by signal {-code}"
-                )
-                return self._lost(
+                killed = code is not None and code < 0
+                ending = f"was killed by signal {-(code or 0)}" if killed else f"left with exit code {code}"
+                return self._write_end(
                     "failed" if code else "ended",
-                    f"the program {how} without a message (sys.exit, os._exit, or a crash below Python)",
+                    f"the program {ending} without a message (sys.exit, os._exit, or a crash below Python)",
                     code,
                 )
             why = (self._watch.ended() if self._watch else "") or "no Python process of it imported torch"
-            return self._lost("failed" if code else "unattached", why, code)
+            return self._write_end("failed" if code else "unattached", why, code)
         record = TrialRecord.from_json(data)
         record.exit_code = code
         if record.status == "ended" and code:
@@ -327,7 +325,7 @@ class Trial:
         write_json(self.folder.result, record.to_json())
         return record
 
-    def _lost(self, status: str, reason: str, code: int | None = None) -> TrialRecord:
+    def _write_end(self, status: str, reason: str, code: int | None = None) -> TrialRecord:
         record = TrialRecord(
             status=status,
             reason=reason,
@@ -340,7 +338,7 @@ class Trial:
         return record
 
     def log_tail(self) -> str:
-        """Return the last output of the program: stderr, or stdout if stderr is empty."""
+        """The last output of the program: stderr, or stdout if stderr is empty."""
         if self._program is None:
             return ""
         text = self._program.err.content() or self._program.out.content()
@@ -356,7 +354,7 @@ def measure(trial: Trial, steps: int, deadline_s: float, draws: bool = False) ->
         trial.wait_ready(deadline_s)
         # A slow program returns the steps it completed in time.
         trial.ask(
-            {"do": "go", "ticks": steps, "seconds": max(0.1, 0.95 * (deadline_s - seconds()))}, deadline_s
+            {"do": "run", "ticks": steps, "seconds": max(0.1, 0.95 * (deadline_s - seconds()))}, deadline_s
         )
     except ProgramGone as gone:
         return gone.record
@@ -364,7 +362,7 @@ def measure(trial: Trial, steps: int, deadline_s: float, draws: bool = False) ->
 
 
 def _process_environment(plan: Plan, facts: Facts, table: str) -> dict[str, str]:
-    """Return the variables for the PROCESS levers of a Plan.
+    """The variables for the PROCESS levers of a Plan.
 
     Raises TrialFailed for a lever that does not apply here: the trial would measure another plan.
     """

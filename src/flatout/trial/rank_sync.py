@@ -26,74 +26,76 @@ class RankSync:
     """The place of this process: ``rank`` of ``world``, with ``local_world`` ranks on this machine.
 
     ``measurable``: only the first rank of a machine may be measured, so that two programs show the same
-    batches. ``outside()`` lets us read and write where the program may not. ``due``: in the measured rank,
+    batches. ``outside()`` lets us read and write where the program may not. ``pending``: in the measured rank,
     what all do at the end of the current step.
     """
 
-    def __init__(self, folder: TrialFolder, outside: Callable[[], AbstractContextManager[Any]]) -> None:
-        here = this_rank()
-        of_torchrun = [
+    def __init__(self, folder: TrialFolder, real_files: Callable[[], AbstractContextManager[Any]]) -> None:
+        rank_env = this_rank()
+        torchrun_values = [
             int(os.environ.get(name, default))
             for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"))
         ]
         self.rank, self.world, self.local_world = (
-            (here.rank, here.world_size, here.local_world_size) if here is not None else of_torchrun
+            (rank_env.rank, rank_env.world_size, rank_env.local_world_size)
+            if rank_env is not None
+            else torchrun_values
         )
-        self.measurable = self.rank == 0 if here is not None else os.environ.get("LOCAL_RANK", "0") == "0"
-        self.due: dict[str, Any] | None = None
-        self._folder, self._outside = folder, outside
-        self._known = 0
+        self.measurable = self.rank == 0 if rank_env is not None else os.environ.get("LOCAL_RANK", "0") == "0"
+        self.pending: dict[str, Any] | None = None
+        self._folder, self._real_files = folder, real_files
+        self._last_change = 0
         self.lead_steps = 1
         self._clock: Clock | None = None  # of a GPU
         self._step_before: Any = None
-        self._next: dict[str, Any] | None = None
+        self._announced: dict[str, Any] | None = None
 
     @property
-    def several(self) -> bool:
+    def multi_rank(self) -> bool:
         return self.world > 1
 
-    def on_gpu(self, clock: Clock) -> None:
+    def use_gpu_clock(self, clock: Clock) -> None:
         self.lead_steps, self._clock = 2, clock
 
-    # -- the measured rank ------------------------------------------------------------------------------------------
+    # -- the measured rank
 
-    def concerns_all(self, command: dict[str, Any]) -> bool:
-        return self.several and bool(command["do"] == "switch")
+    def is_for_all(self, command: dict[str, Any]) -> bool:
+        return self.multi_rank and bool(command["do"] == "switch")
 
-    def tell(self, command: dict[str, Any], step: int) -> None:
+    def announce(self, command: dict[str, Any], step: int) -> None:
         """Announce what all ranks do after ``step``."""
-        self.due = command
-        with self._outside():
+        self.pending = command
+        with self._real_files():
             write_json(self._folder.info, {**command, "step": step})
 
-    def take_due(self) -> dict[str, Any] | None:
-        due, self.due = self.due, None
-        return due
+    def take_pending(self) -> dict[str, Any] | None:
+        pending, self.pending = self.pending, None
+        return pending
 
-    # -- the other ranks ---------------------------------------------------------------------------------------------
+    # -- the other ranks
 
-    def follow(self, step: int, switch: Callable[[Sequence[Choice]], Any]) -> None:
+    def apply_due(self, step: int, switch: Callable[[Sequence[Choice]], Any]) -> None:
         """At the end of each step: switch the levers that are due."""
         if self._clock is not None:
             if self._step_before is not None:
                 self._clock.wait_for(self._step_before)
             self._step_before = self._clock.mark()
-        command = self._due_after(step)
+        command = self._pending_after(step)
         if command is not None:
             switch(choices_of(command["choices"]))
 
-    def _due_after(self, step: int) -> dict[str, Any] | None:
-        with self._outside():
+    def _pending_after(self, step: int) -> dict[str, Any] | None:
+        with self._real_files():
             try:
                 changed = os.stat(self._folder.info).st_mtime_ns
             except OSError:
                 return None
-            if changed != self._known:
-                self._known, self._next = changed, read_json(self._folder.info)
-        if self._next is None or step < self._next["step"]:
+            if changed != self._last_change:
+                self._last_change, self._announced = changed, read_json(self._folder.info)
+        if self._announced is None or step < self._announced["step"]:
             return None
-        due, self._next = self._next, None
-        return due
+        pending, self._announced = self._announced, None
+        return pending
 
 
 def choices_of(data: list[dict[str, Any]]) -> list[Choice]:

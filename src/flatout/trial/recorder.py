@@ -11,8 +11,8 @@ from flatout.measure.nests import tensors_in
 if TYPE_CHECKING:
     from flatout.schema.program import TrainingContext
 
-HASHED_BATCHES = 32
-KEPT_LOSSES = 100_000
+MAX_HASHED = 32
+MAX_LOSSES = 100_000
 DIGEST_STEPS = (1, 2, 4, 8, 16, 32)  # the weights are digested after these steps
 
 
@@ -30,19 +30,19 @@ class TrainingRecorder:
 
     def loss(self, losses: tuple[Any, ...]) -> None:
         """Keep a copy of the losses of a backward pass; scripts may scale them in place afterwards."""
-        if len(self._losses) < KEPT_LOSSES:
+        if len(self._losses) < MAX_LOSSES:
             self._losses.append(
                 [loss.detach().clone() for loss in losses] if len(losses) > 1 else losses[0].detach().clone()
             )
             self.loss_steps.append(self.context.steps)
 
-    def kept(self) -> list[Any]:
-        """Return the tensors that we keep of the program's."""
+    def loss_tensors(self) -> list[Any]:
+        """The tensors that we keep of the program's."""
         return [
-            part
+            tensor
             for loss in self._losses
             if not isinstance(loss, str)
-            for part in (loss if isinstance(loss, list) else [loss])
+            for tensor in (loss if isinstance(loss, list) else [loss])
         ]
 
     def batch(self, batch: object, describe: bool) -> None:
@@ -51,18 +51,18 @@ class TrainingRecorder:
         first = next(tensors_in(batch), None)
         if first is not None and first.dim():
             self._samples += len(first)
-        if describe and len(self.batch_hashes) < HASHED_BATCHES:
+        if describe and len(self.batch_hashes) < MAX_HASHED:
             self.batch_hashes.append(parity.digest(tensors_in(batch), self.torch))
             self.batch_statistics.extend(parity.batch_statistics(batch, self.torch))
 
     def take_samples(self) -> int:
-        """Return how many samples came since the last call."""
-        taken, self._samples = self._samples, 0
-        return taken
+        """How many samples came since the last call."""
+        samples, self._samples = self._samples, 0
+        return samples
 
     def model_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the batch of a program without a DataLoader: the first tensor that enters a root module."""
-        if not self.from_loader and len(self.batch_hashes) < HASHED_BATCHES:
+        if not self.from_loader and len(self.batch_hashes) < MAX_HASHED:
             first = next(tensors_in((args, kwargs)), None)
             if first is not None:
                 self.batch_hashes.append(parity.digest([first], self.torch))
@@ -77,8 +77,8 @@ class TrainingRecorder:
 
         Waits for the device, so call it between blocks only.
         """
-        for at, loss in enumerate(self._losses):
+        for i, loss in enumerate(self._losses):
             if not isinstance(loss, str):
                 parts = loss if isinstance(loss, list) else [loss]
-                self._losses[at] = float(sum(float(part.double().mean()) for part in parts)).hex()
+                self._losses[i] = float(sum(float(tensor.double().mean()) for tensor in parts)).hex()
         return self._losses

@@ -2,8 +2,8 @@
 
 It trains a few steps (``steps``, fewer if they take longer than ``seconds``) and stops. It returns the loss
 of every backward pass, and a sketch of the gradients at the first optimizer step, after clipping. The sketch
-has ``SKETCH`` sums per parameter: every linear property of the gradient shows in it, and it fits into JSON.
-``last_places`` changes every weight by up to this many units of its last place before its first use, to see
+has ``SKETCH_SUMS`` sums per parameter: every linear property of the gradient shows in it, and it fits into JSON.
+``weight_ulps`` changes every weight by up to this many units of its last place before its first use, to see
 how far the program amplifies rounding.
 """
 
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 ENTRY = "flatout.trial.reference_run:attach"
-SKETCH = 64
+SKETCH_SUMS = 64
 STEPS = 4
 BY_LAUNCHER, IN_CHILDREN, BY_GROUP = "launcher", "children", "group"  # how a program creates its own ranks
-PASSES = 4  # of a program whose step is a closure of many passes
+MAX_PASSES = 4  # of a program whose step is a closure of many passes
 
 
 def attach(job: dict[str, Any]) -> None:
@@ -47,9 +47,9 @@ class ReferenceRun(Worker):
         super().__init__(spec, torch)
         self.losses: list[float] = []
         self.gradients: list[list[float]] = []
-        self.info = False
+        self.answered = False
         self.first_step_s = 0.0
-        self.launched = "RANK" in os.environ  # not by the script itself, which starts later
+        self.has_launcher = "RANK" in os.environ  # not by the script itself, which starts later
         self.perturbed: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def attach(self) -> None:
@@ -58,27 +58,27 @@ class ReferenceRun(Worker):
         super().attach()
 
     def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        last_places = self.spec.requested.get("last_places", 0.0)
-        if last_places and root not in self.perturbed:
+        weight_ulps = self.spec.requested.get("weight_ulps", 0.0)
+        if weight_ulps and root not in self.perturbed:
             self.perturbed.add(root)
             for p in root.parameters():
                 if p.is_floating_point():
-                    perturb_weights([p], last_places * self.torch.finfo(p.dtype).eps, self.torch)
+                    perturb_weights([p], weight_ulps * self.torch.finfo(p.dtype).eps, self.torch)
 
     def backward_begin(self, losses: tuple[Any, ...]) -> None:
-        self.open_losses = losses
+        self.pending_losses = losses
 
     def backward_end(self) -> None:
-        self.losses.append(sum(float(loss.detach().double().mean()) for loss in self.open_losses))
-        self.open_losses = ()
+        self.losses.append(sum(float(loss.detach().double().mean()) for loss in self.pending_losses))
+        self.pending_losses = ()
         if (
             not self.context.steps
             and (self.context.closure_steps or not self.context.optimizers)
             and not any(self.gradients)
         ):
             self._sketch()
-        if not self.context.steps and len(self.losses) >= PASSES and self.context.closure_steps:
-            self._tell()
+        if not self.context.steps and len(self.losses) >= MAX_PASSES and self.context.closure_steps:
+            self._send_results()
 
     def optimizer_begin(self, optimizer: Optimizer) -> None:
         if not self.context.steps and not self.gradients:
@@ -87,30 +87,30 @@ class ReferenceRun(Worker):
     def step_end(self) -> None:
         if self.stopping:
             os._exit(0)  # the program swallowed StopTrial
-        late = (
+        timed_out = (
             self.context.steps > 1
             and self.first_step_s
             and seconds() - self.first_step_s > self.spec.requested.get("seconds", 1e9)
         )
         self.first_step_s = self.first_step_s or seconds()
-        if self.context.steps >= self.spec.requested.get("steps", STEPS) or late:
-            self._tell()
+        if self.context.steps >= self.spec.requested.get("steps", STEPS) or timed_out:
+            self._send_results()
 
-    def _divides_itself(self) -> str:
-        """Return how the program created its own training processes; empty if it did not.
+    def _own_ranks(self) -> str:
+        """How the program created its own training processes; empty if it did not.
 
         A lever of flatout hides the ranks that flatout created.
         """
         distributed = self.torch.distributed
-        together = distributed.is_available() and distributed.is_initialized()
-        if together and self.launched:
+        in_group = distributed.is_available() and distributed.is_initialized()
+        if in_group and self.has_launcher:
             return BY_LAUNCHER
         if multiprocessing.parent_process() is not None:
             return IN_CHILDREN
-        return BY_GROUP if together else ""
+        return BY_GROUP if in_group else ""
 
-    def _held(self) -> dict[str, int]:
-        """Return the bytes of weights, gradients and optimizer state, in full even if ranks hold shards."""
+    def _state_bytes(self) -> dict[str, int]:
+        """The bytes of weights, gradients and optimizer state, in full even if ranks hold shards."""
         context, tensor = self.context, self.torch.Tensor
         weights = {id(p): p for root in context.roots for p in (*root.parameters(), *root.buffers())} | {
             id(p): p for p in context.parameters
@@ -118,9 +118,9 @@ class ReferenceRun(Worker):
         state = [
             value
             for optimizer in context.optimizers
-            for each in optimizer.state.values()
-            if isinstance(each, dict)
-            for value in each.values()
+            for values in optimizer.state.values()
+            if isinstance(values, dict)
+            for value in values.values()
         ]
         return {
             "weights": _bytes(weights.values()),
@@ -129,26 +129,26 @@ class ReferenceRun(Worker):
         }
 
     def _sketch(self) -> None:
-        self.gradients = [sketched(self.torch, p.grad) for p in self.context.parameters]
+        self.gradients = [sketch(self.torch, p.grad) for p in self.context.parameters]
 
-    def _tell(self) -> None:
+    def _send_results(self) -> None:
         if self.claimed is None:
             self._claim()
-        if not self.claimed or self.info:
+        if not self.claimed or self.answered:
             return
-        self.info = True
+        self.answered = True
         context = self.context
-        self.answer(
+        self.send(
             {
                 "ticks": 0,
                 "losses": [loss.hex() for loss in self.losses],
                 "gradients": self.gradients,
                 "steps": context.steps,
-                "fed": context.training_loader_numbers,
+                "training_loaders": context.training_loaders,
                 "loaders": context.loaders,
                 "context": context.describe(),
-                "divides_itself": self._divides_itself(),
-                "held": self._held(),
+                "own_ranks": self._own_ranks(),
+                "state_bytes": self._state_bytes(),
                 "device": context.device_type,
                 "applied": [o.to_json() for o in self.applier.outcomes if o.applied],
                 "skipped": [o.to_json() for o in self.applier.outcomes if not o.applied],
@@ -158,21 +158,21 @@ class ReferenceRun(Worker):
             command = self.next_command()
             if command["do"] == "finish":
                 finish(self)
-            self.answer({"error": f"unknown command {command['do']!r}"})
+            self.send({"error": f"unknown command {command['do']!r}"})
 
 
 def _bytes(tensors: Iterable[Any]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def sketched(torch: ModuleType, gradient: Tensor) -> list[float]:
-    """Return ``SKETCH`` sums over a gradient, or all of a small one; empty without a gradient."""
+def sketch(torch: ModuleType, gradient: Tensor) -> list[float]:
+    """Return ``SKETCH_SUMS`` sums over a gradient, or all of a small one; empty without a gradient."""
     if gradient is None:
         return []
     if hasattr(gradient, "full_tensor"):  # of a sharded weight
         gradient = gradient.full_tensor()
     flat = gradient.detach().to_dense().double().reshape(-1)
-    if flat.numel() <= SKETCH:
+    if flat.numel() <= SKETCH_SUMS:
         return list(map(float, flat.tolist()))
-    padded = torch.cat([flat, flat.new_zeros(-flat.numel() % SKETCH)])
-    return list(map(float, padded.view(-1, SKETCH).sum(0).tolist()))
+    padded = torch.cat([flat, flat.new_zeros(-flat.numel() % SKETCH_SUMS)])
+    return list(map(float, padded.view(-1, SKETCH_SUMS).sum(0).tolist()))

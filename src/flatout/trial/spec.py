@@ -28,12 +28,12 @@ class TrialOptions:
     reseed: bool = False  # add the seed to the program's own seeds, so that another seed gives another run
     entry: str = ENTRY
     perturbation: float = 0.0
-    watch: bool = False  # also monitor loaders, garbage collection and call counters, for a profile
+    monitor: bool = False  # also monitor loaders, garbage collection and call counters, for a profile
     table: str = TABLE  # "module:NAME" of the lever table of the Plan
     requested: Mapping[str, Any] = field(default_factory=dict)  # options of a different entry
 
 
-PLAIN = TrialOptions()
+DEFAULT_OPTIONS = TrialOptions()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,12 +50,14 @@ class TrialSpec(TrialOptions):
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> TrialSpec:
-        given = {each.name: data[each.name] for each in fields(cls)}
-        return cls(**{**given, "plan": Plan.from_json(data["plan"]), "facts": Facts.from_json(data["facts"])})
+        values = {f.name: data[f.name] for f in fields(cls)}
+        return cls(
+            **{**values, "plan": Plan.from_json(data["plan"]), "facts": Facts.from_json(data["facts"])}
+        )
 
 
 def levers(table: str) -> Iterable[Lever]:
-    """Return the lever table named by ``module:NAME``."""
+    """The lever table named by ``module:NAME``."""
     module, name = table.split(":")
-    found: Iterable[Lever] = getattr(import_module(module), name)
-    return found
+    table_levers: Iterable[Lever] = getattr(import_module(module), name)
+    return table_levers

@@ -2,14 +2,14 @@
 
 Commands (one JSON object a line), each answered with one object:
 
-    {"do": "go", "ticks": n}            run n ticks ("seconds" ends them early, "core" is where to begin), report
+    {"do": "run", "ticks": n}           run n ticks ("seconds" ends them early, "core" is where to begin), report
                                         them and the core: {"ms": [...], "core": n}
     {"do": "switch", "choices": [...]}  make exactly these live levers active
     {"do": "options"}                   return what every lever says about this program
     {"do": "replica", "choices": [...]} run the guard's step replica with these live levers, the most valuable first;
                                           "rest": false does not judge what is left of them
-    {"do": "listen", "probe": name, ...}  run some ticks with a probe (trial/probes/), and return its results
-    {"do": "watch"}                     return the monitor's results since the last call (trial/monitor.py)
+    {"do": "probe", "probe": name, ...}  run some ticks with a probe (trial/probes/), and return its results
+    {"do": "monitor"}                   return the monitor's results since the last call (trial/monitor.py)
     {"do": "record"}                    return the record so far
     {"do": "fetch"}                     fetch some batches repeatedly; return slow lines of the data set
     {"do": "finish"}                    write the record and stop the program; "draws" first fetches some
@@ -42,7 +42,7 @@ from flatout.measure.steady import is_steady
 from flatout.trial.channel import Channel, Hangup
 from flatout.trial.monitor import ProgramMonitor
 from flatout.trial.spec import TrialSpec
-from flatout.trial.worker_commands import StopTrial, obey
+from flatout.trial.worker_commands import StopTrial, run_commands
 from flatout.trial.worker_record import WorkerRecord
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-TICKS_OF_A_COMPILER = 4  # shapes, train and eval, graph recording: each may cost one
+COMPILE_TICKS = 4  # shapes, train and eval, graph recording: each may cost one
 CLOSURE_PASSES = 4  # after this many backward passes and CLOSURE_S in one optimizer step, a pass is a tick
 CLOSURE_S = 1.0
 
@@ -63,13 +63,13 @@ def attach(job: dict[str, Any]) -> None:
 
 
 class Worker(WorkerRecord):
-    # -- the program's events ---------------------------------------------------------------------------------------
+    # -- the program's events
 
     def attach(self) -> None:
         self.applier.start(self.spec.plan, BEFORE_FIRST_STEP)
         self.context.install()
-        if self.spec.watch:
-            self.watch = ProgramMonitor(self.torch, self.context, self.ledger)
+        if self.spec.monitor:
+            self.monitor = ProgramMonitor(self.torch, self.context, self.ledger)
         if self.spec.reseed and self.spec.seed:
             self._shift_seeds(self.spec.seed)
         die_with_parent()
@@ -80,7 +80,7 @@ class Worker(WorkerRecord):
             self.channel = None
         atexit.register(self._at_exit)
         self._excepthook = self.ledger.set(sys, "excepthook", self._program_failed)
-        os.register_at_fork(after_in_child=self._forked)
+        os.register_at_fork(after_in_child=self._after_fork)
 
     def _shift_seeds(self, offset: int) -> None:
         """Shift the program's own seeds; otherwise every seed of flatout would give the same curve.
@@ -91,63 +91,63 @@ class Worker(WorkerRecord):
         if "numpy" in sys.modules:
             owners.append((sys.modules["numpy"].random, "seed"))
         for owner, name in owners:
-            really = getattr(owner, name)
+            original = getattr(owner, name)
 
-            def shifted(seed: object = None, *args: object, really: Callable[..., Any] = really) -> Any:
+            def shifted(seed: object = None, *args: object, original: Callable[..., Any] = original) -> Any:
                 if isinstance(seed, int) and not is_torch(sys._getframe(1).f_code.co_filename):
                     seed += offset
-                return really(seed, *args)
+                return original(seed, *args)
 
             self.ledger.set(owner, name, shifted)
 
     def iterator_begin(self, loader: DataLoader) -> None:
-        self._pass_on("iterator_begin", loader)
+        self._forward("iterator_begin", loader)
 
     def iterator_end(self, loader: DataLoader, iterator: object) -> None:
-        self._pass_on("iterator_end", loader, iterator)
+        self._forward("iterator_end", loader, iterator)
 
     def data_begin(self, loader: DataLoader) -> None:
-        self._pass_on("data_begin", loader)
+        self._forward("data_begin", loader)
         self.phases.begin("data")
 
     def data_end(self, loader: DataLoader, batch: object) -> None:
         self.phases.end("data")
-        self._pass_on("data_end", loader, batch)
-        self.draws.observe(loader)
-        self.notes.batch(batch, describe=not self.warm)
+        self._forward("data_end", loader, batch)
+        self.draw_probe.observe(loader)
+        self.recorder.batch(batch, describe=not self.warm)
 
     def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.phases.begin("forward")
-        self._pass_on("forward_begin", root, args, kwargs)
+        self._forward("forward_begin", root, args, kwargs)
         if not self.warm:
-            self.notes.model_input(args, kwargs)
+            self.recorder.model_input(args, kwargs)
         if self.replica is not None:
             self.replica.forward_begin(root, args, kwargs)
 
     def forward_end(self, root: Module, output: object) -> None:
         self.phases.end("forward")
-        self._pass_on("forward_end", root, output)
+        self._forward("forward_end", root, output)
         if self.replica is not None:
             self.replica.forward_end(root, output)
 
     def backward_begin(self, losses: tuple[Any, ...]) -> None:
         if self.context.data_parallel is None:
-            self.notes.loss(losses)
+            self.recorder.loss(losses)
         else:  # the loss of the whole batch is known after the exchange
-            self.open_losses = losses
-        self._pass_on("backward_begin", losses)
+            self.pending_losses = losses
+        self._forward("backward_begin", losses)
         self.phases.begin("backward")
 
     def backward_end(self) -> None:
         self.phases.end("backward")
-        if self.open_losses:
-            self.notes.loss(self.open_losses)
-            self.open_losses = ()
-        self._pass_on("backward_end")
+        if self.pending_losses:
+            self.recorder.loss(self.pending_losses)
+            self.pending_losses = ()
+        self._forward("backward_end")
         if self.first_backward_s is None:
             self.first_backward_s = seconds()
             self.tick_start = self.clock.mark()
-            self.answer({"training": os.getpid()})
+            self.send({"training": os.getpid()})
         elif self.unit == "backward":
             self._tick()
         elif (
@@ -158,63 +158,63 @@ class Worker(WorkerRecord):
         ):
             self._claim()
             self.unit = "backward"
-            self._read_the_device_clock()
+            self._use_device_clock()
             self.tick_start = self.clock.mark()
 
     def exchange_begin(self) -> None:
-        self._pass_on("exchange_begin")
+        self._forward("exchange_begin")
         self.phases.begin("exchange")
 
     def exchange_end(self, traffic: object) -> None:
         self.phases.end("exchange")
-        self._pass_on("exchange_end", traffic)
+        self._forward("exchange_end", traffic)
 
     def optimizer_begin(self, optimizer: Optimizer) -> None:
         if self.replica is not None:
             self.replica.optimizer_begin(optimizer)
-        self._pass_on("optimizer_begin", optimizer)
+        self._forward("optimizer_begin", optimizer)
         self.phases.begin("optimizer")
 
     def optimizer_end(self, optimizer: Optimizer) -> None:
         self.phases.end("optimizer")
-        self._pass_on("optimizer_end", optimizer)
+        self._forward("optimizer_end", optimizer)
 
     def step_end(self) -> None:
         if self.claimed is None:
             self._claim()
-        if not self.late_done:
-            self._first_step_done()
+        if not self.late_applied:
+            self._first_step_end()
         if not self.claimed:
-            self.ranks.follow(self.context.steps, self.applier.switch)
+            self.ranks.apply_due(self.context.steps, self.applier.switch)
             return
-        self.notes.step(self.context.steps)
+        self.recorder.step(self.context.steps)
         if self.unit == "step":
             self._tick()
         elif self.stopping:
             raise StopTrial
 
-    def on_error(self, error: Exception) -> None:
-        self._last_words("broken", "".join(traceback.format_exception(error))[-8000:])
+    def broke(self, error: Exception) -> None:
+        self._write_last("broken", "".join(traceback.format_exception(error))[-8000:])
         if self.channel is not None:
             self.channel.close()  # if the program swallows the stop, the parent ends it
         raise StopTrial
 
-    def _first_step_done(self) -> None:
+    def _first_step_end(self) -> None:
         """Apply the levers that need the training context, which is known now."""
-        self.late_done = True
+        self.late_applied = True
         if self.spec.perturbation:
             perturb(self.context, self.spec.perturbation, self.ledger)
         self.applier.start(self.spec.plan, AFTER_FIRST_STEP)
         if any(o.applied and self.applier.table[o.choice.name].warms_up for o in self.applier.outcomes):
-            self.fewest_ticks = TICKS_OF_A_COMPILER
-        self._read_the_device_clock()
+            self.min_warmup_ticks = COMPILE_TICKS
+        self._use_device_clock()
         if self.unit == "step":
             self.first_step_s = seconds()
             self.tick_start = None
 
-    # -- ticks ------------------------------------------------------------------------------------------------------
+    # -- ticks
 
-    def _read_the_device_clock(self) -> None:
+    def _use_device_clock(self) -> None:
         """Switch to the device's clock once the device is known.
 
         Marks of the two clocks cannot be mixed, so earlier marks are dropped.
@@ -222,7 +222,7 @@ class Worker(WorkerRecord):
         if self.context.device_type == "cuda" and self.clock.name != "cuda":
             self.clock = clock_for(self.torch, self.context.device)
             self.phases = PhaseRecorder(self.clock)
-            self.ranks.on_gpu(self.clock)
+            self.ranks.use_gpu_clock(self.clock)
             self.tick_start = None
 
     def _tick(self) -> None:
@@ -237,97 +237,94 @@ class Worker(WorkerRecord):
             if self.replica is None:
                 return
         elif self.warm:
-            if self.listening.probe is None:
+            if self.active_probe.probe is None:
                 self.phases.step(start, now)
             else:
                 self.phases.leave_out()
-                self.listening.tick()
+                self.active_probe.tick()
             self.block.append((start, now))
-            self.block_samples += self.notes.take_samples()
-            self.block_left = self.block_left - 1 if seconds() < self.block_until_s else 0
+            self.block_samples += self.recorder.take_samples()
+            self.ticks_left = self.ticks_left - 1 if seconds() < self.block_until_s else 0
         elif self.replica is None:
             self.ticks_ms.append(self.clock.elapsed_ms(start, now))
-            self.waits_ms.append(self.phases.waited_ms())
+            self.data_waits_ms.append(self.phases.waited_ms())
             self.phases.forget()
-            if is_steady(self.ticks_ms, seconds() - (self.first_backward_s or 0.0), self.fewest_ticks):
-                self._becomes_warm()
-        if self.warm and self.block_left <= 0:
+            if is_steady(self.ticks_ms, seconds() - (self.first_backward_s or 0.0), self.min_warmup_ticks):
+                self._warmed_up()
+        if self.warm and self.ticks_left <= 0:
             self._end_block()
 
-    def _becomes_warm(self) -> None:
+    def _warmed_up(self) -> None:
         self.warm = True
         self.warmup_steps = len(self.ticks_ms) + (1 if self.unit == "step" else CLOSURE_PASSES)
         self.warmup_ms = (seconds() - self.started_s) * 1000
-        self.notes.losses()
-        self.notes.take_samples()
-        self.answer(
+        self.recorder.losses()
+        self.recorder.take_samples()
+        self.send(
             {
                 "ready": True,
                 "unit": self.unit,
                 "ticks": len(self.ticks_ms),
                 "tick_ms": block_ms(self.ticks_ms[-8:]),
                 "warmup_ms": self.warmup_ms,
-                "data_ms": median(self.waits_ms[-8:]),
-                "once_s": self.context.handed_on.filled_s if self.context.handed_on is not None else 0.0,
-                "copies": copies_that_fit(self.torch, self.context.device, self.ranks.local_world),
+                "data_ms": median(self.data_waits_ms[-8:]),
+                "dataset_fetch_s": self.context.handed_on.filled_s
+                if self.context.handed_on is not None
+                else 0.0,
+                "max_copies": copies_that_fit(self.torch, self.context.device, self.ranks.local_world),
                 "device": self.context.device_type,
                 "boundaries": "backward" if self.context.boundaries.by_backward else "optimizer",
                 "applied": [o.to_json() for o in self.applier.outcomes if o.applied],
                 "skipped": [o.to_json() for o in self.applier.outcomes if not o.applied],
             }
         )
-        obey(self)
+        run_commands(self)
 
     def _end_block(self) -> None:
-        if self.ranks.due is not None:
+        if self.ranks.pending is not None:
             self.block = []  # the step in which the other ranks received the command
         elif self.replica is not None and self.replica.captured:
-            verdict, self.replica = self.replica.judge_and_narrow(), None
+            verdict, self.replica = self.replica.judge_and_blame(), None
             self.block = []  # steps with a probe are not measured
-            self.answer({"replica": verdict})
+            self.send({"replica": verdict})
         elif self.replica is None:
             self.clock.settle()
             ms = [self.clock.elapsed_ms(a, b) for a, b in self.block]
             self.block = []
-            if self.listening.probe is not None:
-                self.answer({**self.listening.end(), "ms": ms})
+            if self.active_probe.probe is not None:
+                self.send({**self.active_probe.end(), "ms": ms})
             else:
                 self.measured.extend(ms)
                 self.measured_samples += self.block_samples
-                self.answer({"ms": ms, "core": current_core()})
+                self.send({"ms": ms, "core": current_core()})
         else:
             return  # the replica needs another step
         self.block_samples = 0
-        obey(self)
+        run_commands(self)
 
-    # -- the record -------------------------------------------------------------------------------------------------
+    # -- the record
 
     def _program_failed(self, kind: Any, error: Any, trace: Any) -> None:
         # A launcher fails because its ranks were stopped: the record of the measured rank stays.
-        if os.getpid() == self.owner and (
+        if os.getpid() == self.owner_pid and (
             self.claimed or (self.claimed is None and not self.folder.claim.exists())
         ):
             text = "".join(traceback.format_exception(kind, error, trace))
-            recorded = self.listening.last_words()
-            self._last_words("failed", text[-8000:])
+            recorded = self.active_probe.partial_result()
+            self._write_last("failed", text[-8000:])
             if recorded is not None:
                 ms = [self.clock.elapsed_ms(a, b) for a, b in self.block]
-                self.answer(
-                    {
-                        **recorded,
-                        "ms": ms,
-                        "failed": traceback.format_exception_only(kind, error)[-1].strip()[:400],
-                    }
-                )
+                why = traceback.format_exception_only(kind, error)[-1].strip()[:400]
+                self.send({**recorded, "ms": ms, "failed": why})
         self._excepthook(kind, error, trace)
 
     def _at_exit(self) -> None:
-        if os.getpid() == self.owner and self.claimed:
-            self._last_words("ended", "the program finished by itself")
+        if os.getpid() == self.owner_pid and self.claimed:
+            self._write_last("ended", "the program finished by itself")
 
-    def _forked(self) -> None:
+    def _after_fork(self) -> None:
         if self.claimed or self.context.steps or self.context.backwards:
             self.written = True  # a forked child has nothing to record
         elif self.channel is not None:
-            self.owner = os.getpid()
+            self.owner_pid = os.getpid()
         die_with_parent()

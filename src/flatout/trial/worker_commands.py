@@ -10,30 +10,30 @@ from flatout.measure.clock import seconds
 from flatout.measure.cores import move_to
 from flatout.measure.statistics import median
 from flatout.schema.lever import Options
-from flatout.trial.fetching import fetches
+from flatout.trial.fetching import time_fetches
 from flatout.trial.rank_sync import choices_of
 from flatout.trial.worker_record import WorkerRecord
 
 
-def obey(worker: WorkerRecord) -> None:
+def run_commands(worker: WorkerRecord) -> None:
     """Carry out one command after another until the program is to run steps again."""
     while True:
-        due = worker.ranks.take_due()
-        command = due or worker.next_command()
-        do = command["do"]
-        if due is None and worker.ranks.concerns_all(command):
-            worker.ranks.tell(command, worker.context.steps + worker.ranks.lead_steps)
-            worker.block_left, worker.block_until_s = worker.ranks.lead_steps, float("inf")
+        pending = worker.ranks.take_pending()
+        command = pending or worker.next_command()
+        name = command["do"]
+        if pending is None and worker.ranks.is_for_all(command):
+            worker.ranks.announce(command, worker.context.steps + worker.ranks.lead_steps)
+            worker.ticks_left, worker.block_until_s = worker.ranks.lead_steps, float("inf")
             break
-        if do == "go":
-            worker.block_left = int(command["ticks"])
+        if name == "run":
+            worker.ticks_left = int(command["ticks"])
             worker.block_until_s = seconds() + float(command.get("seconds", "inf"))
-            if command.get("core") is not None and not worker.ranks.several:
+            if command.get("core") is not None and not worker.ranks.multi_rank:
                 move_to(command["core"])
             break
-        if do == "replica":
+        if name == "replica":
             # The replica's copies of the model do not belong to the program
-            worker.peak_bytes = worker.peak_now()
+            worker.peak_bytes = worker.current_peak()
             worker.replica = StepReplica(
                 worker.context,
                 worker.applier,
@@ -41,26 +41,26 @@ def obey(worker: WorkerRecord) -> None:
                 median(worker.ticks_ms),
                 bool(command.get("rest", True)),
             )
-            worker.block_left = 0
+            worker.ticks_left = 0
             break
-        if do == "listen":
-            failed = worker.listening.begin(command)
-            if worker.listening.probe is not None:
-                worker.block_left = worker.listening.probe.ticks
+        if name == "probe":
+            why_not = worker.active_probe.begin(command)
+            if worker.active_probe.probe is not None:
+                worker.ticks_left = worker.active_probe.probe.ticks
                 worker.block_until_s = seconds() + float(command.get("seconds", "inf"))
                 break
-            worker.answer({"why_not": failed})
+            worker.send({"why_not": why_not})
             continue
-        if do == "finish":
+        if name == "finish":
             finish(worker, bool(command.get("draws")))
-        worker.answer(_do(worker, do, command))
+        worker.send(_execute(worker, name, command))
     worker.phases._open.clear()
     worker.clock.settle()
     worker.tick_start = worker.clock.mark()
 
 
-def _do(worker: WorkerRecord, do: str, command: dict[str, Any]) -> dict[str, Any]:
-    if do == "switch":
+def _execute(worker: WorkerRecord, name: str, command: dict[str, Any]) -> dict[str, Any]:
+    if name == "switch":
         outcomes = worker.applier.switch(choices_of(command["choices"]))
         # Reports of other levers stay for the record
         switched = {choice["name"] for choice in command["choices"]}
@@ -69,40 +69,40 @@ def _do(worker: WorkerRecord, do: str, command: dict[str, Any]) -> dict[str, Any
         return {
             "applied": [o.to_json() for o in outcomes if o.applied],
             "skipped": [o.to_json() for o in outcomes if not o.applied],
-            "ticks": worker.ranks.lead_steps if worker.ranks.several else 0,
+            "ticks": worker.ranks.lead_steps if worker.ranks.multi_rank else 0,
             "reports": [{"name": name, "reason": sentence} for name, sentence in reports],
         }
-    if do == "options":
+    if name == "options":
         answers = worker.applier.options()
         return {
             "options": {
-                name: {"values": list(a.values), "effect": a.effect}
-                if isinstance(a, Options)
-                else {"skip": a.reason}
-                for name, a in answers.items()
+                name: {"values": list(options.values), "effect": options.effect}
+                if isinstance(options, Options)
+                else {"skip": options.reason}
+                for name, options in answers.items()
             },
             "context": worker.context.describe(),
         }
-    if do == "watch":
-        if worker.watch is None:
+    if name == "monitor":
+        if worker.monitor is None:
             return {"error": "this trial runs without the monitor"}
-        info = worker.watch.summary()
-        worker.watch.start_window()
-        return info
-    if do == "record":
+        summary = worker.monitor.summary()
+        worker.monitor.start_window()
+        return summary
+    if name == "record":
         return {"record": worker.record("running", "").to_json()}
-    if do == "fetch":
-        return {"fetches": fetches(worker.torch, worker.context)}
-    return {"error": f"unknown command {do!r}"}
+    if name == "fetch":
+        return {"fetches": time_fetches(worker.torch, worker.context)}
+    return {"error": f"unknown command {name!r}"}
 
 
 def finish(worker: WorkerRecord, draws: bool = False) -> NoReturn:
     if draws:
         worker.context.paused = True  # this loader is not the program's
-        worker.drawn = worker.draws.take()
+        worker.sample_draws = worker.draw_probe.fetch()
         worker.context.paused = False
     worker.write_record("finished", "stopped after the requested steps")
-    worker.answer({"written": True, "pid": os.getpid()})
+    worker.send({"written": True, "pid": os.getpid()})
     worker.stopping = True
     raise StopTrial
 

@@ -27,7 +27,7 @@ from flatout.schema.records import TrialRecord
 from flatout.trial.channel import Channel, Hangup
 from flatout.trial.monitor import ProgramMonitor
 from flatout.trial.probes.active import ActiveProbe
-from flatout.trial.probes.probe import ProbeContext
+from flatout.trial.probes.probe import ProbeTools
 from flatout.trial.rank_sync import RankSync
 from flatout.trial.recorder import TrainingRecorder
 from flatout.trial.spec import TrialSpec, levers
@@ -45,22 +45,24 @@ class WorkerRecord(Listener):
         self.ledger = Ledger()
         self.context = TrainingContext(torch, self, self.ledger)
         self.applier = Applier(levers(spec.table), spec.facts, self.context)
-        self.looking = overlay_of_process().bypass  # inside, files are the real ones
+        self.real_files = overlay_of_process().bypass  # inside, files are the real ones
         if self.folder.handed_on.is_dir():
             from flatout.data.shared_samples import SharedSamples
 
-            self.context.handed_on = SharedSamples(self.folder.handed_on, self.looking, seconds)
-        self.notes = TrainingRecorder(torch, self.context)
-        self.draws = SampleDrawProbe(torch)
-        self.open_losses: tuple[Any, ...] = ()
-        self.drawn: list[list[list[float]]] = []
+            self.context.handed_on = SharedSamples(self.folder.handed_on, self.real_files, seconds)
+        self.recorder = TrainingRecorder(torch, self.context)
+        self.draw_probe = SampleDrawProbe(torch)
+        self.pending_losses: tuple[Any, ...] = ()
+        self.sample_draws: list[list[list[float]]] = []
         self.replica: StepReplica | None = None
         self.peak_bytes: int | None = None  # measured before a replica
-        self.watch: ProgramMonitor | None = None
-        self.listening = ActiveProbe(ProbeContext(torch, self.context, self.looking, self.notes.kept))
-        self.ranks = RankSync(self.folder, self.looking)
+        self.monitor: ProgramMonitor | None = None
+        self.active_probe = ActiveProbe(
+            ProbeTools(torch, self.context, self.real_files, self.recorder.loss_tensors)
+        )
+        self.ranks = RankSync(self.folder, self.real_files)
         self.channel: Channel | None = None
-        self.owner = os.getpid()
+        self.owner_pid = os.getpid()
         self.claimed: bool | None = None  # None until the first step
         self.unit = "step"
         self.clock: Clock = HostClock()
@@ -68,27 +70,26 @@ class WorkerRecord(Listener):
         self.started_s = seconds()
         self.first_backward_s: float | None = None
         self.warm = False
-        self.fewest_ticks = 1
+        self.min_warmup_ticks = 1
         self.warmup_steps = 0
         self.warmup_ms = 0.0
         self.ticks_ms: list[float] = []
-        self.waits_ms: list[float] = []  # for data, during the warm-up
+        self.data_waits_ms: list[float] = []  # for data, during the warm-up
         self.tick_start: Any = None
         self.block: list[tuple[Any, Any]] = []
         self.block_samples = 0
-        self.block_left = 0
+        self.ticks_left = 0
         self.block_until_s = 0.0
         self.measured: list[float] = []
         self.measured_samples = 0
         self.written = False
         self.stopping = False
-        self.late_done = False
+        self.late_applied = False
 
-    def _pass_on(self, event: str, *what: object) -> None:
-        """Pass an event on to the monitor and the open probe."""
-        for other in (self.watch, self.listening.probe):
-            if other is not None:
-                getattr(other, event)(*what)
+    def _forward(self, event: str, *args: object) -> None:
+        for listener in (self.monitor, self.active_probe.probe):
+            if listener is not None:
+                getattr(listener, event)(*args)
 
     def next_command(self) -> dict[str, Any]:
         if self.channel is None:
@@ -98,7 +99,7 @@ class WorkerRecord(Listener):
         except Hangup:
             os._exit(1)  # the parent is gone, so the trial is useless
 
-    def answer(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any]) -> None:
         if self.channel is not None:
             try:
                 self.channel.send(message)
@@ -118,7 +119,7 @@ class WorkerRecord(Listener):
         ]
         outcomes += self.applier.outcomes
         step_ms = block_ms(self.measured) if self.measured else None
-        notes = self.notes
+        recorder = self.recorder
         per_step = (
             self.measured_samples / len(self.measured)
             if self.measured and self.measured_samples and self.unit == "step"
@@ -138,13 +139,13 @@ class WorkerRecord(Listener):
             samples_per_step=per_step,
             samples_per_s=per_step / step_ms * 1000 if per_step and step_ms else None,
             phases={name: phase.to_json() for name, phase in self.phases.summary().items()},
-            losses=notes.losses(),
-            loss_steps=notes.loss_steps,
-            batch_hashes=notes.batch_hashes,
-            batch_statistics=notes.batch_statistics,
-            draws=self.drawn,
-            weights_digests=notes.weights_digests,
-            peak_memory_bytes=self.peak_now(),
+            losses=recorder.losses(),
+            loss_steps=recorder.loss_steps,
+            batch_hashes=recorder.batch_hashes,
+            batch_statistics=recorder.batch_statistics,
+            draws=self.sample_draws,
+            weights_digests=recorder.weights_digests,
+            peak_memory_bytes=self.current_peak(),
             device=self.context.device_type,
             seed=self.spec.seed,
             plan=self.spec.plan.to_json(),
@@ -157,16 +158,16 @@ class WorkerRecord(Listener):
             versions={"python": sys.version.split()[0], "torch": str(self.torch.__version__)},
         )
 
-    def peak_now(self) -> int:
+    def current_peak(self) -> int:
         return peak_bytes(self.torch, self.context.device) if self.peak_bytes is None else self.peak_bytes
 
     def write_record(self, status: str, reason: str) -> None:
         if not self.written:
             self.written = True
-            with self.looking():  # the record is written outside the overlay
+            with self.real_files():  # the record is written outside the overlay
                 write_json(self.folder.result, self.record(status, reason).to_json())
 
-    def _last_words(self, status: str, reason: str) -> None:
+    def _write_last(self, status: str, reason: str) -> None:
         try:
             self.write_record(status, reason)
         except Exception as error:

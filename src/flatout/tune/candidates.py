@@ -16,7 +16,7 @@ from flatout.schema.session import LeverRecord
 # How a ratio was measured: by switching in running programs, or between alternating programs
 LIVE, PROCESSES = "live", "processes"
 NO_TIME = "not measured: the budget ran out"
-FOR_MEMORY = "saves memory, but no memory limit is set; for example, add `--memory-limit 8GB`"
+MEMORY_ONLY = "saves memory, but no memory limit is set; for example, add `--memory-limit 8GB`"
 NO_GAIN, SLOWER = "no speed-up beyond the noise", "slower here"
 DISTURBED = "other programs may have hidden its effect"
 
@@ -26,7 +26,7 @@ class Candidate:
     """One lever in this search.
 
     ``value`` and ``ratio`` belong to the chosen value, or to the best value if none is chosen. ``ratio`` is
-    the speed-up of the lever given the rest of the plan. ``for_memory``: the lever is judged by the memory it
+    the speed-up of the lever given the rest of the plan. ``saves_memory``: the lever is judged by the memory it
     saves, not by its speed.
     """
 
@@ -35,10 +35,10 @@ class Candidate:
     effect: Effect
     value: Value | None = None
     ratio: Ratio | None = None
-    how: str = ""
+    method: str = ""
     reason: str = ""
     status: Status = Status.SKIPPED
-    for_memory: bool = False
+    saves_memory: bool = False
     rejected: dict[str, str] = field(default_factory=dict)  # failed values as text, each with its reason
 
     @property
@@ -48,17 +48,17 @@ class Candidate:
         return Choice(self.lever.name, self.value, Origin.TUNER)
 
     @property
-    def open(self) -> bool:
+    def selectable(self) -> bool:
         """Whether it may still be part of the plan."""
-        return bool(self.values) and self.status is not Status.REJECTED and not self.for_memory
+        return bool(self.values) and self.status is not Status.REJECTED and not self.saves_memory
 
     def reject(self, reason: str) -> None:
         self.status, self.reason = Status.REJECTED, reason
 
-    def without(self, value: Value, reason: str) -> None:
+    def reject_value(self, value: Value, reason: str) -> None:
         """Remove one value; without values left, the lever is rejected."""
         self.rejected[spell(self.lever.name, value)] = reason
-        self.values = tuple(each for each in self.values if each != value)
+        self.values = tuple(other for other in self.values if other != value)
         if not self.values:
             self.value = value
             self.reject(reason)
@@ -75,76 +75,62 @@ class Candidate:
             ratio.n if ratio else 0,
             self.reason,
             self.effect.value,
-            self.how,
+            self.method,
         )
 
 
-def consider(
+def make_candidates(
     options: dict[str, Any],
     effects: frozenset[Effect],
-    only: frozenset[str] | None,
-    limited: bool = False,
+    only_levers: frozenset[str] | None,
+    memory_limited: bool = False,
     base: Plan | None = None,
-    unfit: Callable[[Lever, Plan | None], str] = lambda lever, base: "",
+    why_incompatible: Callable[[Lever, Plan | None], str] = lambda lever, base: "",
 ) -> dict[str, Candidate]:
     """Combine the answers of all levers with the restrictions of the search.
 
-    ``limited``: memory is limited. ``base`` is the plan that applies to all programs of the search, and
-    ``unfit`` says why a lever cannot be combined with it.
+    ``base`` is the plan that applies to all its programs.
     """
-    found = {}
+    candidates = {}
     for lever in TABLE:
         if base is not None and base.get(lever.name) is not None:
             continue  # it already applies to all programs of the search
         answer = options[lever.name]
+        effect = Effect(answer["effect"]) if answer.get("effect") else lever.effect
         if "skip" in answer:
-            found[lever.name] = Candidate(lever, (), lever.effect, reason=answer["skip"])
-            continue
-        effect = Effect(answer["effect"]) if answer["effect"] else lever.effect
-        if only is not None and lever.name not in only:
-            found[lever.name] = Candidate(lever, (), effect, reason="not among the requested levers")
+            reason = answer["skip"]
+        elif only_levers is not None and lever.name not in only_levers:
+            reason = "not among the requested levers"
         elif effect is Effect.CHANGES_MATH:
-            found[lever.name] = Candidate(
-                lever,
-                (),
-                effect,
-                reason="changes the training result, so the tuner never selects it; name it in a plan to use it",
-            )
-        elif apart := unfit(lever, base):
-            found[lever.name] = Candidate(lever, (), effect, reason=apart)
-        elif effect not in effects:
-            found[lever.name] = Candidate(
-                lever, (), effect, reason=f"its effect here is {effect}, which was not requested"
-            )
-        elif lever.saves_memory and not limited and only is None:
-            found[lever.name] = Candidate(lever, (), effect, reason=FOR_MEMORY)
-        else:
-            found[lever.name] = Candidate(
-                lever,
-                tuple(answer["values"]),
-                effect,
-                reason=NO_TIME,
-                for_memory=lever.saves_memory and limited,
-            )
-    return found
+            reason = "changes the training result, so the tuner never selects it; name it in a plan to use it"
+        elif not (reason := why_incompatible(lever, base)):
+            if effect not in effects:
+                reason = f"its effect here is {effect}, which was not requested"
+            elif lever.saves_memory and not memory_limited and only_levers is None:
+                reason = MEMORY_ONLY
+        values = () if reason else tuple(answer["values"])
+        candidates[lever.name] = Candidate(
+            lever,
+            values,
+            effect,
+            reason=reason or NO_TIME,
+            saves_memory=not reason and lever.saves_memory and memory_limited,
+        )
+    return candidates
 
 
-def without_long_starts(
+def drop_slow_fetches(
     candidates: Mapping[str, Candidate],
     loaders: Iterable[Mapping[str, Any]],
     ready: Mapping[str, Any],
-    most_s: float,
+    max_fetch_s: float,
 ) -> None:
-    """Remove values that fetch every sample before the first batch, if that takes longer than ``most_s``.
-
-    A sample costs its share of the wait for a batch. With workers it costs at most its share of a step times
-    their number.
-    """
+    """Remove values that fetch every sample before the first batch, if that takes longer than ``max_fetch_s``."""
     total_ms = 0.0
     for loader in loaders:
-        a_batch_ms = ready["tick_ms"] * loader["num_workers"] or ready["data_ms"]
-        total_ms += (loader["length"] or 0) / (loader["batch_size"] or 1) * a_batch_ms
-    for candidate in candidates.values() if total_ms / 1000 > most_s else ():
+        batch_ms = ready["tick_ms"] * loader["num_workers"] or ready["data_ms"]
+        total_ms += (loader["length"] or 0) / (loader["batch_size"] or 1) * batch_ms
+    for candidate in candidates.values() if total_ms / 1000 > max_fetch_s else ():
         candidate.values = tuple(value for value in candidate.values if not fetches_all(value))
 
 
@@ -154,14 +140,13 @@ def fetches_all(value: Value) -> bool:
 
 
 def plan_of(candidates: Iterable[Candidate]) -> Plan:
-    """Return the plan of these candidates, in the order in which levers act."""
-    return in_order(c.choice for c in candidates)
+    return ordered_plan(c.choice for c in candidates)
 
 
-def in_order(choices: Iterable[Choice]) -> Plan:
-    """Return a plan of these choices, in the order in which levers act."""
+def ordered_plan(choices: Iterable[Choice]) -> Plan:
+    """A plan of these choices, in the order in which levers act."""
     return Plan(tuple(sorted(choices, key=lambda choice: TABLE.names.index(choice.name))))
 
 
-def widest(candidates: Iterable[Candidate]) -> Effect:
+def widest_effect(candidates: Iterable[Candidate]) -> Effect:
     return max((c.effect for c in candidates), key=lambda effect: effect.rank)

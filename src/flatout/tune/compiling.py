@@ -9,7 +9,7 @@ import math
 
 from flatout.measure.clock import seconds
 from flatout.trial.parent import ProgramGone, Trial
-from flatout.tune.blame import program_ended
+from flatout.tune.blame import handle_end
 from flatout.tune.comparison import Member, ProgramResult, take_turns
 from flatout.tune.conclude import best_measured
 from flatout.tune.design import worth_more_time
@@ -17,17 +17,17 @@ from flatout.tune.effects import Factor, Space
 from flatout.tune.limits import COMPILE_S
 from flatout.tune.tuning import Tuning
 
-LONGEST_S = 10 * COMPILE_S  # since its start, including the time it is stopped
-LOOK_S = 0.2
+MAX_COMPILE_S = 10 * COMPILE_S  # since its start, including the time it is stopped
+POLL_S = 0.2
 # Least exploring time left, on few cores and on MANY_CORES: a start and compiling a small model
-FEWEST_S = {False: 40.0, True: 20.0}
+MIN_REMAINING_S = {False: 40.0, True: 20.0}
 MANY_CORES = 4  # from here on a compiler hardly delays other starting programs
-ALONE_SHARE = 0.15  # of the budget, for compiling that is not done, or not begun, after the last wave
-MOST_PROGRAMS = 4  # in memory at once: the observed program, two of a wave, and this one
-ALONE_PROGRAMS = 2  # the observed program and this one
+SOLE_COMPILE_SHARE = 0.15  # of the budget, for compiling that is not done, or not begun, after the last wave
+MIN_COPIES = 4  # in memory at once: the observed program, two of a wave, and this one
+MIN_COPIES_ALONE = 2  # the observed program and this one
 
 
-class Compiling:
+class BackgroundCompiler:
     """Runs one compiling program at a time, in ``interleaver.background`` until it is ready.
 
     Each factor with a long warm-up is compiled once, the most promising first.
@@ -37,129 +37,119 @@ class Compiling:
         self.tuning = tuning
         self.trial: Trial | None = None
         self.factor: Factor | None = None  # the factor being compiled
-        self.on: frozenset[str] = frozenset()
-        self.begun: set[str] = set()
+        self.active: frozenset[str] = frozenset()
+        self.started_keys: set[str] = set()
 
     @property
-    def due(self) -> Factor | None:
-        """The factor to compile next."""
-        return min(
-            (
-                factor
-                for factor in self.tuning.space.factors
-                if factor.warms_up and factor.key not in self.begun
-            ),
-            key=lambda f: f.mean,
-            default=None,
-        )
+    def next_factor(self) -> Factor | None:
+        factors = self.tuning.space.factors
+        remaining = (f for f in factors if f.warms_up and f.key not in self.started_keys)
+        return min(remaining, key=lambda f: f.mean, default=None)
 
-    def begin(self, quick: Space, alone: bool = False) -> None:
+    def begin(self, quick_space: Space, exclusive: bool = False) -> None:
         """Start compiling together with the likely best of the other factors.
 
-        ``alone``: no other program starts meanwhile.
+        ``exclusive``: no other program starts meanwhile.
         """
-        tuning, factor = self.tuning, self.due
+        tuning, factor = self.tuning, self.next_factor
         if (
             self.trial is not None
             or factor is None
-            or not (alone or self._has_room)
-            or tuning.explore_until_s - seconds() < self._fewest_s
+            or not (exclusive or self._has_room)
+            or tuning.explore_until_s - seconds() < self._min_remaining_s
         ):
             return
-        if alone and tuning.copies < ALONE_PROGRAMS:
-            tuning.keep_observed()
+        if exclusive and tuning.max_copies < MIN_COPIES_ALONE:
+            tuning.finish_plain_trial()
         self.factor = factor
-        self.begun.add(factor.key)
-        levers = {tuning.choices[key].name: key for key in tuning.fit_of(quick).best()}
-        clash = {other for pair in tuning.space.excludes if factor.lever in pair for other in pair}
-        self.on = frozenset(key for name, key in levers.items() if name not in clash) | {factor.key}
-        plan = tuning.plan_for(self.on)
+        self.started_keys.add(factor.key)
+        levers = {tuning.choices[key].name: key for key in tuning.fit_of(quick_space).best()}
+        conflicting = {other for pair in tuning.space.excludes if factor.lever in pair for other in pair}
+        self.active = frozenset(key for name, key in levers.items() if name not in conflicting) | {factor.key}
+        plan = tuning.plan_for(self.active)
         tuning.stage(
-            "compiling", plan.describe() if alone else f"{plan.describe()}, while others are measured"
+            "compiling", plan.describe() if exclusive else f"{plan.describe()}, while others are measured"
         )
         self.trial = tuning.interleaver.start(plan, 0)
         tuning.interleaver.background.append(self.trial)
 
     @property
     def _has_room(self) -> bool:
-        """Whether it fits into memory together with a wave."""
-        return self.tuning.copies >= MOST_PROGRAMS
+        return self.tuning.max_copies >= MIN_COPIES
 
     @property
-    def _fewest_s(self) -> float:
-        return FEWEST_S[self.tuning.facts.cores >= MANY_CORES]
+    def _min_remaining_s(self) -> float:
+        return MIN_REMAINING_S[self.tuning.facts.cores >= MANY_CORES]
 
-    def look(self, wait_s: float = 0.0) -> bool:
+    def poll(self, wait_s: float = 0.0) -> bool:
         """Measure it if it is ready. Returns True if there is nothing left to wait for."""
         tuning, trial = self.tuning, self.trial
         if trial is None:
             return True
         try:
-            if not trial.is_ready(trial.started_s + LONGEST_S, wait_s):
+            if not trial.is_ready(trial.started_s + MAX_COMPILE_S, wait_s):
                 return False
-            trial.hold(look_again=True)
+            trial.pause(look_again=True)
             tuning.interleaver.background.remove(trial)
             self._measure(trial)
         except ProgramGone as gone:
-            program_ended(tuning, self.on, ProgramResult(gone=gone.record))
+            handle_end(tuning, self.active, ProgramResult(end_record=gone.record))
         self._end(trial)
         return True
 
     def _measure(self, trial: Trial) -> None:
-        tuning, on = self.tuning, self.on
-        for left in trial.ready.get("skipped", ()):
-            program_ended(tuning, on, ProgramResult(left_out=(left["name"], left["reason"])))
+        tuning, active = self.tuning, self.active
+        for skipped in trial.ready.get("skipped", ()):
+            handle_end(tuning, active, ProgramResult(failed_lever=(skipped["name"], skipped["reason"])))
             return
-        live = frozenset(key for key in on if tuning.candidates[tuning.choices[key].name].lever.live)
-        without = frozenset(
+        live = frozenset(key for key in active if tuning.candidates[tuning.choices[key].name].lever.live)
+        without_compiler = frozenset(
             key for key in live if not tuning.candidates[tuning.choices[key].name].lever.warms_up
         )
-        rows = [live, without, without, live, live, without]
-        tuning.stage("exploring", f"{tuning.plan_for(on).describe()}: with and without the compiler")
+        rows = [live, without_compiler, without_compiler, live, live, without_compiler]
+        tuning.stage("exploring", f"{tuning.plan_for(active).describe()}: with and without the compiler")
         member = Member(trial, tuning.live_rows(rows), ProgramResult(), fresh=False)
-        take_turns(
-            tuning.interleaver,
-            [member],
-            max(tuning.explore_until_s, seconds() + 8 * tuning.interleaver.block_s),
-        )
+        until_s = max(tuning.explore_until_s, seconds() + 8 * tuning.interleaver.block_s)
+        take_turns(tuning.interleaver, [member], until_s)
         tuning.processes += 1
-        tuning.keep_blocks(tuning.processes, [on - live | row for row in rows], member.seen, 0)
-        program_ended(tuning, on, member.seen)
+        tuning.add_blocks(tuning.processes, [active - live | row for row in rows], member.result, 0)
+        handle_end(tuning, active, member.result)
 
     @property
     def reserved_s(self) -> float:
-        """The part of the exploring time reserved for the compiler alone."""
-        alone_s = min(COMPILE_S, ALONE_SHARE * self.tuning.budget_s)
-        if self.trial is None and (self.due is None or self._has_room or alone_s < self._fewest_s):
+        sole_compile_s = min(COMPILE_S, SOLE_COMPILE_SHARE * self.tuning.budget_s)
+        if self.trial is None and (
+            self.next_factor is None or self._has_room or sole_compile_s < self._min_remaining_s
+        ):
             return 0.0
-        return alone_s
+        return sole_compile_s
 
-    def wait(self, quick: Space) -> None:
+    def wait(self, quick_space: Space) -> None:
         """Spend the rest of the exploring time on compilers alone.
 
         If that is too short, their levers get a reason.
         """
-        self._begin_the_next(quick)
+        self._begin_next(quick_space)
         while self.trial is not None:
-            self._wait(self.trial)
-            self._begin_the_next(quick)
+            self._wait_for(self.trial)
+            self._begin_next(quick_space)
 
-    def _begin_the_next(self, quick: Space) -> None:
+    def _begin_next(self, quick_space: Space) -> None:
         if not self.tuning.blocks or worth_more_time(self.tuning.refit(), best_measured(self.tuning)):
-            self.begin(quick, alone=True)
+            self.begin(quick_space, exclusive=True)
 
-    def _wait(self, trial: Trial) -> None:
+    def _wait_for(self, trial: Trial) -> None:
         tuning, factor = self.tuning, self.factor
         assert factor is not None
-        tuning.stage("compiling", tuning.plan_for(self.on).describe())
-        trial.go_on()
-        while not self.look(LOOK_S):
+        tuning.stage("compiling", tuning.plan_for(self.active).describe())
+        trial.resume()
+        while not self.poll(POLL_S):
             if seconds() >= tuning.explore_until_s:
                 spent_s = seconds() - trial.started_s
-                more = f"give --budget {math.ceil((tuning.budget_s + COMPILE_S) / 60)}m"
+                hint = f"give --budget {math.ceil((tuning.budget_s + COMPILE_S) / 60)}m"
                 tuning.candidates[
                     factor.lever
-                ].reason = f"compilation did not finish within {spent_s:.0f} s; {more}"
+                ].reason = f"compilation did not finish within {spent_s:.0f} s; {hint}"
                 self._end(trial)
                 return
 

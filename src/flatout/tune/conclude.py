@@ -7,44 +7,43 @@ import math
 from flatout.schema.enums import Effect, Status
 from flatout.schema.records import QUANTILE, Ratio
 from flatout.tune.candidates import DISTURBED, LIVE, NO_GAIN, NO_TIME, PROCESSES, SLOWER, Candidate
-from flatout.tune.goal import only
+from flatout.tune.goal import restricted
 from flatout.tune.tuning import Tuning
 
 # The chance of being faster that a lever of the plan needs: in general, if it is exact, if it has a warm-up.
-LIKELY, LIKELY_EXACT, LIKELY_WARM = 0.75, 0.6, 0.9
-DATA_SHARE = 0.3  # of a step; above this it is reported
-WORTH_A_LEVER = 0.003  # of log time
+MIN_CHANCE, MIN_CHANCE_EXACT, MIN_CHANCE_WARMUP = 0.75, 0.6, 0.9
+REPORTED_DATA_SHARE = 0.3  # of a step
+MIN_GAIN_PER_LEVER = 0.003  # of log time
 
 
 def best_measured(tuning: Tuning) -> frozenset[str]:
-    """Return the fastest measured set by expectation.
+    """The fastest measured set by expectation.
 
     A lever whose benefit is uncertain stays out of the plan.
     """
-    if not tuning.measured:
+    if not tuning.measured_keys:
         return frozenset()
-    fitted = tuning.fit_of(only(tuning.space, tuning.measured))
-    best = fitted.best(WORTH_A_LEVER)
+    fitted = tuning.fit_of(restricted(tuning.space, tuning.measured_keys))
+    best = fitted.best(MIN_GAIN_PER_LEVER)
     while best:
-        spare = {
-            key: fitted.effect(key, best).chance - _needed(tuning.candidates[tuning.choices[key].name])
+        margin = {
+            key: fitted.effect(key, best).chance - _min_chance(tuning.candidates[tuning.choices[key].name])
             for key in sorted(best)
         }
-        least = min(spare, key=lambda key: spare[key])
-        if spare[least] >= 0 or not tuning.space.allowed(best - {least}):
+        weakest = min(margin, key=lambda key: margin[key])
+        if margin[weakest] >= 0 or not tuning.space.allowed(best - {weakest}):
             break
-        best -= {least}
+        best -= {weakest}
     return best
 
 
-def _needed(candidate: Candidate) -> float:
-    """Return the chance of being faster that the candidate needs to join the plan."""
+def _min_chance(candidate: Candidate) -> float:
     return (
-        LIKELY_WARM
+        MIN_CHANCE_WARMUP
         if candidate.lever.warms_up
-        else LIKELY_EXACT
+        else MIN_CHANCE_EXACT
         if candidate.effect is Effect.EXACT
-        else LIKELY
+        else MIN_CHANCE
     )
 
 
@@ -52,28 +51,26 @@ def conclude(tuning: Tuning) -> list[Candidate]:
     """Give every candidate its result, given the rest of the plan; return the candidates of the plan."""
     best = best_measured(tuning)
     chosen = {tuning.choices[key].name: key for key in best}
-    found = []
+    selected = []
     for candidate in tuning.candidates.values():
         keys = [
             key
             for key, choice in tuning.choices.items()
-            if choice.name == candidate.lever.name and key in tuning.measured
+            if choice.name == candidate.lever.name and key in tuning.measured_keys
         ]
         if not keys or candidate.status is Status.REJECTED:
             candidate.reason = candidate.reason or NO_TIME
             continue
         key = chosen.get(candidate.lever.name) or max(keys, key=lambda key: tuning.effect(key, best).median)
         candidate.value, candidate.ratio = tuning.choices[key].value, tuning.effect(key, best)
-        candidate.how = LIVE if candidate.lever.live and tuning.interleaver.unit == "step" else PROCESSES
+        candidate.method = LIVE if candidate.lever.live and tuning.interleaver.unit == "step" else PROCESSES
         if candidate.lever.name in chosen:
-            candidate.status, candidate.reason = (
-                Status.SKIPPED,
-                "part of the plan; the search ended before it was confirmed",
-            )
-            found.append(candidate)
+            candidate.status = Status.SKIPPED
+            candidate.reason = "part of the plan; the search ended before it was confirmed"
+            selected.append(candidate)
             continue
-        clear = candidate.ratio.low > 1.0 or candidate.ratio.high < 1.0
-        if tuning.disturbance.disturbed and not clear:  # the disturbance may be larger than the effect
+        certain = candidate.ratio.low > 1.0 or candidate.ratio.high < 1.0
+        if tuning.disturbance.disturbed and not certain:  # the disturbance may be larger than the effect
             candidate.reject(DISTURBED)
             candidate.ratio = None
         else:
@@ -83,49 +80,48 @@ def conclude(tuning: Tuning) -> list[Candidate]:
             tuning.plan_for(best).describe(),
             "design",
             tuning.gain(best),
-            f"{len(tuning.blocks)} blocks of {len(tuning.numbers)} processes",
+            f"{len(tuning.blocks)} blocks of {len(tuning.process_numbers)} processes",
             tuning.start_s,
         )
     else:
-        _say_why_nothing(tuning)
+        _explain_no_plan(tuning)
     tuning.save()
-    return found
+    return selected
 
 
-def _say_why_nothing(tuning: Tuning) -> None:
-    """Say whether nothing is faster, or whether the search could not tell."""
-    session, more = tuning.session, f"give --budget {tuning.enough_m(tuning.budget_s)}m"
-    if tuning.choices and not tuning.measured:
-        session.undecided, session.obstacle = True, f"no lever could be measured in time; {more}"
+def _explain_no_plan(tuning: Tuning) -> None:
+    session, hint = tuning.session, tuning.budget_hint(tuning.budget_s)
+    if tuning.choices and not tuning.measured_keys:
+        session.undecided, session.obstacle = True, f"no lever could be measured in time; {hint}"
     elif tuning.disturbance.disturbed and any(
         c.status is Status.REJECTED and c.reason == DISTURBED for c in tuning.candidates.values()
     ):
         session.undecided = True
-        session.obstacle = f"{tuning.disturbance.sentence()}, which may hide a speed-up; stop them, or {more}"
+        session.obstacle = f"{tuning.disturbance.sentence()}, which may hide a speed-up; stop them, or {hint}"
 
 
-def noise_of(tuning: Tuning) -> Ratio:
-    """Return the process-to-process variation of the speed of one program, as an interval around 1."""
+def noise_floor(tuning: Tuning) -> Ratio:
+    """The process-to-process variation of the speed of one program, as an interval around 1."""
     fitted = tuning.fitted or tuning.refit()
-    apart = math.exp(QUANTILE * math.sqrt(2) * fitted.luck)
-    return Ratio(1.0, 1 / apart, apart, len(tuning.numbers))
+    spread = math.exp(QUANTILE * math.sqrt(2) * fitted.process_sd)
+    return Ratio(1.0, 1 / spread, spread, len(tuning.process_numbers))
 
 
-def obstacle(tuning: Tuning) -> str:
-    """Return what limits the plan and the command that would help; empty if nothing is known."""
+def limiting_factor(tuning: Tuning) -> str:
+    """What limits the plan and the command that would help; empty if nothing is known."""
     session = tuning.session
-    late = [
+    skipped = [
         c
         for c in tuning.candidates.values()
         if c.status is Status.SKIPPED
         and c.values
-        and not c.for_memory
+        and not c.saves_memory
         and (c.reason == NO_TIME or c.lever.warms_up)
     ]
-    if late:
-        names = ", ".join(candidate.lever.name for candidate in late)
+    if skipped:
+        names = ", ".join(candidate.lever.name for candidate in skipped)
         return f"{names} could not be measured in time; give --budget {max(2, math.ceil(2 * tuning.budget_s / 60))}m"
     data = session.best.phases.get("data", {}).get("share", 0.0)
-    if data >= DATA_SHARE:
+    if data >= REPORTED_DATA_SHARE:
         return f"{data:.0%} of a step is spent waiting for data; `flatout profile` shows where"
     return ""

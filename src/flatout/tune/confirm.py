@@ -1,7 +1,5 @@
 """Confirmation: fresh pairs of processes, plain and tuned, each pair with its own seed.
 
-Speed and guard use the same runs.
-
 The blocks of the pairs join all others in the regression, so the verdict uses every measurement. If the guard
 rejects a plan, the levers responsible are found and left out (`flatout.tune.narrow`), and the rest is
 confirmed.
@@ -23,92 +21,90 @@ from flatout.schema.enums import Origin, Status
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import NOT_SLOWER, Ratio, TrialRecord
 from flatout.schema.session import GuardRecord, ProgramFigures
-from flatout.tune.candidates import Candidate, fetches_all, plan_of, widest
-from flatout.tune.conclude import obstacle
-from flatout.tune.limits import FEWEST_PAIRS, PAIRS
-from flatout.tune.narrow import without_the_culprits
-from flatout.tune.pairs import Pairs, keys_of, more_pairs
+from flatout.tune.candidates import Candidate, fetches_all, plan_of, widest_effect
+from flatout.tune.conclude import limiting_factor
+from flatout.tune.limits import MIN_PAIRS, USUAL_PAIRS
+from flatout.tune.narrow import without_culprits
+from flatout.tune.pairs import Pairs, keys_of, measure_pairs
 from flatout.tune.tuning import Tuning
 
-WORTH_KEEPING = 1.01  # a smaller speed-up does not justify a plan file
-WORTH_ANOTHER_TRY = 1.03  # for the rest of a plan that the guard rejected
-MORE_FOR_THE_REST = 0.5  # of the budget, for confirming that rest
-START_NOISE = 0.25  # normal variation between two starts of one program
+MIN_SPEEDUP = 1.01  # a smaller speed-up does not justify a plan file
+MIN_REST_SPEEDUP = 1.03  # for the rest of a plan that the guard rejected
+REST_OVERRUN_SHARE = 0.5  # of the budget, for confirming that rest
+START_VARIATION = 0.25  # normal variation between two starts of one program
 
 
 @dataclass(frozen=True)
-class Refused:
+class Rejection:
     """Why a plan was not kept.
 
-    ``by_guard`` holds the guard's verdict if the guard rejected it. ``undecided``: with more time it might
+    ``guard_record`` holds the guard's verdict if the guard rejected it. ``undecided``: with more time it might
     have been kept.
     """
 
     reason: str
-    by_guard: GuardRecord | None = None
+    guard_record: GuardRecord | None = None
     undecided: bool = False
 
 
-def settle(tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any] | None) -> None:
+def confirm_plan(tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any] | None) -> None:
     """Confirm the plan.
 
     If the guard rejects it, confirm the rest without the levers responsible; else keep the plain program.
     """
     attempt, pairs = list(tuned), Pairs()
     while attempt:
-        refused = _confirm(tuning, attempt, replica, pairs)
-        if refused is None:
+        rejection = _confirm_once(tuning, attempt, replica, pairs)
+        if rejection is None:
             break
         for candidate in attempt:
-            candidate.reason = refused.reason
-        tuning.session.undecided, tuning.session.obstacle = refused.undecided, refused.reason
-        rest = []
-        if refused.by_guard is not None and not tuning.must_fit and len(attempt) > 1:
-            rest = without_the_culprits(tuning, attempt, refused.by_guard, pairs.plain)
-            gain = tuning.gain(keys_of(rest)).median
-            if rest and (
-                gain < WORTH_ANOTHER_TRY
-                or tuning.allowed_s() + MORE_FOR_THE_REST * tuning.budget_s < FEWEST_PAIRS * tuning.pair_s
+            candidate.reason = rejection.reason
+        tuning.session.undecided, tuning.session.obstacle = rejection.undecided, rejection.reason
+        remaining = []
+        if rejection.guard_record is not None and not tuning.must_fit and len(attempt) > 1:
+            remaining = without_culprits(tuning, attempt, rejection.guard_record, pairs.plain)
+            gain = tuning.gain(keys_of(remaining)).median
+            if remaining and (
+                gain < MIN_REST_SPEEDUP
+                or tuning.remaining_s() + REST_OVERRUN_SHARE * tuning.budget_s < MIN_PAIRS * tuning.pair_s
             ):
-                for candidate in rest:
+                for candidate in remaining:
                     candidate.reason = f"without the levers that the guard rejected, the plan gives {gain:.2f}x; it was not confirmed"
-                rest = []
-        attempt, replica = rest, None
+                remaining = []
+        attempt, replica = remaining, None
         pairs = Pairs(plain=pairs.plain, plain_ms=pairs.plain_ms)
     for candidate in tuned:
         if candidate not in attempt:
             candidate.status = Status.REJECTED
     if attempt:
-        tuning.session.undecided, tuning.session.obstacle = False, obstacle(tuning)
+        tuning.session.undecided, tuning.session.obstacle = False, limiting_factor(tuning)
     else:
-        _stay_plain(tuning, tuned)
+        _keep_plain(tuning, tuned)
 
 
-def _confirm(
+def _confirm_once(
     tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any] | None, pairs: Pairs
-) -> Refused | None:
+) -> Rejection | None:
     """Confirm a plan; None if the plan is kept, and the session then holds it."""
-    plan, session, start_s, known = plan_of(tuned), tuning.session, seconds(), len(pairs.plain)
-    while _time_for_another(tuning, tuned, pairs, known):
+    plan, session, start_s, reused_runs = plan_of(tuned), tuning.session, seconds(), len(pairs.plain)
+    while _time_for_pair(tuning, tuned, pairs, reused_runs):
         tuning.stage(
             "confirming",
             f"pair {len(pairs.tuned) + 1}: {plan.describe()} against the plain program, in fresh processes",
         )
-        tuning.disturbance.look()
-        more_pairs(tuning, tuned, pairs)
+        tuning.disturbance.sample()
+        measure_pairs(tuning, tuned, pairs)
         if pairs.failure:
             tuning.note(plan.describe(), "fresh pairs", None, pairs.failure, start_s)
-            return Refused(f"failed in fresh processes: {pairs.failure}")
+            return Rejection(f"failed in fresh processes: {pairs.failure}")
         tuning.watcher.comparison(plan.describe(), _ratio(tuning, tuned, pairs), f"pair {len(pairs.tuned)}")
-        if (
-            FEWEST_PAIRS <= len(pairs.tuned) < PAIRS
-            and _judged(tuning, tuned, replica, pairs).verdict == "failed"
-        ):
+        early = MIN_PAIRS <= len(pairs.tuned) < USUAL_PAIRS
+        if early and _judge(tuning, tuned, replica, pairs).verdict == "failed":
             break  # the remaining time is for the plan without the levers responsible
-    plain_records, tuned_records = pairs.both()
+    plain_records, tuned_records = pairs.common_runs()
     if not tuned_records:
-        return Refused(
-            f"not confirmed: the budget ran out; give --budget {tuning.enough_m(PAIRS * tuning.pair_s)}m",
+        return Rejection(
+            f"not confirmed: the budget ran out; {tuning.budget_hint(USUAL_PAIRS * tuning.pair_s)}",
             undecided=True,
         )
     ratio = _ratio(tuning, tuned, pairs)
@@ -120,49 +116,51 @@ def _confirm(
         start_s,
         host="; ".join(dict.fromkeys(pairs.hosts)),
     )
-    session.guard = _judged(tuning, tuned, replica, pairs)
-    _fill(session.baseline, Plan(), plain_records, pairs.plain_ms)
-    _fill(session.best, plan, tuned_records, pairs.tuned_ms)
+    session.guard = _judge(tuning, tuned, replica, pairs)
+    _fill_figures(session.baseline, Plan(), plain_records, pairs.plain_ms)
+    _fill_figures(session.best, plan, tuned_records, pairs.tuned_ms)
     # The fresh programs reused the samples; the real run will not
     if any(fetches_all(choice.value) for choice in plan):
-        session.best.warmup_ms += 1000 * tuning.once_s
-    session.payback_steps = _payback(session.baseline, session.best, any(c.lever.warms_up for c in tuned))
-    if len(tuned_records) < FEWEST_PAIRS:
-        more = f"give --budget {tuning.enough_m(PAIRS * tuning.pair_s)}m"
-        return Refused(
-            f"one pair of processes ({ratio.sentence()}) does not confirm a speed-up, and the budget ran out; {more}",
+        session.best.warmup_ms += 1000 * tuning.dataset_fetch_s
+    session.payback_steps = _payback_steps(
+        session.baseline, session.best, any(c.lever.warms_up for c in tuned)
+    )
+    if len(tuned_records) < MIN_PAIRS:
+        hint = tuning.budget_hint(USUAL_PAIRS * tuning.pair_s)
+        return Rejection(
+            f"one pair of processes ({ratio.sentence()}) does not confirm a speed-up, and the budget ran out; {hint}",
             undecided=True,
         )
     if session.guard.verdict == "failed":
-        return Refused(f"the guard: {session.guard.why}", session.guard)
+        return Rejection(f"the guard: {session.guard.why}", session.guard)
     if session.guard.verdict == "not checked":
-        return Refused(f"not kept, because its results could not be checked: {session.guard.why}")
-    if not tuning.must_fit and (ratio.low < NOT_SLOWER or ratio.median < WORTH_KEEPING):
-        return _not_shown(tuning, ratio)
-    if not tuning.must_fit and not _repaid(tuning):
-        return Refused(
+        return Rejection(f"not kept, because its results could not be checked: {session.guard.why}")
+    if not tuning.must_fit and (ratio.low < NOT_SLOWER or ratio.median < MIN_SPEEDUP):
+        return _reject_as_noise(tuning, ratio)
+    if not tuning.must_fit and not _pays_off(tuning):
+        return Rejection(
             f"the warm-up pays off after {session.payback_steps} steps, beyond the horizon (--horizon)"
         )
     session.speedup = ratio
     for candidate in tuned:
-        candidate.status, candidate.reason = Status.APPLIED, _remarks(candidate, tuned_records[0])
+        candidate.status, candidate.reason = Status.APPLIED, _skip_reasons(candidate, tuned_records[0])
     session.best.plan = _with_evidence(tuned, ratio, session.key).to_json()
     return None
 
 
-def _not_shown(tuning: Tuning, ratio: Ratio) -> Refused:
-    """Refuse a plan whose speed-up is within the noise."""
-    shown = f"{ratio.sentence()} in fresh processes"
-    if not tuning.disturbance.disturbed or ratio.high < WORTH_KEEPING:
-        return Refused(f"together {shown}: no speed-up beyond the noise")
-    more = f"stop them, or give --budget {tuning.enough_m(2 * tuning.budget_s)}m"
-    return Refused(
-        f"{tuning.disturbance.sentence()}, which may hide the speed-up ({shown}); {more}", undecided=True
+def _reject_as_noise(tuning: Tuning, ratio: Ratio) -> Rejection:
+    measured_ratio = f"{ratio.sentence()} in fresh processes"
+    if not tuning.disturbance.disturbed or ratio.high < MIN_SPEEDUP:
+        return Rejection(f"together {measured_ratio}: no speed-up beyond the noise")
+    hint = f"stop them, or {tuning.budget_hint(2 * tuning.budget_s)}"
+    return Rejection(
+        f"{tuning.disturbance.sentence()}, which may hide the speed-up ({measured_ratio}); {hint}",
+        undecided=True,
     )
 
 
 def _ratio(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs) -> Ratio:
-    """Return the ratio from all blocks.
+    """The ratio from all blocks.
 
     If there was no time to explore, or a memory limit chose the plan, use the pairs alone.
     """
@@ -173,65 +171,71 @@ def _ratio(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs) -> Ratio:
     return compare(pairs.rounds)
 
 
-def _remarks(candidate: Candidate, record: TrialRecord) -> str:
-    """Return the remarks of an applied lever: which part of the program it left alone, and why."""
-    return "; ".join(
-        dict.fromkeys(left["reason"] for left in record.skipped if left["name"] == candidate.lever.name)
-    )
+def _skip_reasons(candidate: Candidate, record: TrialRecord) -> str:
+    return "; ".join(dict.fromkeys(s["reason"] for s in record.skipped if s["name"] == candidate.lever.name))
 
 
-def _time_for_another(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs, known: int) -> bool:
+def _time_for_pair(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs, reused_runs: int) -> bool:
     """Whether there is time for another pair: three pairs within the budget.
 
-    The first two may exceed it a little, and further pairs may if the result is undecided. ``known`` plain
+    The first two may exceed it a little, and further pairs may if the result is undecided. ``reused_runs`` plain
     runs are reused.
     """
-    done = len(pairs.tuned)
-    more_s = MORE_FOR_THE_REST * tuning.budget_s if known else 0.0
-    if not done:
-        return tuning.allowed_s(overrun=True) + more_s > 0
+    pairs_done = len(pairs.tuned)
+    extra_s = REST_OVERRUN_SHARE * tuning.budget_s if reused_runs else 0.0
+    if not pairs_done:
+        return tuning.remaining_s(overrun=True) + extra_s > 0
     ratio = _ratio(tuning, tuned, pairs)
-    undecided = not ratio.certain and ratio.median > WORTH_KEEPING
-    time_s = tuning.allowed_s(overrun=undecided or done < FEWEST_PAIRS) + more_s
+    undecided = not ratio.certain and ratio.median > MIN_SPEEDUP
+    time_s = tuning.remaining_s(overrun=undecided or pairs_done < MIN_PAIRS) + extra_s
     # The second pair may have few blocks: one pair decides nothing
-    least_s = tuning.starts_s(2) if done < FEWEST_PAIRS else max(tuning.pair_s, pairs.longest_s)
-    return (undecided or done < PAIRS) and done < 2 * PAIRS and time_s > least_s
+    min_s = tuning.joint_start_s(2) if pairs_done < MIN_PAIRS else max(tuning.pair_s, pairs.longest_s)
+    return (undecided or pairs_done < USUAL_PAIRS) and pairs_done < 2 * USUAL_PAIRS and time_s > min_s
 
 
-def _judged(
+def _judge(
     tuning: Tuning, tuned: Sequence[Candidate], replica: dict[str, Any] | None, pairs: Pairs
 ) -> GuardRecord:
-    effect, (plain, others) = widest(tuned), pairs.both()
+    effect, (plain, tuned_records) = widest_effect(tuned), pairs.common_runs()
     perturbation = perturbation_for(effect)
-    found = judge(
-        effect, plain, others, replica, tuning.first_plain, tuning.perturbed.get(perturbation, ()), pairs.late
+    verdict = judge(
+        effect,
+        plain,
+        tuned_records,
+        replica,
+        tuning.first_record,
+        tuning.perturbed_runs.get(perturbation, ()),
+        pairs.late_replica,
     )
-    if perturbation not in tuning.perturbed and needs_perturbed_runs(found):
-        tuning.stage(
-            "guard",
-            "the plain program with weights perturbed in the last place, to see how far rounding spreads",
-        )
+    if perturbation not in tuning.perturbed_runs and needs_perturbed_runs(verdict):
+        what = "the plain program with weights perturbed in the last place, to see how far rounding spreads"
+        tuning.stage("guard", what)
         seeds = [
-            record.seed or 0
-            for record in plain[: FEWEST_PAIRS if tuning.interleaver.tick_ms < SLOW_MS else 1]
+            record.seed or 0 for record in plain[: MIN_PAIRS if tuning.interleaver.tick_ms < SLOW_MS else 1]
         ]
-        tuning.perturbed[perturbation] = perturbed(
+        tuning.perturbed_runs[perturbation] = run_perturbed(
             tuning, seeds, perturbation, max(len(record.losses) for record in plain)
         )
-        found = judge(
-            effect, plain, others, replica, tuning.first_plain, tuning.perturbed[perturbation], pairs.late
+        verdict = judge(
+            effect,
+            plain,
+            tuned_records,
+            replica,
+            tuning.first_record,
+            tuning.perturbed_runs[perturbation],
+            pairs.late_replica,
         )
-    return found
+    return verdict
 
 
-def perturbed(
-    tuning: Tuning, seeds: Sequence[int], perturbation: float, known: int = START_STEPS
+def run_perturbed(
+    tuning: Tuning, seeds: Sequence[int], perturbation: float, loss_count: int = START_STEPS
 ) -> list[TrialRecord]:
-    """Return perturbed plain runs that cover the first of ``known`` losses; empty if one of them fails."""
-    interleaver, steps = tuning.interleaver, min(START_STEPS, known)
+    """Return perturbed plain runs that cover the first of ``loss_count`` losses; empty if one of them fails."""
+    interleaver, steps = tuning.interleaver, min(START_STEPS, loss_count)
     trials = [interleaver.start(Plan(), seed, perturbation) for seed in seeds]
     try:
-        if any(gone is not None for gone in interleaver.ready(trials, tuning.timeout_s)):
+        if any(gone is not None for gone in interleaver.wait_all_ready(trials, tuning.timeout_s)):
             return []
         records = []
         for trial in trials:
@@ -244,31 +248,31 @@ def perturbed(
             interleaver.dismiss(trial)
 
 
-def _fill(
-    side: ProgramFigures, plan: Plan, records: Sequence[TrialRecord], times_ms: Sequence[float]
+def _fill_figures(
+    figures: ProgramFigures, plan: Plan, records: Sequence[TrialRecord], times_ms: Sequence[float]
 ) -> None:
-    side.plan = plan.to_json()
-    side.step_ms = median(times_ms)
-    side.unit = records[0].unit
-    per_step = [r.samples_per_step for r in records if r.samples_per_step]
-    side.samples_per_s = per_step[0] / side.step_ms * 1000 if per_step else None
-    side.phases = records[0].phases
-    side.peak_memory_bytes = max((r.peak_memory_bytes or 0 for r in records), default=0) or None
-    side.warmup_ms = median([r.warmup_ms for r in records])
-    side.steps = sum(r.steps for r in records)
+    figures.plan = plan.to_json()
+    figures.step_ms = median(times_ms)
+    figures.unit = records[0].unit
+    samples_per_step = [r.samples_per_step for r in records if r.samples_per_step]
+    figures.samples_per_s = samples_per_step[0] / figures.step_ms * 1000 if samples_per_step else None
+    figures.phases = records[0].phases
+    figures.peak_memory_bytes = max((r.peak_memory_bytes or 0 for r in records), default=0) or None
+    figures.warmup_ms = median([r.warmup_ms for r in records])
+    figures.steps = sum(r.steps for r in records)
 
 
-def _payback(plain: ProgramFigures, tuned: ProgramFigures, warms_up: bool) -> int | None:
-    """Return after how many steps a longer start pays off: 0 if it is not longer, None if never."""
+def _payback_steps(plain: ProgramFigures, tuned: ProgramFigures, warms_up: bool) -> int | None:
+    """After how many steps a longer start pays off: 0 if it is not longer, None if never."""
     if plain.step_ms is None or tuned.step_ms is None or tuned.step_ms >= plain.step_ms:
         return None
-    extra = tuned.warmup_ms - plain.warmup_ms
-    if extra <= (0.05 if warms_up else START_NOISE) * plain.warmup_ms:
+    extra_ms = tuned.warmup_ms - plain.warmup_ms
+    if extra_ms <= (0.05 if warms_up else START_VARIATION) * plain.warmup_ms:
         return 0
-    return math.ceil(extra / (plain.step_ms - tuned.step_ms))
+    return math.ceil(extra_ms / (plain.step_ms - tuned.step_ms))
 
 
-def _repaid(tuning: Tuning) -> bool:
+def _pays_off(tuning: Tuning) -> bool:
     steps = tuning.session.payback_steps
     return (
         steps is not None and steps * (tuning.session.baseline.step_ms or 0.0) / 1000 <= tuning.goal.horizon_s
@@ -278,19 +282,19 @@ def _repaid(tuning: Tuning) -> bool:
 def _with_evidence(tuned: Sequence[Candidate], ratio: Ratio, key: dict[str, Any]) -> Plan:
     choices = []
     for choice in plan_of(tuned):
-        beside = next(c.ratio for c in tuned if c.lever.name == choice.name)
-        said = (
-            f"with the other levers {beside.sentence()}"
-            if beside
+        others_ratio = next(c.ratio for c in tuned if c.lever.name == choice.name)
+        evidence = (
+            f"with the other levers {others_ratio.sentence()}"
+            if others_ratio
             else "measured only together with the other levers"
         )
         choices.append(
-            Choice(choice.name, choice.value, Origin.TUNER, f"{said}; the whole plan {ratio.sentence()}")
+            Choice(choice.name, choice.value, Origin.TUNER, f"{evidence}; the whole plan {ratio.sentence()}")
         )
     return Plan(tuple(choices), key)
 
 
-def _stay_plain(tuning: Tuning, tuned: Sequence[Candidate]) -> None:
+def _keep_plain(tuning: Tuning, tuned: Sequence[Candidate]) -> None:
     session = tuning.session
     for candidate in tuned:
         candidate.status = Status.REJECTED

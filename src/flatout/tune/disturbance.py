@@ -1,7 +1,6 @@
 """Detects disturbance by other processes while all programs of the search are stopped, and reports it.
 
-A search waits a little for them to end. Measurements taken meanwhile count, because comparisons are
-interleaved. A result within their possible influence is not shown.
+A search waits a little for them to end. A result within their possible influence is not shown.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ from dataclasses import dataclass, field
 from flatout.measure.clock import seconds, sleep
 from flatout.measure.load import Busy, busy_programs
 
-DISTURBING = 0.3  # cores kept busy by other processes; above this it is reported
-LOOK_S = 0.25
+DISTURBING_CORES = 0.3  # cores kept busy by other processes; above this it is reported
+SAMPLE_S = 0.25
 LONGEST_WAIT_S = 15.0
 WAIT_SHARE = 0.1  # of the budget
 PAUSE_S = 2.0
@@ -24,32 +23,32 @@ class Disturbance:
     """The load of other processes during one search: every sample of their busy cores and names."""
 
     cores: int
-    seen: list[Busy] = field(default_factory=list)
+    samples: list[Busy] = field(default_factory=list)
 
-    def look(self) -> Busy | None:
+    def sample(self) -> Busy | None:
         """Take one sample; None if the kernel gives no figures.
 
         All programs of the search must be stopped.
         """
-        busy = busy_programs(LOOK_S)
+        busy = busy_programs(SAMPLE_S)
         if busy is not None:
-            self.seen.append(busy)
+            self.samples.append(busy)
         return busy
 
-    def wait(self, budget_s: float, tell: Callable[[str], None]) -> None:
-        """Wait a little until other processes are done; ``tell`` gets a sentence about the load."""
+    def wait(self, budget_s: float, report: Callable[[str], None]) -> None:
+        """Wait a little until other processes are done; ``report`` gets a sentence about the load."""
         until_s = seconds() + min(LONGEST_WAIT_S, WAIT_SHARE * budget_s)
-        busy = self.look()
-        if busy is None or busy.cores < DISTURBING:
+        busy = self.sample()
+        if busy is None or busy.cores < DISTURBING_CORES:
             return
-        tell(f"{self.sentence()}; waiting briefly for them to finish")
-        while busy is not None and busy.cores >= DISTURBING:
+        report(f"{self.sentence()}; waiting briefly for them to finish")
+        while busy is not None and busy.cores >= DISTURBING_CORES:
             if seconds() + PAUSE_S > until_s:
-                tell(f"{self.sentence()}; results are less certain")
+                report(f"{self.sentence()}; results are less certain")
                 return
             sleep(PAUSE_S)
-            busy = self.look()
-        self.seen = self.seen[-1:]  # they have ended and no longer count
+            busy = self.sample()
+        self.samples = self.samples[-1:]  # they have ended and no longer count
 
     @property
     def busy_cores(self) -> float:
@@ -57,15 +56,15 @@ class Disturbance:
 
         A load that begins halfway counts. One busy sample of four may be a coincidence.
         """
-        cores = sorted(busy.cores for busy in self.seen)
+        cores = sorted(busy.cores for busy in self.samples)
         return cores[3 * (len(cores) - 1) // 4] if cores else 0.0
 
     @property
     def disturbed(self) -> bool:
-        return self.busy_cores >= DISTURBING
+        return self.busy_cores >= DISTURBING_CORES
 
     def sentence(self) -> str:
         """Say which processes keep how many cores busy."""
-        named = next((busy.names for busy in reversed(self.seen) if busy.names), ())
-        who = f" ({', '.join(named)})" if named else ""
-        return f"other processes keep {self.busy_cores:.1f} of {self.cores} cores busy{who}"
+        process_names = next((busy.names for busy in reversed(self.samples) if busy.names), ())
+        names = f" ({', '.join(process_names)})" if process_names else ""
+        return f"other processes keep {self.busy_cores:.1f} of {self.cores} cores busy{names}"

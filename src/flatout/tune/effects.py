@@ -1,9 +1,9 @@
 """Estimates the effect of each lever by one Bayesian regression on the log times of all blocks.
 
-    log ms = host + process variation (luck) + drift, moment and turn of the machine + work of the tick window
+    log ms = host + process +  drift, moment and turn of the machine + work of the tick window
              + effects of active factors + effects of active pairs + noise
 
-Effects and pairs have Gaussian priors. Luck, work, moments (of two seconds) and turns (blocks whose slices
+Effects and pairs have Gaussian priors. Process, work, moments (of two seconds) and turns (blocks whose slices
 alternate) are random effects with estimated variances. The drift is a piecewise random walk, and the noise has
 heavy tails (`flatout.tune.mixed_model`). A factor that was never on keeps its prior. Priors shrink weakly supported
 effects, which also corrects for selecting the luckiest candidate.
@@ -25,7 +25,7 @@ from flatout.tune.space import Factor as Factor
 from flatout.tune.space import Space as Space
 
 REGRET_DRAWS = 200
-MOST_PIECES = 16  # of the drift, per host
+MAX_DRIFT_PIECES = 16  # of the drift, per host
 HOST_SD = 3.0  # of a host's log time around the median; hosts may differ by any factor
 BISECTIONS = 36
 QUANTILES = (0.5, 0.025, 0.975)
@@ -42,7 +42,7 @@ class TimedBlock:
     """
 
     process: int
-    on: frozenset[str]
+    active: frozenset[str]
     at_s: float
     window: int
     ms: float
@@ -50,21 +50,21 @@ class TimedBlock:
 
 
 @dataclass(frozen=True)
-class Spread:
+class PriorScales:
     """Prior standard deviations in log time.
 
-    The variance components (luck, noise, work, drift, moment, turn) have log-normal priors: median, and sd of
+    The variance components (process, noise, work, drift, moment, turn) have log-normal priors: median, and sd of
     the logarithm.
     """
 
     # Degrees of freedom, above 2, of the priors of effects and pairs; a few effects are large
-    tail: float = 4.0
+    t_dof: float = 4.0
     pair: float = 0.035  # scale of the prior of pairs; the scale of effects follows from their sd
     known_pair: float = 0.1
     misfit: float = 0.015  # of a set around the sum of its effects and pairs; three levers can interact too
-    luck: tuple[float, float] = (0.04, 0.6)
+    process: tuple[float, float] = (0.04, 0.6)
     noise: tuple[float, float] = (0.05, 0.7)
-    noise_tail: float = 4.0  # degrees of freedom
+    noise_t_dof: float = 4.0  # degrees of freedom
     work: tuple[float, float] = (0.01, 1.2)
     drift: tuple[float, float] = (0.01, 0.8)  # of one piece
     piece_s: float = 10.0  # shortest piece of the drift
@@ -87,17 +87,17 @@ class Estimate:
 class Fitted:
     """The joint posterior of the effects.
 
-    ``luck``, ``noise``, ``work``, ``misfit``: sds in log time. ``parts``: Gaussians over ``space.features``.
+    All sds are in log time. ``parts``: Gaussians over ``space.features``.
     """
 
     space: Space
     parts: tuple[PosteriorPart, ...]
-    luck: float
-    noise: float
-    work: float
-    misfit: float
+    process_sd: float
+    noise_sd: float
+    work_sd: float
+    misfit_sd: float
     blocks: int
-    measured: frozenset[str]  # keys that were on in some block
+    measured_keys: frozenset[str]  # keys that were on in some block
 
     @cached_property
     def mean(self) -> Array:
@@ -107,40 +107,39 @@ class Fitted:
     @cached_property
     def cov(self) -> Array:
         """(factors + pairs, factors + pairs) covariance, within and between the parts."""
-        between = [part.mean - self.mean for part in self.parts]
+        gaps = [part.mean - self.mean for part in self.parts]
         return sum(
-            part.weight * (part.cov + np.outer(gap, gap))
-            for part, gap in zip(self.parts, between, strict=True)
+            part.weight * (part.cov + np.outer(gap, gap)) for part, gap in zip(self.parts, gaps, strict=True)
         )
 
     def draws(self, n: int, seed: int = 0) -> Array:
         """(n, factors + pairs) joint draws; the same seed gives the same draws."""
         rng = np.random.default_rng(seed)
         counts = np.floor(np.cumsum([part.weight for part in self.parts]) * n + 0.5).astype(int)
-        found = []
+        samples = []
         for part, count in zip(self.parts, np.diff(counts, prepend=0), strict=True):
             values, vectors = np.linalg.eigh(part.cov)
             normal = rng.standard_normal((count, len(values)))
-            found.append(part.mean + normal * np.sqrt(np.maximum(values, 0.0)) @ vectors.T)
-        return np.vstack(found)
+            samples.append(part.mean + normal * np.sqrt(np.maximum(values, 0.0)) @ vectors.T)
+        return np.vstack(samples)
 
-    def gain(self, on: frozenset[str], against: frozenset[str] = frozenset()) -> Estimate:
-        """Return the speed of ``on`` relative to ``against``.
+    def gain(self, active: frozenset[str], against: frozenset[str] = frozenset()) -> Estimate:
+        """The speed of ``active`` relative to ``against``.
 
         Raises ValueError for a key without a factor.
         """
-        a, b = self.space.features(self.space.rows([against, on]))
+        a, b = self.space.features(self.space.rows([against, active]))
         means = np.array([(a - b) @ part.mean for part in self.parts])
-        misfit = 2 * self.misfit**2 if on != against else 0.0
+        misfit = 2 * self.misfit_sd**2 if active != against else 0.0
         sds = np.sqrt(np.maximum([(a - b) @ part.cov @ (a - b) + misfit for part in self.parts], 1e-24))
         weights = np.array([part.weight for part in self.parts])
-        median, low, high = (math.exp(_quantile(q, weights, means, sds)) for q in QUANTILES)
-        return Estimate(median, low, high, 1 - _below(0.0, weights, means, sds))
+        median, low, high = (math.exp(_mixture_quantile(q, weights, means, sds)) for q in QUANTILES)
+        return Estimate(median, low, high, 1 - _mixture_cdf(0.0, weights, means, sds))
 
-    def effect(self, key: str, beside: frozenset[str] = frozenset()) -> Estimate:
-        """Return the speed-up of ``key`` given ``beside``; it replaces another value of its lever."""
+    def effect(self, key: str, others: frozenset[str] = frozenset()) -> Estimate:
+        """The speed-up of ``key`` given ``others``; it replaces another value of its lever."""
         lever = self.space.factors[self._column(key)].lever
-        rest = frozenset(other for other in beside if self.space.factors[self._column(other)].lever != lever)
+        rest = frozenset(other for other in others if self.space.factors[self._column(other)].lever != lever)
         return self.gain(rest | {key}, rest)
 
     def _column(self, key: str) -> int:
@@ -148,7 +147,7 @@ class Fitted:
         return self.space.index[key]
 
     def best(self, min_gain_per_lever: float = 0.003) -> frozenset[str]:
-        """Return the allowed set with the least expected log time.
+        """The allowed set with the least expected log time.
 
         Each factor must save at least ``min_gain_per_lever`` of it.
         """
@@ -160,138 +159,133 @@ class Fitted:
         draws = self.draws(REGRET_DRAWS)
         return draws, self.space.best_rows(draws)
 
-    def regret(self, on: frozenset[str]) -> float:
-        """Return the expected loss in log time from choosing ``on`` now instead of the true best set."""
+    def regret(self, active: frozenset[str]) -> float:
+        """The expected loss in log time from choosing ``active`` now instead of the true best set."""
         draws, best = self.best_draws
-        chosen = self.space.features(self.space.rows([on]))[0]
+        chosen = self.space.features(self.space.rows([active]))[0]
         return float((draws @ chosen - (draws * self.space.features(best)).sum(axis=1)).mean())
 
 
-def _scales(space: Space, sd: np.ndarray, tail: float) -> np.ndarray:
+def _scales(space: Space, sd: np.ndarray, t_dof: float) -> np.ndarray:
     """The scales of Student's t distributions with these standard deviations; pairs are normal."""
-    return np.where(np.arange(len(sd)) < len(space.factors), sd * math.sqrt((tail - 2) / tail), sd)
+    return np.where(np.arange(len(sd)) < len(space.factors), sd * math.sqrt((t_dof - 2) / t_dof), sd)
 
 
-def fit(space: Space, blocks: Iterable[TimedBlock], spread: Spread = Spread()) -> Fitted:
-    """Return the posterior after these blocks, in any order; without blocks, the prior.
+def fit(space: Space, blocks: Iterable[TimedBlock], scales: PriorScales = PriorScales()) -> Fitted:
+    """The posterior after these blocks, in any order; without blocks, the prior.
 
     Raises ValueError for a time that is not positive and finite.
     """
-    ordered = sorted(blocks, key=lambda b: (b.host, b.process, b.at_s, b.window, b.ms, sorted(b.on)))
+    ordered = sorted(blocks, key=lambda b: (b.host, b.process, b.at_s, b.window, b.ms, sorted(b.active)))
     if any(not (block.ms > 0 and math.isfinite(block.ms)) for block in ordered):
         raise ValueError("the time of a block must be a positive number of milliseconds")
     prior_mean = np.concatenate([[factor.mean for factor in space.factors], np.zeros(len(space.pairs))])
     prior_sd = np.concatenate(
-        [[factor.sd for factor in space.factors], np.where(space.known, spread.known_pair, spread.pair)]
+        [[factor.sd for factor in space.factors], np.where(space.known_mask, scales.known_pair, scales.pair)]
     )
     if not ordered:
         return Fitted(
             space,
             (PosteriorPart(1.0, prior_mean, np.diag(prior_sd**2)),),
-            spread.luck[0],
-            spread.noise[0],
-            spread.work[0],
-            spread.misfit,
+            scales.process[0],
+            scales.noise[0],
+            scales.work[0],
+            scales.misfit,
             0,
             frozenset(),
         )
-    features = space.features(space.rows([block.on for block in ordered]))
-    active = np.flatnonzero(features.any(axis=0))
+    features = space.features(space.rows([block.active for block in ordered]))
+    columns = np.flatnonzero(features.any(axis=0))
     hosts = _indicators([block.host for block in ordered])
     processes = _indicators([block.process for block in ordered])
     windows = _indicators([block.window for block in ordered])
-    drift = _pieces(ordered, hosts, spread.piece_s)
+    drift = _drift_columns(ordered, hosts, scales.piece_s)
     first_s = {block.host: block.at_s for block in sorted(ordered, key=lambda b: -b.at_s)}
     moments = _indicators(
-        [(block.host, int((block.at_s - first_s[block.host]) / spread.moment_s)) for block in ordered]
+        [(block.host, int((block.at_s - first_s[block.host]) / scales.moment_s)) for block in ordered]
     )
     log_ms = np.log([block.ms for block in ordered])
-    scale = _scales(space, prior_sd, spread.tail)
-    turns = _turns(ordered)
+    scale = _scales(space, prior_sd, scales.t_dof)
+    turns = _turn_columns(ordered)
     groups = [
-        Group(len(active), scale[active], prior_mean[active], spread.tail),
+        Group(len(columns), scale[columns], prior_mean[columns], scales.t_dof),
         Group(hosts.shape[1], np.full(hosts.shape[1], HOST_SD)),
-        Group(processes.shape[1], Component(*spread.luck)),
-        Group(windows.shape[1], Component(*spread.work)),
-        Group(drift.shape[1], Component(*spread.drift)),
-        Group(moments.shape[1], Component(*spread.moment)),
-        Group(turns.shape[1], Component(*spread.turn)),
+        Group(processes.shape[1], Component(*scales.process)),
+        Group(windows.shape[1], Component(*scales.work)),
+        Group(drift.shape[1], Component(*scales.drift)),
+        Group(moments.shape[1], Component(*scales.moment)),
+        Group(turns.shape[1], Component(*scales.turn)),
     ]
-    found = solve(
-        np.hstack([features[:, active], hosts, processes, windows, drift, moments, turns]),
+    solution = solve(
+        np.hstack([features[:, columns], hosts, processes, windows, drift, moments, turns]),
         log_ms - np.median(log_ms),
         groups,
-        Component(*spread.noise),
-        keep=slice(0, len(active)),
-        mixed=2,
-        tail=spread.noise_tail,
+        Component(*scales.noise),
+        keep=slice(0, len(columns)),
+        integrated=2,
+        t_dof=scales.noise_t_dof,
     )
-    measured = frozenset().union(*(block.on for block in ordered))
+    measured_keys = frozenset().union(*(block.active for block in ordered))
     return Fitted(
         space,
-        tuple(_whole(part, active, prior_mean, prior_sd) for part in found.parts),
-        found.sds[2] or 0.0,
-        found.noise,
-        found.sds[3] or 0.0,
-        spread.misfit,
+        tuple(_with_unmeasured(part, columns, prior_mean, prior_sd) for part in solution.parts),
+        solution.sds[2] or 0.0,
+        solution.noise_sd,
+        solution.sds[3] or 0.0,
+        scales.misfit,
         len(ordered),
-        measured,
+        measured_keys,
     )
 
 
-def _whole(part: PosteriorPart, active: Array, prior_mean: Array, prior_sd: Array) -> PosteriorPart:
-    """Return the posterior of all columns; columns that were never on keep their prior."""
+def _with_unmeasured(
+    part: PosteriorPart, columns: Array, prior_mean: Array, prior_sd: Array
+) -> PosteriorPart:
     mean, cov = prior_mean.copy(), np.diag(prior_sd**2)
-    mean[active] = part.mean
-    cov[np.ix_(active, active)] = part.cov
+    mean[columns] = part.mean
+    cov[np.ix_(columns, columns)] = part.cov
     return PosteriorPart(part.weight, mean, cov)
 
 
 def _indicators(labels: Sequence[Any]) -> Array:
     """(n, distinct labels) floats."""
-    order = {label: at for at, label in enumerate(sorted(set(labels)))}
+    order = {label: i for i, label in enumerate(sorted(set(labels)))}
     return np.eye(len(order))[[order[label] for label in labels]]
 
 
-def _turns(blocks: Sequence[TimedBlock]) -> Array:
+def _turn_columns(blocks: Sequence[TimedBlock]) -> Array:
     """(n, turns) floats: the turn of each block. A turn of one block cannot be told from its noise."""
-    found = _indicators([(block.host, block.at_s) for block in blocks])
-    return found[:, found.sum(axis=0) > 1]
+    turns = _indicators([(block.host, block.at_s) for block in blocks])
+    return turns[:, turns.sum(axis=0) > 1]
 
 
-def _pieces(blocks: Sequence[TimedBlock], hosts: Array, piece_s: float) -> Array:
+def _drift_columns(blocks: Sequence[TimedBlock], hosts: Array, piece_s: float) -> Array:
     """(n, pieces): how much of each piece of wall time has passed on a block's host.
 
     Coefficients are the steps of a random walk, linear within a piece.
     """
     at_s = np.array([block.at_s for block in blocks])
-    found = []
+    columns = []
     for host in hosts.T:
-        here = at_s[host > 0]
-        count = min(MOST_PIECES, int((here.max() - here.min()) / piece_s))
-        edges = np.linspace(here.min(), here.max(), count + 1)
-        found += [
+        host_s = at_s[host > 0]
+        pieces = min(MAX_DRIFT_PIECES, int((host_s.max() - host_s.min()) / piece_s))
+        edges = np.linspace(host_s.min(), host_s.max(), pieces + 1)
+        columns += [
             host * np.clip((at_s - low) / (high - low), 0.0, 1.0) for low, high in itertools.pairwise(edges)
         ]
-    return np.stack(found, axis=1) if found else np.zeros((len(blocks), 0))
+    return np.stack(columns, axis=1) if columns else np.zeros((len(blocks), 0))
 
 
-def _below(value: float, weights: Array, means: Array, sds: Array) -> float:
-    """Return the chance that a mixture of normal distributions is below ``value``."""
-    return float(
-        sum(
-            w * 0.5 * math.erfc((m - value) / (s * math.sqrt(2)))
-            for w, m, s in zip(weights, means, sds, strict=True)
-        )
-    )
+def _mixture_cdf(value: float, weights: Array, means: Array, sds: Array) -> float:
+    parts = zip(weights, means, sds, strict=True)
+    return float(sum(w * 0.5 * math.erfc((m - value) / (s * math.sqrt(2))) for w, m, s in parts))
 
 
-def _quantile(q: float, weights: Array, means: Array, sds: Array) -> float:
-    """Return a quantile of a mixture of normal distributions, by bisection."""
+def _mixture_quantile(q: float, weights: Array, means: Array, sds: Array) -> float:
     low, high = float((means - 12 * sds).min()), float((means + 12 * sds).max())
     for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        low, high = (middle, high) if _below(middle, weights, means, sds) < q else (low, middle)
+        low, high = (middle, high) if _mixture_cdf(middle, weights, means, sds) < q else (low, middle)
     return (low + high) / 2
 
 

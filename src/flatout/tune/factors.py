@@ -12,11 +12,11 @@ from flatout.tune.effects import Factor, Space, TimedBlock
 from flatout.tune.prior import priors
 from flatout.tune.tuning import Tuning
 
-VALUES_A_LEVER = 3
-ALL_OF_IT = 0.7  # of the wait for data, in log time: what a good lever on the data path saves
-LEAST_SD = 0.05  # of a data lever, which can also take cores away from the step
-CLOSURE = "a step of this program is a closure that lasts seconds; levers cannot be switched inside it"
-EARLIER = "an earlier part of this search"
+VALUES_PER_LEVER = 3
+MAX_DATA_GAIN = 0.7  # of the wait for data, in log time: what a good lever on the data path saves
+MIN_DATA_SD = 0.05  # of a data lever, which can also take cores away from the step
+CLOSURE_REASON = "a step of this program is a closure that lasts seconds; levers cannot be switched inside it"
+EARLIER_HOST = "an earlier part of this search"
 KNOWN_PAIRS = frozenset(
     frozenset(pair)
     for pair in (
@@ -42,23 +42,27 @@ def make_space(tuning: Tuning) -> None:
     If the program makes its batches in its own process, a data lever can save at most the wait for data,
     which is known.
     """
-    ready, context = tuning.observed.ready if tuning.observed else {}, tuning.session.context
+    ready, context = tuning.plain_trial.ready if tuning.plain_trial else {}, tuning.session.context
     prior = priors(tuning.facts, context, _phases(ready) if ready else {})
     closure, factors = tuning.interleaver.unit != "step", []
-    alone = bool(ready) and all(loader["num_workers"] == 0 for loader in context["loaders"])
-    most = -math.log(1 - min(0.95, _phases(ready)["data"]["share"])) if alone else 0.0
+    in_process_loading = bool(ready) and all(loader["num_workers"] == 0 for loader in context["loaders"])
+    max_gain = (
+        -MAX_DATA_GAIN * math.log(1 - min(0.95, _phases(ready)["data"]["share"]))
+        if in_process_loading
+        else 0.0
+    )
     for candidate in tuning.candidates.values():
         lever = candidate.lever
-        if not candidate.open:
+        if not candidate.selectable:
             continue
         if closure and lever.moment not in (Moment.PROCESS, Moment.IMPORT, Moment.LOADER):
-            candidate.reason = CLOSURE
+            candidate.reason = CLOSURE_REASON
             continue
-        for value in candidate.values[:VALUES_A_LEVER]:
+        for value in candidate.values[:VALUES_PER_LEVER]:
             key = spell(lever.name, value)
             mean, sd, _ = prior(lever.name, value)
-            if lever.moment is Moment.LOADER and alone:
-                mean, sd = max(mean, -ALL_OF_IT * most), min(sd, max(LEAST_SD, ALL_OF_IT * most))
+            if lever.moment is Moment.LOADER and in_process_loading:
+                mean, sd = max(mean, -max_gain), min(sd, max(MIN_DATA_SD, max_gain))
             tuning.choices[key] = Choice(lever.name, value)
             factors.append(Factor(key, lever.name, lever.live and not closure, mean, sd, lever.warms_up))
     levers = {factor.lever for factor in factors}
@@ -76,7 +80,7 @@ def make_space(tuning: Tuning) -> None:
 
 
 def _phases(ready: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return the phases of a step known from the warm-up: the wait for data, and the rest."""
+    """The phases of a step known from the warm-up: the wait for data, and the rest."""
     step_ms = max(ready["tick_ms"], 1e-6)
     data_ms = min(ready["data_ms"], step_ms)
     return {
@@ -85,11 +89,18 @@ def _phases(ready: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     }
 
 
-def recall(tuning: Tuning) -> None:
+def reuse_blocks(tuning: Tuning) -> None:
     """Reuse the blocks of an interrupted session as if from another machine; this one may have changed."""
-    for old in tuning.session.blocks:
-        on = frozenset(old["on"])
-        if on <= tuning.choices.keys() and tuning.space.allowed(on):
+    for block in tuning.session.blocks:
+        active = frozenset(block["active"])
+        if active <= tuning.choices.keys() and tuning.space.allowed(active):
             tuning.blocks.append(
-                TimedBlock(-1 - old["process"], on, old["at_s"], -1 - old["window"], old["ms"], EARLIER)
+                TimedBlock(
+                    -1 - block["process"],
+                    active,
+                    block["at_s"],
+                    -1 - block["window"],
+                    block["ms"],
+                    EARLIER_HOST,
+                )
             )

@@ -23,12 +23,12 @@ class Goal:
     effects: frozenset[Effect] = frozenset(
         {Effect.EXACT, Effect.ROUNDING, Effect.PRECISION, Effect.RESAMPLED}
     )
-    only: frozenset[str] | None = None
+    only_levers: frozenset[str] | None = None
     horizon_s: float = 3600.0
     memory_limit_bytes: int | None = None
     named: tuple[Choice, ...] = ()
 
 
-def only(space: Space, keys: Collection[str]) -> Space:
-    """Return the same space restricted to these factors."""
+def restricted(space: Space, keys: Collection[str]) -> Space:
+    """The same space restricted to these factors."""
     return replace(space, factors=tuple(factor for factor in space.factors if factor.key in keys))

@@ -20,8 +20,8 @@ from flatout.trial.blocks import BlockTimer
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.trial.spec import TrialOptions
 
-SETTLE_TICKS = 3  # of ranks, which first agree on the layout and size of their messages
-LOOK_S = 0.05  # wait for one program while several start
+RANK_SETTLE_TICKS = 3  # of ranks, which first agree on the layout and size of their messages
+POLL_S = 0.05  # wait for one program while several start
 
 
 @dataclass
@@ -36,7 +36,7 @@ class RunningCandidate:
 class Interleaver(BlockTimer):
     """Starts, pauses and times programs.
 
-    If ``command`` starts several ranks, ``base`` is the plan that splits the program and ``alone`` the
+    If ``command`` starts several ranks, ``base`` is the plan that splits the program and ``single_command`` the
     command of one process.
     """
 
@@ -46,32 +46,38 @@ class Interleaver(BlockTimer):
         job: JobFolder,
         facts: Facts,
         base: Plan | None = None,
-        alone: Command | None = None,
+        single_command: Command | None = None,
     ) -> None:
         super().__init__()
-        self.command, self.job, self.facts, self.base, self.alone = command, job, facts, base or Plan(), alone
+        self.command, self.job, self.facts, self.base, self.single_command = (
+            command,
+            job,
+            facts,
+            base or Plan(),
+            single_command,
+        )
         self.running: list[Trial] = []
         self.background: list[Trial] = []  # not ready yet; they run only while others start
         job.lock()
         # Left by a killed search; the data may have changed since
         shutil.rmtree(job.handed_on, ignore_errors=True)
         job.handed_on.mkdir(parents=True, exist_ok=True)
-        if alone is not None:
-            self.settle_ticks = SETTLE_TICKS
+        if single_command is not None:
+            self.settle_ticks = RANK_SETTLE_TICKS
 
-    # -- programs ---------------------------------------------------------------------------------------------------
+    # -- programs
 
-    def start(self, plan: Plan, seed: int, perturbation: float = 0.0, alone: bool = False) -> Trial:
+    def start(self, plan: Plan, seed: int, perturbation: float = 0.0, as_one_process: bool = False) -> Trial:
         """Start a program; ``ready`` waits for it."""
-        command, under = (
-            (self.alone, plan)
-            if alone and self.alone is not None
+        command, trial_plan = (
+            (self.single_command, plan)
+            if as_one_process and self.single_command is not None
             else (self.command, plan.on_top_of(self.base))
         )
         options = TrialOptions(seed, reseed=True, perturbation=perturbation)
-        return self.begin(Trial(command, self.job.new_trial(), under, self.facts, options))
+        return self.start_trial(Trial(command, self.job.new_trial(), trial_plan, self.facts, options))
 
-    def begin(self, trial: Trial) -> Trial:
+    def start_trial(self, trial: Trial) -> Trial:
         """Start a trial that takes part from now on."""
         self.running.append(trial)
         try:
@@ -81,44 +87,44 @@ class Interleaver(BlockTimer):
             raise
         return trial
 
-    def ready(self, trials: Sequence[Trial], timeout_s: float) -> list[ProgramGone | None]:
+    def wait_all_ready(self, trials: Sequence[Trial], timeout_s: float) -> list[ProgramGone | None]:
         """Wait until each trial reaches its steady state, and stop it there.
 
-        Returns, in order, None or the reason why the trial was lost. Imports and reads overlap. A program
+        Returns, in order, None or the reason why the trial was lost. A program
         that begins to train is stopped until all do. Then they warm up one after another, because computing
-        programs slow each other down. Background programs continue while others import.
+        programs slow each other down.
         """
-        found: dict[int, ProgramGone | None] = {}
+        outcomes: dict[int, ProgramGone | None] = {}
 
-        def look(at: int) -> bool:
+        def poll(i: int) -> bool:
             """Whether this trial needs no further waiting."""
-            trial = trials[at]
+            trial = trials[i]
             try:
-                if trial.is_ready(trial.started_s + timeout_s, LOOK_S):
-                    trial.hold()
-                    found[at] = None
+                if trial.is_ready(trial.started_s + timeout_s, POLL_S):
+                    trial.pause()
+                    outcomes[i] = None
             except ProgramGone as gone:
                 self.dismiss(trial)
-                found[at] = gone
-            return at in found
+                outcomes[i] = gone
+            return i in outcomes
 
         try:
             for trial in self.background:
-                trial.go_on()
+                trial.resume()
             importing = set(range(len(trials))) if len(trials) > 1 else set()
             while importing:
-                for at in sorted(importing):
-                    if look(at) or trials[at].training:
-                        trials[at].hold()
-                        importing.discard(at)
+                for i in sorted(importing):
+                    if poll(i) or trials[i].training:
+                        trials[i].pause()
+                        importing.discard(i)
             if self.background and len(trials) > 1:
                 self._stop_background()
-            for at in range(len(trials)):
-                if at not in found:
-                    trials[at].go_on()
-                    while not look(at):
+            for i in range(len(trials)):
+                if i not in outcomes:
+                    trials[i].resume()
+                    while not poll(i):
                         pass
-            return [found[at] for at in range(len(trials))]
+            return [outcomes[i] for i in range(len(trials))]
         except BaseException:
             for trial in trials:
                 self.dismiss(trial)
@@ -128,14 +134,14 @@ class Interleaver(BlockTimer):
 
     def _stop_background(self) -> None:
         for trial in self.background:
-            trial.hold(look_again=True)
+            trial.pause(look_again=True)
 
-    def enter(
-        self, plan: Plan, seed: int, timeout_s: float, perturbation: float = 0.0, alone: bool = False
+    def start_paused(
+        self, plan: Plan, seed: int, timeout_s: float, perturbation: float = 0.0, as_one_process: bool = False
     ) -> RunningCandidate:
         """Start a program and bring it to its steady state; it is stopped on return. Raises ProgramGone."""
-        trial = self.start(plan, seed, perturbation, alone)
-        gone = self.ready([trial], timeout_s)[0]
+        trial = self.start(plan, seed, perturbation, as_one_process)
+        gone = self.wait_all_ready([trial], timeout_s)[0]
         if gone is not None:
             raise gone
         return RunningCandidate(plan, trial, seconds() - trial.started_s)
@@ -157,11 +163,11 @@ def ask_options(trial: Trial) -> dict[str, Any]:
 
 
 def ask_replica(
-    trial: Trial, choices: Sequence[Choice], timeout_s: float, rest: bool = True
+    trial: Trial, choices: Sequence[Choice], timeout_s: float, judge_rest: bool = True
 ) -> dict[str, Any]:
     """Ask for the replica of a step. ``timeout_s``: of one judgement; each lever may cost two more."""
-    command = {"do": "replica", "choices": [c.to_json() for c in choices], "rest": rest}
+    command = {"do": "replica", "choices": [c.to_json() for c in choices], "rest": judge_rest}
     answer = trial.ask(command, seconds() + (1 + 2 * len(choices)) * timeout_s)
-    trial.hold()
+    trial.pause()
     replica: dict[str, Any] = answer["replica"]
     return replica

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-PAIRS = 3
-FEWEST_PAIRS = 2
+USUAL_PAIRS = 3
+MIN_PAIRS = 2
 # Of the budget; if three pairs cost more, two are planned, and a third only decides a close result
 THREE_PAIRS_SHARE = 0.35
-ROUNDS_OF_A_PAIR = 6
-PAIR_S = 6.0  # each side of a pair is measured this long, or for six rounds
+MAX_PAIR_ROUNDS = 6
+PAIR_SIDE_S = 6.0  # each side of a pair is measured this long, or for six rounds
 CONFIRM_SHARE = 0.6  # of the budget at most is reserved for confirming
 COMPILE_S = 75.0  # allowed for a first compilation
-OVERRUN = 0.1  # of the budget, to finish running measurements
+OVERRUN_SHARE = 0.1  # of the budget, to finish running measurements
 FIT_SHARE = 0.35  # of the budget, for the frontier when memory is limited
-WINDOWS_A_SEED = 10**7
-TWO_STARTS = 1.35  # cost of starting two programs together, in single starts
+WINDOWS_PER_SEED = 10**7
+JOINT_START_FACTOR = 1.35  # cost of starting two programs together, in single starts

@@ -19,14 +19,14 @@ from flatout.schema.records import TrialRecord
 from flatout.trial.memory_prediction import ENTRY
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.trial.spec import TrialOptions
-from flatout.tune.gone import program_failed
+from flatout.tune.endings import failure_error
 
-START_S = 600.0  # until the first batch
-STEPS_S = 600.0  # for the steps of one batch size, with shapes alone
-END_S = 60.0
+START_TIMEOUT_S = 600.0  # until the first batch
+STEPS_TIMEOUT_S = 600.0  # for the steps of one batch size, with shapes alone
+EXIT_TIMEOUT_S = 60.0
 MEASURED_TICKS = 4
-ROOM = 0.9  # of a limit; a measurement beyond it might kill the program or other processes
-SERVED = {
+SAFE_SHARE = 0.9  # of a limit; a measurement beyond it might kill the program or other processes
+REMEDIES = {
     "activations": "Recomputing activations (torch.utils.checkpoint) reduces them for about a third more time",
     "temporary": "Smaller micro-batches with accumulation need less at once",
 }
@@ -59,51 +59,50 @@ class Forecast:
         job: JobFolder,
         facts: Facts,
         record: MemoryForecast,
-        question: ForecastOptions,
+        options: ForecastOptions,
         stage: Callable[[str, str], None] = lambda name, detail: None,
     ) -> None:
-        self.command, self.job, self.facts, self.record, self.question = command, job, facts, record, question
+        self.command, self.job, self.facts, self.record, self.options = command, job, facts, record, options
         self.stage = stage
         self.trial: Trial | None = None
         self.ready: dict[str, Any] = {}
         self.points: dict[int | None, MemoryPoint] = {}
-        self.guessed: set[str] = set()
-        self.closures = False  # a step is a closure that an optimizer calls repeatedly
+        self.guessed_values: set[str] = set()
+        self.uses_closures = False  # a step is a closure that an optimizer calls repeatedly
 
     def run(self) -> MemoryForecast:
         """Predict, then measure. Raises NothingMeasured or ProgramFailed."""
-        record, question = self.record, self.question
+        record, options = self.record, self.options
         try:
-            own = self.predicted(None)
-            record.device, record.own, record.simulated = (
-                self.ready["device"],
-                self.ready["samples"],
-                self.ready["simulated"],
-            )
-            if own.why_not:
-                raise NothingMeasured(f"the memory of this program cannot be predicted: {own.why_not}.")
-            for size in dict.fromkeys(question.sizes):
-                self.predicted(size)
-            self._limit()
+            base = self.predict(None)
+            record.device, record.own = self.ready["device"], self.ready["samples"]
+            record.simulated = self.ready["simulated"]
+            if base.why_not:
+                raise NothingMeasured(f"the memory of this program cannot be predicted: {base.why_not}.")
+            for size in dict.fromkeys(options.sizes):
+                self.predict(size)
+            self._apply_limit()
             if self.trial is not None:
-                self.trial.finish(seconds() + END_S)  # the program ends by itself, with everything restored
+                self.trial.finish(
+                    seconds() + EXIT_TIMEOUT_S
+                )  # the program ends by itself, with everything restored
         finally:
-            self._leave()
+            self._close_trial()
         record.points = sorted(self.points.values(), key=lambda point: point.batch_size or 0)
-        self._notes()
-        if question.measure:
-            self._measure(own)
+        self._add_notes()
+        if options.measure:
+            self._measure(base)
         record.status = "done"
         return record
 
-    # -- prediction -----------------------------------------------------------------------------------------------------
+    # -- prediction
 
-    def predicted(self, size: int | None) -> MemoryPoint:
-        """Return a point, known or new; ``why_not`` says why the program cannot do a step of that size."""
+    def predict(self, size: int | None) -> MemoryPoint:
+        """A point, known or new; ``why_not`` says why the program cannot do a step of that size."""
         size = self.ready.get("samples") if size is None and self.ready else size
         if size in self.points and self.ready:
             return self.points[size]
-        answer = self._asked(size)
+        answer = self._ask_worker(size)
         point = MemoryPoint(
             answer.get("batch", size),
             answer.get("peak_bytes"),
@@ -112,12 +111,12 @@ class Forecast:
             answer.get("by_module", {}),
             answer.get("why_not", ""),
         )
-        self.guessed.update(answer.get("guessed", ()))
-        self.closures |= answer.get("unit") == "backward"
+        self.guessed_values.update(answer.get("guessed", ()))
+        self.uses_closures |= answer.get("unit") == "backward"
         self.points[point.batch_size] = point
         return point
 
-    def _asked(self, size: int | None) -> dict[str, Any]:
+    def _ask_worker(self, size: int | None) -> dict[str, Any]:
         self.stage(
             "predicting",
             f"a step with {size} samples a batch, for shapes alone"
@@ -125,124 +124,125 @@ class Forecast:
             else "a step as it is, for shapes alone",
         )
         try:
-            trial = self.trial or self._enter()
+            trial = self.trial or self._start_trial()
             if self.ready["why_not"]:
                 return {"why_not": self.ready["why_not"]}
             if size is not None and self.ready["samples"] is None:
-                return {
-                    "why_not": "the program makes its batches without a DataLoader, so flatout cannot change their size"
-                }
-            return trial.ask({"do": "foresee", "batch": size}, seconds() + STEPS_S)
+                why = (
+                    "the program makes its batches without a DataLoader, so flatout cannot change their size"
+                )
+                return {"why_not": why}
+            return trial.ask({"do": "predict_memory", "batch": size}, seconds() + STEPS_TIMEOUT_S)
         except ProgramGone as gone:
-            self._leave()
+            self._close_trial()
             if not self.ready:
-                raise _never_trained(gone.record) from None
+                raise _no_step_error(gone.record) from None
             return {"why_not": gone.record.last_line}
 
-    def _enter(self) -> Trial:
+    def _start_trial(self) -> Trial:
         self.trial = trial = Trial(
             self.command,
             self.job.new_trial(),
             Plan(),
             self.facts,
-            TrialOptions(entry=ENTRY, requested={"cuda": self.question.cuda}),
+            TrialOptions(entry=ENTRY, requested={"cuda": self.options.cuda}),
         )
         trial.start()
-        self.ready = trial.wait_ready(seconds() + START_S)
+        self.ready = trial.wait_ready(seconds() + START_TIMEOUT_S)
         return trial
 
-    def _leave(self) -> None:
+    def _close_trial(self) -> None:
         if self.trial is not None:
             trial, self.trial = self.trial, None
             trial.close()
 
-    # -- the limit ------------------------------------------------------------------------------------------------------
+    # -- the limit
 
-    def _limit(self) -> None:
-        record, limit = self.record, self.question.limit_bytes
+    def _apply_limit(self) -> None:
+        record, limit = self.record, self.options.limit_bytes
         if limit is not None:
             record.limit_bytes, record.limit_of = limit, "asked for"
         elif (gpu := self.facts.gpu(self.ready.get("device_index"))) is not None and (
             record.device == "cuda" or record.simulated
         ):
             record.limit_bytes, record.limit_of = gpu.memory_bytes, gpu.name
-        own = self.points[record.own]
-        if record.limit_bytes is None or own.peak_bytes is None:
+        base = self.points[record.own]
+        if record.limit_bytes is None or base.peak_bytes is None:
             return
         limit_bytes = record.limit_bytes
-        if record.own is not None and not own.why_not:
-            self._search(limit_bytes, record.own)
-        record.advice = advice(own, limit_bytes, record.largest)
+        if record.own is not None and not base.why_not:
+            self._find_largest(limit_bytes, record.own)
+        record.advice = advice(base, limit_bytes, record.largest)
 
-    def _search(self, limit_bytes: int, own: int) -> None:
-        asked = set(self.points)
+    def _find_largest(self, limit_bytes: int, script_size: int) -> None:
+        requested_sizes = set(self.points)
 
         def peak_of(size: int) -> int:
-            point = self.predicted(size)
+            point = self.predict(size)
             if point.peak_bytes is None:
                 raise LookupError(point.why_not)
             return point.peak_bytes
 
         try:
-            self.record.largest = largest_that_fits(peak_of, limit_bytes, own)
+            self.record.largest = largest_that_fits(peak_of, limit_bytes, script_size)
         except LookupError as error:
             self.record.notes.append(f"the largest batch that fits is unknown: {error}")
         if self.record.largest:
             self.record.largest_peak_bytes = self.points[self.record.largest].peak_bytes
         self.points = {
-            size: point for size, point in self.points.items() if size in asked or size == self.record.largest
+            size: point
+            for size, point in self.points.items()
+            if size in requested_sizes or size == self.record.largest
         }
 
-    # -- measuring ------------------------------------------------------------------------------------------------------
+    # -- measuring
 
-    def _measure(self, own: MemoryPoint) -> None:
+    def _measure(self, base: MemoryPoint) -> None:
         """Measure the script's own batch size, and the size farthest from it that fits well."""
         record = self.record
         if record.simulated:
             record.notes.append("nothing was measured: this machine has no such device")
             return
-        if (own.peak_bytes or 0) <= self._room():
-            self._measured(own, Plan())
+        if (base.peak_bytes or 0) <= self._safe_bytes():
+            self._measure_point(base, Plan())
         else:
-            own.measured_why_not = "its step is not expected to fit"
-        farthest = self._farthest(own)
+            base.measured_why_not = "its step is not expected to fit"
+        farthest = self._farthest_point(base)
         if farthest is not None:
-            self._measured(
+            self._measure_point(
                 farthest,
                 Plan((Choice("batch_size", {"size": farthest.batch_size, "loader": self.ready["loader"]}),)),
             )
 
-    def _room(self) -> float:
+    def _safe_bytes(self) -> float:
         """Bytes of a step that may be tried on this machine."""
-        return ROOM * (
+        return SAFE_SHARE * (
             (self.record.limit_bytes if self.record.device == "cuda" else self.facts.memory_bytes) or 2**62
         )
 
-    def _farthest(self, own: MemoryPoint) -> MemoryPoint | None:
-        """Return the requested size farthest from ``own`` that fits easily and has enough samples."""
-        if own.batch_size is None or self.ready.get("loader") is None:
+    def _farthest_point(self, base: MemoryPoint) -> MemoryPoint | None:
+        if base.batch_size is None or self.ready.get("loader") is None:
             return None
-        longest = self.ready["length"] or 2**62
-        points = [self.points[size] for size in self.question.sizes if size != own.batch_size]
+        max_samples = self.ready["length"] or 2**62
+        points = [self.points[size] for size in self.options.sizes if size != base.batch_size]
         fitting = [
             point
             for point in points
             if point.peak_bytes is not None
-            and point.peak_bytes <= self._room()
-            and (point.batch_size or 0) <= longest
+            and point.peak_bytes <= self._safe_bytes()
+            and (point.batch_size or 0) <= max_samples
         ]
-        return max(
-            fitting, key=lambda point: abs(log((point.batch_size or 1) / (own.batch_size or 1))), default=None
-        )
+        own_size = base.batch_size or 1
+        return max(fitting, key=lambda p: abs(log((p.batch_size or 1) / own_size)), default=None)
 
-    def _measured(self, point: MemoryPoint, plan: Plan) -> None:
+    def _measure_point(self, point: MemoryPoint, plan: Plan) -> None:
         self.stage(
             "measuring",
             f"real steps with {point.batch_size} samples a batch"
             if point.batch_size
             else "real steps as they are",
         )
-        deadline_s = seconds() + self.question.budget_s
+        deadline_s = seconds() + self.options.budget_s
         try:
             with Trial(self.command, self.job.new_trial(), plan, self.facts) as trial:
                 ready = trial.wait_ready(deadline_s)
@@ -253,7 +253,7 @@ class Forecast:
                         else "the loader cannot be given another batch size"
                     )
                     return
-                recorded = trial.listen("peak", deadline_s, ticks=MEASURED_TICKS)
+                recorded = trial.run_probe("peak", deadline_s, ticks=MEASURED_TICKS)
         except ProgramGone as gone:
             point.measured_why_not = gone.record.last_line
             return
@@ -262,57 +262,53 @@ class Forecast:
         else:
             point.measured_why_not = recorded.get("why_not") or "too few steps were recorded"
 
-    def _notes(self) -> None:
-        record = self.record
+    def _add_notes(self) -> None:
+        record, note = self.record, self.record.notes.append
         if record.simulated or record.device == "cuda":
-            record.notes.append(
-                "tensors only: the CUDA context, cuDNN and cuBLAS workspaces and fragmentation come on top"
-            )
+            note("tensors only: the CUDA context, cuDNN and cuBLAS workspaces and fragmentation come on top")
         if record.simulated:
-            record.notes.append(
+            note(
                 "the program ran on the CPU; operators with other kernels on a GPU may save other tensors there"
             )
-        if self.closures:
-            record.notes.append(
+        if self.uses_closures:
+            note(
                 "a step of this program is a closure; one pass was predicted, and the optimizer's memory of further passes comes on top"
             )
         length = self.ready.get("length")
         if length and any((point.batch_size or 0) > length for point in record.points):
-            record.notes.append(
-                f"the data set has {length} samples; larger batches are predicted by repeating them"
-            )
-        if self.guessed:
-            record.notes.append(
-                f"some values that the program reads are unknown without computing ({', '.join(sorted(self.guessed))}); if more "
+            note(f"the data set has {length} samples; larger batches are predicted by repeating them")
+        if self.guessed_values:
+            note(
+                f"some values that the program reads are unknown without computing ({', '.join(sorted(self.guessed_values))}); if more "
                 "or fewer elements could be selected, all are"
             )
 
 
-def advice(own: MemoryPoint, limit_bytes: int, largest: int | None) -> str:
-    """Return a sentence with advice; empty if the script's own batch fits."""
-    if own.peak_bytes is None or own.peak_bytes <= limit_bytes:
+def advice(base: MemoryPoint, limit_bytes: int, largest: int | None) -> str:
+    """A sentence with advice; empty if the script's own batch fits."""
+    if base.peak_bytes is None or base.peak_bytes <= limit_bytes:
         return ""
-    lasting = sum(
-        own.kinds.get(kind, 0) for kind in ("parameters", "buffers", "optimizer state", "gradients")
+    state_bytes = sum(
+        base.kinds.get(kind, 0) for kind in ("parameters", "buffers", "optimizer state", "gradients")
     )
-    if lasting > limit_bytes:
+    if state_bytes > limit_bytes:
         return (
             "Parameters, gradients and optimizer state alone are larger than the limit, so no batch fits: use lower precision, an optimizer with less state, "
             "or sharding."
         )
-    if largest and own.batch_size:
-        micro = -(-own.batch_size // largest)
+    if largest and base.batch_size:
+        micro = -(-base.batch_size // largest)
         return (
-            f"{micro} micro-batches of at most {largest} samples with accumulation keep the effective batch of {own.batch_size}; "
-            f"{SERVED['activations'][0].lower()}{SERVED['activations'][1:]}."
+            f"{micro} micro-batches of at most {largest} samples with accumulation keep the effective batch of {base.batch_size}; "
+            f"{REMEDIES['activations'][0].lower()}{REMEDIES['activations'][1:]}."
         )
-    kind = max(SERVED, key=lambda kind: own.kinds.get(kind, 0))
-    return f"{SERVED[kind]}; lower precision (bf16) roughly halves the activations."
+    kind = max(REMEDIES, key=lambda kind: base.kinds.get(kind, 0))
+    return f"{REMEDIES[kind]}; lower precision (bf16) roughly halves the activations."
 
 
-def _never_trained(record: TrialRecord) -> Exception:
+def _no_step_error(record: TrialRecord) -> Exception:
     if record.status == "failed":
-        return program_failed(record)
+        return failure_error(record)
     if record.status == "ended":
         return NothingMeasured(
             "the memory of a step cannot be predicted: the program ended before its first training step (a forward pass with gradients of a "

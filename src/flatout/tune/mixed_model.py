@@ -19,17 +19,19 @@ from typing import Any
 
 from flatout.tune.one_thread import np
 
-TAIL = 4.0  # default degrees of freedom of the noise
-ROUNDS = 14
-SETTLED = 0.02  # largest change of a log variance in the last round; standard errors then change by 1 %
-LARGEST_STEP = 1.5  # of the log of a variance in one round
+NOISE_T_DOF = 4.0  # degrees of freedom
+MAX_ITERATIONS = 14
+CONVERGED_CHANGE = (
+    0.02  # largest change of a log variance in the last round; standard errors then change by 1 %
+)
+MAX_STEP = 1.5  # of the log of a variance in one round
 NODES = (-2.0, -1.0, 0.0, 1.0, 2.0)  # values of the mixed component, in its standard deviations
-QUARTILE = 0.74  # of t with four degrees of freedom; initial value of its scale
-SCALE_ROUNDS = 4
-LEAST_SLOPE = 0.3  # of the score, on average; smaller slopes would inflate residuals
-LEAST_FREE = 0.02  # of the measurements, degrees of freedom of the residuals
-LEAST_NOISE = 1e-3  # sd; below it sums lose precision
-LEAST_SHARE = 1e-3  # of a node in the mixture
+T4_QUARTILE = 0.74  # of t with four degrees of freedom; initial value of its scale
+SCALE_ITERATIONS = 4
+MIN_SLOPE = 0.3  # of the score, on average; smaller slopes would inflate residuals
+MIN_FREE_SHARE = 0.02  # of the measurements, degrees of freedom of the residuals
+MIN_NOISE_SD = 1e-3  # below it sums lose precision
+MIN_NODE_WEIGHT = 1e-3  # of a node in the mixture
 
 Array = Any  # a numpy array; the shape is in each docstring
 
@@ -49,14 +51,14 @@ class Component:
 class Group:
     """Adjacent columns. ``sd`` is a shared ``Component``, or (columns,) known values.
 
-    ``tail``: degrees of freedom of a t prior with scale ``sd``, which shrinks coefficients far from their
+    ``t_dof``: degrees of freedom of a t prior with scale ``sd``, which shrinks coefficients far from their
     mean less. None for a normal prior.
     """
 
     columns: int
     sd: Component | Array
     mean: Array | float = 0.0
-    tail: float | None = None
+    t_dof: float | None = None
 
 
 @dataclass(frozen=True)
@@ -70,41 +72,41 @@ class PosteriorPart:
 
 @dataclass(frozen=True)
 class Solution:
-    """The posterior ``parts``, heaviest first; the ``noise``; and ``sds``, one per group (None if known)."""
+    """The posterior ``parts``, heaviest first; the ``noise_sd``; and ``sds``, one per group (None if known)."""
 
     parts: tuple[PosteriorPart, ...]
-    noise: float
+    noise_sd: float
     sds: tuple[float | None, ...]
 
 
 class _System:
     """The state of a solution: data, priors, and current variances."""
 
-    def __init__(self, x: Array, y: Array, groups: Sequence[Group], noise: Component, tail: float) -> None:
-        self.x, self.y, self.groups, self.noise, self.tail = x, y, groups, noise, tail
+    def __init__(self, x: Array, y: Array, groups: Sequence[Group], noise: Component, t_dof: float) -> None:
+        self.x, self.y, self.groups, self.noise, self.t_dof = x, y, groups, noise, t_dof
         self.gram = x.T @ x
-        self.prior = np.concatenate([np.broadcast_to(group.mean, group.columns) for group in groups]).astype(
-            float
-        )
+        self.prior_mean = np.concatenate(
+            [np.broadcast_to(group.mean, group.columns) for group in groups]
+        ).astype(float)
         ends = np.cumsum([group.columns for group in groups])
         self.slices = [slice(end - group.columns, end) for group, end in zip(groups, ends, strict=True)]
-        self.free = [at for at, group in enumerate(groups) if isinstance(group.sd, Component)]
-        self.log_variance = {at: 2 * float(np.log(groups[at].sd.median)) for at in self.free}
-        self.dof: dict[int, float] = dict.fromkeys(self.free, 0.0)
-        self.known = {
-            at: np.broadcast_to(group.sd, group.columns) ** 2
-            for at, group in enumerate(groups)
-            if at not in self.free
+        self.unknown_groups = [i for i, group in enumerate(groups) if isinstance(group.sd, Component)]
+        self.log_variance = {i: 2 * float(np.log(groups[i].sd.median)) for i in self.unknown_groups}
+        self.dof: dict[int, float] = dict.fromkeys(self.unknown_groups, 0.0)
+        self.known_variances = {
+            i: np.broadcast_to(group.sd, group.columns) ** 2
+            for i, group in enumerate(groups)
+            if i not in self.unknown_groups
         }
         self.log_noise = 2 * float(np.log(noise.median))
-        self.pseudo = y.copy()
+        self.pseudo_y = y.copy()
 
     def variances(self) -> Array:
         parts = [
-            np.full(group.columns, np.exp(self.log_variance[at]))
-            if at in self.log_variance
-            else self.known[at]
-            for at, group in enumerate(self.groups)
+            np.full(group.columns, np.exp(self.log_variance[i]))
+            if i in self.log_variance
+            else self.known_variances[i]
+            for i, group in enumerate(self.groups)
         ]
         return np.concatenate(parts)
 
@@ -114,77 +116,79 @@ class _System:
         precision = self.gram / noise
         precision[np.diag_indices_from(precision)] += 1 / self.variances()
         cov = np.linalg.inv(precision)
-        return self.prior + cov @ (self.x.T @ (self.pseudo - self.x @ self.prior)) / noise, cov
+        return self.prior_mean + cov @ (self.x.T @ (self.pseudo_y - self.x @ self.prior_mean)) / noise, cov
 
     def evidence(self) -> float:
         """The log of the marginal likelihood times the priors of the components, up to a constant."""
         noise, variances = np.exp(self.log_noise), self.variances()
-        scaled = np.sqrt(variances)
-        inner = scaled[:, None] * self.gram * scaled[None, :] / noise
-        inner[np.diag_indices_from(inner)] += 1.0
-        root = np.linalg.cholesky(inner)
-        rest = self.pseudo - self.x @ self.prior
-        projected = np.linalg.solve(root, scaled * (self.x.T @ rest)) / noise
+        sds = np.sqrt(variances)
+        scaled = sds[:, None] * self.gram * sds[None, :] / noise
+        scaled[np.diag_indices_from(scaled)] += 1.0
+        lower = np.linalg.cholesky(scaled)
+        residual = self.pseudo_y - self.x @ self.prior_mean
+        projected = np.linalg.solve(lower, sds * (self.x.T @ residual)) / noise
         value = (
-            -np.log(np.diag(root)).sum()
-            - 0.5 * len(rest) * self.log_noise
-            - 0.5 * (rest @ rest / noise - projected @ projected)
+            -np.log(np.diag(lower)).sum()
+            - 0.5 * len(residual) * self.log_noise
+            - 0.5 * (residual @ residual / noise - projected @ projected)
         )
         return (
             float(value)
             + self.noise.log_prior(self.log_noise)
-            + sum(self.groups[at].sd.log_prior(value) for at, value in self.log_variance.items())
+            + sum(self.groups[i].sd.log_prior(value) for i, value in self.log_variance.items())
         )
 
-    def round(self) -> float:
+    def iterate(self) -> float:
         """Take one step of the fixed-point iteration; return the largest change of a log variance."""
         before = {**self.log_variance, -1: self.log_noise}
         mean, cov = self.posterior()
         variances, diagonal = self.variances(), np.diag(cov)
         fitted = self.x @ mean
         # Degrees of freedom of the residuals
-        free = max(len(self.y) - float((1 - diagonal / variances).sum()), LEAST_FREE * len(self.y))
-        self.pseudo = fitted + _scores(self.y - fitted, free, self.tail)
-        self.log_noise += _step(self.log_noise, float(((self.pseudo - fitted) ** 2).sum()), free, self.noise)
-        self.log_noise = max(self.log_noise, 2 * float(np.log(LEAST_NOISE)))
-        for at, group in enumerate(self.groups):
+        free_dof = max(len(self.y) - float((1 - diagonal / variances).sum()), MIN_FREE_SHARE * len(self.y))
+        self.pseudo_y = fitted + _scores(self.y - fitted, free_dof, self.t_dof)
+        self.log_noise += _step(
+            self.log_noise, float(((self.pseudo_y - fitted) ** 2).sum()), free_dof, self.noise
+        )
+        self.log_noise = max(self.log_noise, 2 * float(np.log(MIN_NOISE_SD)))
+        for i, group in enumerate(self.groups):
             # Expected variance of each coefficient; a t distribution is a mixture of normals
-            if group.tail is not None:
-                columns = self.slices[at]
-                squared = (mean[columns] - self.prior[columns]) ** 2 + diagonal[columns]
-                self.known[at] = (group.tail * np.broadcast_to(group.sd, group.columns) ** 2 + squared) / (
-                    group.tail + 1
-                )
-        for at in self.free:
-            columns = self.slices[at]
-            variance = np.exp(self.log_variance[at])
-            self.dof[at] = max(float((1 - diagonal[columns] / variance).sum()), 1e-9)
-            squares = float(((mean[columns] - self.prior[columns]) ** 2).sum())
-            self.log_variance[at] += _step(self.log_variance[at], squares, self.dof[at], self.groups[at].sd)
-        return max(abs(value - before[at]) for at, value in {**self.log_variance, -1: self.log_noise}.items())
+            if group.t_dof is not None:
+                columns = self.slices[i]
+                squared = (mean[columns] - self.prior_mean[columns]) ** 2 + diagonal[columns]
+                self.known_variances[i] = (
+                    group.t_dof * np.broadcast_to(group.sd, group.columns) ** 2 + squared
+                ) / (group.t_dof + 1)
+        for i in self.unknown_groups:
+            columns = self.slices[i]
+            variance = np.exp(self.log_variance[i])
+            self.dof[i] = max(float((1 - diagonal[columns] / variance).sum()), 1e-9)
+            squares = float(((mean[columns] - self.prior_mean[columns]) ** 2).sum())
+            self.log_variance[i] += _step(self.log_variance[i], squares, self.dof[i], self.groups[i].sd)
+        return max(abs(value - before[i]) for i, value in {**self.log_variance, -1: self.log_noise}.items())
 
 
-def _scores(residuals: Array, free: float, tail: float) -> Array:
+def _scores(residuals: Array, free_dof: float, t_dof: float) -> Array:
     """(n,) pseudo-residuals of a t distribution with the scale of ``residuals``.
 
     A Gaussian with their variance gives the same standard errors.
     """
-    inflate = len(residuals) / free
-    square = max(float(np.median(np.abs(residuals))) / QUARTILE, 1e-9) ** 2 * inflate
-    for _ in range(SCALE_ROUNDS):
-        weights = (tail + 1) / (tail + residuals**2 / square)
+    inflate = len(residuals) / free_dof
+    square = max(float(np.median(np.abs(residuals))) / T4_QUARTILE, 1e-9) ** 2 * inflate
+    for _ in range(SCALE_ITERATIONS):
+        weights = (t_dof + 1) / (t_dof + residuals**2 / square)
         square = max(float((weights * residuals**2).mean()) * inflate, 1e-18)
     z = residuals**2 / square
-    slope = float(((tail + 1) * (tail - z) / (tail + z) ** 2).mean())
-    return (tail + 1) / (tail + z) * residuals / max(slope, LEAST_SLOPE)
+    slope = float(((t_dof + 1) * (t_dof - z) / (t_dof + z) ** 2).mean())
+    return (t_dof + 1) / (t_dof + z) * residuals / max(slope, MIN_SLOPE)
 
 
 def _step(log_variance: float, squares: float, dof: float, prior: Component) -> float:
-    """Return the step of a log variance towards ``squares / dof``, damped by its prior."""
-    towards = float(np.log(max(squares, 1e-300) / dof)) - log_variance
-    pull = -(log_variance / 2 - float(np.log(prior.median))) / (2 * prior.log_sd**2)
-    step = (dof / 2 * towards + pull) / (dof / 2 + 1 / (4 * prior.log_sd**2))
-    return max(-LARGEST_STEP, min(LARGEST_STEP, step))
+    """The step of a log variance towards ``squares / dof``, damped by its prior."""
+    target_step = float(np.log(max(squares, 1e-300) / dof)) - log_variance
+    prior_pull = -(log_variance / 2 - float(np.log(prior.median))) / (2 * prior.log_sd**2)
+    step = (dof / 2 * target_step + prior_pull) / (dof / 2 + 1 / (4 * prior.log_sd**2))
+    return max(-MAX_STEP, min(MAX_STEP, step))
 
 
 def solve(
@@ -193,37 +197,37 @@ def solve(
     groups: Sequence[Group],
     noise: Component,
     keep: slice,
-    mixed: int | None = None,
-    tail: float = TAIL,
+    integrated: int | None = None,
+    t_dof: float = NOISE_T_DOF,
 ) -> Solution:
-    """Return the posterior of the columns ``keep``, for ``x`` (n, columns) and ``y`` (n,).
+    """The posterior of the columns ``keep``, for ``x`` (n, columns) and ``y`` (n,).
 
-    The noise has ``tail`` degrees of freedom. The sd of group ``mixed`` is integrated out; all others are at
+    The noise has ``t_dof`` degrees of freedom. The sd of group ``integrated`` is integrated out; all others are at
     their mode.
     """
-    system = _System(x, y, groups, noise, tail)
-    for _ in range(ROUNDS):
-        if system.round() < SETTLED:
+    system = _System(x, y, groups, noise, t_dof)
+    for _ in range(MAX_ITERATIONS):
+        if system.iterate() < CONVERGED_CHANGE:
             break
     sds = tuple(
-        float(np.exp(system.log_variance[at] / 2)) if at in system.log_variance else None
-        for at in range(len(groups))
+        float(np.exp(system.log_variance[i] / 2)) if i in system.log_variance else None
+        for i in range(len(groups))
     )
     parts = []
-    if mixed is None:
+    if integrated is None:
         mean, cov = system.posterior()
         parts = [PosteriorPart(1.0, mean[keep], cov[keep, keep])]
     else:
-        component, mode = groups[mixed].sd, system.log_variance[mixed]
-        width = 1 / np.sqrt(system.dof[mixed] / 2 + 1 / (4 * component.log_sd**2))
+        component, mode = groups[integrated].sd, system.log_variance[integrated]
+        width = 1 / np.sqrt(system.dof[integrated] / 2 + 1 / (4 * component.log_sd**2))
         scored = []
         for node in NODES:
-            system.log_variance[mixed] = mode + node * width
-            scored.append((system.evidence(), system.log_variance[mixed]))
+            system.log_variance[integrated] = mode + node * width
+            scored.append((system.evidence(), system.log_variance[integrated]))
         best = max(score for score, _ in scored)
         weights = [float(np.exp(score - best)) for score, _ in scored]
-        for weight, (_, system.log_variance[mixed]) in zip(weights, scored, strict=True):
-            if weight > LEAST_SHARE:
+        for weight, (_, system.log_variance[integrated]) in zip(weights, scored, strict=True):
+            if weight > MIN_NODE_WEIGHT:
                 mean, cov = system.posterior()
                 parts.append(PosteriorPart(weight, mean[keep], cov[keep, keep]))
         total = sum(part.weight for part in parts)

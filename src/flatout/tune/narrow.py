@@ -16,15 +16,15 @@ from flatout.schema.records import TrialRecord
 from flatout.schema.session import GuardRecord
 from flatout.trial.parent import ProgramGone
 from flatout.tune.candidates import Candidate, plan_of
-from flatout.tune.comparison import ProgramRequest, measure_together, step_again
-from flatout.tune.gone import why_gone
-from flatout.tune.limits import COMPILE_S, FEWEST_PAIRS
+from flatout.tune.comparison import ProgramRequest, measure_together, replay_step
+from flatout.tune.endings import end_reason
+from flatout.tune.limits import COMPILE_S, MIN_PAIRS
 from flatout.tune.tuning import Tuning
 
-AT_ONCE = 2
+PROGRAMS_AT_ONCE = 2
 
 
-def check_a_step(tuning: Tuning, tuned: list[Candidate]) -> tuple[list[Candidate], dict[str, Any] | None]:
+def check_step(tuning: Tuning, tuned: list[Candidate]) -> tuple[list[Candidate], dict[str, Any] | None]:
     """Remove the candidates that the replica of a step rejects.
 
     Returns the rest and the replica's findings about it; None if there was nothing to check.
@@ -33,15 +33,15 @@ def check_a_step(tuning: Tuning, tuned: list[Candidate]) -> tuple[list[Candidate
     checked.sort(key=lambda c: c.ratio.median if c.ratio is not None else 1.0, reverse=True)
     if not checked or tuning.interleaver.unit != "step":
         return tuned, None
-    expected_s = tuning.replica_s + FEWEST_PAIRS * tuning.pair_s
+    expected_s = tuning.replica_s + MIN_PAIRS * tuning.pair_s
     # Levers that need no check can still be confirmed
-    if len(checked) < len(tuned) and tuning.allowed_s(overrun=True) < expected_s:
+    if len(checked) < len(tuned) and tuning.remaining_s(overrun=True) < expected_s:
         for candidate in checked:
             candidate.reject(
-                f"not checked numerically and not confirmed: the budget ran out; give --budget {tuning.enough_m(expected_s)}m"
+                f"not checked numerically and not confirmed: the budget ran out; {tuning.budget_hint(expected_s)}"
             )
         return [c for c in tuned if c not in checked], None
-    plain = tuning.plain_again()
+    plain = tuning.ensure_plain_trial()
     if plain is None:
         return tuned, {"failure": "there was no time to start the plain program"}
     tuning.stage("guard", "replaying one step plainly, with the levers, and in float64")
@@ -51,35 +51,34 @@ def check_a_step(tuning: Tuning, tuned: list[Candidate]) -> tuple[list[Candidate
         + (COMPILE_S if any(c.lever.warms_up for c in checked) else 0)
     )
     try:
-        answer = step_again(tuning.interleaver, plain, [c.choice for c in checked], timeout_s)
-        rejected = _reject(tuned, answer)
-        answer = answer.get("rest") or answer
+        replica = replay_step(tuning.interleaver, plain, [c.choice for c in checked], timeout_s)
+        rejected = _reject_candidates(tuned, replica)
+        replica = replica.get("rest") or replica
     except ProgramGone as gone:
-        how = (
+        ending = (
             "ended before the guard could replay a step"
             if gone.record.status == "ended"
-            else f"failed while the guard replayed a step ({why_gone(gone)})"
+            else f"failed while the guard replayed a step ({end_reason(gone)})"
         )
-        return tuned, {"failure": f"the program {how}"}
-    left = [c for c in tuned if c not in rejected]
-    return left, answer if any(c in left for c in checked) else None
+        return tuned, {"failure": f"the program {ending}"}
+    remaining = [c for c in tuned if c not in rejected]
+    return remaining, replica if any(c in remaining for c in checked) else None
 
 
-def _reject(tuned: Sequence[Candidate], answer: Mapping[str, Any]) -> list[Candidate]:
-    """Reject the candidates that fail this replica, with its reason, and return them."""
-    found = []
+def _reject_candidates(tuned: Sequence[Candidate], replica: Mapping[str, Any]) -> list[Candidate]:
+    rejected = []
     for candidate in tuned:
-        why = answer.get("wrong", {}).get(candidate.lever.name)
+        why = replica.get("failing", {}).get(candidate.lever.name)
         if why:
             candidate.reject(f"the guard: {why}")
-            found.append(candidate)
-    return found
+            rejected.append(candidate)
+    return rejected
 
 
-def without_the_culprits(
+def without_culprits(
     tuning: Tuning, attempt: Sequence[Candidate], verdict: GuardRecord, plain: Mapping[int, TrialRecord]
 ) -> list[Candidate]:
-    """Return the rest of a rejected plan.
+    """The rest of a rejected plan.
 
     Levers that fail alone are left out; if none does, the levers with the widest effect are.
     """
@@ -96,37 +95,37 @@ def without_the_culprits(
 
 
 def _levers_in(why: str, attempt: Sequence[Candidate]) -> list[str]:
-    """Return the levers that a check names itself, as ``under NAME alone``."""
+    """The levers that a check names itself, as ``under NAME alone``."""
     return [c.lever.name for c in attempt if f"under {c.lever.name} alone" in why]
 
 
 def _failing_alone(
     tuning: Tuning, attempt: Sequence[Candidate], plain: Mapping[int, TrialRecord]
 ) -> list[Candidate]:
-    """Reject and return the levers that, each alone, change the program's first losses."""
-    seed, again = min(plain, default=0), tuning.first_plain
+    seed, first_record = min(plain, default=0), tuning.first_record
     if seed not in plain or (
-        again is not None and again.seed == seed and not repeats_itself(plain[seed], again)
+        first_record is not None
+        and first_record.seed == seed
+        and not repeats_itself(plain[seed], first_record)
     ):
         return []  # the plain program's own first losses differ between runs
     suspects: list[Candidate] = [c for c in attempt if c.effect is not Effect.EXACT] or list(attempt)
-    found = []
-    for at in range(0, len(suspects), AT_ONCE):
-        some = suspects[at : at + AT_ONCE]
-        tuning.stage(
-            "guard", f"the first losses with {' and with '.join(plan_of([c]).describe() for c in some)} alone"
-        )
-        asked = [ProgramRequest(plan_of([c]), (), seed, "record") for c in some]
-        for candidate, seen in zip(
-            some, measure_together(tuning.interleaver, asked, 0.0, tuning.timeout_s), strict=True
+    rejected = []
+    for start in range(0, len(suspects), PROGRAMS_AT_ONCE):
+        group = suspects[start : start + PROGRAMS_AT_ONCE]
+        plans = " and with ".join(plan_of([c]).describe() for c in group)
+        tuning.stage("guard", f"the first losses with {plans} alone")
+        requests = [ProgramRequest(plan_of([c]), (), seed, "record") for c in group]
+        for candidate, result in zip(
+            group, measure_together(tuning.interleaver, requests, 0.0, tuning.timeout_s), strict=True
         ):
-            perturbed = tuning.perturbed.get(perturbation_for(candidate.effect), ())
+            perturbed_runs = tuning.perturbed_runs.get(perturbation_for(candidate.effect), ())
             check = (
-                start_agrees(candidate.effect, plain[seed], seen.record, perturbed)
-                if seen.record is not None
+                start_agrees(candidate.effect, plain[seed], result.record, perturbed_runs)
+                if result.record is not None
                 else None
             )
             if check is not None and not check.passed:
                 candidate.reject(f"the guard: under {candidate.lever.name} alone, {check.why}")
-                found.append(candidate)
-    return found
+                rejected.append(candidate)
+    return rejected

@@ -15,7 +15,7 @@ from flatout.schema.facts import Facts
 from flatout.schema.plan import Plan
 
 ANOTHER_COMMAND = "another command"
-DIFFERENT = {
+KEY_LABELS = {
     "command": ANOTHER_COMMAND,
     "script": "the script has changed",
     "machine": "another machine",
@@ -24,11 +24,11 @@ DIFFERENT = {
     "ranks": "another number of ranks",
     "device": "another device",
 }
-UNSAID = {"ranks": "one process", "device": "the device in the script"}
+DEFAULT_LABELS = {"ranks": "one process", "device": "the device in the script"}
 
 
-def key_of(command: Command, facts: Facts, ranks: str = "") -> dict[str, str]:
-    """Return what a Plan is valid for: command, script, machine, versions.
+def plan_key(command: Command, facts: Facts, ranks: str = "") -> dict[str, str]:
+    """What a Plan is valid for: command, script, machine, versions.
 
     ``ranks``: how it is split, "" for one process.
     """
@@ -47,46 +47,43 @@ def key_of(command: Command, facts: Facts, ranks: str = "") -> dict[str, str]:
 
 def differences(made_for: dict[str, str], key: dict[str, str]) -> list[str]:
     """Describe how a Plan's origin differs from the present command, machine and versions."""
-    found = []
-    for name, said in DIFFERENT.items():
+    sentences = []
+    for name, label in KEY_LABELS.items():
         if made_for.get(name, "") != key.get(name, ""):
-            found.append(
-                said if name == "script" else f"{said} ({made_for.get(name, UNSAID.get(name, 'unknown'))!r})"
+            sentences.append(
+                label
+                if name == "script"
+                else f"{label} ({made_for.get(name, DEFAULT_LABELS.get(name, 'unknown'))!r})"
             )
-    return found
+    return sentences
 
 
-def job_folder(command: Command, given: Path | None = None, ranks: str = "") -> JobFolder:
+def job_folder(command: Command, folder: Path | None = None, ranks: str = "") -> JobFolder:
     name = "-".join(filter(None, (command.title, command.digest, ranks.replace(" ", "-"))))
-    return JobFolder(records(name) if given is None else given)
+    return JobFolder(records(name) if folder is None else folder)
 
 
-def newest(*patterns: str) -> Path | None:
-    """Return the newest file among these, given as patterns below a job's folder; None if there is none."""
-    found = [
-        path
-        for pattern in patterns
-        for place in {records(), Path(FOLDER)}
-        for path in place.glob(f"*/{pattern}")
-    ]
-    return max(found, key=lambda path: path.stat().st_mtime, default=None)
+def newest_file(*patterns: str) -> Path | None:
+    """The newest file among these, given as patterns below a job's folder; None if there is none."""
+    folders = {records(), Path(FOLDER)}
+    paths = [path for pattern in patterns for folder in folders for path in folder.glob(f"*/{pattern}")]
+    return max(paths, key=lambda path: path.stat().st_mtime, default=None)
 
 
-def beside_script(command: Command) -> Path:
-    """Return the path of the plan that you see and may edit."""
+def plan_beside_script(command: Command) -> Path:
     return (command.script.parent if command.script else Path.cwd()) / "flatout.toml"
 
 
 def plan_files(command: Command, ranks: str = "") -> list[Path]:
-    """Return the plan beside the script and the tuner's own copy, newest first, so that your edits count."""
+    """The plan beside the script and the tuner's own copy, newest first, so that your edits count."""
     job = job_folder(command, ranks=ranks)
-    here = JobFolder(Path(FOLDER, job.path.name))  # tuned before this folder became read-only
-    there = {path for path in (beside_script(command), job.plan, here.plan) if path.is_file()}
-    return sorted(there, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    fallback = JobFolder(Path(FOLDER, job.path.name))  # tuned before this folder became read-only
+    existing = {path for path in (plan_beside_script(command), job.plan, fallback.plan) if path.is_file()}
+    return sorted(existing, key=lambda path: path.stat().st_mtime_ns, reverse=True)
 
 
 @dataclass(frozen=True)
-class Skipped:
+class SkippedPlan:
     """A plan file that does not fit, and why. ``usable``: it can still be named with --plan.
 
     ``command`` is the command that it was made for, if that is another one."""
@@ -108,24 +105,25 @@ class FoundPlan:
 
     plan: Plan | None = None
     path: Path | None = None
-    skipped: tuple[Skipped, ...] = ()
+    skipped: tuple[SkippedPlan, ...] = ()
 
 
 def find_plan(command: Command, facts: Facts, ranks: str = "") -> FoundPlan:
-    """Return the newest plan that fits the command, script, machine and versions."""
-    key, skipped = key_of(command, facts, ranks), list[Skipped]()
+    key, skipped = plan_key(command, facts, ranks), list[SkippedPlan]()
     for path in plan_files(command, ranks):
         if why := distrusted(path, whose=command.script):
-            skipped.append(Skipped(path, why))
+            skipped.append(SkippedPlan(path, why))
             continue
         try:
             plan = checked(read_plan(path), path)
         except FlatoutError as error:
-            skipped.append(Skipped(path, str(error), usable=False))
+            skipped.append(SkippedPlan(path, str(error), usable=False))
             continue
-        strange = differences(dict(plan.made_for), key) if plan.made_for else []
-        if not strange:
+        differing = differences(dict(plan.made_for), key) if plan.made_for else []
+        if not differing:
             return FoundPlan(plan, path, tuple(skipped))
-        made_for = str(plan.made_for.get("command", "")) if strange[0].startswith(ANOTHER_COMMAND) else ""
-        skipped.append(Skipped(path, "; ".join(strange), command=made_for, only_command=len(strange) == 1))
+        made_for = str(plan.made_for.get("command", "")) if differing[0].startswith(ANOTHER_COMMAND) else ""
+        skipped.append(
+            SkippedPlan(path, "; ".join(differing), command=made_for, only_command=len(differing) == 1)
+        )
     return FoundPlan(skipped=tuple(skipped))

@@ -27,7 +27,9 @@ ANY_VALUE = "*"  # every value of the lever
 BF16_FLAGS = frozenset({"amx_bf16", "avx512_bf16"})
 TINY_STEP_MS = 5.0
 DATA_BOUND_SHARE = 0.25  # of the step
-OTHER_PROCESSOR = 1.5  # factor on the standard deviation of measurements from another kind of processor
+OTHER_PROCESSOR_SD_FACTOR = (
+    1.5  # factor on the standard deviation of measurements from another kind of processor
+)
 
 CONVOLUTIONS, RECURRENT, TRANSFORMER, DENSE = "convolutions", "recurrent", "transformer", "dense"
 TINY_STEPS, LONG_STEPS = "tiny steps", "long steps"
@@ -48,7 +50,7 @@ Entries = dict[tuple[str, str, str], dict[str, Prior]]  # (lever, value, device)
 
 
 def device_kind(facts: Facts, device: str | None = None) -> str:
-    """Return the kind of device that the program trains on.
+    """The kind of device that the program trains on.
 
     ``device`` is "cpu" or "cuda"; without it, the machine's GPU decides if there is one.
     """
@@ -58,13 +60,10 @@ def device_kind(facts: Facts, device: str | None = None) -> str:
 
 
 def layer_kinds(layers: Iterable[str]) -> tuple[str, ...]:
-    """Return the kinds implied by the class names of modules; empty if no name is known."""
+    """The kinds implied by the class names of modules; empty if no name is known."""
     names = set(layers)
-    kinds = (
-        [CONVOLUTIONS]
-        if any(name.startswith(("Conv", "LazyConv")) and name[-1:] == "d" for name in names)
-        else []
-    )
+    convolutions = any(name.startswith(("Conv", "LazyConv")) and name[-1:] == "d" for name in names)
+    kinds = [CONVOLUTIONS] if convolutions else []
     if any(name.startswith(("RNN", "LSTM", "GRU")) for name in names):
         kinds.append(RECURRENT)
     normalised = any(name.endswith(("LayerNorm", "RMSNorm")) for name in names)
@@ -76,7 +75,7 @@ def layer_kinds(layers: Iterable[str]) -> tuple[str, ...]:
 
 
 def kinds_of(context: Mapping[str, Any], phases: Mapping[str, Mapping[str, float]]) -> tuple[str, ...]:
-    """Return the kinds of a program.
+    """The kinds of a program.
 
     ``context`` is the ``describe`` of the training context, with class names in ``layers``. ``phases`` holds
     ``median_ms`` and ``share`` for each phase of a step. Missing information omits its axis.
@@ -91,7 +90,7 @@ def kinds_of(context: Mapping[str, Any], phases: Mapping[str, Mapping[str, float
 
 
 def value_key(lever: str, value: Value, cores: int) -> str:
-    """Return a value as in the table: words and flags unchanged, no sizes, threads as a share of cores."""
+    """A value as in the table: words and flags unchanged, no sizes, threads as a share of cores."""
     if isinstance(value, dict):
         parts = (
             f"{key}={item}" if isinstance(item, (bool, str)) or item == 0 else key
@@ -104,18 +103,18 @@ def value_key(lever: str, value: Value, cores: int) -> str:
 
 
 def entries_of(table: Mapping[str, Any]) -> Entries:
-    """Return the rows of a table by lever, value and device. Raises KeyError if a row lacks a field."""
-    found: Entries = {}
+    """Raises KeyError if a row lacks a field."""
+    entries: Entries = {}
     for row in table["entries"]:
-        found.setdefault((row["lever"], row["value"], row["device"]), {})[row["kind"]] = Prior(
+        entries.setdefault((row["lever"], row["value"], row["device"]), {})[row["kind"]] = Prior(
             row["mean"], row["sd"], row["n"]
         )
-    return found
+    return entries
 
 
 @cache
 def committed_entries() -> Entries:
-    """Return the packaged table; empty if it is missing or damaged, so every lever has the neutral prior."""
+    """The packaged table; empty if it is missing or damaged, so every lever has the neutral prior."""
     table = read_json(TABLE_FILE)
     try:
         return entries_of(table) if isinstance(table, dict) else {}
@@ -129,7 +128,7 @@ def priors(
     phases: Mapping[str, Mapping[str, float]],
     entries: Entries | None = None,
 ) -> Callable[[str, Value], Prior]:
-    """Return a function from lever and value to the prior in this program; NEUTRAL without an entry.
+    """A function from lever and value to the prior in this program; NEUTRAL without an entry.
 
     A value without an entry gets the entry of all values of its lever. Records of CPUs with bfloat16 apply to
     CPUs without it, and vice versa, with a wider standard deviation. The narrower of the two priors counts.
@@ -138,22 +137,22 @@ def priors(
     kinds = kinds_of(context_description, phases)
     device = device_kind(facts, context_description.get("device"))
 
-    where = {
-        CPU: ((CPU, 1.0), (CPU_BF16, OTHER_PROCESSOR)),
-        CPU_BF16: ((CPU_BF16, 1.0), (CPU, OTHER_PROCESSOR)),
+    devices = {
+        CPU: ((CPU, 1.0), (CPU_BF16, OTHER_PROCESSOR_SD_FACTOR)),
+        CPU_BF16: ((CPU_BF16, 1.0), (CPU, OTHER_PROCESSOR_SD_FACTOR)),
     }.get(device, ((device, 1.0),))
 
     def prior(lever: str, value: Value) -> Prior:
         for key in (value_key(lever, value, facts.cores), ANY_VALUE):
-            found = [
-                (clearest(by_kind, kinds), widened)
-                for place, widened in where
-                if (by_kind := table.get((lever, key, place)))
+            candidates = [
+                (clearest(by_kind, kinds), sd_factor)
+                for device_name, sd_factor in devices
+                if (by_kind := table.get((lever, key, device_name)))
             ]
-            if found:
+            if candidates:
                 return min(
-                    (Prior(entry.mean, entry.sd * widened, entry.n) for entry, widened in found),
-                    key=lambda each: each.sd,
+                    (Prior(entry.mean, entry.sd * sd_factor, entry.n) for entry, sd_factor in candidates),
+                    key=lambda entry: entry.sd,
                 )
         return NEUTRAL
 
@@ -161,14 +160,14 @@ def priors(
 
 
 def clearest(by_kind: Mapping[str, Prior], kinds: Iterable[str]) -> Prior:
-    """Return the entry of the program's kinds that differs most clearly from that of all programs.
+    """The entry of the program's kinds that differs most clearly from that of all programs.
 
     If none differs, return the entry of all programs. "Clearly" is the difference of the means in standard
     errors of the kind's mean.
     """
-    every = by_kind[ANY]
+    overall = by_kind[ANY]
 
     def clearness(entry: Prior) -> float:
-        return abs(entry.mean - every.mean) * math.sqrt(entry.n) / entry.sd
+        return abs(entry.mean - overall.mean) * math.sqrt(entry.n) / entry.sd
 
-    return max([every, *(by_kind[kind] for kind in kinds if kind in by_kind)], key=clearness)
+    return max([overall, *(by_kind[kind] for kind in kinds if kind in by_kind)], key=clearness)

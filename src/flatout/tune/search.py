@@ -1,15 +1,13 @@
 """The search: observe, explore, check a step, confirm in fresh processes.
 
-    observe    run one plain program until its steps are steady; every lever says whether it applies
-    ranks      with several ranks: compare them with one process
-    by name    measure levers that you named although they change training: speed and both loss curves
-    explore    measure all levers by an experimental design: live ones by block, others across processes
-    fit        if memory is limited: add memory-saving levers one after another, by time and peak memory
-    guard      replay one step plainly, with the levers, and in float64
-    confirm    run two or three fresh pairs of processes, plain and tuned, each with its own seed; more if the
-               result is unclear. They provide the guard's loss curves and join the speed estimate
-
-Every result is saved at once; an interrupted search continues from there.
+observe    run one plain program until its steps are steady; every lever says whether it applies
+ranks      with several ranks: compare them with one process
+by name    measure levers that you named although they change training: speed and both loss curves
+explore    measure all levers by an experimental design: live ones by block, others across processes
+fit        if memory is limited: add memory-saving levers one after another, by time and peak memory
+guard      replay one step plainly, with the levers, and in float64
+confirm    run two or three fresh pairs of processes, plain and tuned, each with its own seed; more if the
+           result is unclear. They provide the guard's loss curves and join the speed estimate
 """
 
 from __future__ import annotations
@@ -21,20 +19,20 @@ from flatout.schema.session import ProgramFigures, SessionRecord
 from flatout.trial.blocks import PREFETCHED_BATCHES
 from flatout.trial.parent import ProgramGone
 from flatout.tune.budget import LONGER_BUDGET_S
-from flatout.tune.candidates import consider, without_long_starts
-from flatout.tune.conclude import noise_of
-from flatout.tune.confirm import settle
+from flatout.tune.candidates import drop_slow_fetches, make_candidates
+from flatout.tune.conclude import noise_floor
+from flatout.tune.confirm import confirm_plan
+from flatout.tune.endings import failure_error
 from flatout.tune.explore import explore
-from flatout.tune.fit import fit
-from flatout.tune.gone import program_failed
+from flatout.tune.fit import fit_memory
 from flatout.tune.interleaver import ask_options
-from flatout.tune.named import by_name
-from flatout.tune.narrow import check_a_step
-from flatout.tune.ranks import beside_one_process, unfit
+from flatout.tune.named_levers import measure_named
+from flatout.tune.narrow import check_step
+from flatout.tune.ranks import compare_with_one_process, why_incompatible
 from flatout.tune.tuning import Tuning
 
-FEWEST_TICKS = 12  # a program with fewer steps cannot be compared
-LONGEST_START = 0.15  # of the budget, for fetching a whole data set first
+MIN_TICKS = 12  # a program with fewer steps cannot be compared
+MAX_FETCH_SHARE = 0.15  # of the budget, for fetching a whole data set first
 
 
 def search(tuning: Tuning) -> SessionRecord:
@@ -44,19 +42,19 @@ def search(tuning: Tuning) -> SessionRecord:
     if it does not train.
     """
     try:
-        tuning.disturbance.wait(tuning.budget_s, tuning.watcher.expect)
+        tuning.disturbance.wait(tuning.budget_s, tuning.watcher.report)
         observe(tuning)
-        beside_one_process(tuning)
-        by_name(tuning)
-        tuned, answer = check_a_step(tuning, fit(tuning, explore(tuning)))
-        tuning.keep_observed()
-        settle(tuning, tuned, answer)
+        compare_with_one_process(tuning)
+        measure_named(tuning)
+        tuned, replica = check_step(tuning, fit_memory(tuning, explore(tuning)))
+        tuning.finish_plain_trial()
+        confirm_plan(tuning, tuned, replica)
         if tuning.blocks:
-            tuning.session.noise_floor = noise_of(tuning)
+            tuning.session.noise_floor = noise_floor(tuning)
         tuning.session.disturbance = tuning.disturbance.sentence() if tuning.disturbance.disturbed else ""
     finally:
         tuning.interleaver.close()
-        tuning.say_why_late()
+        tuning.explain_overrun()
         tuning.save()
     return tuning.session
 
@@ -65,31 +63,31 @@ def observe(tuning: Tuning) -> None:
     """Bring the plain program to its steady state and query every lever. Raises what ``search`` raises."""
     tuning.stage("observing", "the plain program, until its steps are steady")
     try:
-        plain = tuning.interleaver.enter(Plan(), 0, timeout_s=_timeout_s(tuning.goal.budget_s))
+        plain = tuning.interleaver.start_paused(Plan(), 0, timeout_s=_timeout_s(tuning.goal.budget_s))
         answer = ask_options(plain.trial)
     except ProgramGone as gone:
-        raise _why_not(tuning, gone.record) from None
+        raise _unobservable_error(tuning, gone.record) from None
     ready, interleaver = plain.trial.ready, tuning.interleaver
-    for left in ready["skipped"]:  # levers that every program of the search needs
-        raise NothingMeasured(f"{left['name']} could not be applied: {left['reason']}")
-    tuning.observed, tuning.start_cost_s, tuning.warm_ticks = plain.trial, plain.start_s, ready["ticks"]
+    for skipped in ready["skipped"]:  # levers that every program of the search needs
+        raise NothingMeasured(f"{skipped['name']} could not be applied: {skipped['reason']}")
+    tuning.plain_trial, tuning.start_cost_s, tuning.warmup_ticks = plain.trial, plain.start_s, ready["ticks"]
     interleaver.tick_ms, interleaver.unit = max(ready["tick_ms"], 1e-3), ready["unit"]
-    tuning.copies = ready["copies"]
+    tuning.max_copies = ready["max_copies"]
     tuning.session.context = answer["context"]
     interleaver.prefetched_ticks = PREFETCHED_BATCHES * max(
         (loader["num_workers"] for loader in answer["context"]["loaders"]), default=0
     )
-    tuning.candidates = consider(
+    tuning.candidates = make_candidates(
         answer["options"],
         tuning.goal.effects,
-        tuning.goal.only,
+        tuning.goal.only_levers,
         tuning.goal.memory_limit_bytes is not None,
         tuning.base,
-        unfit,
+        why_incompatible,
     )
-    tuning.settle_budget()
-    without_long_starts(
-        tuning.candidates, answer["context"]["loaders"], ready, LONGEST_START * tuning.budget_s
+    tuning.choose_budget()
+    drop_slow_fetches(
+        tuning.candidates, answer["context"]["loaders"], ready, MAX_FETCH_SHARE * tuning.budget_s
     )
     tuning.session.baseline = ProgramFigures(
         step_ms=ready["tick_ms"], unit=ready["unit"], warmup_ms=ready["warmup_ms"]
@@ -98,14 +96,12 @@ def observe(tuning: Tuning) -> None:
 
 
 def _timeout_s(budget_s: float | None) -> float:
-    """Return the timeout for the plain program to become ready."""
     return 0.8 * LONGER_BUDGET_S if budget_s is None else max(min(60.0, 3 * budget_s), 0.8 * budget_s)
 
 
-def _why_not(tuning: Tuning, record: TrialRecord) -> FlatoutError:
-    """Return the error for an unobservable plain program: its own failure, or nothing to measure."""
+def _unobservable_error(tuning: Tuning, record: TrialRecord) -> FlatoutError:
     if record.status == "failed":
-        return program_failed(
+        return failure_error(
             record, f"the program fails before flatout changes anything (exit code {record.exit_code})"
         )
     if record.status == "unattached":
@@ -119,11 +115,11 @@ def _why_not(tuning: Tuning, record: TrialRecord) -> FlatoutError:
             f"the program did not train: {record.reason}. Increase --budget, or see the logs in {tuning.job.trials}."
         )
     steps = len(set(record.loss_steps))
-    seen = (
+    end = (
         f"it ended after {steps} training {'step' if steps == 1 else 'steps'}"
         if steps
         else "it ended without a training step"
     )
     return NothingMeasured(
-        f"nothing to tune: {seen}, and a comparison needs at least {FEWEST_TICKS}. Run more training steps while tuning."
+        f"nothing to tune: {end}, and a comparison needs at least {MIN_TICKS}. Run more training steps while tuning."
     )

@@ -18,9 +18,9 @@ from flatout.schema.facts import Facts, untested
 from flatout.schema.plan import Plan
 from flatout.schema.session import SESSION_SCHEMA, SessionRecord
 from flatout.schema.sizes import size
-from flatout.tune.plan_files import beside_script, key_of
+from flatout.tune.plan_files import plan_beside_script, plan_key
 
-SAME = {"same": "with bitwise identical results", "equivalent": "with the same results up to {}"}
+RESULT_WORDS = {"same": "with bitwise identical results", "equivalent": "with the same results up to {}"}
 
 
 def open_session(
@@ -29,26 +29,26 @@ def open_session(
     facts: Facts,
     budget_s: float,
     effects: list[str],
-    again: bool,
+    from_scratch: bool,
     memory_limit_bytes: int | None = None,
     ranks: str = "",
 ) -> SessionRecord:
-    """Return the interrupted session with the same key, or a new one."""
-    key = key_of(command, facts, ranks)
-    ended = load_session(job)
-    old = _load(job.unfinished) or ended
+    """The interrupted session with the same key, or a new one."""
+    key = plan_key(command, facts, ranks)
+    previous = load_session(job)
+    unfinished = _load(job.unfinished) or previous
     if (
-        old is not None
-        and not again
-        and old.key == key
-        and old.status == "running"
-        and old.effects == effects
-        and old.memory_limit_bytes == memory_limit_bytes
+        unfinished is not None
+        and not from_scratch
+        and unfinished.key == key
+        and unfinished.status == "running"
+        and unfinished.effects == effects
+        and unfinished.memory_limit_bytes == memory_limit_bytes
     ):
-        old.budget_s = max(old.budget_s, budget_s)
+        unfinished.budget_s = max(unfinished.budget_s, budget_s)
         # The old budget may be used up; resuming needs at least the budget of this call.
-        old.spent_s = min(old.spent_s, 0.5 * old.budget_s)
-        return old
+        unfinished.spent_s = min(unfinished.spent_s, 0.5 * unfinished.budget_s)
+        return unfinished
     session = SessionRecord(
         list(command.shown),
         os.getcwd(),
@@ -62,7 +62,7 @@ def open_session(
         versions={"python": facts.python, "flatout": __version__, **facts.versions},
         untested=untested(facts.versions.get("torch", "")),
     )
-    if ended is not None and ended.status == "done":  # its plan is in use until the new session ends
+    if previous is not None and previous.status == "done":  # its plan is in use until the new session ends
         write_json(job.unfinished, session.to_json())
     return session
 
@@ -83,7 +83,7 @@ def _load(path: Path) -> SessionRecord | None:
 
 
 def session_file(job: JobFolder, session: SessionRecord) -> Path:
-    """Return the file of the session: beside the record of a finished one until the new one ends, as it was opened."""
+    """The file of the session: beside the record of a finished one until the new one ends, as it was opened."""
     return job.unfinished if session.status == "running" and job.unfinished.exists() else job.session
 
 
@@ -99,14 +99,14 @@ def plan_of(session: SessionRecord) -> Plan:
     return replace(plan, made_for=session.key)
 
 
-def write_plan(job: JobFolder, session: SessionRecord, command: Command, beside: bool) -> Path | None:
+def write_plan(job: JobFolder, session: SessionRecord, command: Command, write_beside: bool) -> Path | None:
     """Write the Plan into the job folder, and beside the script if requested and possible.
 
     A plan that was made for another command stays beside the script: it may be the only one of that command."""
     text = plan_of(session).to_toml()
     write_whole(job.plan, text)
-    target = beside_script(command)
-    if not beside or made_for_another(target, session):
+    target = plan_beside_script(command)
+    if not write_beside or made_for_another(target, session):
         return None
     try:
         write_whole(target, text)
@@ -116,7 +116,7 @@ def write_plan(job: JobFolder, session: SessionRecord, command: Command, beside:
 
 
 def made_for_another(path: Path, session: SessionRecord) -> str:
-    """Return the other command that the plan in ``path`` was made for; "" if there is none."""
+    """The other command that the plan in ``path`` was made for; "" if there is none."""
     try:
         made_for = str(read_plan(path).made_for.get("command", ""))
     except PlanError:
@@ -125,27 +125,23 @@ def made_for_another(path: Path, session: SessionRecord) -> str:
 
 
 def verdict(session: SessionRecord) -> str:
-    """Return the verdict of the session in one sentence, with what it does not cover."""
-    own = f"; {session.own_loss}, so nothing after that step was compared" if session.own_loss else ""
-    return _verdict(session) + own
+    """The verdict of the session in one sentence, with what it does not cover."""
+    loss_note = f"; {session.own_loss}, so nothing after that step was compared" if session.own_loss else ""
+    return _verdict(session) + loss_note
 
 
 def _verdict(session: SessionRecord) -> str:
-    limited = _of_the_limit(session)
+    limited = _memory_verdict(session)
     if limited:
         return limited
     if session.speedup is not None:
-        likely = "" if session.speedup.certain else "probably "
-        return f"{likely}{session.speedup.sentence()} as fast, {_results(session)}"
+        certainty = "" if session.speedup.certain else "probably "
+        return f"{certainty}{session.speedup.sentence()} as fast, {_results(session)}"
     failed = session.guard.verdict == "failed"
     if session.undecided and not failed:
         return f"no verdict is possible now: {session.obstacle}"
-    why = (
-        f"the faster plan was rejected: {session.guard.why}"
-        if failed
-        else "no plan was faster beyond the noise"
-    )
-    return f"the plain program is kept: {why}"
+    rejected = f"the faster plan was rejected: {session.guard.why}"
+    return f"the plain program is kept: {rejected if failed else 'no plan was faster beyond the noise'}"
 
 
 def _results(session: SessionRecord) -> str:
@@ -154,29 +150,30 @@ def _results(session: SessionRecord) -> str:
     Names computations and messages below float32 precision.
     """
     levers = {lever.name: lever for lever in TABLE if lever.effect is Effect.PRECISION}
-    halves = dict.fromkeys(
+    precisions = dict.fromkeys(
         levers[choice.name].half(choice.value) for choice in plan_of(session) if choice.name in levers
     )
-    return SAME.get(session.guard.verdict, "results not compared").format(" and ".join(halves) or "rounding")
+    return RESULT_WORDS.get(session.guard.verdict, "results not compared").format(
+        " and ".join(precisions) or "rounding"
+    )
 
 
-def _of_the_limit(session: SessionRecord) -> str:
-    """Return the verdict if the plain program exceeds the memory limit; empty otherwise."""
-    limit, known = (
+def _memory_verdict(session: SessionRecord) -> str:
+    limit, points = (
         session.memory_limit_bytes,
         [point for point in session.frontier if point.peak_bytes is not None],
     )
-    if limit is None or not known or known[0].fits:
+    if limit is None or not points or points[0].fits:
         return ""
-    within = size(limit)
+    limit_words = size(limit)
     if session.speedup is not None:
-        chosen = next((point.plan for point in known if point.chosen), "the plan")
-        return f"{chosen} fits into {within}, the plain program does not: {session.speedup.sentence()} as fast, {_results(session)}"
-    smallest = min(known, key=lambda point: point.peak_bytes or 0)
-    over = (smallest.peak_bytes or 0) - limit
-    if over <= 0:
-        return f"the plain program is kept, although it exceeds {within}: {smallest.plan} would fit, but was not confirmed"
+        chosen = next((point.plan for point in points if point.chosen), "the plan")
+        return f"{chosen} fits into {limit_words}, the plain program does not: {session.speedup.sentence()} as fast, {_results(session)}"
+    smallest = min(points, key=lambda point: point.peak_bytes or 0)
+    excess = (smallest.peak_bytes or 0) - limit
+    if excess <= 0:
+        return f"the plain program is kept, although it exceeds {limit_words}: {smallest.plan} would fit, but was not confirmed"
     return (
-        f"no measured plan fits into {within}: the smallest, {smallest.plan}, needs {size(over)} more. A smaller batch takes "
+        f"no measured plan fits into {limit_words}: the smallest, {smallest.plan}, needs {size(excess)} more. A smaller batch takes "
         "less; flatout.Loop keeps its effective size by accumulation"
     )

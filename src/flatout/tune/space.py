@@ -15,10 +15,10 @@ from typing import Any
 
 from flatout.tune.one_thread import np
 
-MOST_ROWS = 8192  # sets up to this number are enumerated; beyond it they are searched
-MOST_SWEEPS = 12  # of the coordinate descent
+MAX_ENUMERATED = 8192  # sets up to this number are enumerated; beyond it they are searched
+MAX_SWEEPS = 12  # of the coordinate descent
 DESCENT_STARTS = 512  # sampled sets; the best one is a second start of the descent
-SMALLEST_STEP = 1e-12  # in log time
+MIN_STEP = 1e-12  # in log time
 
 Array = Any  # a numpy array; the shape is in each docstring
 
@@ -41,7 +41,6 @@ class Factor:
 
     @property
     def switched(self) -> bool:
-        """Whether it is switched between the blocks of one process."""
         return self.live and not self.warms_up
 
 
@@ -67,20 +66,20 @@ class Space:
                 f"a key occurs twice among the factors: {sorted(key for key in set(keys) if keys.count(key) > 1)}"
             )
 
-    # -- columns ----------------------------------------------------------------------------------------------------
+    # -- columns
 
     @cached_property
     def index(self) -> dict[str, int]:
         """The column of each key."""
-        return {factor.key: at for at, factor in enumerate(self.factors)}
+        return {factor.key: i for i, factor in enumerate(self.factors)}
 
     @cached_property
     def columns_of(self) -> dict[str, list[int]]:
         """The columns of each lever, in the order of the factors."""
-        found: dict[str, list[int]] = {}
-        for at, factor in enumerate(self.factors):
-            found.setdefault(factor.lever, []).append(at)
-        return found
+        columns: dict[str, list[int]] = {}
+        for i, factor in enumerate(self.factors):
+            columns.setdefault(factor.lever, []).append(i)
+        return columns
 
     @cached_property
     def pairs(self) -> list[tuple[int, int]]:
@@ -93,108 +92,104 @@ class Space:
         ]
 
     @cached_property
-    def known(self) -> Array:
+    def known_mask(self) -> Array:
         """(pairs,) booleans: whether the levers of each pair are among ``known_pairs``."""
-        return np.array(
-            [
-                frozenset((self.factors[i].lever, self.factors[j].lever)) in self.known_pairs
-                for i, j in self.pairs
-            ],
-            dtype=bool,
-        )
+        levers = [factor.lever for factor in self.factors]
+        known = [frozenset((levers[i], levers[j])) in self.known_pairs for i, j in self.pairs]
+        return np.array(known, dtype=bool)
 
     @cached_property
     def switched(self) -> Array:
-        """(factors,) booleans: whether a factor is switched between blocks."""
+        """(factors,) booleans."""
         return np.array([factor.switched for factor in self.factors], dtype=bool)
 
     def rows(self, sets: Iterable[frozenset[str]]) -> Array:
         """(sets, factors) booleans. Raises ValueError for a key without a factor."""
         sets = list(sets)
-        found: Array = np.zeros((len(sets), len(self.factors)), dtype=bool)
-        for at, on in enumerate(sets):
-            for key in on:
+        rows: Array = np.zeros((len(sets), len(self.factors)), dtype=bool)
+        for i, active in enumerate(sets):
+            for key in active:
                 if key not in self.index:
-                    raise ValueError(
-                        f"{key!r} is not among the factors of this search: {', '.join(self.index)}"
-                    )
-                found[at, self.index[key]] = True
-        return found
+                    keys = ", ".join(self.index)
+                    raise ValueError(f"{key!r} is not among the factors of this search: {keys}")
+                rows[i, self.index[key]] = True
+        return rows
 
     def keys(self, row: Array) -> frozenset[str]:
-        """Return the set of one row of booleans."""
-        return frozenset(self.factors[at].key for at in np.flatnonzero(row))
+        """The set of one row of booleans."""
+        return frozenset(self.factors[i].key for i in np.flatnonzero(row))
 
     def features(self, rows: Array) -> Array:
         """(n, factors + pairs) floats: active factors and active pairs."""
-        left, right = self._ends
+        left, right = self._pair_columns
         return np.hstack([rows, rows[:, left] & rows[:, right]]).astype(float)
 
     @cached_property
-    def _ends(self) -> tuple[Array, Array]:
+    def _pair_columns(self) -> tuple[Array, Array]:
         ends = np.array(self.pairs, dtype=int).reshape(-1, 2)
         return ends[:, 0], ends[:, 1]
 
-    # -- allowed sets ------------------------------------------------------------------------------------------------
+    # -- allowed sets
 
-    def allowed(self, on: frozenset[str]) -> bool:
-        """Whether this set is allowed. Raises ValueError for a key without a factor."""
-        return bool(self.allowed_rows(self.rows([on]))[0])
+    def allowed(self, active: frozenset[str]) -> bool:
+        """Raises ValueError for a key without a factor."""
+        return bool(self.allowed_rows(self.rows([active]))[0])
 
     def allowed_rows(self, rows: Array) -> Array:
-        """(n,) booleans: whether each of (n, factors) rows is allowed."""
+        """(n,) booleans for (n, factors) rows."""
         counts = rows.astype(np.int16) @ self._levers
-        good: Array = (counts <= 1).all(axis=1)
+        allowed: Array = (counts <= 1).all(axis=1)
         for a, b in self._excluded:
-            good &= ~((counts[:, a] > 0) & (counts[:, b] > 0))
+            allowed &= ~((counts[:, a] > 0) & (counts[:, b] > 0))
         for a, needed in self._needed:
-            good &= (counts[:, a] == 0) | (counts[:, needed] > 0) if needed is not None else counts[:, a] == 0
-        return good
+            allowed &= (
+                (counts[:, a] == 0) | (counts[:, needed] > 0) if needed is not None else counts[:, a] == 0
+            )
+        return allowed
 
     @cached_property
     def _levers(self) -> Array:
         matrix: Array = np.zeros((len(self.factors), len(self.columns_of)), dtype=np.int16)
-        for at, columns in enumerate(self.columns_of.values()):
-            matrix[columns, at] = 1
+        for i, columns in enumerate(self.columns_of.values()):
+            matrix[columns, i] = 1
         return matrix
 
     @cached_property
     def _excluded(self) -> list[tuple[int, int]]:
-        place = {lever: at for at, lever in enumerate(self.columns_of)}
+        lever_index = {lever: i for i, lever in enumerate(self.columns_of)}
         return [
-            (place[a], place[b])
+            (lever_index[a], lever_index[b])
             for a, b in (sorted(pair) for pair in self.excludes if len(pair) == 2)
-            if a in place and b in place
+            if a in lever_index and b in lever_index
         ]
 
     @cached_property
     def _needed(self) -> list[tuple[int, int | None]]:
-        place = {lever: at for at, lever in enumerate(self.columns_of)}
+        lever_index = {lever: i for i, lever in enumerate(self.columns_of)}
         return [
-            (place[lever], place.get(needed))
+            (lever_index[lever], lever_index.get(needed))
             for lever, all_needed in self.needs.items()
-            if lever in place
+            if lever in lever_index
             for needed in all_needed
         ]
 
     @cached_property
-    def every_row(self) -> Array | None:
+    def allowed_sets(self) -> Array | None:
         """All allowed sets, smaller ones first; None if there are too many to enumerate."""
-        if math.prod(len(columns) + 1 for columns in self.columns_of.values()) > MOST_ROWS:
+        if math.prod(len(columns) + 1 for columns in self.columns_of.values()) > MAX_ENUMERATED:
             return None
-        rows = np.stack(list(self._settings(list(self.columns_of))))
+        rows = np.stack(list(self._lever_rows(list(self.columns_of))))
         rows = rows[self.allowed_rows(rows)]
         return rows[np.argsort(rows.sum(axis=1), kind="stable")]
 
     @cached_property
-    def _every_feature(self) -> Array:
-        return self.features(self.every_row)
+    def _allowed_features(self) -> Array:
+        return self.features(self.allowed_sets)
 
-    def _settings(self, levers: Sequence[str]) -> Iterable[Array]:
-        """Yield every row over these levers alone, allowed or not."""
+    def _lever_rows(self, levers: Sequence[str]) -> Iterable[Array]:
         for chosen in itertools.product(*((-1, *self.columns_of[lever]) for lever in levers)):
             row: Array = np.zeros(len(self.factors), dtype=bool)
-            row[[at for at in chosen if at >= 0]] = True
+            row[[i for i in chosen if i >= 0]] = True
             yield row
 
     def sample(
@@ -205,65 +200,66 @@ class Space:
         ``fixed`` (factors,) are on in all of them. Only ``free`` factors change, each lever on in half.
         """
         start = np.zeros(len(self.factors), dtype=bool) if fixed is None else fixed
-        open_ = np.ones(len(self.factors), dtype=bool) if free is None else free
+        free_factors = np.ones(len(self.factors), dtype=bool) if free is None else free
         rows = np.repeat(start[None, :], n, axis=0)
         for lever in rng.permutation(np.array(list(self.columns_of), dtype=object)):
-            columns = [at for at in self.columns_of[lever] if open_[at]]
+            columns = [i for i in self.columns_of[lever] if free_factors[i]]
             if columns and not start[self.columns_of[lever]].any():
-                rows[np.arange(n), np.array(columns)[rng.integers(len(columns), size=n)]] = (
-                    rng.random(n) < 0.5
-                )
+                chosen = np.array(columns)[rng.integers(len(columns), size=n)]
+                rows[np.arange(n), chosen] = rng.random(n) < 0.5
         for _ in range(len(self.factors)):
-            bad = ~self.allowed_rows(rows)
-            if not bad.any():
+            invalid = ~self.allowed_rows(rows)
+            if not invalid.any():
                 break
-            rows[bad] &= (rng.random((int(bad.sum()), len(self.factors))) < 0.75) | start
+            rows[invalid] &= (rng.random((int(invalid.sum()), len(self.factors))) < 0.75) | start
         return np.unique(rows[self.allowed_rows(rows)], axis=0)
 
-    # -- the best set -----------------------------------------------------------------------------------------------
+    # -- the best set
 
-    def best_rows(self, effects: Array, price: float = 0.0) -> Array:
+    def best_rows(self, effects: Array, penalty: float = 0.0) -> Array:
         """(n, factors) sets with the least log time, one for each row of ``effects`` (n, factors + pairs).
 
-        ``price`` is added for each active factor.
+        ``penalty`` is added for each active factor.
         """
-        if self.every_row is not None:
-            times = self._every_feature @ effects.T
-            times += price * self.every_row.sum(axis=1)[:, None]
-            return self.every_row[np.argmin(times, axis=0)]
+        if self.allowed_sets is not None:
+            times = self._allowed_features @ effects.T
+            times += penalty * self.allowed_sets.sum(axis=1)[:, None]
+            return self.allowed_sets[np.argmin(times, axis=0)]
         starts = self.sample(np.random.default_rng(0), DESCENT_STARTS)
-        near = starts[
-            np.argmin(self.features(starts) @ effects.T + price * starts.sum(axis=1)[:, None], axis=0)
+        sampled = starts[
+            np.argmin(self.features(starts) @ effects.T + penalty * starts.sum(axis=1)[:, None], axis=0)
         ]
-        found = [self._descend(effects, price, start) for start in (np.zeros_like(near), near)]
+        solutions = [self._descend(effects, penalty, start) for start in (np.zeros_like(sampled), sampled)]
         times = np.stack(
-            [(self.features(rows) * effects).sum(axis=1) + price * rows.sum(axis=1) for rows in found]
+            [(self.features(rows) * effects).sum(axis=1) + penalty * rows.sum(axis=1) for rows in solutions]
         )
-        return np.where((times[0] <= times[1])[:, None], found[0], found[1])
+        return np.where((times[0] <= times[1])[:, None], solutions[0], solutions[1])
 
-    def _descend(self, effects: Array, price: float, rows: Array) -> Array:
+    def _descend(self, effects: Array, penalty: float, rows: Array) -> Array:
         """Coordinate descent, one lever or two linked levers at a time, until nothing changes."""
-        count, (left, right) = len(self.factors), self._ends
+        count, (left, right) = len(self.factors), self._pair_columns
         pair_effects = np.zeros((len(effects), count, count))
         pair_effects[:, left, right] = pair_effects[:, right, left] = effects[:, count:]
         rows = rows.copy()
-        for _ in range(MOST_SWEEPS):
-            before = rows.copy()
+        for _ in range(MAX_SWEEPS):
+            previous = rows.copy()
             for columns, options in self._moves:
                 rest = rows.copy()
                 rest[:, columns] = False
-                slopes = effects[:, columns] + price + np.einsum("dcj,dj->dc", pair_effects[:, columns], rest)
-                own = (
+                slopes = (
+                    effects[:, columns] + penalty + np.einsum("dcj,dj->dc", pair_effects[:, columns], rest)
+                )
+                pair_times = (
                     np.einsum("oc,dce,oe->do", options, pair_effects[:, columns][:, :, columns], options) / 2
                 )
-                times = slopes @ options.T + own
+                times = slopes @ options.T + pair_times
                 current = (rows[:, None, columns] == (options > 0)[None]).all(axis=2)
-                times[current] -= SMALLEST_STEP
-                for at, option in enumerate(options > 0):
+                times[current] -= MIN_STEP
+                for i, option in enumerate(options > 0):
                     rest[:, columns] = option
-                    times[~self.allowed_rows(rest), at] = np.inf
+                    times[~self.allowed_rows(rest), i] = np.inf
                 rows[:, columns] = (options > 0)[np.argmin(times, axis=1)]
-            if (rows == before).all():
+            if (rows == previous).all():
                 break
         return rows
 
@@ -278,10 +274,10 @@ class Space:
             *self.known_pairs,
             *(frozenset((lever, other)) for lever, others in self.needs.items() for other in others),
         }
-        here = [sorted(pair) for pair in linked if len(pair) == 2 and pair <= set(self.columns_of)]
-        groups = [*([lever] for lever in self.columns_of), *sorted(here)]
+        linked_levers = [sorted(pair) for pair in linked if len(pair) == 2 and pair <= set(self.columns_of)]
+        groups = [*([lever] for lever in self.columns_of), *sorted(linked_levers)]
         moves = []
         for levers in groups:
-            columns = [at for lever in levers for at in self.columns_of[lever]]
-            moves.append((columns, np.array([row[columns] for row in self._settings(levers)], dtype=float)))
+            columns = [i for lever in levers for i in self.columns_of[lever]]
+            moves.append((columns, np.array([row[columns] for row in self._lever_rows(levers)], dtype=float)))
         return moves

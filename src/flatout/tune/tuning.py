@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flatout.guard.batch_slices import PLAYS, samples_played
-from flatout.guard.loss_curves import own_loss
-from flatout.guard.replica import SHARPENING_S, SLOW_MS, STEPS, STEPS_OF_A_LARGE_MODEL
+from flatout.guard.batch_slices import PLAYS_A_REPLICA, played_samples
+from flatout.guard.loss_curves import nonfinite_loss
+from flatout.guard.replica import LARGE_MODEL_STEPS, SHARPENING_S, SLOW_MS, STEPS
 from flatout.job.folder import JobFolder
 from flatout.launch.command import Command
 from flatout.measure.clock import seconds
@@ -19,27 +19,27 @@ from flatout.schema.records import Ratio, TrialRecord
 from flatout.schema.session import ComparisonRecord, SessionRecord
 from flatout.trial.blocks import LeverFailed, Watcher
 from flatout.trial.parent import ProgramGone, Trial
-from flatout.tune.budget import USUAL_BUDGET_S, default_budget_s, gain_of_compilers
-from flatout.tune.candidates import Candidate, in_order
+from flatout.tune.budget import USUAL_BUDGET_S, compiler_gain, default_budget_s
+from flatout.tune.candidates import Candidate, ordered_plan
 from flatout.tune.comparison import ProgramRequest, ProgramResult, Row
 from flatout.tune.disturbance import Disturbance
 from flatout.tune.effects import Fitted, Space, TimedBlock, fit, ratio_of
-from flatout.tune.goal import Goal, only
+from flatout.tune.goal import Goal, restricted
 from flatout.tune.interleaver import Interleaver, RunningCandidate
 from flatout.tune.limits import (
     CONFIRM_SHARE,
-    FEWEST_PAIRS,
     FIT_SHARE,
-    OVERRUN,
-    PAIR_S,
-    PAIRS,
-    ROUNDS_OF_A_PAIR,
+    JOINT_START_FACTOR,
+    MAX_PAIR_ROUNDS,
+    MIN_PAIRS,
+    OVERRUN_SHARE,
+    PAIR_SIDE_S,
     THREE_PAIRS_SHARE,
-    TWO_STARTS,
-    WINDOWS_A_SEED,
+    USUAL_PAIRS,
+    WINDOWS_PER_SEED,
 )
 from flatout.tune.prior import priors
-from flatout.tune.remote import RemoteNodes
+from flatout.tune.remote import TIMER_FIELDS, RemoteNodes
 
 
 @dataclass
@@ -52,20 +52,19 @@ class Tuning:
     watcher: Watcher = field(default_factory=Watcher)
     save_session: Callable[[SessionRecord], None] = lambda session: None
     base: Plan | None = None  # applies to every program of the search: how it is split over ranks
-    alone: Command | None = None  # starts one process when ``command`` starts several
-    elsewhere: RemoteNodes | None = None  # remote machines that run independent comparisons at the same time
+    single_command: Command | None = None  # starts one process when ``command`` starts several
+    remote: RemoteNodes | None = None  # remote machines that run independent comparisons at the same time
 
     def __post_init__(self) -> None:
         self.start_s, self.budget_s = seconds() - self.session.spent_s, self.goal.budget_s or USUAL_BUDGET_S
-        self.interleaver = Interleaver(self.command, self.job, self.facts, self.base, self.alone)
+        self.interleaver = Interleaver(self.command, self.job, self.facts, self.base, self.single_command)
         self.candidates: dict[str, Candidate] = {}
         self.start_cost_s = 5.0  # from the start of a program until its steps are steady
-        self.copies = 9  # how many copies of the program fit into memory at once
-        self.observed: Trial | None = None
-        self.first_plain: TrialRecord | None = None
-        self.perturbed: dict[
-            float, list[TrialRecord]
-        ] = {}  # plain runs, by the perturbation of their weights
+        self.max_copies = 9  # how many copies of the program fit into memory at once
+        self.plain_trial: Trial | None = None
+        self.first_record: TrialRecord | None = None
+        # Plain runs, by the perturbation of their weights
+        self.perturbed_runs: dict[float, list[TrialRecord]] = {}
         self.must_fit = False  # the plain program exceeds the limit, so a slower plan that fits is adopted
         self.disturbance = Disturbance(self.facts.cores)
         self.space = Space((), frozenset(), {}, frozenset())
@@ -74,12 +73,12 @@ class Tuning:
         self.fitted: Fitted | None = None
         self.processes = 0
         self.length_ticks: int | None = None  # of the program, once it was observed to finish
-        self.late: dict[str, None] = {}  # the stages that ran when the budget ended, and after
-        self.warm_ticks = 0  # ticks until the steps are steady
-        self.once_s = 0.0  # time to fetch a whole data set first; later programs of the search reuse it
-        self.furthest_plain = 0  # the last tick that the plain program reached
+        self.overdue_stages: dict[str, None] = {}  # the stages that ran when the budget ended, and after
+        self.warmup_ticks = 0  # ticks until the steps are steady
+        self.dataset_fetch_s = 0.0  # to fetch a whole data set first; later programs of the search reuse it
+        self.max_plain_tick = 0  # the last tick that the plain program reached
 
-    # -- time -------------------------------------------------------------------------------------------------------
+    # -- time
 
     @property
     def spent_s(self) -> float:
@@ -89,40 +88,41 @@ class Tuning:
     def end_s(self) -> float:
         return self.start_s + self.budget_s
 
-    def settle_budget(self) -> None:
+    def choose_budget(self) -> None:
         """Choose the budget after the program was observed, unless you gave one."""
         if self.goal.budget_s is None:
             prior = priors(self.facts, self.session.context, {})
             self.budget_s = self.session.budget_s = default_budget_s(
                 self.start_cost_s,
                 self.interleaver.tick_ms,
-                bool(self.goal.named) or self.goal.memory_limit_bytes is not None or self.alone is not None,
-                self.goal.horizon_s * gain_of_compilers(self.candidates.values(), prior),
+                bool(self.goal.named)
+                or self.goal.memory_limit_bytes is not None
+                or self.single_command is not None,
+                self.goal.horizon_s * compiler_gain(self.candidates.values(), prior),
             )
-        self.watcher.until(self.end_s)
+        self.watcher.set_end(self.end_s)
 
-    def starts_s(self, programs: int) -> float:
+    def joint_start_s(self, programs: int) -> float:
         """Seconds to start this many programs together: their imports overlap, their warm-ups do not."""
-        warm_s = self._warm_s
+        warmup_s = self._warmup_s
         return (
             self.start_cost_s
             if programs == 1
-            else TWO_STARTS * (self.start_cost_s - warm_s) + programs * warm_s
+            else JOINT_START_FACTOR * (self.start_cost_s - warmup_s) + programs * warmup_s
         )
 
-    def start_of(self, until_ready_s: float, programs: int) -> float:
-        """Seconds per start, from the time at which the last of ``programs`` programs was ready."""
-        warm_s = self._warm_s
+    def single_start_s(self, until_ready_s: float, programs: int) -> float:
+        """The reverse of ``joint_start_s``, from the time until the last program was ready."""
+        warmup_s = self._warmup_s
         return (
             until_ready_s
             if programs == 1
-            else max(0.0, until_ready_s - programs * warm_s) / TWO_STARTS + warm_s
+            else max(0.0, until_ready_s - programs * warmup_s) / JOINT_START_FACTOR + warmup_s
         )
 
     @property
-    def _warm_s(self) -> float:
-        """The part of a start that the program spends training."""
-        return min(self.start_cost_s, (self.warm_ticks + 1) * self.interleaver.tick_ms / 1000)
+    def _warmup_s(self) -> float:
+        return min(self.start_cost_s, (self.warmup_ticks + 1) * self.interleaver.tick_ms / 1000)
 
     @property
     def rounds(self) -> int:
@@ -130,14 +130,16 @@ class Tuning:
 
         A slow start justifies longer measuring, as far as the budget allows.
         """
-        starts_s = self.starts_s(2)
-        fair_s = max(PAIR_S, min(starts_s, CONFIRM_SHARE * self.budget_s / PAIRS - starts_s) / 2)
-        return max(2, min(ROUNDS_OF_A_PAIR, int(fair_s / max(self.interleaver.block_s, 0.1))))
+        joint_start_s = self.joint_start_s(2)
+        measuring_s = max(
+            PAIR_SIDE_S, min(joint_start_s, CONFIRM_SHARE * self.budget_s / USUAL_PAIRS - joint_start_s) / 2
+        )
+        return max(2, min(MAX_PAIR_ROUNDS, int(measuring_s / max(self.interleaver.block_s, 0.1))))
 
     @property
     def pair_s(self) -> float:
         """Seconds for one confirming pair: two programs that start together, and their blocks."""
-        return self.starts_s(2) + 2.1 * self.rounds * self.interleaver.block_s + 1
+        return self.joint_start_s(2) + 2.1 * self.rounds * self.interleaver.block_s + 1
 
     @property
     def replica_s(self) -> float:
@@ -147,17 +149,17 @@ class Tuning:
         batch = max(
             (loader["batch_size"] or 0 for loader in self.session.context.get("loaders", ())), default=0
         )
-        share = samples_played(batch, self.interleaver.tick_ms) / batch if batch else 1.0
+        share = played_samples(batch, self.interleaver.tick_ms) / batch if batch else 1.0
         return (
-            (STEPS_OF_A_LARGE_MODEL if slow else STEPS) * step_s
-            + PLAYS * step_s * share
+            (LARGE_MODEL_STEPS if slow else STEPS) * step_s
+            + PLAYS_A_REPLICA * step_s * share
             + (0.0 if slow else SHARPENING_S)
         )
 
     @property
     def fit_until_s(self) -> float:
         """The time by which everything except confirming must be done."""
-        pairs = PAIRS if PAIRS * self.pair_s <= THREE_PAIRS_SHARE * self.budget_s else FEWEST_PAIRS
+        pairs = USUAL_PAIRS if USUAL_PAIRS * self.pair_s <= THREE_PAIRS_SHARE * self.budget_s else MIN_PAIRS
         return self.end_s - min(pairs * self.pair_s + self.replica_s, CONFIRM_SHARE * self.budget_s)
 
     @property
@@ -169,7 +171,7 @@ class Tuning:
         """
         return max(
             self.explore_until_s,
-            self.end_s + 0.5 * OVERRUN * self.budget_s - FEWEST_PAIRS * self.pair_s - self.replica_s,
+            self.end_s + 0.5 * OVERRUN_SHARE * self.budget_s - MIN_PAIRS * self.pair_s - self.replica_s,
         )
 
     @property
@@ -180,168 +182,157 @@ class Tuning:
 
     @property
     def timeout_s(self) -> float:
-        """The timeout for a program to become ready."""
+        """For a program to become ready."""
         return 120 + 4 * self.start_cost_s
 
-    def allowed_s(self, overrun: bool = False) -> float:
+    def remaining_s(self, overrun: bool = False) -> float:
         """Seconds left in the budget; ``overrun`` adds a little to finish running measurements."""
-        return self.end_s - seconds() + (OVERRUN * self.budget_s if overrun else 0.0)
+        return self.end_s - seconds() + (OVERRUN_SHARE * self.budget_s if overrun else 0.0)
 
     def stage(self, name: str, detail: str) -> None:
         self.watcher.stage(name, detail)
-        self.late = {**(self.late if seconds() > self.end_s else {}), name: None}
+        self.overdue_stages = {**(self.overdue_stages if seconds() > self.end_s else {}), name: None}
 
-    def say_why_late(self) -> None:
+    def explain_overrun(self) -> None:
         """Say what was running when the budget ended, if that took long."""
-        if self.allowed_s(overrun=True) < 0:
+        if self.remaining_s(overrun=True) < 0:
             busy = " (other programs keep the machine busy)" if self.disturbance.disturbed else ""
-            self.session.overrun = f"not done by then: {', '.join(self.late)}{busy}"
+            self.session.overrun = f"not done by then: {', '.join(self.overdue_stages)}{busy}"
 
-    def enough_m(self, more_s: float) -> int:
-        """Whole minutes of a budget that would leave ``more_s`` more seconds."""
-        return math.ceil((self.spent_s + more_s) / 60)
+    def budget_hint(self, extra_s: float) -> str:
+        """Name a budget that would leave ``extra_s`` more seconds."""
+        return f"give --budget {math.ceil((self.spent_s + extra_s) / 60)}m"
 
-    # -- programs and records ---------------------------------------------------------------------------------------
+    # -- programs and records
 
-    def enter(
+    def start_paused(
         self, plan: Plan, seed: int = 0, timeout_s: float | None = None, perturbation: float = 0.0
     ) -> RunningCandidate:
         """Start a program under a plan; it is ready and paused on return.
 
         Raises ProgramGone, or LeverFailed if a lever could not be applied.
         """
-        running_candidate = self.interleaver.enter(plan, seed, timeout_s or self.timeout_s, perturbation)
-        for left in running_candidate.trial.ready.get("skipped", ()):
-            self.interleaver.dismiss(running_candidate.trial)
-            raise LeverFailed(left["name"], left["reason"])
-        return running_candidate
+        started = self.interleaver.start_paused(plan, seed, timeout_s or self.timeout_s, perturbation)
+        for skipped in started.trial.ready.get("skipped", ()):
+            self.interleaver.dismiss(started.trial)
+            raise LeverFailed(skipped["name"], skipped["reason"])
+        return started
 
-    def order(
-        self, asked: Sequence[ProgramRequest], for_s: float, share: float | None = None
+    def remote_order(
+        self, requests: Sequence[ProgramRequest], limit_s: float, share: float | None = None
     ) -> dict[str, Any]:
-        """Return an order for another machine to measure programs together (`tune/remote.py`).
+        """An order for another machine to measure programs together (`tune/remote.py`).
 
-        ``for_s``: time limit, including the starts. ``share``: measuring may end after this share of the time
+        ``limit_s``: time limit, including the starts. ``share``: measuring may end after this share of the time
         of the starts.
         """
-        interleaver = self.interleaver
         return {
-            "kind": "together",
+            "kind": "measure",
             "typed": list(self.command.typed),
-            "tick_ms": interleaver.tick_ms,
-            "unit": interleaver.unit,
-            "prefetched_ticks": interleaver.prefetched_ticks,
-            "longest_ticks": interleaver.longest_ticks,
+            "timer": {name: getattr(self.interleaver, name) for name in TIMER_FIELDS},
             "timeout_s": self.timeout_s,
-            "seconds": for_s,
+            "seconds": limit_s,
             "share": share,
-            "asked": [one.to_json() for one in asked],
+            "requests": [request.to_json() for request in requests],
         }
 
-    def plain_again(self) -> Trial | None:
-        """Return the observed plain program, or a new one if it has ended; None if time is too short."""
-        if self.observed is not None and self.observed in self.interleaver.running:
-            return self.observed
-        if self.allowed_s(overrun=True) < self.start_cost_s:
+    def ensure_plain_trial(self) -> Trial | None:
+        """The observed plain program, or a new one if it has ended; None if time is too short."""
+        if self.plain_trial is not None and self.plain_trial in self.interleaver.running:
+            return self.plain_trial
+        if self.remaining_s(overrun=True) < self.start_cost_s:
             return None
         try:
-            self.observed = self.enter(Plan()).trial
+            self.plain_trial = self.start_paused(Plan()).trial
         except (ProgramGone, LeverFailed):
-            self.observed = None
-        return self.observed
+            self.plain_trial = None
+        return self.plain_trial
 
-    def plan_for(self, on: Iterable[str]) -> Plan:
-        """Return the plan with these factors on."""
-        return in_order(self.choices[key] for key in on)
+    def plan_for(self, active: Iterable[str]) -> Plan:
+        """The plan with these factors on."""
+        return ordered_plan(self.choices[key] for key in active)
 
     def live_rows(self, rows: Iterable[Iterable[str]]) -> tuple[Row, ...]:
-        """Return the choices of each block, from the keys of its active levers."""
         return tuple(self.plan_for(row).choices for row in rows)
 
-    def keep_blocks(
-        self, process: int, on: Sequence[frozenset[str]], seen: ProgramResult, seed: int, host: str = ""
+    def add_blocks(
+        self, process: int, active: Sequence[frozenset[str]], result: ProgramResult, seed: int, host: str = ""
     ) -> None:
-        """Add the blocks of one process to the measurements; ``on`` lists the active factors of each row.
+        """Add the blocks of one process to the measurements; ``active`` lists the active factors of each row.
 
-        Blocks with a factor or a pair that has left the search meanwhile are not kept: another program of the
-        same wave may have shown that it does not apply.
+        Blocks with a factor or a pair that has left the search meanwhile are not kept.
         """
-        self.once_s = max(self.once_s, seen.ready.get("once_s", 0.0))
-        for block in seen.blocks:
-            if not self._searched(on[block.row]):
+        self.dataset_fetch_s = max(self.dataset_fetch_s, result.ready.get("dataset_fetch_s", 0.0))
+        for block in result.blocks:
+            if not self._is_allowed(active[block.row]):
                 continue
-            window = seed * WINDOWS_A_SEED + block.tick // self.interleaver.window_ticks
-            self.blocks.append(
-                TimedBlock(process, on[block.row], block.at_s - self.start_s, window, block.ms, host)
-            )
-        self.session.blocks = [{**vars(b), "on": sorted(b.on), "at_s": round(b.at_s, 2)} for b in self.blocks]
+            window = seed * WINDOWS_PER_SEED + block.tick // self.interleaver.window_ticks
+            at_s = block.at_s - self.start_s
+            self.blocks.append(TimedBlock(process, active[block.row], at_s, window, block.ms, host))
+        self.session.blocks = [
+            {**vars(b), "active": sorted(b.active), "at_s": round(b.at_s, 2)} for b in self.blocks
+        ]
 
-    def _searched(self, on: frozenset[str]) -> bool:
-        return on <= self.space.index.keys() and self.space.allowed(on)
+    def _is_allowed(self, active: frozenset[str]) -> bool:
+        return active <= self.space.index.keys() and self.space.allowed(active)
 
     def keep_first_plain(self, record: TrialRecord) -> None:
-        """Keep the first losses and weights of the observed program, to test repeatability.
-
-        The program had seed 0 and ran without levers until the search switched some on.
-        """
-        self.session.own_loss = self.session.own_loss or own_loss(record)
-        if self.first_plain is None:
+        """Keep the first losses and weights of the observed program, to test repeatability."""
+        self.session.own_loss = self.session.own_loss or nonfinite_loss(record)
+        if self.first_record is None:
             record.losses = record.losses[: record.warmup_steps]
             record.weights_digests = {
                 step: digest
                 for step, digest in record.weights_digests.items()
                 if int(step) <= record.warmup_steps
             }
-            self.first_plain = record
+            self.first_record = record
 
-    def keep_observed(self) -> None:
+    def finish_plain_trial(self) -> None:
         """End the observed program and keep its first losses."""
-        plain, self.observed = self.observed, None
+        plain, self.plain_trial = self.plain_trial, None
         if plain is not None and plain in self.interleaver.running:
-            self.furthest_plain = max(self.furthest_plain, plain.ticks_done)
+            self.max_plain_tick = max(self.max_plain_tick, plain.ticks_done)
             self.keep_first_plain(plain.finish())
             self.interleaver.dismiss(plain)
 
     def blocks_of(self, space: Space) -> list[TimedBlock]:
-        """Return the blocks whose active factors are all in ``space``."""
-        return [block for block in self.blocks if block.on <= space.index.keys()]
+        return [block for block in self.blocks if block.active <= space.index.keys()]
 
     def fit_of(self, space: Space) -> Fitted:
         return fit(space, self.blocks_of(space))
 
     @property
-    def measured(self) -> frozenset[str]:
-        return frozenset().union(*(block.on for block in self.blocks))
+    def measured_keys(self) -> frozenset[str]:
+        return frozenset().union(*(block.active for block in self.blocks))
 
     @property
-    def numbers(self) -> frozenset[int]:
+    def process_numbers(self) -> frozenset[int]:
         """The numbers of the measured processes."""
         return frozenset(block.process for block in self.blocks)
 
-    def gain(self, on: frozenset[str]) -> Ratio:
-        """Return the speed relative to the plain program, from all blocks; ``n`` counts processes."""
-        return ratio_of((self.fitted or self.refit()).gain(on), len(self.numbers))
+    def gain(self, active: frozenset[str]) -> Ratio:
+        """The speed relative to the plain program, from all blocks; ``n`` counts processes."""
+        return ratio_of((self.fitted or self.refit()).gain(active), len(self.process_numbers))
 
-    def effect(self, key: str, beside: frozenset[str]) -> Ratio:
-        """Return the speed-up of one factor given the others; ``n`` counts the blocks in which it was on."""
-        return ratio_of(
-            (self.fitted or self.refit()).effect(key, beside), sum(key in block.on for block in self.blocks)
-        )
+    def effect(self, key: str, others: frozenset[str]) -> Ratio:
+        """The speed-up of one factor given the others; ``n`` counts the blocks in which it was on."""
+        n = sum(key in block.active for block in self.blocks)
+        return ratio_of((self.fitted or self.refit()).effect(key, others), n)
 
-    def drop(self, key: str) -> None:
+    def drop_factor(self, key: str) -> None:
         """Remove a factor from the search; blocks with it on no longer count."""
-        self.space = only(self.space, self.choices.keys() - {key})
+        self.space = restricted(self.space, self.choices.keys() - {key})
         self.choices.pop(key, None)
-        self._narrowed()
+        self._discard_excluded()
 
-    def forbid(self, one: str, other: str) -> None:
+    def exclude_pair(self, one: str, other: str) -> None:
         """Record that two levers do not work together."""
         self.space = replace(self.space, excludes=self.space.excludes | {frozenset((one, other))})
-        self._narrowed()
+        self._discard_excluded()
 
-    def _narrowed(self) -> None:
-        """Drop what was measured and computed with factors that are no longer searched."""
-        self.blocks = [block for block in self.blocks if self._searched(block.on)]
+    def _discard_excluded(self) -> None:
+        self.blocks = [block for block in self.blocks if self._is_allowed(block.active)]
         self.fitted = None
 
     def refit(self) -> Fitted:
@@ -358,12 +349,12 @@ class Tuning:
         against: str = "plain",
         host: str = "",
     ) -> None:
-        found: tuple[float | None, float | None, float | None, int] = (None, None, None, 0)
+        figures: tuple[float | None, float | None, float | None, int] = (None, None, None, 0)
         if ratio is not None:
-            found = ratio.median, ratio.low, ratio.high, ratio.n
+            figures = ratio.median, ratio.low, ratio.high, ratio.n
         took_s = round(seconds() - start_s, 1)
         self.watcher.comparison(plan, ratio, note)
-        self.session.comparisons.append(ComparisonRecord(plan, against, how, *found, note, took_s, host))
+        self.session.comparisons.append(ComparisonRecord(plan, against, how, *figures, note, took_s, host))
         self.save()
 
     def save(self) -> None:

@@ -18,7 +18,7 @@ from flatout.cli.options.json_output import json_option, print_json
 from flatout.cli.options.messages import warned
 from flatout.cli.options.progress import LiveProgress
 from flatout.cli.options.signals import stop_on_sigterm
-from flatout.compare.evaluate import FEWEST_PAIRS
+from flatout.compare.evaluate import MIN_PAIRS
 from flatout.job.folder import write_json, write_whole
 from flatout.launch.command import measurable, understand
 from flatout.measure.clock import today
@@ -48,7 +48,7 @@ def pairs_option(function: Callable[..., Any]) -> Callable[..., Any]:
     """Add ``--pairs`` to a command that compares programs."""
     return click.option(
         "--pairs",
-        default=FEWEST_PAIRS,
+        default=MIN_PAIRS,
         show_default=True,
         type=click.IntRange(2),
         help="Fewest pairs of processes; a small number gives wide intervals.",

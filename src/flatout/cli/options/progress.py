@@ -46,10 +46,10 @@ class LiveProgress(Watcher):
             self.console.print(Text(f"{self._left()}  {name}: {detail}"), soft_wrap=True)
         self.now, self.detail = name, detail
 
-    def until(self, end_s: float) -> None:
+    def set_end(self, end_s: float) -> None:
         self.end_s = end_s
 
-    def expect(self, sentence: str) -> None:
+    def report(self, sentence: str) -> None:
         self.expected = sentence
         if self.live is None:
             self.console.print(Text(sentence), soft_wrap=True)

@@ -22,16 +22,16 @@ from flatout.levers import TABLE
 from flatout.schema.errors import CannotDivide
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Choice, Plan
-from flatout.tune.plan_files import job_folder, key_of
-from flatout.tune.ranks import base_plan, unfit
-from flatout.tune.rehearsal import LEVER, Rehearsal, Rehearsed
+from flatout.tune.plan_files import job_folder, plan_key
+from flatout.tune.ranks import base_plan, why_incompatible
+from flatout.tune.rehearsal import LEVER, Rehearsal, RehearsalResult
 from flatout.tune.sharding import ALWAYS, NEVER
 from flatout.tune.sharding import LEVER as SHARDING
 
 REHEARSAL_S = 120.0  # approximate; displayed, not enforced
 
 
-def rehearsed(command: Command, facts: Facts, asked: RankOptions) -> tuple[dict[str, Any], Rehearsed]:
+def rehearsed(command: Command, facts: Facts, asked: RankOptions) -> tuple[dict[str, Any], RehearsalResult]:
     """Return the lever's value for this program, and the whole result of the rehearsal.
 
     Reuses an earlier rehearsal of the same command, script, machine and versions; otherwise rehearses now.
@@ -39,7 +39,7 @@ def rehearsed(command: Command, facts: Facts, asked: RankOptions) -> tuple[dict[
     """
     folder = writable(job_folder(command), asked=False)
     key = {
-        **key_of(command, facts),
+        **plan_key(command, facts),
         "procs": str(asked.procs),
         "gpus": str(asked.gpus),
         "whole_batches": str(asked.whole_batches),
@@ -53,18 +53,18 @@ def rehearsed(command: Command, facts: Facts, asked: RankOptions) -> tuple[dict[
         write_json(folder.ranks, {"key": key, "rehearsed": found.to_json()})
     if found.division is None:
         raise CannotDivide(
-            f"this program cannot run as {asked.procs} ranks: {found.why_not}. {found.instead}\n"
+            f"this program cannot run as {asked.procs} ranks: {found.why_not}. {found.advice}\n"
             f"The details are in {folder.ranks}."
         )
     return {**found.division, **asked.words}, found
 
 
-def remembered(path: Path, key: object) -> Rehearsed | None:
+def remembered(path: Path, key: object) -> RehearsalResult | None:
     """Return the result of an earlier rehearsal; None if there is none for this key or it cannot be read."""
     known = read_json(path)
     try:
         found = (
-            Rehearsed.from_json(known["rehearsed"])
+            RehearsalResult.from_json(known["rehearsed"])
             if isinstance(known, dict) and known.get("key") == key
             else None
         )
@@ -73,7 +73,7 @@ def remembered(path: Path, key: object) -> Rehearsed | None:
     return found if found is None or found.division is None or isinstance(found.division, dict) else None
 
 
-def _rehearse(command: Command, facts: Facts, asked: RankOptions, folder: JobFolder) -> Rehearsed:
+def _rehearse(command: Command, facts: Facts, asked: RankOptions, folder: JobFolder) -> RehearsalResult:
     with LiveProgress(Console(stderr=True), REHEARSAL_S) as progress:
         return Rehearsal(
             command,
@@ -114,7 +114,7 @@ def plan_of_ranks(
     left_out = [
         choice
         for choice in others
-        if choice.name in table and choice.name not in by_name and unfit(table[choice.name], base)
+        if choice.name in table and choice.name not in by_name and why_incompatible(table[choice.name], base)
     ]
     if left_out:
         say(

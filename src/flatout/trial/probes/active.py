@@ -1,43 +1,40 @@
-"""Probes: each observes some whole ticks of the running program, returns JSON, and undoes its changes.
-
-A probe only slows its own ticks; phases and step times come from undisturbed ticks.
-"""
+"""The open probe: it observes some whole ticks of the running program, returns JSON, and undoes its changes."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from flatout.trial.probes.operations import OperationsProbe
-from flatout.trial.probes.probe import Probe, ProbeContext, ProbeUnavailable
+from flatout.trial.probes.probe import Probe, ProbeTools, ProbeUnavailable
 from flatout.trial.probes.synchronisations import SynchronisationProbe
 
 
 class ActiveProbe:
     """Holds the open probe, if any. A probe that fails stops observing; its end reports the reason."""
 
-    def __init__(self, around: ProbeContext) -> None:
-        self.around = around
+    def __init__(self, tools: ProbeTools) -> None:
+        self.tools = tools
         self.probe: Probe | None = None
-        self._deaf = ""
+        self._failure = ""
 
     def begin(self, requested: dict[str, Any]) -> str:
         """Open a probe; return why it cannot be opened, or ""."""
-        probe = make_probe(requested["probe"], self.around, requested)
+        probe = make_probe(requested["probe"], self.tools, requested)
         try:
             probe.begin()
         except Exception as error:  # for example, the script's own profiler is running
-            probe.end_quietly()
-            return _named(error)
-        self.probe, self._deaf = probe, ""
+            probe.undo()
+            return _describe(error)
+        self.probe, self._failure = probe, ""
         return ""
 
     def tick(self) -> None:
         assert self.probe is not None
         try:
-            if not self._deaf:
+            if not self._failure:
                 self.probe.tick()
         except Exception as error:
-            self._deaf = _named(error)
+            self._failure = _describe(error)
 
     def end(self) -> dict[str, Any]:
         assert self.probe is not None
@@ -45,27 +42,27 @@ class ActiveProbe:
         try:
             recorded = probe.end()
         except Exception as error:
-            probe.end_quietly()
-            return {"why_not": self._deaf or _named(error)}
-        return {"why_not": self._deaf} if self._deaf else recorded
+            probe.undo()
+            return {"why_not": self._failure or _describe(error)}
+        return {"why_not": self._failure} if self._failure else recorded
 
-    def last_words(self) -> dict[str, Any] | None:
-        """Return the results so far after the program failed; nothing is undone."""
+    def partial_result(self) -> dict[str, Any] | None:
+        """The results so far after the program failed; nothing is undone."""
         try:
-            return self.probe.last_words() if self.probe is not None and not self._deaf else None
+            return self.probe.partial_result() if self.probe is not None and not self._failure else None
         except Exception:
             return None  # only the program's failure counts
 
 
-def _named(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     if isinstance(error, ProbeUnavailable):
         return str(error)
     first = str(error).strip().splitlines()
     return f"{type(error).__name__}: {first[0] if first else 'no message'}"
 
 
-def make_probe(name: str, around: ProbeContext, requested: dict[str, Any]) -> Probe:
-    """Return a new probe. Raises KeyError for an unknown name."""
+def make_probe(name: str, tools: ProbeTools, requested: dict[str, Any]) -> Probe:
+    """A new probe. Raises KeyError for an unknown name."""
     from flatout.trial.probes.gradient_noise import GradientNoiseProbe
     from flatout.trial.probes.leak import LeakProbe
     from flatout.trial.probes.lines import LineProbe
@@ -83,4 +80,4 @@ def make_probe(name: str, around: ProbeContext, requested: dict[str, Any]) -> Pr
         "noise": GradientNoiseProbe,
         "peak": PeakMemoryProbe,
     }
-    return probes[name](around, requested)
+    return probes[name](tools, requested)

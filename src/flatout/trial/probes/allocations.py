@@ -12,7 +12,7 @@ from flatout.trial.probes.probe import Probe
 if TYPE_CHECKING:
     from torch import Tensor
 
-MARK = "flatout: the recording begins"
+START_MARK = "flatout: the recording begins"
 CUDA_BLOCK_BYTES = 512  # kMinBlockSize of torch's CUDACachingAllocator
 
 
@@ -26,34 +26,34 @@ class AllocationRecorder(Probe):
 
     def begin(self) -> None:
         self.clock = HostClock()
-        self.ends: list[int] = []
+        self.tick_ends: list[int] = []
 
     def record(self) -> None:
-        self.profile = self.torch.profiler.profile(activities=self.around.activities(), profile_memory=True)
+        self.profile = self.torch.profiler.profile(activities=self.tools.activities(), profile_memory=True)
         self.profile.start()
         self.ledger.call("profiler", self.profile.stop)
-        self.began = self.clock.mark()
-        with self.torch.profiler.record_function(MARK):
+        self.start_mark = self.clock.mark()
+        with self.torch.profiler.record_function(START_MARK):
             pass
 
     def tick(self) -> None:
-        self.ends.append(self.clock.mark())
+        self.tick_ends.append(self.clock.mark())
 
     def events(self) -> list[Any]:
         return list(self.profile.profiler.kineto_results.events())
 
-    def later_ns(self, events: list[Any]) -> int:
-        """Return the recording's clock minus ours."""
-        return next((event.start_ns() - self.began for event in events if event.name() == MARK), 0)
+    def clock_offset_ns(self, events: list[Any]) -> int:
+        """The recording's clock minus ours."""
+        return next((event.start_ns() - self.start_mark for event in events if event.name() == START_MARK), 0)
 
-    def known(self) -> dict[str, list[Any]]:
-        """Return the tensors that are expected to stay alive."""
-        every = {id(p): p for root in self.context.roots for p in root.parameters()} | {
+    def live_tensors(self) -> dict[str, list[Any]]:
+        """The tensors that are expected to stay alive."""
+        parameters = {id(p): p for root in self.context.roots for p in root.parameters()} | {
             id(p): p for p in self.context.parameters
         }
         return {
-            "parameters": list(every.values()),
-            "gradients": [p.grad for p in every.values() if p.grad is not None],
+            "parameters": list(parameters.values()),
+            "gradients": [p.grad for p in parameters.values() if p.grad is not None],
             "buffers": [b for root in self.context.roots for b in root.buffers()],
             "optimizer state": [
                 v for o in self.context.optimizers for state in o.state.values() for v in tensors_in(state)
@@ -61,7 +61,7 @@ class AllocationRecorder(Probe):
         }
 
     def in_use(self) -> int:
-        """Return the bytes of all tensors known to Python, frozen ones too; on CUDA, of the allocator."""
+        """The bytes of all tensors known to Python, frozen ones too; on CUDA, of the allocator."""
         if self.context.device_type == "cuda":
             return int(self.torch.cuda.memory_allocated(self.context.device))
         tensor_class = self.torch.Tensor
@@ -72,19 +72,19 @@ class AllocationRecorder(Probe):
         objects = gc.get_objects()
         if frozen:
             gc.freeze()
-        for thing in objects:
+        for obj in objects:
             if (
-                issubclass(type(thing), tensor_class)
-                and thing.device.type == self.context.device_type
-                and thing.layout == self.torch.strided
+                issubclass(type(obj), tensor_class)
+                and obj.device.type == self.context.device_type
+                and obj.layout == self.torch.strided
             ):
-                storage = thing.untyped_storage()
+                storage = obj.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
         return sum(storages.values())
 
 
 def block_bytes(tensors: list[Any]) -> int:
-    """Return the bytes of CUDA allocator blocks of some tensors; the four bytes of a loss take a block."""
+    """The bytes of CUDA allocator blocks of some tensors; the four bytes of a loss take a block."""
     sizes = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
         for t in tensors
@@ -94,10 +94,10 @@ def block_bytes(tensors: list[Any]) -> int:
 
 
 def storage_bytes(tensors: list[Tensor], device_type: str) -> int:
-    """Return the bytes of the storages of some tensors, each counted once."""
-    places = {}
+    """The bytes of the storages of some tensors, each counted once."""
+    sizes = {}
     for tensor in tensors:
         if tensor is not None and tensor.device.type == device_type and str(tensor.layout) == "torch.strided":
             storage = tensor.untyped_storage()
-            places[storage.data_ptr()] = storage.nbytes()
-    return sum(places.values())
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())

@@ -23,34 +23,36 @@ from flatout.trial.probes.probe import Probe, ProbeUnavailable
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-MOST_GROUPS = 64
-SPARE = 0.25  # of the free memory, for gradients
-COLUMNS = 2**20  # of the gradients, multiplied at once
+MAX_GROUPS = 64
+MEMORY_SHARE = 0.25  # of the free memory, for gradients
+CHUNK = 2**20  # of the gradients, multiplied at once
 
 
 class GradientNoiseProbe(Probe):
     """Records ``ticks`` steps; returns products and squares for `flatout.measure.noise_scale`."""
 
     def begin(self) -> None:
-        self._refuse()
+        self._check_supported()
         self.step = self.context.steps
         self.parameters = self.context.parameters
-        bytes_each = 4 * sum(p.numel() for p in self.parameters)
-        self.most_groups = min(MOST_GROUPS, int(SPARE * available_bytes() // max(1, bytes_each)))
-        if self.most_groups < FEWEST_GROUPS:
+        gradient_bytes = 4 * sum(p.numel() for p in self.parameters)
+        self.max_groups = min(MAX_GROUPS, int(MEMORY_SHARE * available_bytes() // max(1, gradient_bytes)))
+        if self.max_groups < FEWEST_GROUPS:
             raise ProbeUnavailable(
-                f"{FEWEST_GROUPS} gradients of this model, {size(FEWEST_GROUPS * bytes_each)}, do not fit into the memory that is free"
+                f"{FEWEST_GROUPS} gradients of this model, {size(FEWEST_GROUPS * gradient_bytes)}, do not fit into the memory that is free"
             )
-        self.a_group = math.ceil(self.ticks * max(1, self.context.backwards_in_last_step) / self.most_groups)
-        self.open: Any = None  # what the current batch has added so far
-        self.before: list[Any] = []
+        self.group_size = math.ceil(
+            self.ticks * max(1, self.context.backwards_in_last_step) / self.max_groups
+        )
+        self.batch_gradient: Any = None  # what the current batch has added so far
+        self.old_gradients: list[Any] = []
         self.sizes: list[int] = []  # of the last two fetched batches
-        self.usual = 0
+        self.usual_size = 0
         self.from_loader = False
         self.not_finite = 0
-        self._begin_again()
+        self._reset()
         self.weights = digest(self.parameters, self.torch)
-        self._keep_buffers()
+        self._save_buffers()
         for scaler in self.context.scalers:
             self.ledger.call(
                 "the scale of the GradScaler", partial(scaler.load_state_dict, scaler.state_dict())
@@ -58,12 +60,12 @@ class GradientNoiseProbe(Probe):
         for optimizer in self.context.optimizers:
             suspend_optimizer(self.torch, optimizer, self.ledger)
 
-    def _begin_again(self) -> None:
+    def _reset(self) -> None:
         self.sums: list[Any] = []  # of the gradients of a group
         self.counts: list[int] = []  # gradients in each group
         self.squares: list[float] = []  # the sum of their squared lengths
 
-    def _refuse(self) -> None:
+    def _check_supported(self) -> None:
         context, ranks = self.context, self.torch.distributed
         if ranks.is_available() and ranks.is_initialized() and ranks.get_world_size() > 1:
             raise ProbeUnavailable(
@@ -87,103 +89,105 @@ class GradientNoiseProbe(Probe):
                 "the program has several GradScalers, and the scale of a gradient is unknown"
             )
 
-    def _keep_buffers(self) -> None:
+    def _save_buffers(self) -> None:
         buffers = [buffer for root in self.context.roots for buffer in root.buffers()]
-        kept = [buffer.detach().clone() for buffer in buffers]
+        values = [buffer.detach().clone() for buffer in buffers]
 
-        def put_back() -> None:
+        def restore() -> None:
             with self.torch.no_grad():
-                for buffer, value in zip(buffers, kept, strict=True):
+                for buffer, value in zip(buffers, values, strict=True):
                     buffer.copy_(value)
 
-        self.ledger.call("buffers", put_back)
+        self.ledger.call("buffers", restore)
 
-    # -- recording ----------------------------------------------------------------------------------------------------------
+    # -- recording
 
     def data_end(self, loader: DataLoader, batch: object) -> None:
         self.from_loader = True
-        self._close()
+        self._end_batch()
         first = next(tensors_in(batch), None)
         self.sizes = [*self.sizes[-1:], len(first) if first is not None and first.dim() else 0]
 
     def backward_begin(self, losses: tuple[Any, ...]) -> None:
-        self.before = [p.grad.detach().clone() if p.grad is not None else None for p in self.parameters]
+        self.old_gradients = [
+            p.grad.detach().clone() if p.grad is not None else None for p in self.parameters
+        ]
 
     def backward_end(self) -> None:
         scale = next((float(scaler.get_scale()) for scaler in self.context.scalers), 1.0)
         parts = []
-        for parameter, before in zip(self.parameters, self.before, strict=True):
-            now = parameter.grad
-            if now is None:
+        for parameter, old in zip(self.parameters, self.old_gradients, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
                 parts.append(self.torch.zeros(parameter.numel(), device="cpu"))
                 continue
-            added = now.detach() if before is None else now.detach() - before
+            added = gradient.detach() if old is None else gradient.detach() - old
             added = added.to_dense() if added.layout != self.torch.strided else added
             parts.append(added.reshape(-1).to("cpu", self.torch.float32))
-        self.before = []
-        whole = self.torch.cat(parts).div_(scale)
-        self.open = whole if self.open is None else self.open.add_(whole)
+        self.old_gradients = []
+        total = self.torch.cat(parts).div_(scale)
+        self.batch_gradient = total if self.batch_gradient is None else self.batch_gradient.add_(total)
 
     def tick(self) -> None:
         if not self.from_loader:
-            self._close()
+            self._end_batch()
 
-    def _close(self) -> None:
+    def _end_batch(self) -> None:
         """Finish the current batch.
 
         A batch of unusual size, the last of an epoch, is skipped with its adjacent batches, because scripts
         that prefetch are one batch behind.
         """
-        whole, self.open = self.open, None
-        if whole is None:
+        total, self.batch_gradient = self.batch_gradient, None
+        if total is None:
             return
-        if max(self.sizes, default=0) > self.usual:  # the batches so far were the last of an epoch
-            self.usual = max(self.sizes)
-            self._begin_again()
-        if any(size != self.usual for size in self.sizes):
+        if max(self.sizes, default=0) > self.usual_size:  # the batches so far were the last of an epoch
+            self.usual_size = max(self.sizes)
+            self._reset()
+        if any(size != self.usual_size for size in self.sizes):
             return
-        square = float(self.torch.linalg.vector_norm(whole, dtype=self.torch.float64)) ** 2
+        square = float(self.torch.linalg.vector_norm(total, dtype=self.torch.float64)) ** 2
         if not math.isfinite(square):
             self.not_finite += 1
             return
-        if self.counts and self.counts[-1] < self.a_group:
-            self.sums[-1].add_(whole)
+        if self.counts and self.counts[-1] < self.group_size:
+            self.sums[-1].add_(total)
             self.counts[-1] += 1
             self.squares[-1] += square
-        elif len(self.counts) < self.most_groups:
-            self.sums.append(whole)
+        elif len(self.counts) < self.max_groups:
+            self.sums.append(total)
             self.counts.append(1)
             self.squares.append(square)
 
-    # -- the end --------------------------------------------------------------------------------------------------------
+    # -- the end
 
     def end(self) -> dict[str, Any]:
         if not self.from_loader:
-            self._close()
+            self._end_batch()
         super().end()
         if digest(self.parameters, self.torch) != self.weights:
             raise ProbeUnavailable("the program changes its weights outside its optimizer")
-        full = [at for at, count in enumerate(self.counts) if count == self.a_group]
+        full = [i for i, count in enumerate(self.counts) if count == self.group_size]
         if len(full) < FEWEST_GROUPS:
-            lost = f", and {self.not_finite} were not finite" if self.not_finite else ""
+            not_finite = f", and {self.not_finite} were not finite" if self.not_finite else ""
             raise ProbeUnavailable(
-                f"{self.ticks} steps gave gradients of {sum(self.counts)} whole batches of one size{lost}; "
-                f"at least {FEWEST_GROUPS * self.a_group} are needed"
+                f"{self.ticks} steps gave gradients of {sum(self.counts)} whole batches of one size{not_finite}; "
+                f"at least {FEWEST_GROUPS * self.group_size} are needed"
             )
-        sums = [self.sums[at].div_(self.a_group) for at in full]
+        sums = [self.sums[i].div_(self.group_size) for i in full]
         products = self.torch.zeros(len(sums), len(sums), dtype=self.torch.float64, device="cpu")
-        for start in range(0, sums[0].numel(), COLUMNS):
-            columns = self.torch.stack([each[start : start + COLUMNS] for each in sums]).double()
+        for start in range(0, sums[0].numel(), CHUNK):
+            columns = self.torch.stack([group_sum[start : start + CHUNK] for group_sum in sums]).double()
             products += columns @ columns.T
-        trains = self.context.training_loader
+        loader = self.context.training_loader
         batch = (
-            self.context.loaders[trains]["batch_size"] if trains is not None and self.from_loader else None
+            self.context.loaders[loader]["batch_size"] if loader is not None and self.from_loader else None
         )
         return {
             "step": self.step,
             "batch": batch,
-            "gradients": self.a_group * len(full),
+            "gradients": self.group_size * len(full),
             "products": products.tolist(),
-            "squares": [self.squares[at] / self.a_group for at in full],
+            "squares": [self.squares[i] / self.group_size for i in full],
             "not_finite": self.not_finite,
         }

@@ -12,9 +12,9 @@ from flatout.schema.profile import MemoryGrowth
 from flatout.trial.probes.allocations import AllocationRecorder, block_bytes
 
 SETTLING_TICKS = 2  # memory taken before the recording is freed in the first ones
-RARE = 0.001  # a rise less likely than this by chance is a trend
-LEAST_BYTES = 1024  # a step; less may be a logged number
-LEAST_RESIDENT_BYTES = 2**21  # over all steps; the size of a process fluctuates
+MAX_CHANCE = 0.001  # a rise less likely than this by chance is a trend
+MIN_BYTES = 1024  # a step; less may be a logged number
+MIN_RESIDENT_BYTES = 2**21  # over all steps; the size of a process fluctuates
 
 
 class LeakProbe(AllocationRecorder):
@@ -25,66 +25,65 @@ class LeakProbe(AllocationRecorder):
     """
 
     def begin(self) -> None:
-        self.sizes: list[float] = []  # of the device
+        self.device_bytes: list[float] = []  # of the device
         self.resident: list[float] = []
-        self.holders = LeakFinder(
+        self.finder = LeakFinder(
             self.torch,
             [loader.dataset for loader in self.context.live_loaders if hasattr(loader.dataset, "__dict__")],
         )
-        self.half = self.ticks // 2
-        last = self.ticks - self.half - 1
-        self.looks = {round(SETTLING_TICKS + part * (last - SETTLING_TICKS) / 3) for part in range(4)}
+        self.half_ticks = self.ticks // 2
+        last = self.ticks - self.half_ticks - 1
+        self.scan_ticks = {round(SETTLING_TICKS + part * (last - SETTLING_TICKS) / 3) for part in range(4)}
         super().begin()
 
     def tick(self) -> None:
-        if len(self.resident) < self.half:
+        if len(self.resident) < self.half_ticks:
             self.resident.append(float(resident_bytes()))
-            if len(self.resident) == self.half:
+            if len(self.resident) == self.half_ticks:
                 self.record()
             return
         super().tick()
-        if len(self.ends) - 1 in self.looks:
-            self.holders.inspect(len(self.ends))
+        if len(self.tick_ends) - 1 in self.scan_ticks:
+            self.finder.inspect(len(self.tick_ends))
         if self.context.device_type == "cuda":
-            self.sizes.append(
-                float(self.torch.cuda.memory_allocated(self.context.device) - block_bytes(self.around.ours()))
-            )
+            allocated = self.torch.cuda.memory_allocated(self.context.device)
+            self.device_bytes.append(float(allocated - block_bytes(self.tools.flatout_tensors())))
 
     def end(self) -> dict[str, Any]:
-        held = self.holders.leak(
-            [*(tensor for tensors in self.known().values() for tensor in tensors), *self.around.ours()]
-        )
+        holder = self.finder.leak(sum(self.live_tensors().values(), self.tools.flatout_tensors()))
         super().end()
-        series = self.sizes
+        series = self.device_bytes
         if self.context.device_type != "cuda":
             events = self.events()
-            later, totals = self.later_ns(events), running_totals(allocations(events, None), 0)
-            series = [float(at(totals, end + later, 0)) for end in self.ends]
+            offset, totals = self.clock_offset_ns(events), running_totals(allocations(events, None), 0)
+            series = [float(at(totals, end + offset, 0)) for end in self.tick_ends]
         series, resident = series[SETTLING_TICKS:], self.resident
-        rise = slope(series)
-        grows = keeps_growing(series, RARE) and rise >= LEAST_BYTES
-        if held is not None and held.tensors_a_step >= 1:  # a slow program leaves time for a few steps only
-            grows = grows or grows_evenly(series, LEAST_BYTES)
+        growth = slope(series)
+        grows = keeps_growing(series, MAX_CHANCE) and growth >= MIN_BYTES
+        if (
+            holder is not None and holder.tensors_a_step >= 1
+        ):  # a slow program leaves time for a few steps only
+            grows = grows or grows_evenly(series, MIN_BYTES)
         leak = MemoryGrowth(
-            rise,
+            growth,
             chance_of_growth(series),
-            grows or bool(held and held.graph),
+            grows or bool(holder and holder.graph),
             series=series,
             steps=len(series),
-            where="device" if self.around.on_device else "host",
+            where="device" if self.tools.on_device else "host",
         )
-        if held is not None:
-            leak.holder, leak.place, leak.graph = held.holder, held.place, held.graph
-            leak.tensors_a_step = held.tensors_a_step
-        grown = max(resident, default=0) - min(resident, default=0) > LEAST_RESIDENT_BYTES
+        if holder is not None:
+            leak.holder, leak.place, leak.graph = holder.holder, holder.place, holder.graph
+            leak.tensors_a_step = holder.tensors_a_step
+        has_grown = max(resident, default=0) - min(resident, default=0) > MIN_RESIDENT_BYTES
         host = MemoryGrowth(
             slope(resident),
             chance_of_growth(resident),
-            keeps_growing(resident, RARE) and grown,
+            keeps_growing(resident, MAX_CHANCE) and has_grown,
             series=resident,
             steps=len(resident),
         )
-        fullest = self.holders.growing_container() if host.leaking else None
-        if fullest is not None:
-            host.holder, host.place = fullest.holder, fullest.place
+        largest = self.finder.growing_container() if host.leaking else None
+        if largest is not None:
+            host.holder, host.place = largest.holder, largest.place
         return {"leak": leak.to_json(), "host_growth": host.to_json()}

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-OTHER_PROCESSES = 3  # lines; a loop of a few lines counts as one place
-PLACES = 3
+NEARBY_LINES = 3  # lines; a loop of a few lines counts as one place
+MAX_PLACES = 3
 
 
 class LineProbe(Probe):
@@ -36,15 +36,15 @@ class LineProbe(Probe):
         self.timer.adopt(sys._getframe(1))
         self.ledger.call("tracing of lines", lambda: self.timer.__exit__())
         for owner in (self.torch.optim.Optimizer, self.torch.nn.Module):
-            self.ledger.set(owner, "zero_grad", self._as_a_phase(owner.zero_grad))
+            self.ledger.set(owner, "zero_grad", self._as_phase(owner.zero_grad))
 
-    def _as_a_phase(self, zero_grad: Any) -> Any:
-        def zero_grad_left_out(*args: object, **kwargs: object) -> None:
-            self._phase()
+    def _as_phase(self, zero_grad: Any) -> Any:
+        def untimed_zero_grad(*args: object, **kwargs: object) -> None:
+            self._begin_phase()
             zero_grad(*args, **kwargs)
             self.timer.paused = False
 
-        return wraps(zero_grad)(zero_grad_left_out)
+        return wraps(zero_grad)(untimed_zero_grad)
 
     def tick(self) -> None:
         self.timer.paused = False  # a step may end without its own backward pass
@@ -52,51 +52,51 @@ class LineProbe(Probe):
         self.timer.ns.clear()
 
     def data_begin(self, loader: DataLoader) -> None:
-        self._phase()
+        self._begin_phase()
 
     def data_end(self, loader: DataLoader, batch: object) -> None:
         self.timer.paused = False
 
     def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._phase()
+        self._begin_phase()
 
     def backward_begin(self, losses: tuple[Any, ...]) -> None:
-        self._phase()
+        self._begin_phase()
 
     def backward_end(self) -> None:
         self.timer.paused = False
 
     def optimizer_begin(self, optimizer: Optimizer) -> None:
-        self._phase()
+        self._begin_phase()
 
     def optimizer_end(self, optimizer: Optimizer) -> None:
         self.timer.paused = False
 
-    def _phase(self) -> None:
+    def _begin_phase(self) -> None:
         self.timer.paused = True
         if self.timer.line is not None:
             self.phases.add(self.timer.line)
 
     def end(self) -> dict[str, Any]:
         super().end()
-        whole = sum(self.recorded, Counter())
+        total = sum(self.recorded, Counter())
         for line in self.phases:
-            del whole[line]
-        if not whole:
+            del total[line]
+        if not total:
             return {"between": None}
-        top = whole.most_common(1)[0][0]
-        near = sorted(
-            (line for line in whole if line[0] is top[0] and abs(line[1] - top[1]) <= OTHER_PROCESSES),
-            key=lambda line: -whole[line],
+        top = total.most_common(1)[0][0]
+        nearby = sorted(
+            (line for line in total if line[0] is top[0] and abs(line[1] - top[1]) <= NEARBY_LINES),
+            key=lambda line: -total[line],
         )
         # The median over the steps ignores rare events, such as a validation or a checkpoint.
-        ns = median([sum(tick[line] for line in near) for tick in self.recorded])
+        ns = median([sum(tick[line] for line in nearby) for tick in self.recorded])
         return {
             "between": {
                 "calls": 1.0,
                 "ms": ns / 1e6,
                 "places": [
-                    place.to_json() for line in near[:PLACES] if (place := place_of(line)) is not None
+                    place.to_json() for line in nearby[:MAX_PLACES] if (place := place_of(line)) is not None
                 ],
             }
         }

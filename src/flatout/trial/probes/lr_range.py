@@ -26,8 +26,8 @@ class LrRangeProbe(Probe):
             raise ProbeUnavailable(
                 "this program updates its parameters without an optimizer that has a learning rate"
             )
-        self.before = [float(group["lr"]) for group in self.groups]
-        self.ledger.call("learning rates", lambda: self._set(self.before))
+        self.original_rates = [float(group["lr"]) for group in self.groups]
+        self.ledger.call("learning rates", lambda: self._set_rates(self.original_rates))
         self.losses: list[list[Any]] = [[]]
         self.rates: list[float] = []
 
@@ -35,17 +35,17 @@ class LrRangeProbe(Probe):
         self.losses[-1].extend(loss.detach().double().mean() for loss in losses)
 
     def optimizer_begin(self, optimizer: Optimizer) -> None:
-        first = self.before[0]
-        self._set([self._rate() * (lr / first if first else 1.0) for lr in self.before])
+        first = self.original_rates[0]
+        self._set_rates([self._next_rate() * (lr / first if first else 1.0) for lr in self.original_rates])
 
     def tick(self) -> None:
-        self.rates.append(self._rate())
+        self.rates.append(self._next_rate())
         self.losses.append([])
 
-    def _rate(self) -> float:
+    def _next_rate(self) -> float:
         return self.low * self.factor ** len(self.rates)
 
-    def _set(self, rates: list[float]) -> None:
+    def _set_rates(self, rates: list[float]) -> None:
         for group, lr in zip(self.groups, rates, strict=True):
             if hasattr(group["lr"], "fill_"):
                 group["lr"].fill_(lr)
@@ -54,21 +54,21 @@ class LrRangeProbe(Probe):
 
     def end(self) -> dict[str, Any]:
         super().end()
-        return self._observed()
+        return self._results()
 
-    def last_words(self) -> dict[str, Any]:
+    def partial_result(self) -> dict[str, Any]:
         """Report a failing program, for example one with a NaN loss, as diverged at this learning rate."""
-        self.rates.append(self._rate())
+        self.rates.append(self._next_rate())
         self.losses[len(self.rates) - 1] = []
-        return self._observed()
+        return self._results()
 
-    def _observed(self) -> dict[str, Any]:
+    def _results(self) -> dict[str, Any]:
         losses = [
             sum(map(float, step)) / len(step) if step else math.nan for step in self.losses[: len(self.rates)]
         ]
         return {
             "lr": self.rates,
             "losses": [loss if math.isfinite(loss) else None for loss in losses],
-            "groups": self.before,
+            "groups": self.original_rates,
             "optimizer": type(self.context.optimizers[0]).__name__,
         }

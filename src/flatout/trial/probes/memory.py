@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 
-class _Saved:
+class _SavedTensor:
     """Stands for a tensor that autograd keeps for the backward pass, for as long as autograd keeps it."""
 
-    __slots__ = ("gone", "tensor")
+    __slots__ = ("on_release", "tensor")
 
-    def __init__(self, tensor: Tensor, gone: Any) -> None:
-        self.tensor, self.gone = tensor, gone
+    def __init__(self, tensor: Tensor, on_release: Any) -> None:
+        self.tensor, self.on_release = tensor, on_release
 
     def __del__(self) -> None:
-        if self.gone is not None:
-            self.gone()
+        if self.on_release is not None:
+            self.on_release()
 
 
 class MemoryProbe(AllocationRecorder):
@@ -43,19 +43,19 @@ class MemoryProbe(AllocationRecorder):
             for root in self.context.roots
             for name, m in self.context.unwrap_ddp(root).named_modules()
         }
-        self.open: list[str] = []
+        self.module_stack: list[str] = []
         self.activations = 0
         self.by_module: Counter[str] = Counter()
         self.modules: dict[str, int] | None = None  # a copy of by_module while it is current
         self.fixed: dict[str, int] = {}  # kind -> bytes, constant within a tick
-        self.befores: list[int] = []  # bytes in use as each tick begins
+        self.start_bytes: list[int] = []  # bytes in use as each tick begins
         self.saved: dict[int, list[int]] = {}  # address of a storage -> times saved, bytes
-        self.owner: dict[int, str] = {}  # address of a storage -> the module that saved it first
+        self.first_saver: dict[int, str] = {}  # address of a storage -> the module that saved it first
         self.inputs: dict[int, int] = {}
         self.gradients: dict[int, int] = {}
         self.moments: list[MemoryMoment] = []
-        self.listening_to_lines = Ledger()
-        self.lines = OperatorLines(self.torch, self.listening_to_lines, self.clock.mark)
+        self.line_ledger = Ledger()
+        self.lines = OperatorLines(self.torch, self.line_ledger, self.clock.mark)
         self.recording = False
 
     def record(self) -> None:
@@ -63,41 +63,37 @@ class MemoryProbe(AllocationRecorder):
         self.recording = True
         modules = self.torch.nn.modules.module
         if not self.context.compiled_by_script:  # global hooks would cause a recompilation
-            self.ledger.call(
-                "forward pre-hook", modules.register_module_forward_pre_hook(self._enters).remove
-            )
-            self.ledger.call(
-                "forward hook", modules.register_module_forward_hook(self._leaves, always_call=True).remove
-            )
+            begin = modules.register_module_forward_pre_hook(self._module_begin)
+            end = modules.register_module_forward_hook(self._module_end, always_call=True)
+            self.ledger.call("forward pre-hook", begin.remove)
+            self.ledger.call("forward hook", end.remove)
         for parameter in self.context.parameters:
             if parameter.is_leaf:
-                self.ledger.call(
-                    "gradient hook", parameter.register_post_accumulate_grad_hook(self._accumulated).remove
-                )
+                hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)
+                self.ledger.call("gradient hook", hook.remove)
         hooks = self.torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
         hooks.__enter__()
         self.ledger.call("saved_tensors_hooks", partial(hooks.__exit__, None, None, None))
-        self._settle()
+        self._count_live()
 
-    def _settle(self) -> None:
-        """Between two ticks, count again what stays alive."""
-        known = self.known()
+    def _count_live(self) -> None:
+        live_tensors = self.live_tensors()
         self.fixed = {
-            kind: storage_bytes(known[kind], self.context.device_type)
+            kind: storage_bytes(live_tensors[kind], self.context.device_type)
             for kind in ("parameters", "buffers", "optimizer state")
         }
-        self.fixed_places = {
+        self.fixed_pointers = {
             t.untyped_storage().data_ptr()
-            for kind in known
-            for t in known[kind]
+            for kind in live_tensors
+            for t in live_tensors[kind]
             if t.layout == self.torch.strided
         }
         self.gradients = {
             id(p): storage_bytes([p.grad], self.context.device_type)
-            for p in known["parameters"]
+            for p in live_tensors["parameters"]
             if p.grad is not None
         }
-        self.befores.append(self.in_use())
+        self.start_bytes.append(self.in_use())
         self._sample()
 
     def tick(self) -> None:
@@ -105,15 +101,15 @@ class MemoryProbe(AllocationRecorder):
             self.record()
             return
         super().tick()
-        self.listening_to_lines.restore()  # tensors must not be inspected under a dispatch mode
-        self._settle()
-        if len(self.ends) == self.ticks - 2 and not self.context.compiled_by_script:
+        self.line_ledger.restore()  # tensors must not be inspected under a dispatch mode
+        self._count_live()
+        if len(self.tick_ends) == self.ticks - 2 and not self.context.compiled_by_script:
             self.lines.install()
 
-    # -- events of a step ------------------------------------------------------------------------------------------------
+    # -- events of a step
 
     def data_end(self, loader: DataLoader, batch: object) -> None:
-        self._enter_inputs(batch)
+        self._count_inputs(batch)
 
     def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.gradients = {
@@ -121,16 +117,16 @@ class MemoryProbe(AllocationRecorder):
             for p in self.context.parameters
             if p.grad is not None
         }
-        self._enter_inputs((args, kwargs))
+        self._count_inputs((args, kwargs))
         self._sample()
 
-    def _enter_inputs(self, batch: object) -> None:
-        found = [
+    def _count_inputs(self, batch: object) -> None:
+        tensors = [
             t
             for t in tensors_in(batch)
             if t.device.type == self.context.device_type and t.layout == self.torch.strided
         ]
-        self.inputs = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in found}
+        self.inputs = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
     def optimizer_begin(self, optimizer: Optimizer) -> None:
         self._sample()
@@ -138,15 +134,15 @@ class MemoryProbe(AllocationRecorder):
     def optimizer_end(self, optimizer: Optimizer) -> None:
         self._sample()
 
-    def _enters(self, module: Module, args: object) -> None:
-        self.open.append(self.names.get(id(module), type(module).__name__))
+    def _module_begin(self, module: Module, args: object) -> None:
+        self.module_stack.append(self.names.get(id(module), type(module).__name__))
 
-    def _leaves(self, module: Module, args: object, output: object) -> None:
-        if self.open:
-            self.open.pop()
+    def _module_end(self, module: Module, args: object, output: object) -> None:
+        if self.module_stack:
+            self.module_stack.pop()
         self._sample()
 
-    def _accumulated(self, parameter: Parameter) -> None:
+    def _on_gradient(self, parameter: Parameter) -> None:
         if parameter.grad is not None:
             self.gradients[id(parameter)] = storage_bytes([parameter.grad], self.context.device_type)
         self._sample()
@@ -154,39 +150,36 @@ class MemoryProbe(AllocationRecorder):
     def _pack(self, tensor: Tensor) -> Any:
         try:
             storage = tensor.untyped_storage()
-            place, size = storage.data_ptr(), storage.nbytes()
+            pointer, size = storage.data_ptr(), storage.nbytes()
         except (RuntimeError, NotImplementedError):  # a tensor without memory, for example one being traced
-            return _Saved(tensor, None)
-        kept = tensor.detach()  # an output that references itself is never freed
-        if (
-            place in self.fixed_places
-            or place in self.inputs
-            or tensor.device.type != self.context.device_type
-        ):
-            return _Saved(kept, None)
-        times = self.saved.setdefault(place, [0, size])
-        times[0] += 1
-        name = self.open[-1] if self.open else "outside the model"
-        if times[0] == 1:
-            self.owner[place] = name
-            self._grow(name, size)
-        return _Saved(kept, partial(self._dropped, place, name))
+            return _SavedTensor(tensor, None)
+        detached = tensor.detach()  # an output that references itself is never freed
+        known = pointer in self.fixed_pointers or pointer in self.inputs
+        if known or tensor.device.type != self.context.device_type:
+            return _SavedTensor(detached, None)
+        entry = self.saved.setdefault(pointer, [0, size])
+        entry[0] += 1
+        name = self.module_stack[-1] if self.module_stack else "outside the model"
+        if entry[0] == 1:
+            self.first_saver[pointer] = name
+            self._add_activation(name, size)
+        return _SavedTensor(detached, partial(self._release, pointer, name))
 
-    def _grow(self, name: str, size: int) -> None:
+    def _add_activation(self, name: str, size: int) -> None:
         self.activations += size
         self.by_module[name] += size
         self.modules = None
         self._sample()
 
-    def _dropped(self, place: int, name: str) -> None:
-        times = self.saved.get(place)
-        if times is None:
+    def _release(self, pointer: int, name: str) -> None:
+        entry = self.saved.get(pointer)
+        if entry is None:
             return
-        times[0] -= 1
-        if times[0] == 0:
-            del self.saved[place]
-            self.activations -= times[1]
-            self.by_module[self.owner.pop(place, name)] -= times[1]
+        entry[0] -= 1
+        if entry[0] == 0:
+            del self.saved[pointer]
+            self.activations -= entry[1]
+            self.by_module[self.first_saver.pop(pointer, name)] -= entry[1]
             self.modules = None
 
     def _sample(self) -> None:
@@ -205,30 +198,30 @@ class MemoryProbe(AllocationRecorder):
             )
         )
 
-    # -- the end --------------------------------------------------------------------------------------------------------
+    # -- the end
 
     def end(self) -> dict[str, Any]:
-        self.listening_to_lines.restore()
+        self.line_ledger.restore()
         cuda = self.context.device_type == "cuda"
         reserved = int(self.torch.cuda.memory_reserved(self.context.device)) if cuda else None
         stats = self.torch.cuda.memory_stats(self.context.device) if cuda else {}
         super().end()
-        if len(self.ends) < 2:
+        if len(self.tick_ends) < 2:
             return {}
         events = self.events()
-        later = self.later_ns(events)
-        moments = [MemoryMoment(m.ns + later, m.kinds, m.modules) for m in self.moments]
-        start, end = self.ends[-2] + later, self.ends[-1] + later
-        changes = allocations(events, self.context.device.index if self.around.on_device else None)
-        shift = self.befores[-2] - at(running_totals(changes, 0), start, 0)
+        offset = self.clock_offset_ns(events)
+        moments = [MemoryMoment(m.ns + offset, m.kinds, m.modules) for m in self.moments]
+        start, end = self.tick_ends[-2] + offset, self.tick_ends[-1] + offset
+        changes = allocations(events, self.context.device.index if self.tools.on_device else None)
+        shift = self.start_bytes[-2] - at(running_totals(changes, 0), start, 0)
         totals = running_totals(changes, shift)
-        found = seen("device" if self.around.on_device else "host", totals, shift, moments, start, end)
+        memory = seen("device" if self.tools.on_device else "host", totals, shift, moments, start, end)
         peak_ns = max(
             (pair for pair in totals if start <= pair[0] <= end), key=lambda pair: pair[1], default=(start, 0)
         )[0]
-        before = [line for ns, line in self.lines.times if ns + later <= peak_ns and line is not None]
-        found.peak_place = place_of(before[-1]) if before else None
-        found.reserved_bytes, found.retries = reserved, stats.get("num_alloc_retries") if cuda else None
+        lines = [line for ns, line in self.lines.times if ns + offset <= peak_ns and line is not None]
+        memory.peak_place = place_of(lines[-1]) if lines else None
+        memory.reserved_bytes, memory.retries = reserved, stats.get("num_alloc_retries") if cuda else None
         if cuda:
-            found.at_peak["fragmentation"] = int(stats.get("inactive_split_bytes.all.peak", 0))
-        return {"memory": found.to_json()}
+            memory.at_peak["fragmentation"] = int(stats.get("inactive_split_bytes.all.peak", 0))
+        return {"memory": memory.to_json()}

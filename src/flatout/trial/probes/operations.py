@@ -24,9 +24,9 @@ class OperationsProbe(Probe):
         self.ticks = 1 + wait + warmup + self.active
         profiler = self.torch.profiler
         self.profile = profiler.profile(
-            activities=self.around.activities(),
+            activities=self.tools.activities(),
             schedule=profiler.schedule(wait=wait, warmup=warmup, active=self.active, repeat=1),
-            on_trace_ready=self._recorded,
+            on_trace_ready=self._on_trace,
             record_shapes=True,
             profile_memory=True,
         )
@@ -45,10 +45,10 @@ class OperationsProbe(Probe):
             self.profile.start()
             self.ledger.call("profiler", self.profile.stop)
 
-    def _recorded(self, profile: Any) -> None:
+    def _on_trace(self, profile: Any) -> None:
         trace = self.requested.get("trace")
         if trace:
-            with self.around.outside():
+            with self.tools.real_files():
                 profile.export_chrome_trace(trace)
         lines = {
             key: [location_parts(line) if line is not None else None for line in found]

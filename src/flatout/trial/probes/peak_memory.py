@@ -18,7 +18,7 @@ class TickWindow:
     """A tick in ns of our clock: its start, the bytes in use then, the start of its step, and its end."""
 
     start: int
-    before: int
+    bytes_before: int
     step: int
     end: int
 
@@ -36,49 +36,44 @@ class PeakMemoryProbe(AllocationRecorder):
     def begin(self) -> None:
         super().begin()
         self.on_cuda = self.context.device_type == "cuda"
-        self.before = 0
-        self.step_began: int | None = None
-        self.seen: list[TickWindow] = []
+        self.bytes_before = 0
+        self.step_start: int | None = None
+        self.windows: list[TickWindow] = []
         self.peak = 0  # of a CUDA device
 
     def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self.step_began is None:
-            self.step_began = self.clock.mark()
+        if self.step_start is None:
+            self.step_start = self.clock.mark()
             if self.on_cuda:
                 self.torch.cuda.reset_peak_memory_stats(self.context.device)
 
     def tick(self) -> None:
         super().tick()
-        if len(self.ends) > SETTLING_TICKS:
-            start, end = self.ends[-2:]
-            self.seen.append(TickWindow(start, self.before, self.step_began or start, end))
+        if len(self.tick_ends) > SETTLING_TICKS:
+            start, end = self.tick_ends[-2:]
+            self.windows.append(TickWindow(start, self.bytes_before, self.step_start or start, end))
             if self.on_cuda:
                 self.peak = max(self.peak, int(self.torch.cuda.max_memory_allocated(self.context.device)))
-        elif len(self.ends) == 1 and not self.on_cuda:
+        elif len(self.tick_ends) == 1 and not self.on_cuda:
             self.record()
-        self.before = self.in_use()
-        self.step_began = None
+        self.bytes_before = self.in_use()
+        self.step_start = None
         if self.on_cuda:
             self.torch.cuda.reset_peak_memory_stats(self.context.device)
 
     def end(self) -> dict[str, Any]:
         super().end()
-        if not self.seen:
+        if not self.windows:
             return {}
         if self.on_cuda:
             return {"peak_bytes": self.peak + reserved_for_graphs(self.torch, self.context.device)}
         events = self.events()
-        later = self.later_ns(events)
+        offset = self.clock_offset_ns(events)
         # Memory taken before the recording is never seen to be freed
         totals = running_totals(allocations(events, None), 0)
         peak = 0
-        for tick in self.seen:
-            shift = tick.before - at(totals, tick.start + later, 0)
-            peak = max(
-                [
-                    peak,
-                    tick.before,
-                    *(shift + total for ns, total in totals if tick.step <= ns - later <= tick.end),
-                ]
-            )
+        for tick in self.windows:
+            shift = tick.bytes_before - at(totals, tick.start + offset, 0)
+            within = [total for ns, total in totals if tick.step <= ns - offset <= tick.end]
+            peak = max(peak, tick.bytes_before, shift + max(within, default=-shift))
         return {"peak_bytes": peak}

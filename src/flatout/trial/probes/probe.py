@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class ProbeContext:
+class ProbeTools:
     """What a probe may use.
 
     ``outside()`` lets it write where the program may not; ``ours()`` returns the tensors that flatout keeps.
@@ -27,8 +27,8 @@ class ProbeContext:
 
     torch: ModuleType
     context: TrainingContext
-    outside: Callable[[], AbstractContextManager[Any]]
-    ours: Callable[[], list[Any]] = list
+    real_files: Callable[[], AbstractContextManager[Any]]
+    flatout_tensors: Callable[[], list[Any]] = list
 
     @property
     def on_device(self) -> bool:
@@ -50,9 +50,9 @@ class Probe(Listener):
     case.
     """
 
-    def __init__(self, around: ProbeContext, requested: dict[str, Any]) -> None:
-        self.around, self.requested = around, requested
-        self.torch, self.context = around.torch, around.context
+    def __init__(self, tools: ProbeTools, requested: dict[str, Any]) -> None:
+        self.tools, self.requested = tools, requested
+        self.torch, self.context = tools.torch, tools.context
         self.ticks = int(requested.get("ticks", 1))
         self.ledger = Ledger()
 
@@ -63,11 +63,11 @@ class Probe(Listener):
         self.ledger.restore()
         return {}
 
-    def last_words(self) -> dict[str, Any] | None:
-        """Return what is known when the program fails, if it is useful. Nothing needs to be undone."""
+    def partial_result(self) -> dict[str, Any] | None:
+        """What is known when the program fails, if it is useful. Nothing needs to be undone."""
         return None
 
-    def end_quietly(self) -> None:
+    def undo(self) -> None:
         """Undo what can be undone after a failure."""
         try:
             self.ledger.restore()

@@ -30,8 +30,4 @@ class SynchronisationProbe(Probe):
 
     def end(self) -> dict[str, Any]:
         super().end()
-        return {
-            "synchronisations": [
-                synchronisation.to_json() for synchronisation in self.synchronisations.records(self.ticks)
-            ]
-        }
+        return {"synchronisations": [s.to_json() for s in self.synchronisations.records(self.ticks)]}
