@@ -193,7 +193,7 @@ class Worker(WorkerRecord):
         elif self.stopping:
             raise StopTrial
 
-    def broke(self, error: Exception) -> None:
+    def on_error(self, error: Exception) -> None:
         self._write_last("broken", "".join(traceback.format_exception(error))[-8000:])
         if self.channel is not None:
             self.channel.close()  # if the program swallows the stop, the parent ends it
