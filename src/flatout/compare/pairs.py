@@ -193,7 +193,7 @@ def _enough(rounds: Sequence[tuple[float, ...]], spent_s: float) -> bool:
         return False
     # of one side: its own logarithms
     values = [math.log(times[-1]) - (math.log(times[0]) if len(times) == 2 else 0.0) for times in rounds]
-    return estimate(values, 0.95).half <= PAIR_HALF
+    return estimate(values, 0.95).half_width <= PAIR_HALF
 
 
 @contextmanager

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-MOST_LIKES = 4096
-PLAIN = (Tensor, torch.nn.Parameter)
+MAX_CACHED_RESULTS = 4096
+PLAIN_TENSORS = (Tensor, torch.nn.Parameter)
 
 
 class RuntimeArguments:
@@ -19,48 +19,48 @@ class RuntimeArguments:
     def __init__(self, numbers: Any) -> None:
         self._numbers = numbers
 
-    def tensor(self, thing: object) -> Any:
-        return thing if isinstance(thing, Tensor) else None
+    def tensor(self, argument: object) -> Any:
+        return argument if isinstance(argument, Tensor) else None
 
-    def number(self, thing: object) -> float | None:
-        if isinstance(thing, (int, float)) and not isinstance(thing, bool):
-            return float(thing)
+    def number(self, argument: object) -> float | None:
+        if isinstance(argument, (int, float)) and not isinstance(argument, bool):
+            return float(argument)
         if (
-            not isinstance(thing, Tensor)
-            or type(thing) not in PLAIN
-            or thing.dim()
-            or thing.requires_grad
-            or thing.is_complex()
+            not isinstance(argument, Tensor)
+            or type(argument) not in PLAIN_TENSORS
+            or argument.dim()
+            or argument.requires_grad
+            or argument.is_complex()
         ):
             return None
-        return float(thing) if thing.device.type == "cpu" else self._numbers.get(thing)
+        return float(argument) if argument.device.type == "cpu" else self._numbers.get(argument)
 
-    def same(self, one: object, other: object) -> bool:
-        return bool(one == other)
+    def same(self, left: object, right: object) -> bool:
+        return bool(left == right)
 
 
-def settled(thing: Tensor) -> bool:
+def is_usable_later(argument: Tensor) -> bool:
     """Whether this tensor can be used later.
 
     An optimizer changes weights; other inputs of a graph are not expected to change.
     """
-    if type(thing) not in PLAIN or thing.is_inference():
+    if type(argument) not in PLAIN_TENSORS or argument.is_inference():
         return False
-    source = thing if thing._base is None else thing._base
-    return not (source.requires_grad and source.is_leaf)
+    base = argument if argument._base is None else argument._base
+    return not (base.requires_grad and base.is_leaf)
 
 
 def autocast_state(device: torch.device) -> tuple[str, torch.dtype, bool]:
     return device.type, torch.get_autocast_dtype(device.type), torch.is_autocast_enabled(device.type)
 
 
-_likes: dict[Any, Tensor | None] = {}
+_empty_results: dict[Any, Tensor | None] = {}
 
 
-def shaped_like(
+def empty_result(
     function: Callable[..., Any],
     device: torch.device,
-    keeps_type: bool,
+    keeps_dtype: bool,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Tensor | None:
@@ -72,30 +72,30 @@ def shaped_like(
     autocast = autocast_state(device)
     try:
         key = (function, _key(args), _key(tuple(sorted(kwargs.items()))), autocast)
-        if key in _likes:
-            return _likes[key]
+        if key in _empty_results:
+            return _empty_results[key]
     except TypeError:  # an argument that cannot be hashed
         return None
-    if len(_likes) >= MOST_LIKES:
-        _likes.clear()
-    _likes[key] = None
+    if len(_empty_results) >= MAX_CACHED_RESULTS:
+        _empty_results.clear()
+    _empty_results[key] = None
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         try:
             with torch.autocast(*autocast[:2], enabled=False):
-                args_there, kwargs_there = tree_map_only(Tensor, _without_memory, (args, kwargs))
-                made = function(*args_there, **kwargs_there)
-            dtype = next(thing.dtype for thing in args if isinstance(thing, Tensor))
-            if not keeps_type:
+                meta_args, meta_kwargs = tree_map_only(Tensor, _without_memory, (args, kwargs))
+                result = function(*meta_args, **meta_kwargs)
+            dtype = next(argument.dtype for argument in args if isinstance(argument, Tensor))
+            if not keeps_dtype:
                 tiny_args, tiny_kwargs = tree_map_only(Tensor, _tiny, (args, kwargs))
                 dtype = function(*tiny_args, **tiny_kwargs).dtype
         except Exception:  # the real call fails in the script
             return None
-    _likes[key] = torch.empty_strided(made.shape, made.stride(), dtype=dtype, device="meta")
-    return _likes[key]
+    _empty_results[key] = torch.empty_strided(result.shape, result.stride(), dtype=dtype, device="meta")
+    return _empty_results[key]
 
 
 def _without_memory(tensor: Tensor) -> Tensor:
-    """All floating types count as one here; ``shaped_like`` determines the type under autocast separately."""
+    """All floating types count as one here; ``empty_result`` determines the type under autocast separately."""
     dtype = torch.float32 if tensor.dtype.is_floating_point else tensor.dtype
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="meta")
 
@@ -105,7 +105,7 @@ def _tiny(tensor: Tensor) -> Tensor:
     return torch.zeros((2,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
 
 
-def _key(thing: Any) -> Any:
-    if isinstance(thing, Tensor):
-        return tuple(thing.shape), thing.stride(), thing.dtype, thing.device
-    return tuple(map(_key, thing)) if isinstance(thing, (list, tuple)) else (type(thing), thing)
+def _key(argument: Any) -> Any:
+    if isinstance(argument, Tensor):
+        return tuple(argument.shape), argument.stride(), argument.dtype, argument.device
+    return tuple(map(_key, argument)) if isinstance(argument, (list, tuple)) else (type(argument), argument)

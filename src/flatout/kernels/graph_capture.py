@@ -32,7 +32,7 @@ def capture(graph: object, device: Device, pool: object) -> Iterator[None]:
     Raises the error of CUDA or torch if that fails. Other threads may use the device meanwhile
     ("thread_local"): loaders pin memory in a thread.
     """
-    collects, CaptureState.active = gc.isenabled(), True
+    gc_enabled, CaptureState.active = gc.isenabled(), True
     gc.disable()  # a capture does not permit freeing a tensor or an event
     try:
         with torch.cuda.device(device):
@@ -45,24 +45,24 @@ def capture(graph: object, device: Device, pool: object) -> Iterator[None]:
             torch.cuda.current_stream(device).wait_stream(stream)
     finally:
         CaptureState.active = False
-        if collects:
+        if gc_enabled:
             gc.enable()
 
 
-def plain_grad() -> Any:
+def unwrapped_grad() -> Any:
     """``torch.autograd.grad`` without wrappers: observers of the script's calls must not record ours."""
     return inspect.unwrap(torch.autograd.grad)
 
 
-class InOrder:
+class StreamOrder:
     """Orders the launches of one graph if the script changes the current stream between them."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
-        self.last: Any = None
+        self._last_stream: Any = None
 
     def wait(self) -> None:
-        now = torch.cuda.current_stream(self.device)
-        if self.last is not None and now != self.last:
-            now.wait_stream(self.last)
-        self.last = now
+        current = torch.cuda.current_stream(self.device)
+        if self._last_stream is not None and current != self._last_stream:
+            current.wait_stream(self._last_stream)
+        self._last_stream = current

@@ -46,22 +46,28 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
         return Options(({},))
     if not context.loaders:
         return Skip(NO_LOADER)
-    trains = context.training_loader
-    if trains is None:
+    training_number = context.training_loader
+    if training_number is None:
         return Skip(
             "no backward pass followed a batch loaded with gradients enabled, so the training DataLoader is unknown"
         )
-    size = context.loaders[trains]["batch_size"]
-    live = next(
-        (loader for loader in context.training_loaders if context.number_of_loader(loader) == trains),
+    current_size = context.loaders[training_number]["batch_size"]
+    loader = next(
+        (
+            loader
+            for loader in context.training_loaders
+            if context.number_of_loader(loader) == training_number
+        ),
         next(iter(context.training_loaders), None),
     )
-    made = resized(_arguments(live), 1) if live is not None else {}
-    if isinstance(made, str):
-        return Skip(made)
-    if not size:
+    changed = resized(_arguments(loader), 1) if loader is not None else {}
+    if isinstance(changed, str):
+        return Skip(changed)
+    if not current_size:
         return Skip(BATCHES_ITSELF)
-    return Options(tuple({"size": n, "loader": trains} for n in (2 * size, size // 2) if n))
+    return Options(
+        tuple({"size": n, "loader": training_number} for n in (2 * current_size, current_size // 2) if n)
+    )
 
 
 def _arguments(loader: DataLoader) -> dict[str, Any]:
@@ -73,24 +79,24 @@ def _arguments(loader: DataLoader) -> dict[str, Any]:
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     assert isinstance(value, dict)
-    context.change_loaders(_Rule(context, value["size"], value.get("loader", 0)), ledger)
+    context.change_loaders(_LoaderRule(context, value["size"], value.get("loader", 0)), ledger)
     return ledger.restore
 
 
-class _Rule:
+class _LoaderRule:
     """Counts the loaders as they are created. Loaders created like the selected one count as selected."""
 
     def __init__(self, context: TrainingContext, size: int, loader: int) -> None:
         self.context, self.size, self.loader = context, size, loader
-        self.made = 0
-        self.meant: tuple[Any, ...] | None = None
+        self.created = 0
+        self.selected_key: tuple[Any, ...] | None = None
 
     def __call__(self, dataset: Dataset, arguments: dict[str, Any]) -> dict[str, Any]:
-        way = self.context.loader_key(dataset, arguments)
-        if self.made == self.loader:
-            self.meant = way
-        self.made += 1
-        if way != self.meant:
+        key = self.context.loader_key(dataset, arguments)
+        if self.created == self.loader:
+            self.selected_key = key
+        self.created += 1
+        if key != self.selected_key:
             return arguments
         changed = resized(arguments, self.size)
         if isinstance(changed, str):
@@ -101,36 +107,39 @@ class _Rule:
 
 def resized(arguments: dict[str, Any], size: int) -> dict[str, Any] | str:
     """The arguments of a DataLoader with this batch size, or the reason why there are none."""
-    batches = arguments.get("batch_sampler")
+    batch_sampler = arguments.get("batch_sampler")
     samplers = [
-        each
-        for each in (arguments.get("sampler"), batches, getattr(batches, "sampler", None))
-        if each is not None
+        sampler
+        for sampler in (arguments.get("sampler"), batch_sampler, getattr(batch_sampler, "sampler", None))
+        if sampler is not None
     ]
-    if batches is not None and (
-        type(batches).__name__ != "BatchSampler"
-        or not type(batches).__module__.startswith("torch.utils.data.")
+    if batch_sampler is not None and (
+        type(batch_sampler).__name__ != "BatchSampler"
+        or not type(batch_sampler).__module__.startswith("torch.utils.data.")
     ):
-        return OWN_BATCHES.format(name=type(batches).__name__)
-    own = next(
+        return OWN_BATCHES.format(name=type(batch_sampler).__name__)
+    custom = next(
         (
-            each
-            for each in samplers
-            if type(each) not in (list, tuple, range)
-            and not type(each).__module__.startswith("torch.utils.data.")
+            sampler
+            for sampler in samplers
+            if type(sampler) not in (list, tuple, range)
+            and not type(sampler).__module__.startswith("torch.utils.data.")
         ),
         None,
     )
-    if own is not None:
-        return OWN_SAMPLER.format(name=type(own).__name__)
-    if batches is not None:
-        return {**arguments, "batch_sampler": type(batches)(batches.sampler, size, batches.drop_last)}
+    if custom is not None:
+        return OWN_SAMPLER.format(name=type(custom).__name__)
+    if batch_sampler is not None:
+        return {
+            **arguments,
+            "batch_sampler": type(batch_sampler)(batch_sampler.sampler, size, batch_sampler.drop_last),
+        }
     return BATCHES_ITSELF if arguments.get("batch_size", 1) is None else {**arguments, "batch_size": size}
 
 
 def code(value: Value) -> str:
-    held: dict[str, Any] = value if isinstance(value, dict) else {}
-    return f"DataLoader(..., batch_size={held.get('size', '...')})"
+    settings: dict[str, Any] = value if isinstance(value, dict) else {}
+    return f"DataLoader(..., batch_size={settings.get('size', '...')})"
 
 
 LEVER = Lever(

@@ -40,10 +40,10 @@ NAME = "data_parallel"
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
-    here = this_rank()
+    rank = this_rank()
     return (
         Options(({"reduction": "mean"},))
-        if here is not None and here.world_size > 1
+        if rank is not None and rank.world_size > 1
         else Skip(why_none(context.torch))
     )
 
@@ -53,12 +53,12 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     from flatout.distributed.data_parallel import DataParallelScript
     from flatout.distributed.division import SplitSettings
 
-    division, here = SplitSettings.read(value), this_rank()
-    if here is None or here.world_size < 2:
+    settings, rank = SplitSettings.read(value), this_rank()
+    if rank is None or rank.world_size < 2:
         raise LookupError(why_none(context.torch))
-    divided = DataParallelScript(context.torch, context, here, division, ledger)
-    divided.install()
-    ledger.set(context, "data_parallel", divided)
+    script = DataParallelScript(context.torch, context, rank, settings, ledger)
+    script.install()
+    ledger.set(context, "data_parallel", script)
     return ledger.restore
 
 

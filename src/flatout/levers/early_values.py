@@ -33,7 +33,7 @@ from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 if TYPE_CHECKING:
     from flatout.schema.program import Ledger, TrainingContext
 
-_KNOWN: WeakKeyDictionary[Any, EarlyValueCopier] = (
+_COPIERS: WeakKeyDictionary[Any, EarlyValueCopier] = (
     WeakKeyDictionary()
 )  # context -> what was learned, kept while the lever is switched on and off
 
@@ -50,9 +50,9 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    if context not in _KNOWN:
-        _KNOWN[context] = EarlyValueCopier(context)
-    _KNOWN[context].install(context, ledger)
+    if context not in _COPIERS:
+        _COPIERS[context] = EarlyValueCopier(context)
+    _COPIERS[context].install(context, ledger)
     return ledger.restore
 
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from flatout.schema.program import Ledger, TrainingContext
 
-VOCABULARY = 8192  # with this many classes, a layer is always an output over a vocabulary
-PATIENCE_STEPS = 3
+MIN_VOCABULARY = 8192  # with this many classes, a layer is always an output over a vocabulary
+REPORT_AFTER_STEPS = 3
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
@@ -48,13 +48,13 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
             "the program has no torch.optim.Optimizer to show when the weights change; logits that are read late need the old weights"
         )
     if not _heads(context) and not _norms(context):
-        own = next((type(head).__name__ for head in _wide(context)), None)
-        if own is not None:
+        custom = next((type(head).__name__ for head in _vocabulary_layers(context)), None)
+        if custom is not None:
             return Skip(
-                f"the vocabulary-sized {own} layer is not a plain nn.Linear (custom class, hooks, forward or parameters)"
+                f"the vocabulary-sized {custom} layer is not a plain nn.Linear (custom class, hooks, forward or parameters)"
             )
         return Skip(
-            f"no linear layer has at least {VOCABULARY} outputs, or as many as an Embedding has rows, "
+            f"no linear layer has at least {MIN_VOCABULARY} outputs, or as many as an Embedding has rows, "
             "and no layer on a CUDA device is a LayerNorm with weights"
         )
     return Options((True,))
@@ -65,31 +65,31 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
     torch, heads, norms = context.torch, _heads(context), _norms(context)
     for head in heads:
-        context.wrap_forward(head, _deferring(torch, head, deferred_logits.linear), ledger)
+        context.wrap_forward(head, _defer_logits(torch, head, deferred_logits.linear), ledger)
         context.uncompiled.append(head)
         ledger.call("left out of graphs", partial(context.uncompiled.remove, head))
     for norm in norms:
-        context.wrap_forward(norm, _normalising(torch, norm), ledger)
+        context.wrap_forward(norm, _fused_norm(torch, norm), ledger)
 
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    seen = {"steps": 0, "losses": deferred_logits.COUNT[0]}
+    counts = {"steps": 0, "losses": deferred_logits.FUSED_LOSSES[0]}
 
-    def weights_will_change(*_: object) -> None:
+    def on_step(*_: object) -> None:
         deferred_logits.before_step()
-        seen["steps"] += 1
+        counts["steps"] += 1
         if (
-            seen["steps"] == PATIENCE_STEPS
+            counts["steps"] == REPORT_AFTER_STEPS
             and heads
             and not norms
-            and deferred_logits.COUNT[0] == seen["losses"]
+            and deferred_logits.FUSED_LOSSES[0] == counts["losses"]
         ):
             context.report(
                 "fused_ops",
                 "nothing was fused, because this program's logits do not go straight into cross_entropy",
             )
 
-    ledger.call("optimizer step hook", register_optimizer_step_pre_hook(weights_will_change).remove)
+    ledger.call("optimizer step hook", register_optimizer_step_pre_hook(on_step).remove)
     return ledger.restore
 
 
@@ -99,13 +99,15 @@ def _heads(context: TrainingContext) -> list[Any]:
     Their width is the row count of an Embedding in the same root and occurs once, or it is very large.
     """
     return [
-        head for head in _wide(context) if type(head) is context.torch.nn.Linear and _is_plain(context, head)
+        head
+        for head in _vocabulary_layers(context)
+        if type(head) is context.torch.nn.Linear and _is_plain(context, head)
     ]
 
 
-def _wide(context: TrainingContext) -> list[Any]:
+def _vocabulary_layers(context: TrainingContext) -> list[Any]:
     """All layers as wide as a vocabulary, also those that are not a plain nn.Linear."""
-    torch, found = context.torch, {}
+    torch, layers = context.torch, {}
     for root in context.roots:
         modules = list(root.modules())
         embeddings, linears = (
@@ -117,16 +119,16 @@ def _wide(context: TrainingContext) -> list[Any]:
             width = (
                 module.out_features
             )  # a position Embedding may have as many rows as each layer has outputs
-            if width >= VOCABULARY or (
+            if width >= MIN_VOCABULARY or (
                 width in vocabularies and (id(module.weight) in tied or widths.count(width) == 1)
             ):
-                found[id(module)] = module
-    return list(found.values())
+                layers[id(module)] = module
+    return list(layers.values())
 
 
 def _norms(context: TrainingContext) -> list[Any]:
     """LayerNorm layers over one axis, with weights, on a CUDA device."""
-    nn, found = context.torch.nn, {}
+    nn, layers = context.torch.nn, {}
     for root in context.roots:
         for module in root.modules():
             if (
@@ -136,21 +138,24 @@ def _norms(context: TrainingContext) -> list[Any]:
                 and module.weight.is_cuda
                 and _is_plain(context, module)
             ):
-                found[id(module)] = module
-    return list(found.values())
+                layers[id(module)] = module
+    return list(layers.values())
 
 
 def _is_plain(context: TrainingContext, module: Module) -> bool:
     """Whether this layer has no hooks or custom forward of the script, and only ordinary parameters."""
-    torch, own = context.torch, vars(module).get("forward")
-    tables = (
+    torch, own_forward = context.torch, vars(module).get("forward")
+    hook_tables = (
         module._forward_hooks,
         module._forward_pre_hooks,
         module._backward_hooks,
         module._backward_pre_hooks,
     )
     hooks = [
-        hook for table in tables for hook in table.values() if getattr(hook, "__self__", None) is not context
+        hook
+        for table in hook_tables
+        for hook in table.values()
+        if getattr(hook, "__self__", None) is not context
     ]  # a root module has ours
     ordinary = all(
         type(p) is torch.nn.Parameter
@@ -159,12 +164,12 @@ def _is_plain(context: TrainingContext, module: Module) -> bool:
         and p.device.type in ("cpu", "cuda")
         for p in module.parameters(recurse=False)
     )
-    return ordinary and not hooks and (own is None or getattr(own, "flatout", False))
+    return ordinary and not hooks and (own_forward is None or getattr(own_forward, "flatout", False))
 
 
-def _deferring(torch: ModuleType, head: Module, linear: Callable[..., Any]) -> Any:
+def _defer_logits(torch: ModuleType, head: Module, linear: Callable[..., Any]) -> Any:
     def wrapper(forward: Callable[..., Any]) -> Any:
-        def logits_when_asked(input: Tensor) -> Any:
+        def deferred_logits_or_plain(input: Tensor) -> Any:
             if (
                 not torch.is_grad_enabled()
                 or torch.compiler.is_compiling()
@@ -178,12 +183,12 @@ def _deferring(torch: ModuleType, head: Module, linear: Callable[..., Any]) -> A
                 return forward(input)
             return linear(input, head.weight, head.bias)
 
-        return logits_when_asked
+        return deferred_logits_or_plain
 
     return wrapper
 
 
-def _normalising(torch: ModuleType, norm: Module) -> Any:
+def _fused_norm(torch: ModuleType, norm: Module) -> Any:
     from flatout.kernels.layer_norm.op import layer_norm
 
     def wrapper(forward: Callable[..., Any]) -> Any:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from flatout.schema.program import Ledger, TrainingContext
 
-FROM_THEIR_OUTPUT = ("ReLU", "ReLU6", "Hardtanh", "LeakyReLU")
+OUTPUT_ONLY_GRADIENT = ("ReLU", "ReLU6", "Hardtanh", "LeakyReLU")
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
@@ -51,7 +51,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 
 def _activations(context: TrainingContext, roots: list[Any]) -> list[Any]:
     nn = context.torch.nn
-    kinds = tuple(getattr(nn, name) for name in FROM_THEIR_OUTPUT)
+    kinds = tuple(getattr(nn, name) for name in OUTPUT_ONLY_GRADIENT)
     activations = {
         id(m): m
         for root in roots
@@ -64,24 +64,24 @@ def _activations(context: TrainingContext, roots: list[Any]) -> list[Any]:
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     activations = {id(m) for m in _activations(context, context.roots)}
     for root in map(context.without_ranks, context.roots):
-        context.wrap_forward(root, _trying_first(context, root, activations, ledger), ledger)
+        context.wrap_forward(root, _test_then_set(context, root, activations, ledger), ledger)
     return ledger.restore
 
 
-def _trying_first(context: TrainingContext, root: Module, activations: set[int], ledger: Ledger) -> Any:
+def _test_then_set(context: TrainingContext, root: Module, activations: set[int], ledger: Ledger) -> Any:
     """A wrapper whose first training call tests the activations on a copy of the model.
 
     It sets ``inplace`` where it is sound.
     """
-    mine = [position for position, module in enumerate(root.modules()) if id(module) in activations]
-    state = {"tried": False}
+    positions = [position for position, module in enumerate(root.modules()) if id(module) in activations]
+    status = {"tried": False}
 
     def wrapper(forward: Callable[..., Any]) -> Any:
         def in_place(*args: object, **kwargs: object) -> Any:
-            if not state["tried"] and root.training and context.torch.is_grad_enabled():
-                state["tried"] = True
+            if not status["tried"] and root.training and context.torch.is_grad_enabled():
+                status["tried"] = True
                 modules = list(root.modules())
-                for position in _sound(context, root, mine, args, kwargs):
+                for position in _exact_positions(context, root, positions, args, kwargs):
                     ledger.set(modules[position], "inplace", True)
             return forward(*args, **kwargs)
 
@@ -90,35 +90,35 @@ def _trying_first(context: TrainingContext, root: Module, activations: set[int],
     return wrapper
 
 
-def _sound(
-    context: TrainingContext, root: Module, places: list[int], args: object, kwargs: object
+def _exact_positions(
+    context: TrainingContext, root: Module, positions: list[int], args: object, kwargs: object
 ) -> list[int]:
     """The activations, by module position, that leave every output and gradient unchanged.
 
     A failing set is halved until the failing activations are found.
     """
-    plain = _played(context, root, [], args, kwargs)
+    plain = _run_copy(context, root, [], args, kwargs)
     if plain is None or not _same(
-        context.torch, plain, _played(context, root, [], args, kwargs)
+        context.torch, plain, _run_copy(context, root, [], args, kwargs)
     ):  # a nondeterministic model proves nothing
         return []
-    kept: list[int] = []
+    exact: list[int] = []
 
-    def add(some: list[int]) -> None:
-        if not some:
+    def add(group: list[int]) -> None:
+        if not group:
             return
-        if _same(context.torch, plain, _played(context, root, [*kept, *some], args, kwargs)):
-            kept.extend(some)
-        elif len(some) > 1:
-            add(some[: len(some) // 2])
-            add(some[len(some) // 2 :])
+        if _same(context.torch, plain, _run_copy(context, root, [*exact, *group], args, kwargs)):
+            exact.extend(group)
+        elif len(group) > 1:
+            add(group[: len(group) // 2])
+            add(group[len(group) // 2 :])
 
-    add(places)
-    return kept
+    add(positions)
+    return exact
 
 
-def _played(
-    context: TrainingContext, root: Module, places: list[int], args: object, kwargs: object
+def _run_copy(
+    context: TrainingContext, root: Module, positions: list[int], args: object, kwargs: object
 ) -> list[Any] | None:
     """The results of a copy of the model with these activations in place; None if autograd raises.
 
@@ -133,23 +133,23 @@ def _played(
         with torch.random.fork_rng(devices):
             device_copy = copy.deepcopy(root)
             modules = list(device_copy.modules())
-            for position in places:
+            for position in positions:
                 modules[position].inplace = True
-            given = tree.tree_map(
+            copied_inputs = tree.tree_map(
                 lambda x: (
                     x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
                 ),
                 (args, kwargs),
             )
-            outputs = _tensors(torch, device_copy(*given[0], **given[1]))
-            wanted = [out for out in outputs if out.requires_grad]
-            torch.autograd.backward(wanted, [out.detach().clone() for out in wanted])
-        inputs = _tensors(torch, given)
-        held = [
+            outputs = _tensors(torch, device_copy(*copied_inputs[0], **copied_inputs[1]))
+            differentiable = [out for out in outputs if out.requires_grad]
+            torch.autograd.backward(differentiable, [out.detach().clone() for out in differentiable])
+        inputs = _tensors(torch, copied_inputs)
+        attributes = [
             value for module in modules for value in vars(module).values() if isinstance(value, torch.Tensor)
         ]  # a loss may read them
         return [
-            *(tensor.detach() for tensor in (*outputs, *held, *inputs)),
+            *(tensor.detach() for tensor in (*outputs, *attributes, *inputs)),
             *(x.grad for x in (*inputs, *device_copy.parameters())),
         ]
     except Exception:  # a version error or a model that cannot be copied: leave the layer as it is

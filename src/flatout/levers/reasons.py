@@ -18,7 +18,7 @@ COMPILED_ONCE = (
 )
 
 
-def in_pieces(context: TrainingContext) -> str:
+def why_model_is_split(context: TrainingContext) -> str:
     """Why no module can be changed as a whole: the script calls several; "" if it calls one or none."""
     if context.in_pieces:
         return f"the script calls {len(context.roots)} modules separately, and no module contains them all"

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from flatout.levers.reasons import COMPILER_CHOOSES, NO_ROOT, in_pieces
+from flatout.levers.reasons import COMPILER_CHOOSES, NO_ROOT, why_model_is_split
 from flatout.levers.recomputed_blocks import RecomputedBlock, repeated, spread, why_not
 from flatout.schema.accepted import Number, Table
 from flatout.schema.enums import Effect, Moment
@@ -37,7 +37,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
         return Skip(
             "the script differentiates twice (create_graph=True), which recomputed activations do not support"
         )
-    if why := in_pieces(context):
+    if why := why_model_is_split(context):
         return Skip(why)
     if not context.roots:
         return Skip(NO_ROOT)
@@ -87,8 +87,8 @@ def _blocks(context: TrainingContext) -> tuple[list[Any], str]:
 
 def code(value: Value) -> str:
     share = value["blocks"] if isinstance(value, dict) else 1
-    some = "" if share == 1 else f"  # {share:.0%} of the blocks".replace("%", " %")
-    return f"x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False){some}"
+    comment = "" if share == 1 else f"  # {share:.0%} of the blocks".replace("%", " %")
+    return f"x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False){comment}"
 
 
 LEVER = Lever(

@@ -34,16 +34,16 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if not torch.backends.mkldnn.is_available():
         return Skip("this PyTorch was built without oneDNN")
     mkldnn = torch.backends.mkldnn
-    chosen = next(
+    precision = next(
         (
-            each.fp32_precision
-            for each in (mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
-            if each.fp32_precision != "none"
+            backend.fp32_precision
+            for backend in (mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
+            if backend.fp32_precision != "none"
         ),
         None,
     )
-    if chosen is not None:  # "none" is the default; "ieee" is a choice of the program
-        return Skip(f"the program has already set the float32 precision of oneDNN to {chosen}")
+    if precision is not None:  # "none" is the default; "ieee" is a choice of the program
+        return Skip(f"the program has already set the float32 precision of oneDNN to {precision}")
     return Options((True,))
 
 

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
     from flatout.schema.program import Ledger, TrainingContext
 
 NAME = "sharding"
-OVER = ("node", "all")
+SCOPES = ("node", "all")
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
-    here = this_rank()
-    if here is None or here.world_size < 2:
+    rank = this_rank()
+    if rank is None or rank.world_size < 2:
         return Skip(why_none(context.torch))
     if not context.torch.distributed.is_available():
         return Skip("this torch was built without torch.distributed")
@@ -52,20 +52,20 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     from flatout.distributed.sharding import Sharding
     from flatout.levers.recomputed_blocks import repeated
 
-    given = {} if value is True else value
-    assert isinstance(given, dict)
-    over = given.get("over", "node")
-    divided, here = context.data_parallel, this_rank()
-    if divided is None or here is None:
+    settings = {} if value is True else value
+    assert isinstance(settings, dict)
+    scope = settings.get("over", "node")
+    parallel, rank = context.data_parallel, this_rank()
+    if parallel is None or rank is None:
         raise LookupError("sharding requires data_parallel, which is not applied")
     ledger.set(
-        divided,
+        parallel,
         "sharding",
         Sharding(
             context.torch,
             context,
-            divided.here,
-            str(over),
+            parallel.here,
+            str(scope),
             lambda module: repeated(context.torch, module),
             ledger,
         ),
@@ -90,6 +90,6 @@ LEVER = Lever(
     apply=apply,
     after=("data_parallel",),
     needs=("data_parallel",),
-    accepts=(Table({"over": OVER}),),
+    accepts=(Table({"over": SCOPES}),),
     page=__doc__,
 )

@@ -22,7 +22,7 @@ class Queue:
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = list(tasks)
         self.ended = 0
-        self.left_ms = self.tasks[0].ms if self.tasks else 0.0
+        self.remaining_ms = self.tasks[0].ms if self.tasks else 0.0
 
     @property
     def done(self) -> bool:
@@ -31,12 +31,12 @@ class Queue:
     def ready(self, other: Queue) -> bool:
         return not self.done and other.ended >= self.tasks[self.ended].after
 
-    def spend(self, ms: float) -> None:
+    def advance(self, ms: float) -> None:
         """Advance the current task by ``ms``, at most what is left of it. Then the next task starts."""
-        self.left_ms -= ms
-        if self.left_ms <= 0:
+        self.remaining_ms -= ms
+        if self.remaining_ms <= 0:
             self.ended += 1
-            self.left_ms = 0.0 if self.done else self.tasks[self.ended].ms
+            self.remaining_ms = 0.0 if self.done else self.tasks[self.ended].ms
 
 
 def finish_ms(compute: Sequence[Task], wire: Sequence[Task]) -> float:
@@ -44,19 +44,19 @@ def finish_ms(compute: Sequence[Task], wire: Sequence[Task]) -> float:
     device, link = Queue(compute), Queue(wire)
     now_ms = 0.0
     while not (device.done and link.done):
-        computing, carrying = device.ready(link), link.ready(device)
-        if not computing and not carrying:
+        computing, communicating = device.ready(link), link.ready(device)
+        if not computing and not communicating:
             raise ValueError("the two queues wait for each other")
-        speed = 1.0 - link.tasks[link.ended].contention if carrying else 1.0
-        if not carrying or (computing and device.left_ms <= link.left_ms * speed):
-            passed_ms = device.left_ms / speed if device.left_ms else 0.0
-            if carrying:
-                link.left_ms = max(link.left_ms - passed_ms, 0.0)
-            device.spend(device.left_ms)
+        speed = 1.0 - link.tasks[link.ended].contention if communicating else 1.0
+        if not communicating or (computing and device.remaining_ms <= link.remaining_ms * speed):
+            elapsed_ms = device.remaining_ms / speed if device.remaining_ms else 0.0
+            if communicating:
+                link.remaining_ms = max(link.remaining_ms - elapsed_ms, 0.0)
+            device.advance(device.remaining_ms)
         else:
-            passed_ms = link.left_ms
+            elapsed_ms = link.remaining_ms
             if computing:
-                device.left_ms -= passed_ms * speed
-            link.spend(link.left_ms)
-        now_ms += passed_ms
+                device.remaining_ms -= elapsed_ms * speed
+            link.advance(link.remaining_ms)
+        now_ms += elapsed_ms
     return now_ms

@@ -18,25 +18,25 @@ def digest(tensors: Iterable[Any], torch: ModuleType) -> str:
 
     Of a tensor that is sharded over ranks, only this rank's part counts.
     """
-    sum_ = hashlib.blake2b(digest_size=8)
+    hasher = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         flat = getattr(tensor, "_local_tensor", tensor).detach()  # a DTensor
         flat = flat.values() if flat.is_nested else flat
         flat = flat.to_dense() if flat.layout != torch.strided else flat
         flat = flat if flat.is_meta else flat.cpu().contiguous()
-        sum_.update(f"{flat.dtype}{tuple(flat.shape)}".encode())
+        hasher.update(f"{flat.dtype}{tuple(flat.shape)}".encode())
         if flat.device.type == "cpu":  # a meta tensor has no bytes
-            sum_.update(ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size()))
-    return sum_.hexdigest()
+            hasher.update(ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size()))
+    return hasher.hexdigest()
 
 
-def batch_statistics(thing: object, torch: ModuleType) -> list[list[float]]:
+def batch_statistics(batch: object, torch: ModuleType) -> list[list[float]]:
     """Return four numbers per sample, of the batch's first image-like or vector tensor.
 
     They are the mean, the deviation, and the differences of means between left and right half and between top
     and bottom half. They detect a wrong constant, a missing flip, a missing crop.
     """
-    for tensor in tensors_in(thing):
+    for tensor in tensors_in(batch):
         if (
             tensor.is_nested
             or tensor.is_meta
@@ -69,15 +69,19 @@ def relative_distance(a: list[Any], b: list[Any], torch: ModuleType) -> float:
 
     The result is infinite if a value is not finite.
     """
-    above = below = 0.0
+    squared_error = squared_norm = 0.0
     for x, y in zip(a, b, strict=True):
         if x is None and y is None:
             continue
         if x is None or y is None:
             x, y = (torch.zeros_like(y) if x is None else x), (torch.zeros_like(x) if y is None else y)
         x, y = x.detach().to(torch.float64), y.detach().to(torch.float64)
-        above += float((x - y).square().sum())
-        below += float(y.square().sum())
-    if not above < float("inf"):
+        squared_error += float((x - y).square().sum())
+        squared_norm += float(y.square().sum())
+    if not squared_error < float("inf"):
         return float("inf")
-    return (above**0.5) / (below**0.5) if below > 0 else (0.0 if above == 0 else float("inf"))
+    return (
+        (squared_error**0.5) / (squared_norm**0.5)
+        if squared_norm > 0
+        else (0.0 if squared_error == 0 else float("inf"))
+    )

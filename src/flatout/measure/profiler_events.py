@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-SIZES = {
+DTYPE_BYTES = {
     "float": 4,
     "double": 8,
     "c10::BFloat16": 2,
@@ -29,28 +29,28 @@ Line = tuple[str, int, str]  # file, line, function
 
 
 @dataclass
-class Event:
+class OperatorEvent:
     name: str
     start: int
     end: int
     thread: int
     raw: Any
     children_ns: int = 0
-    works: bool = True  # whether it does its work itself, without nested operators
+    is_leaf: bool = True  # whether it does its work itself, without nested operators
     flops: float | None = None  # also None if a nested operator accounts for them
     device_ns: int = 0
-    core_ns: int = 0
+    tensor_core_ns: int = 0
     line: Line | None = None
 
 
 @dataclass
-class Sum:
+class OperatorTotals:
     calls: int = 0
     host_ns: int = 0
     device_ns: int = 0
-    core_ns: int = 0
+    tensor_core_ns: int = 0
     flops: float = 0.0
-    moved: float = 0.0
+    moved_bytes: float = 0.0
     shapes: Counter[str] = field(default_factory=Counter)
     lines: Counter[Line | None] = field(default_factory=Counter)
 
@@ -58,9 +58,9 @@ class Sum:
 def kind_of(event: Any) -> str:
     """Return the activity under kineto's name. For an older torch it is derived from other properties."""
     on_device = not str(event.device_type()).endswith(".CPU")
-    ask = getattr(event, "activity_type", None)
-    if ask is not None:
-        kind = str(ask())
+    activity_type = getattr(event, "activity_type", None)
+    if activity_type is not None:
+        kind = str(activity_type())
         return (
             "kernel"
             if kind == "concurrent_kernel"
@@ -76,32 +76,32 @@ def kind_of(event: Any) -> str:
     return "python_function" if python else "cpu_op"
 
 
-def is_node(event: Event) -> bool:
+def is_autograd_node(event: OperatorEvent) -> bool:
     """Return whether the event is a node of autograd's backward pass, which is no operator itself."""
     return event.name.startswith("autograd::engine") or (event.raw.scope() == 1 and "::" not in event.name)
 
 
-def moved_bytes(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> float:
+def operand_bytes(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> float:
     """Return the bytes of all inputs, plus a result as large as the largest input.
 
     This is an estimate, exact for elementwise operators.
     """
-    read = [
-        prod(shape) * SIZES[dtype]
+    input_bytes = [
+        prod(shape) * DTYPE_BYTES[dtype]
         for dtype, shape in zip(dtypes, shapes, strict=False)
-        if dtype in SIZES and shape
+        if dtype in DTYPE_BYTES and shape
     ]
-    return float(sum(read) + max(read, default=0))
+    return float(sum(input_bytes) + max(input_bytes, default=0))
 
 
 def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    found: list[tuple[int, int]] = []
+    disjoint: list[tuple[int, int]] = []
     for start, end in sorted(spans):
-        if found and start <= found[-1][1]:
-            found[-1] = found[-1][0], max(end, found[-1][1])
+        if disjoint and start <= disjoint[-1][1]:
+            disjoint[-1] = disjoint[-1][0], max(end, disjoint[-1][1])
         else:
-            found.append((start, end))
-    return found
+            disjoint.append((start, end))
+    return disjoint
 
 
 def union_ns(spans: Iterable[tuple[int, int]]) -> int:

@@ -11,19 +11,23 @@ from collections.abc import Mapping, Sequence
 
 from flatout.schema.profile import Operation
 
-LAUNCH_US = 20.0  # a shorter call, far below both roofs, is dominated by its launch overhead
-FAR_BELOW = 0.25
+LAUNCH_OVERHEAD_US = 20.0  # a shorter call, far below both roofs, is dominated by its launch overhead
+FAR_BELOW_SHARE = 0.25
 
 
-def place_under_roof(
-    operations: Sequence[Operation], ceilings: Mapping[str, float], tf32: bool = False
-) -> None:
+def fill_roofline(operations: Sequence[Operation], ceilings: Mapping[str, float], tf32: bool = False) -> None:
     """Fill in ``roofline`` and ``limit`` of each operation.
 
     ``ceilings`` are by name, and empty if never measured.
     """
     for operation in operations:
         operation.roofline, operation.limit = _share(operation, ceilings, tf32)
+
+
+def _peak(operation: Operation, ceilings: Mapping[str, float], tf32: bool) -> float | None:
+    """Return the FLOPs per second of a matrix product in the dtype of the operation, if measured."""
+    dtype = operation.dtypes[0] if operation.dtypes else "float32"
+    return ceilings.get(f"matmul_{'tf32' if tf32 and dtype == 'float32' else dtype}_flops")
 
 
 def _share(operation: Operation, ceilings: Mapping[str, float], tf32: bool) -> tuple[float | None, str]:
@@ -34,13 +38,12 @@ def _share(operation: Operation, ceilings: Mapping[str, float], tf32: bool) -> t
     memory_ms = operation.moved_bytes / bandwidth * 1000
     compute_ms = 0.0
     if operation.flops:
-        dtype = operation.dtypes[0] if operation.dtypes else "float32"
-        peak = ceilings.get(f"matmul_{'tf32' if tf32 and dtype == 'float32' else dtype}_flops")
+        peak = _peak(operation, ceilings, tf32)
         if peak is None:
             return None, "unknown"
         compute_ms = operation.flops / peak * 1000
     share = min(1.0, max(memory_ms, compute_ms) / own_ms)
-    if share < FAR_BELOW and 1000 * own_ms / max(operation.calls, 1e-9) < LAUNCH_US:
+    if share < FAR_BELOW_SHARE and 1000 * own_ms / max(operation.calls, 1e-9) < LAUNCH_OVERHEAD_US:
         return share, "launch"
     return share, "compute" if compute_ms > memory_ms else "memory"
 
@@ -61,8 +64,7 @@ def utilisation(
     ideal_ms = 0.0
     for operation in operations:
         if operation.flops:
-            dtype = operation.dtypes[0] if operation.dtypes else "float32"
-            peak = ceilings.get(f"matmul_{'tf32' if tf32 and dtype == 'float32' else dtype}_flops")
+            peak = _peak(operation, ceilings, tf32)
             if peak is None:
                 return None
             ideal_ms += operation.flops / peak * 1000

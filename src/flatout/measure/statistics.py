@@ -45,10 +45,10 @@ def quantile(values: Sequence[float], q: float) -> float:
     if not values:
         raise ValueError("a quantile of nothing")
     ordered = sorted(values)
-    at = q * (len(ordered) - 1)
-    low = int(at)
+    position = q * (len(ordered) - 1)
+    low = int(position)
     high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (at - low)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def block_ms(ticks_ms: Sequence[float]) -> float:

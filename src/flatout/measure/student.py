@@ -12,19 +12,19 @@ from flatout.measure.statistics import mean
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with its interval. ``half`` is half the width of the interval, infinite with one value."""
+    """A mean with its interval. ``half_width`` is half the width of the interval, infinite with one value."""
 
     mean: float
-    half: float
+    half_width: float
     n: int
 
     @property
     def low(self) -> float:
-        return self.mean - self.half
+        return self.mean - self.half_width
 
     @property
     def high(self) -> float:
-        return self.mean + self.half
+        return self.mean + self.half_width
 
 
 def estimate(values: Sequence[float], level: float) -> Estimate:
@@ -46,14 +46,16 @@ def difference(a: Sequence[float], b: Sequence[float], level: float) -> Estimate
     if min(len(a), len(b)) < 2:
         raise ValueError("a difference of groups needs two values of each")
     centres = [mean(side) for side in (a, b)]
-    parts = [
+    squared_errors = [
         math.fsum((v - centre) ** 2 for v in side) / (len(side) - 1) / len(side)
         for side, centre in zip((a, b), centres, strict=True)
     ]
-    squares = sum(part**2 / (len(side) - 1) for part, side in zip(parts, (a, b), strict=True))
-    degrees = max(1, int(sum(parts) ** 2 / squares)) if squares else len(a) + len(b) - 2
-    half = t_quantile((1 + level) / 2, degrees) * math.sqrt(sum(parts))
-    return Estimate(centres[1] - centres[0], half, min(len(a), len(b)))
+    weighted = sum(
+        squared_error**2 / (len(side) - 1) for squared_error, side in zip(squared_errors, (a, b), strict=True)
+    )
+    degrees = max(1, int(sum(squared_errors) ** 2 / weighted)) if weighted else len(a) + len(b) - 2
+    half_width = t_quantile((1 + level) / 2, degrees) * math.sqrt(sum(squared_errors))
+    return Estimate(centres[1] - centres[0], half_width, min(len(a), len(b)))
 
 
 @cache

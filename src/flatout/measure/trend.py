@@ -14,7 +14,7 @@ from itertools import pairwise
 from flatout.measure.statistics import median
 
 
-def chance_of_growth(series: Sequence[float]) -> float:
+def growth_p_value(series: Sequence[float]) -> float:
     """Return the one-sided probability of such a rise in a series without a trend.
 
     The result is 1.0 if there are too few values.
@@ -22,7 +22,7 @@ def chance_of_growth(series: Sequence[float]) -> float:
     n = len(series)
     if n < 4:
         return 1.0
-    score = sum((b > a) - (b < a) for at, a in enumerate(series) for b in series[at + 1 :])
+    score = sum((b > a) - (b < a) for index, a in enumerate(series) for b in series[index + 1 :])
     ties = sum(count * (count - 1) * (2 * count + 5) for count in Counter(series).values())
     variance = (n * (n - 1) * (2 * n + 5) - ties) / 18
     if variance <= 0:
@@ -34,19 +34,22 @@ def chance_of_growth(series: Sequence[float]) -> float:
 def slope(series: Sequence[float]) -> float:
     """Return the median slope between all pairs, per step of the series. 0.0 for fewer than two values."""
     slopes = [
-        (b - a) / (later - at) for at, a in enumerate(series) for later, b in enumerate(series) if later > at
+        (b - a) / (later - index)
+        for index, a in enumerate(series)
+        for later, b in enumerate(series)
+        if later > index
     ]
     return median(slopes) if slopes else 0.0
 
 
-def keeps_growing(series: Sequence[float], rarer_than: float) -> bool:
+def keeps_growing(series: Sequence[float], significance: float) -> bool:
     """Return whether a rise is significant and continues. A warm-up also rises, but then stays flat."""
     half = len(series) // 2
     rise = slope(series)
-    return rise > 0 and chance_of_growth(series) < rarer_than and slope(series[half:]) > rise / 3
+    return rise > 0 and growth_p_value(series) < significance and slope(series[half:]) > rise / 3
 
 
-def grows_evenly(series: Sequence[float], least: float) -> bool:
-    """Return whether each step adds about the same, and at least ``least``. A few steps show this already."""
+def grows_evenly(series: Sequence[float], min_step: float) -> bool:
+    """Return whether each step adds about the same, and at least ``min_step``. A few steps show this already."""
     added = [b - a for a, b in pairwise(series)]
-    return len(added) >= 4 and min(added) >= least and max(added) <= 1.5 * min(added)
+    return len(added) >= 4 and min(added) >= min_step and max(added) <= 1.5 * min(added)

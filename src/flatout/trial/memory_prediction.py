@@ -285,14 +285,14 @@ class MemoryPredictor(Worker):
                 self.pretended.count_real(tensor)
 
     def _born(self, size_bytes: int, real: bool) -> MemoryBlock:
-        return self.blocks.take(
+        return self.blocks.allocate(
             size_bytes,
             self.kind_of_real if real else TEMPORARY,
             self.open[-1] if self.open else "outside the model",
         )
 
     def _gone(self, block: MemoryBlock) -> None:
-        self.blocks.give_back(block)
+        self.blocks.free(block)
 
     def _are(self, tensors: list[Tensor], kind: str) -> None:
         assert self.pretended is not None
@@ -310,7 +310,7 @@ class MemoryPredictor(Worker):
         if self.open:
             self.open.pop()
         if not self.open:
-            self.blocks.outlived("activations", self.outermost)
+            self.blocks.classify_survivors("activations", self.outermost)
 
     # -- the program's events -------------------------------------------------------------------------------------------
 
@@ -332,7 +332,7 @@ class MemoryPredictor(Worker):
 
     def backward_begin(self, losses: tuple[Any, ...]) -> None:
         if self.pretended is not None:  # otherwise a model without modules, unknown until its first step ends
-            self.blocks.outlived("activations", self.step_began)
+            self.blocks.classify_survivors("activations", self.step_began)
 
     def backward_end(self) -> None:
         if self.pretended is not None:
@@ -381,7 +381,7 @@ class MemoryPredictor(Worker):
         self._obey()
 
     def _begin_step(self) -> None:
-        self.blocks.begin()
+        self.blocks.reset_peak()
         self.step_began = self.blocks.events
         self.batches_given = 0
 

@@ -240,7 +240,7 @@ class Worker(WorkerRecord):
             if self.listening.probe is None:
                 self.phases.step(start, now)
             else:
-                self.phases.leave_out()
+                self.phases.discard_spans()
                 self.listening.tick()
             self.block.append((start, now))
             self.block_samples += self.notes.take_samples()
@@ -248,7 +248,7 @@ class Worker(WorkerRecord):
         elif self.replica is None:
             self.ticks_ms.append(self.clock.elapsed_ms(start, now))
             self.waits_ms.append(self.phases.waited_ms())
-            self.phases.forget()
+            self.phases.reset()
             if is_steady(self.ticks_ms, seconds() - (self.first_backward_s or 0.0), self.fewest_ticks):
                 self._becomes_warm()
         if self.warm and self.block_left <= 0:
@@ -286,7 +286,7 @@ class Worker(WorkerRecord):
             self.block = []  # steps with a probe are not measured
             self.answer({"replica": verdict})
         elif self.replica is None:
-            self.clock.settle()
+            self.clock.synchronize()
             ms = [self.clock.elapsed_ms(a, b) for a, b in self.block]
             self.block = []
             if self.listening.probe is not None:

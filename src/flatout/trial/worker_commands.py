@@ -55,7 +55,7 @@ def obey(worker: WorkerRecord) -> None:
             finish(worker, bool(command.get("draws")))
         worker.answer(_do(worker, do, command))
     worker.phases._open.clear()
-    worker.clock.settle()
+    worker.clock.synchronize()
     worker.tick_start = worker.clock.mark()
 
 

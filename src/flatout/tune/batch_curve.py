@@ -16,7 +16,7 @@ from typing import Any
 
 from flatout.job.folder import JobFolder
 from flatout.launch.command import Command
-from flatout.measure.batch_curve import read
+from flatout.measure.batch_curve import fill_record
 from flatout.measure.clock import seconds
 from flatout.measure.load import available_bytes
 from flatout.measure.noise_scale import noise_scale
@@ -107,7 +107,7 @@ class BatchCurve:
                 "there was no time to interleave the programs, so each size was measured once, one after another: "
                 "the machine may have changed in between"
             )
-        read(self.record, self.passes, self.again)
+        fill_record(self.record, self.passes, self.again)
         self.record.status = "done"
         return self.record
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from flatout.measure.clock import seconds, sleep
-from flatout.measure.load import Busy, busy_programs
+from flatout.measure.load import MachineLoad, machine_load
 
 DISTURBING = 0.3  # cores kept busy by other processes; above this it is reported
 LOOK_S = 0.25
@@ -24,14 +24,14 @@ class Disturbance:
     """The load of other processes during one search: every sample of their busy cores and names."""
 
     cores: int
-    seen: list[Busy] = field(default_factory=list)
+    seen: list[MachineLoad] = field(default_factory=list)
 
-    def look(self) -> Busy | None:
+    def look(self) -> MachineLoad | None:
         """Take one sample; None if the kernel gives no figures.
 
         All programs of the search must be stopped.
         """
-        busy = busy_programs(LOOK_S)
+        busy = machine_load(LOOK_S)
         if busy is not None:
             self.seen.append(busy)
         return busy

@@ -18,9 +18,9 @@ from functools import wraps
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
-from flatout.levers.early.names import Name, named, script_frames, tensors
+from flatout.levers.early.names import ScriptName, script_frames, tensors, values_of
 from flatout.levers.early.served import Key, ServedValues
-from flatout.levers.early.values import names_the_host, tensors_in
+from flatout.levers.early.values import is_blocking_cpu_copy, tensors_in
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 READS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__")
 LEARNING_STEPS = 2
-MOST_PASSES, UNREAD = (
+MAX_PASSES, MAX_UNREAD_COPIES = (
     1024,
     16,
 )  # most backward passes to learn from; unread copies that end the copying of a value
 BACKWARD, UPDATE = "backward", "update"  # the moments
-WRITES = (
+COLLECTIVES = (
     "reduce",
     "broadcast",
     "gather",
@@ -57,90 +57,92 @@ class EarlyValueCopier(ServedValues):
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         torch = self.torch
-        ledger.call("values on their way", self._forget)
-        ledger.set(torch.autograd, "backward", self._before_backward(torch.autograd.backward, context))
+        ledger.call("values on their way", self._clear)
+        ledger.set(torch.autograd, "backward", self._wrap_backward(torch.autograd.backward, context))
         update = register_optimizer_step_pre_hook(
-            lambda *_: self._moment(UPDATE, context, sys._getframe(1), ())
+            lambda *_: self._at_moment(UPDATE, context, sys._getframe(1), ())
         )
         ledger.call("optimizer step hook", update.remove)
         for name in READS:
-            ledger.set(torch.Tensor, name, self._reading(getattr(torch.Tensor, name)))
+            ledger.set(torch.Tensor, name, self._wrap_read(getattr(torch.Tensor, name)))
         ledger.set(
-            torch.Tensor, "cpu", self._to_host(torch.Tensor.cpu, lambda args, kwargs: not args and not kwargs)
+            torch.Tensor,
+            "cpu",
+            self._wrap_to_host(torch.Tensor.cpu, lambda args, kwargs: not args and not kwargs),
         )
-        ledger.set(torch.Tensor, "to", self._to_host(torch.Tensor.to, names_the_host))
-        ledger.set(torch.Tensor, "copy_", self._copying(torch.Tensor.copy_))
+        ledger.set(torch.Tensor, "to", self._wrap_to_host(torch.Tensor.to, is_blocking_cpu_copy))
+        ledger.set(torch.Tensor, "copy_", self._wrap_copy(torch.Tensor.copy_))
         for owner, name in (
             (torch.cuda.Event, "elapsed_time"),
             (torch.cuda.Event, "query"),
             (torch.cuda.Stream, "query"),
         ):
-            ledger.set(owner, name, self._after_what_is_owed(getattr(owner, name)))
-        ledger.set(torch.cuda, "empty_cache", self._giving_back(torch.cuda.empty_cache))
+            ledger.set(owner, name, self._wrap_query(getattr(owner, name)))
+        ledger.set(torch.cuda, "empty_cache", self._wrap_empty_cache(torch.cuda.empty_cache))
         if torch.distributed.is_available():
             group = torch._C._distributed_c10d.ProcessGroup
-            for name in [name for name in vars(group) if any(word in name for word in WRITES)]:
-                ledger.set(group, name, self._exchange(getattr(group, name)))
+            for name in [name for name in vars(group) if any(word in name for word in COLLECTIVES)]:
+                ledger.set(group, name, self._wrap_collective(getattr(group, name)))
 
-    def _before_backward(self, really: Callable[..., Any], context: TrainingContext) -> Callable[..., Any]:
-        @wraps(really)
+    def _wrap_backward(self, original: Callable[..., Any], context: TrainingContext) -> Callable[..., Any]:
+        @wraps(original)
         def backward(roots: Any, *args: object, **kwargs: object) -> Any:
-            given = (
+            root_tensors = (
                 (roots,)
                 if isinstance(roots, self.torch.Tensor)
                 else roots
                 if isinstance(roots, (list, tuple))
                 else ()
             )
-            self._moment(BACKWARD, context, sys._getframe(1), given)
-            return really(roots, *args, **kwargs)
+            self._at_moment(BACKWARD, context, sys._getframe(1), root_tensors)
+            return original(roots, *args, **kwargs)
 
         return backward
 
-    def _moment(
+    def _at_moment(
         self, moment: str, context: TrainingContext, frame: FrameType | None, roots: Iterable[Any]
     ) -> None:
         """Begin copies of the values that exist now and that the script read in earlier steps."""
-        if self._off:
+        if self._disabled:
             return
         try:
-            learning = self._learns(moment, context, roots)
+            learning = self._is_learning(moment, context, roots)
             if learning:
-                self._note(moment, context, frame, roots)
-            if self.wanted:
-                self._begin(moment, context, frame, roots)
+                self._record_candidates(moment, context, frame, roots)
+            if self.read_values:
+                self._start_copies(moment, context, frame, roots)
         except Exception as error:
-            self._leave(
+            self._give_up(
                 f"values are read as before, because of an internal error ({type(error).__name__}: {error})"
             )
 
-    def _learns(self, moment: str, context: TrainingContext, roots: Iterable[Any]) -> bool:
-        self._passes += any(map(self._is_on_a_card, roots))
-        if self._until is None:
-            return self._passes <= MOST_PASSES
+    def _is_learning(self, moment: str, context: TrainingContext, roots: Iterable[Any]) -> bool:
+        self._passes += any(map(self._is_cuda_tensor, roots))
+        if self._learning_until is None:
+            return self._passes <= MAX_PASSES
         if (
-            not self.wanted
-            and context.steps > self._until - LEARNING_STEPS
+            not self.read_values
+            and context.steps > self._learning_until - LEARNING_STEPS
             and (moment == UPDATE or not context.optimizers)
         ):
-            self._say(
+            self._report(
                 "the program reads no value regularly that existed before the backward pass or update that the read waits for"
             )
-        if context.steps >= self._until or self._passes > MOST_PASSES:
-            self._seen.clear()
-            self._off = not self.wanted
+        if context.steps >= self._learning_until or self._passes > MAX_PASSES:
+            self._candidates.clear()
+            self._disabled = not self.read_values
             return False
         return True
 
-    def _note(
+    def _record_candidates(
         self, moment: str, context: TrainingContext, frame: FrameType | None, roots: Iterable[Any]
     ) -> None:
         for key, value in (*self._roots(context, frame, roots), *self._named(context, frame)):
-            address, held = value.data_ptr(), self._seen.get(value.data_ptr())
-            if held is None or held[0]() is None:
-                self._seen[address] = weakref.ref(value), (moment, key)
-        if self._until is None and self._seen:
-            self._until = context.steps + LEARNING_STEPS
+            address, candidate = value.data_ptr(), self._candidates.get(value.data_ptr())
+            if candidate is None or candidate[0]() is None:
+                self._candidates[address] = weakref.ref(value), (moment, key)
+        if self._learning_until is None and self._candidates:
+            self._learning_until = context.steps + LEARNING_STEPS
 
     def _roots(
         self, context: TrainingContext, frame: FrameType | None, roots: Iterable[Any]
@@ -149,114 +151,118 @@ class EarlyValueCopier(ServedValues):
 
         The key is the place in the script that starts the pass.
         """
-        own = next(script_frames(frame), None)
-        place = (own.f_code, own.f_lasti) if own is not None else None
-        for at, root in enumerate(roots):
-            for each in (root, context.without_scale(root)):
-                if self._is_value(each):
-                    yield (place, at, each is root), each
+        caller = next(script_frames(frame), None)
+        call_site = (caller.f_code, caller.f_lasti) if caller is not None else None
+        for index, root in enumerate(roots):
+            for value in (root, context.without_scale(root)):
+                if self._is_value(value):
+                    yield (call_site, index, value is root), value
 
-    def _named(self, context: TrainingContext, frame: FrameType | None) -> Iterator[tuple[Name, Any]]:
-        for each in script_frames(frame):
-            yield from tensors(each, context.variables_of, self._is_value)
+    def _named(self, context: TrainingContext, frame: FrameType | None) -> Iterator[tuple[ScriptName, Any]]:
+        for script_frame in script_frames(frame):
+            yield from tensors(script_frame, context.variables_of, self._is_value)
 
-    def _begin(
+    def _start_copies(
         self, moment: str, context: TrainingContext, frame: FrameType | None, roots: Iterable[Any]
     ) -> None:
-        names: dict[CodeType, dict[Name, Any]] = {}
-        for at, key in list(self.wanted):
-            if at == moment and isinstance(key[0], CodeType):
+        names: dict[CodeType, dict[ScriptName, Any]] = {}
+        for key_moment, key in list(self.read_values):
+            if key_moment == moment and isinstance(key[0], CodeType):
                 names.setdefault(key[0], {})[key] = None
-        there = [*self._roots(context, frame, roots)] if roots else []
-        for each in script_frames(frame) if names else ():
-            there += named(each, names, context.variables_of)
+        values = [*self._roots(context, frame, roots)] if roots else []
+        for script_frame in script_frames(frame) if names else ():
+            values += values_of(script_frame, names, context.variables_of)
         chosen: dict[int, tuple[Key, Any]] = {}
-        for name, value in there:
-            wanted = self.wanted.get((moment, name))
-            if wanted is None or not self._is_value(value):
+        for place, value in values:
+            read_value = self.read_values.get((moment, place))
+            if read_value is None or not self._is_value(value):
                 continue
-            wanted.unread += 1
-            if wanted.unread > UNREAD:
-                del self.wanted[moment, name]
-            chosen.setdefault(value.data_ptr(), ((moment, name), value))
+            read_value.unread += 1
+            if read_value.unread > MAX_UNREAD_COPIES:
+                del self.read_values[moment, place]
+            chosen.setdefault(value.data_ptr(), ((moment, place), value))
         self.copies.begin(chosen.values())
 
     # -- reads -----------------------------------------------------------------------------------------------
 
-    def _reading(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        kind, held, seen = self.torch.Tensor, self.copies.held, self._seen
+    def _wrap_read(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        tensor_class, by_address, candidates = self.torch.Tensor, self.copies.by_address, self._candidates
 
-        @wraps(really)
+        @wraps(original)
         def read(tensor: Tensor, *args: object) -> Any:
-            if (held or seen) and type(tensor) is kind and tensor.is_cuda:
-                host = self._host(tensor)
+            if (by_address or candidates) and type(tensor) is tensor_class and tensor.is_cuda:
+                host = self._host_value(tensor)
                 if host is not None:
-                    return really(host, *args)
-            return really(tensor, *args)
+                    return original(host, *args)
+            return original(tensor, *args)
 
         return read
 
-    def _to_host(
-        self, really: Callable[..., Any], asks: Callable[[tuple[Any, ...], dict[str, Any]], bool]
+    def _wrap_to_host(
+        self, original: Callable[..., Any], is_host_copy: Callable[[tuple[Any, ...], dict[str, Any]], bool]
     ) -> Callable[..., Any]:
         """Wrap a method that may return a host tensor, detached from the graph and not pinned."""
-        kind = self.torch.Tensor
+        tensor_class = self.torch.Tensor
 
-        @wraps(really)
+        @wraps(original)
         def read(tensor: Tensor, *args: object, **kwargs: object) -> Any:
-            if type(tensor) is not kind or not tensor.is_cuda or not (self.copies.held or self._seen):
-                return really(tensor, *args, **kwargs)
-            if asks(args, kwargs) and not (tensor.requires_grad and self.torch.is_grad_enabled()):
-                host = self._host(tensor)
+            if (
+                type(tensor) is not tensor_class
+                or not tensor.is_cuda
+                or not (self.copies.by_address or self._candidates)
+            ):
+                return original(tensor, *args, **kwargs)
+            if is_host_copy(args, kwargs) and not (tensor.requires_grad and self.torch.is_grad_enabled()):
+                host = self._host_value(tensor)
                 if host is not None:
                     return host.clone()
-            found = really(tensor, *args, **kwargs)
-            if not found.is_cuda and (kwargs.get("non_blocking") or any(arg is True for arg in args)):
-                self._waits_by_itself(sys._getframe(1))
-            return found
+            result = original(tensor, *args, **kwargs)
+            if not result.is_cuda and (kwargs.get("non_blocking") or any(arg is True for arg in args)):
+                self._on_async_copy(sys._getframe(1))
+            return result
 
         return read
 
-    def _copying(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(really)
+    def _wrap_copy(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
         def copy(tensor: Tensor, source: Tensor, *args: object, **kwargs: object) -> Any:
             if (
-                self.copies.held
+                self.copies.by_address
                 and (args or kwargs)
                 and not tensor.is_cuda
                 and getattr(source, "is_cuda", False)
             ):
-                self._waits_by_itself(sys._getframe(1))
-            return really(tensor, source, *args, **kwargs)
+                self._on_async_copy(sys._getframe(1))
+            return original(tensor, source, *args, **kwargs)
 
         return copy
 
     # -- skipped waits --------------------------------------------------------------------------
 
-    def _after_what_is_owed(self, really: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_query(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wait first for the skipped streams: a script may use a read as a wait and then query its events."""
 
-        @wraps(really)
-        def ask(*args: object, **kwargs: object) -> Any:
-            while self._owed:
-                self.copies.streams[self._owed.pop()].synchronize()
-            return really(*args, **kwargs)
+        @wraps(original)
+        def query(*args: object, **kwargs: object) -> Any:
+            while self._unsynchronized:
+                self.copies.streams[self._unsynchronized.pop()].synchronize()
+            return original(*args, **kwargs)
 
-        return ask
+        return query
 
-    def _giving_back(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(really)
-        def give_back() -> None:
-            self.copies.segments.forget()
-            really()
+    def _wrap_empty_cache(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def empty_cache() -> None:
+            self.copies.segments.clear()
+            original()
 
-        return give_back
+        return empty_cache
 
-    def _exchange(self, really: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(really)
-        def exchange(*args: object, **kwargs: object) -> Any:
-            if self.copies.held:
-                self.copies.written(tensors_in((args[1:], tuple(kwargs.values()))))
-            return really(*args, **kwargs)
+    def _wrap_collective(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(original)
+        def collective(*args: object, **kwargs: object) -> Any:
+            if self.copies.by_address:
+                self.copies.drop_overwritten(tensors_in((args[1:], tuple(kwargs.values()))))
+            return original(*args, **kwargs)
 
-        return exchange
+        return collective

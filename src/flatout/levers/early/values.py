@@ -15,7 +15,7 @@ class ReadValue:
     unread: int = 0  # copies since the last read
 
 
-def names_the_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_blocking_cpu_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether ``tensor.to`` only requests a blocking copy in host memory."""
     if kwargs.keys() - {"device", "non_blocking"} or kwargs.get("non_blocking") or len(args) > 1:
         return False
@@ -24,7 +24,7 @@ def names_the_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def tensors_in(nest: object) -> Iterator[Any]:
     if isinstance(nest, (list, tuple)):
-        for part in nest:
-            yield from tensors_in(part)
+        for item in nest:
+            yield from tensors_in(item)
     elif hasattr(nest, "untyped_storage"):
         yield nest

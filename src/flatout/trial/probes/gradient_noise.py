@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.guard.suspended_optimizer import suspend_optimizer
 from flatout.measure.load import available_bytes
 from flatout.measure.nests import tensors_in
-from flatout.measure.noise_scale import FEWEST_GROUPS
+from flatout.measure.noise_scale import MIN_GROUPS
 from flatout.measure.parity import digest
 from flatout.schema.sizes import size
 from flatout.trial.probes.probe import Probe, ProbeUnavailable
@@ -37,9 +37,9 @@ class GradientNoiseProbe(Probe):
         self.parameters = self.context.parameters
         bytes_each = 4 * sum(p.numel() for p in self.parameters)
         self.most_groups = min(MOST_GROUPS, int(SPARE * available_bytes() // max(1, bytes_each)))
-        if self.most_groups < FEWEST_GROUPS:
+        if self.most_groups < MIN_GROUPS:
             raise ProbeUnavailable(
-                f"{FEWEST_GROUPS} gradients of this model, {size(FEWEST_GROUPS * bytes_each)}, do not fit into the memory that is free"
+                f"{MIN_GROUPS} gradients of this model, {size(MIN_GROUPS * bytes_each)}, do not fit into the memory that is free"
             )
         self.a_group = math.ceil(self.ticks * max(1, self.context.backwards_in_last_step) / self.most_groups)
         self.open: Any = None  # what the current batch has added so far
@@ -164,11 +164,11 @@ class GradientNoiseProbe(Probe):
         if digest(self.parameters, self.torch) != self.weights:
             raise ProbeUnavailable("the program changes its weights outside its optimizer")
         full = [at for at, count in enumerate(self.counts) if count == self.a_group]
-        if len(full) < FEWEST_GROUPS:
+        if len(full) < MIN_GROUPS:
             lost = f", and {self.not_finite} were not finite" if self.not_finite else ""
             raise ProbeUnavailable(
                 f"{self.ticks} steps gave gradients of {sum(self.counts)} whole batches of one size{lost}; "
-                f"at least {FEWEST_GROUPS * self.a_group} are needed"
+                f"at least {MIN_GROUPS * self.a_group} are needed"
             )
         sums = [self.sums[at].div_(self.a_group) for at in full]
         products = self.torch.zeros(len(sums), len(sums), dtype=self.torch.float64, device="cpu")

@@ -6,8 +6,8 @@ from typing import Any
 
 from flatout.agent.leak_finder import LeakFinder
 from flatout.measure.load import resident_bytes
-from flatout.measure.memory import allocations, at, running_totals
-from flatout.measure.trend import chance_of_growth, grows_evenly, keeps_growing, slope
+from flatout.measure.memory import allocations, bytes_at, running_totals
+from flatout.measure.trend import grows_evenly, growth_p_value, keeps_growing, slope
 from flatout.schema.profile import MemoryGrowth
 from flatout.trial.probes.allocations import AllocationRecorder, block_bytes
 
@@ -59,7 +59,7 @@ class LeakProbe(AllocationRecorder):
         if self.context.device_type != "cuda":
             events = self.events()
             later, totals = self.later_ns(events), running_totals(allocations(events, None), 0)
-            series = [float(at(totals, end + later, 0)) for end in self.ends]
+            series = [float(bytes_at(totals, end + later, 0)) for end in self.ends]
         series, resident = series[SETTLING_TICKS:], self.resident
         rise = slope(series)
         grows = keeps_growing(series, RARE) and rise >= LEAST_BYTES
@@ -67,7 +67,7 @@ class LeakProbe(AllocationRecorder):
             grows = grows or grows_evenly(series, LEAST_BYTES)
         leak = MemoryGrowth(
             rise,
-            chance_of_growth(series),
+            growth_p_value(series),
             grows or bool(held and held.graph),
             series=series,
             steps=len(series),
@@ -79,7 +79,7 @@ class LeakProbe(AllocationRecorder):
         grown = max(resident, default=0) - min(resident, default=0) > LEAST_RESIDENT_BYTES
         host = MemoryGrowth(
             slope(resident),
-            chance_of_growth(resident),
+            growth_p_value(resident),
             keeps_growing(resident, RARE) and grown,
             series=resident,
             steps=len(resident),
