@@ -36,7 +36,7 @@ def enough(gate: float | None) -> Callable[[Sequence[Pair]], bool]:
     def suffice(pairs: Sequence[Pair]) -> bool:
         seen = estimate([pair.log_change for pair in pairs], LEVEL)
         if gate is None:
-            return seen.half <= NARROW
+            return seen.half_width <= NARROW
         return seen.low > math.log1p(gate) or seen.high <= math.log1p(gate)
 
     return suffice
@@ -64,7 +64,7 @@ def fill(
 
     def change(of: Callable[[Run], float | None]) -> Change | None:
         seen = apart([_log(of(run)) for run in a], [_log(of(run)) for run in b])
-        return Change.of_logs(seen.mean, seen.half, seen.n) if seen is not None else None
+        return Change.of_logs(seen.mean, seen.half_width, seen.n) if seen is not None else None
 
     record.pairs = [math.expm1(y.log_ms - x.log_ms) for x, y in zip(a, b, strict=True)] if paired else []
     record.step_time = change(lambda run: math.exp(run.log_ms))
@@ -72,7 +72,7 @@ def fill(
     record.memory = change(lambda run: run.record.peak_memory_bytes)
     for name in PHASES:
         seen = apart([_phase_ms(run, name) for run in a], [_phase_ms(run, name) for run in b])
-        if seen is not None and math.isfinite(seen.half):
+        if seen is not None and math.isfinite(seen.half_width):
             record.phases_ms[name] = [seen.mean, seen.low, seen.high]
 
 

@@ -19,34 +19,34 @@ class RuntimeArguments:
     def __init__(self, numbers: Any) -> None:
         self._numbers = numbers
 
-    def tensor(self, argument: object) -> Any:
-        return argument if isinstance(argument, Tensor) else None
+    def tensor(self, arg: object) -> Any:
+        return arg if isinstance(arg, Tensor) else None
 
-    def number(self, argument: object) -> float | None:
-        if isinstance(argument, (int, float)) and not isinstance(argument, bool):
-            return float(argument)
+    def number(self, arg: object) -> float | None:
+        if isinstance(arg, (int, float)) and not isinstance(arg, bool):
+            return float(arg)
         if (
-            not isinstance(argument, Tensor)
-            or type(argument) not in PLAIN_TENSORS
-            or argument.dim()
-            or argument.requires_grad
-            or argument.is_complex()
+            not isinstance(arg, Tensor)
+            or type(arg) not in PLAIN_TENSORS
+            or arg.dim()
+            or arg.requires_grad
+            or arg.is_complex()
         ):
             return None
-        return float(argument) if argument.device.type == "cpu" else self._numbers.get(argument)
+        return float(arg) if arg.device.type == "cpu" else self._numbers.get(arg)
 
     def same(self, left: object, right: object) -> bool:
         return bool(left == right)
 
 
-def is_usable_later(argument: Tensor) -> bool:
+def is_usable_later(arg: Tensor) -> bool:
     """Whether this tensor can be used later.
 
     An optimizer changes weights; other inputs of a graph are not expected to change.
     """
-    if type(argument) not in PLAIN_TENSORS or argument.is_inference():
+    if type(arg) not in PLAIN_TENSORS or arg.is_inference():
         return False
-    base = argument if argument._base is None else argument._base
+    base = arg if arg._base is None else arg._base
     return not (base.requires_grad and base.is_leaf)
 
 
@@ -84,7 +84,7 @@ def empty_result(
             with torch.autocast(*autocast[:2], enabled=False):
                 meta_args, meta_kwargs = tree_map_only(Tensor, _without_memory, (args, kwargs))
                 result = function(*meta_args, **meta_kwargs)
-            dtype = next(argument.dtype for argument in args if isinstance(argument, Tensor))
+            dtype = next(arg.dtype for arg in args if isinstance(arg, Tensor))
             if not keeps_dtype:
                 tiny_args, tiny_kwargs = tree_map_only(Tensor, _tiny, (args, kwargs))
                 dtype = function(*tiny_args, **tiny_kwargs).dtype
@@ -105,7 +105,7 @@ def _tiny(tensor: Tensor) -> Tensor:
     return torch.zeros((2,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device)
 
 
-def _key(argument: Any) -> Any:
-    if isinstance(argument, Tensor):
-        return tuple(argument.shape), argument.stride(), argument.dtype, argument.device
-    return tuple(map(_key, argument)) if isinstance(argument, (list, tuple)) else (type(argument), argument)
+def _key(arg: Any) -> Any:
+    if isinstance(arg, Tensor):
+        return tuple(arg.shape), arg.stride(), arg.dtype, arg.device
+    return tuple(map(_key, arg)) if isinstance(arg, (list, tuple)) else (type(arg), arg)

@@ -99,8 +99,8 @@ class DeferredOperation:
         self.value: Tensor | None = None
         self.owner: weakref.ref[DeferredScores] | None = None
         self.dependents: weakref.WeakSet[DeferredOperation] = weakref.WeakSet()
-        self.producer = next((argument for argument in args if isinstance(argument, DeferredOperation)), None)
-        self.tensors = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor)]
+        self.producer = next((arg for arg in args if isinstance(arg, DeferredOperation)), None)
+        self.tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
         self.versions = [tensor._version for tensor in self.tensors]
         self.device: torch.device = self.tensors[0].device if self.producer is None else self.producer.device
         self.autocast = autocast_state(self.device)
@@ -177,12 +177,12 @@ class _GraphPosition(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> Any:
+    def backward(ctx: FunctionCtx, grad: Tensor) -> Any:
         with torch.enable_grad():
             replacements = {id(leaf): leaf.detach().requires_grad_() for leaf in ctx.leaves}
             value = ctx.cell[0].rerun(replacements)
-            gradients = torch.autograd.grad(value, list(replacements.values()), gradient, allow_unused=True)
-        return None, None, *gradients
+            grads = torch.autograd.grad(value, list(replacements.values()), grad, allow_unused=True)
+        return None, None, *grads
 
 
 class _ReplaceValues(torch.autograd.Function):
@@ -194,8 +194,8 @@ class _ReplaceValues(torch.autograd.Function):
         return deferred
 
     @staticmethod
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> Any:
-        return None, gradient
+    def backward(ctx: FunctionCtx, grad: Tensor) -> Any:
+        return None, grad
 
 
 class DeferredScores(torch.Tensor):
@@ -274,16 +274,14 @@ def _extend_deferred(
     if name not in FORM_UPDATES and name not in PRODUCTS and name not in DEFERRABLE:
         return None
     args = unpack_operands(name, args)
-    deferred_indices = [index for index, argument in enumerate(args) if isinstance(argument, DeferredScores)]
-    if len(deferred_indices) != 1 or (
-        name == "view" and any(isinstance(argument, torch.dtype) for argument in args)
-    ):
+    deferred_indices = [index for index, arg in enumerate(args) if isinstance(arg, DeferredScores)]
+    if len(deferred_indices) != 1 or (name == "view" and any(isinstance(arg, torch.dtype) for arg in args)):
         return None
     index, first = deferred_indices[0], args[deferred_indices[0]]
     operation: DeferredOperation = first.cell[0]
     if operation.value is not None or not torch.is_grad_enabled():
         return None
-    tensors = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor)]
+    tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
     others = [tensor for tensor in tensors if tensor is not first]
     if not all(
         type(tensor) in PLAIN_TENSORS if name in PRODUCTS else is_usable_later(tensor) for tensor in others
@@ -377,10 +375,9 @@ class AttentionMode(TorchFunctionMode):
             if result is not None:
                 return result
         elif MASK_OPERATORS.fullmatch(name) and not any(
-            isinstance(argument, Tensor) and (argument.requires_grad or isinstance(argument, DeferredScores))
-            for argument in args
+            isinstance(arg, Tensor) and (arg.requires_grad or isinstance(arg, DeferredScores)) for arg in args
         ):
-            return self.masks.follow(function, name, args, kwargs)
+            return self.masks.call_and_name(function, name, args, kwargs)
         elif function is torch.nn.functional.multi_head_attention_forward:
             with self:
                 return _without_override_check(function)(*args, **kwargs)
@@ -390,7 +387,7 @@ class AttentionMode(TorchFunctionMode):
         self, function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | None:
         args = unpack_operands(name, args)
-        tensors = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, Tensor)]
+        tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
         if any(isinstance(tensor, DeferredScores) for tensor in tensors):
             return None
         ordinal, self._next_ordinal = self._next_ordinal, self._next_ordinal + 1
@@ -411,7 +408,7 @@ class AttentionMode(TorchFunctionMode):
 
     def compute_attention(self, match: AttentionMatch, operation: DeferredOperation, like: Tensor) -> Tensor:
         operation.check_versions()
-        causal, no_empty_rows = self.masks.known(match.form)
+        causal, no_empty_rows = self.masks.properties(match.form)
         with torch.autocast(*autocast_state(operation.device)[:2], enabled=False):
             out: Tensor = attend(self.reader, match, causal, no_empty_rows)
         self.fused[operation.ordinal] += 1

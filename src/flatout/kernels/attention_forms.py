@@ -32,10 +32,10 @@ ABSORBING_VALUES = {torch.float16: -3e4, torch.bfloat16: -8e3, torch.float32: -1
 class ArgumentReader(Protocol):
     """Interprets an argument."""
 
-    def tensor(self, argument: object) -> Any:
+    def tensor(self, arg: object) -> Any:
         """An object with the shape, dtype and device of this tensor; None if it is not a tensor."""
 
-    def number(self, argument: object) -> float | None:
+    def number(self, arg: object) -> float | None:
         """The value of a number, also in a tensor, if it is known."""
 
     def same(self, left: object, right: object) -> bool:

@@ -36,23 +36,21 @@ MAX_MASK_ELEMENTS = 1 << 26  # largest mask that is computed to test whether it 
 class _NodeArguments:
     """Interprets arguments of a node: other nodes, which know the shape and dtype of their result."""
 
-    def tensor(self, argument: object) -> Any:
-        node = argument.node if isinstance(argument, Proxy) else argument
+    def tensor(self, arg: object) -> Any:
+        node = arg.node if isinstance(arg, Proxy) else arg
         example = node.meta.get("example_value") if isinstance(node, Node) else None
         return example if isinstance(example, torch.Tensor) else None
 
-    def number(self, argument: object) -> float | None:
+    def number(self, arg: object) -> float | None:
         if (
-            isinstance(argument, Node)
-            and _name(argument) in ("full", "tensor")
-            and argument.op == "call_function"
-            and self.tensor(argument) is not None
+            isinstance(arg, Node)
+            and _name(arg) in ("full", "tensor")
+            and arg.op == "call_function"
+            and self.tensor(arg) is not None
         ):
-            value = argument.args[-1] if argument.args else argument.kwargs.get("fill_value")
-            argument = value if self.tensor(argument).dim() == 0 else None
-        return (
-            float(argument) if isinstance(argument, (int, float)) and not isinstance(argument, bool) else None
-        )
+            value = arg.args[-1] if arg.args else arg.kwargs.get("fill_value")
+            arg = value if self.tensor(arg).dim() == 0 else None
+        return float(arg) if isinstance(arg, (int, float)) and not isinstance(arg, bool) else None
 
     def same(self, left: object, right: object) -> bool:
         if isinstance(left, int) and isinstance(right, int):
@@ -75,9 +73,7 @@ def rewrite(graph: Graph) -> int:
         if name is None or example is None:
             continue
         args, kwargs = unpack_operands(name, node.args), dict(node.kwargs)
-        score_indices = [
-            index for index, argument in enumerate(args) if isinstance(argument, Node) and argument in forms
-        ]
+        score_indices = [index for index, arg in enumerate(args) if isinstance(arg, Node) and arg in forms]
         if score_indices == [0] and name in OUT_OF_PLACE:  # later uses refer to this operator's result
             args[0].replace_all_uses_with(
                 node, delete_user_cb=lambda user, position=order[node]: order[user] > position

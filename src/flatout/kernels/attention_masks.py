@@ -51,7 +51,7 @@ class MaskRegistry:
             try:
                 recipe = (
                     name,
-                    *(self._name_of(argument) for argument in args),
+                    *(self._name_of(arg) for arg in args),
                     *((key, self._name_of(kwargs[key])) for key in sorted(kwargs)),
                 )
                 hash(recipe)

@@ -89,19 +89,19 @@ class _ChunkedLoss(torch.autograd.Function):
         for first in range(0, len(x), chunk):
             rows = slice(first, first + chunk)
             logits = F.linear(x[rows], weight, bias)
-            loss, gradient = _loss_and_gradient(
+            loss, grad = _loss_and_gradient(
                 logits[:, :classes].to(sum_dtype), target[rows], ignore_index, label_smoothing
             )
             del logits
             total += loss
-            gradient = F.pad(gradient.to(x.dtype), (0, extra)) if extra else gradient.to(x.dtype)
+            grad = F.pad(grad.to(x.dtype), (0, extra)) if extra else grad.to(x.dtype)
             if grad_x is not None:
-                torch.mm(gradient, weight, out=grad_x[rows])
+                torch.mm(grad, weight, out=grad_x[rows])
             if grad_weight is not None:
-                grad_weight += gradient.t() @ x[rows]
+                grad_weight += grad.t() @ x[rows]
             if grad_bias is not None:
-                grad_bias += gradient.sum(0, dtype=sum_dtype)
-            del gradient  # before the next chunk
+                grad_bias += grad.sum(0, dtype=sum_dtype)
+            del grad  # before the next chunk
         target_count = (target != ignore_index).sum() if reduction == "mean" else x.new_ones(())
         factor = target_count.to(sum_dtype).reciprocal()
         ctx.save_for_backward(factor, grad_x, grad_weight, grad_bias)
@@ -118,8 +118,8 @@ class _ChunkedLoss(torch.autograd.Function):
         # If no target counts, "mean" is 0 / 0: as in torch, the loss is NaN and the gradients are zero.
         scale = torch.where(factor.isinf(), 0.0, grad_loss * factor)
         grad_x, grad_weight, grad_bias = (
-            None if gradient is None else (gradient * scale).to(dtype)
-            for gradient, dtype in zip(unscaled, ctx.dtypes, strict=True)
+            None if grad is None else (grad * scale).to(dtype)
+            for grad, dtype in zip(unscaled, ctx.dtypes, strict=True)
         )
         grad_weight = None if grad_weight is None else grad_weight[: ctx.classes]
         grad_bias = None if grad_bias is None else grad_bias[: ctx.classes]
@@ -145,9 +145,9 @@ def _loss_and_gradient(
     losses = (smoothing - 1) * log_probs.gather(1, indices)[:, 0]
     if smoothing > 0:
         losses -= smoothing * log_probs.mean(1)
-    gradient = log_probs.exp_()
+    grad = log_probs.exp_()
     if smoothing > 0:
-        gradient.sub_(smoothing / logits.shape[1])
-    gradient.scatter_add_(1, indices, gradient.new_full((), smoothing - 1.0).expand_as(indices))
-    gradient.masked_fill_(ignored[:, None], 0.0)
-    return losses.masked_fill(ignored, 0.0).sum(), gradient
+        grad.sub_(smoothing / logits.shape[1])
+    grad.scatter_add_(1, indices, grad.new_full((), smoothing - 1.0).expand_as(indices))
+    grad.masked_fill_(ignored[:, None], 0.0)
+    return losses.masked_fill(ignored, 0.0).sum(), grad

@@ -77,7 +77,7 @@ class CudaSource:
         """
         if 0 in grid:
             return
-        c_values = [_as_c(argument) for argument in arguments]
+        c_values = [_as_c(arg) for arg in arguments]
         addresses = (ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in c_values)
         pointers = (ctypes.c_void_p * len(c_values))(*addresses)
         blocks = (*grid, 1, 1)[:3]
@@ -170,10 +170,10 @@ def _compiled(text: str, name: str, target: str) -> bytes:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _as_c(argument: torch.Tensor | float | None) -> Any:
-    if argument is None or isinstance(argument, torch.Tensor):
-        return ctypes.c_void_p(None if argument is None else argument.data_ptr())
-    return ctypes.c_longlong(argument) if isinstance(argument, int) else ctypes.c_float(argument)
+def _as_c(arg: torch.Tensor | float | None) -> Any:
+    if arg is None or isinstance(arg, torch.Tensor):
+        return ctypes.c_void_p(None if arg is None else arg.data_ptr())
+    return ctypes.c_longlong(arg) if isinstance(arg, int) else ctypes.c_float(arg)
 
 
 def _call(subject: str, function: str, *arguments: Any) -> None:

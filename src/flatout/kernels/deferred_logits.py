@@ -133,7 +133,7 @@ class DeferredLogits(torch.Tensor):
         elif function in GRADIENT_HOOKS:
             args[0].origin.has_gradient_hook = True
         elif function in NEEDS_MEMORY:
-            args = tuple(materialized(argument) for argument in args)
+            args = tuple(materialized(arg) for arg in args)
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
@@ -183,10 +183,10 @@ class _Linear(torch.autograd.Function):
         return DeferredLogits(origin, (), x.new_empty((*x.shape[:-1], weight.shape[0]), device="meta"))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        flat = gradient.reshape(-1, gradient.shape[-1])
-        grad_x = gradient @ weight if ctx.needs_input_grad[0] else None
+        flat = grad.reshape(-1, grad.shape[-1])
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
         grad_weight = flat.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
         return grad_x, grad_weight, flat.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None, None
 
@@ -200,8 +200,8 @@ class _Values(torch.autograd.Function):
         return deferred.compute().clone()
 
     @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:
-        return gradient
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return grad
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -89,7 +89,7 @@ def compare(kernel: Kernel, case: Case, seed: int, call: Function) -> float:
         error = distance(result, expected_result, case.terms, case.inner_roundings, case.dtype)
         if error.error_ratio > 1:
             raise CheckFailed(
-                f"{case.title}: {title} at {error.where} is {error.got:.9g}, not {error.expected:.9g} ({error.error_ratio:.3g} times the allowed error)"
+                f"{case.title}: {title} at {error.position} is {error.got:.9g}, not {error.expected:.9g} ({error.error_ratio:.3g} times the allowed error)"
             )
         max_ratio = max(max_ratio, error.error_ratio)
     return max_ratio
@@ -110,10 +110,10 @@ def evaluate(call: Function, inputs: Inputs, case: Case, seed: int) -> list[torc
             torch.randn(output.shape, generator=generator).to(case.dtype).to(output.device, output.dtype)
             for output in differentiable
         ]
-        gradients = torch.autograd.grad(
+        grads = torch.autograd.grad(
             differentiable, leaves, grad_outputs, allow_unused=True, materialize_grads=True
         )
-        results += gradients
+        results += grads
     return results
 
 

@@ -85,7 +85,7 @@ class RecordedPass:
         self.tensor_indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self.differentiable = [index for index in self.tensor_indices if leaves[index].requires_grad]
         self.used_outputs = sorted(used_outputs & set(self.differentiable))
-        self.gradients_in = [torch.empty_like(leaves[index]) for index in self.used_outputs]
+        self.grads_in = [torch.empty_like(leaves[index]) for index in self.used_outputs]
         if any(
             id(leaf) in temporary for leaf in _graph_leaves([leaves[index] for index in self.used_outputs])
         ):
@@ -96,22 +96,22 @@ class RecordedPass:
             if tensor.requires_grad
         ]
         with capture(self.backward_graph, self.device, pool):
-            gradients_out = unwrapped_grad()(
+            grads_out = unwrapped_grad()(
                 [leaves[index] for index in self.used_outputs],
                 differentiated,
-                self.gradients_in,
+                self.grads_in,
                 allow_unused=True,
             )
         if any(
-            gradient is not None and (type(gradient) is not torch.Tensor or gradient.layout != torch.strided)
-            for gradient in gradients_out
+            grad is not None and (type(grad) is not torch.Tensor or grad.layout != torch.strided)
+            for grad in grads_out
         ):
             raise NotRecordable("has sparse gradients")
         free_bytes, all_bytes = torch.cuda.mem_get_info(self.device)
         if free_bytes < MIN_FREE_SHARE * all_bytes:
             raise NotRecordable("leaves too little memory for the rest of the program")
         self.outputs = [leaves[index].detach() for index in self.tensor_indices]
-        self.gradients_out = [None if gradient is None else gradient.detach() for gradient in gradients_out]
+        self.grads_out = [None if grad is None else grad.detach() for grad in grads_out]
         self.needs_grad = [tensor.requires_grad for tensor in (*self.inputs, *self.parameters)]
 
     @property
@@ -144,17 +144,17 @@ class RecordedPass:
                 torch.autograd.graph.increment_version(self.observation.written)
             return [output.clone() for output in self.outputs]
 
-    def replay_backward(self, output_gradients: list[Any]) -> list[Any]:
+    def replay_backward(self, output_grads: list[Any]) -> list[Any]:
         """The gradients of inputs and parameters from those of the used outputs, in their own memory."""
         with torch.no_grad():
             self.order.wait()
-            torch._foreach_copy_(self.gradients_in, output_gradients)
+            torch._foreach_copy_(self.grads_in, output_grads)
             self.backward_graph.replay()
-            static_gradients = [gradient for gradient in self.gradients_out if gradient is not None]
-            gradients = [torch.empty_like(gradient) for gradient in static_gradients]
-            if static_gradients:
-                torch._foreach_copy_(gradients, static_gradients)
-        remaining, recorded = iter(gradients), iter(self.gradients_out)
+            static_grads = [grad for grad in self.grads_out if grad is not None]
+            grads = [torch.empty_like(grad) for grad in static_grads]
+            if static_grads:
+                torch._foreach_copy_(grads, static_grads)
+        remaining, recorded = iter(grads), iter(self.grads_out)
         return [
             None if not needs_grad or next(recorded) is None else next(remaining)
             for needs_grad in self.needs_grad
@@ -196,27 +196,27 @@ class _Replay(torch.autograd.Function):
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: torch.Tensor | None) -> Any:
+    def backward(ctx: FunctionCtx, *grads: torch.Tensor | None) -> Any:
         recorded: RecordedPass = ctx.recorded
         _, *inputs = ctx.saved_tensors
-        output_gradients = {
-            index: gradient
-            for index, gradient in zip(recorded.tensor_indices, gradients, strict=True)
-            if gradient is not None
+        output_grads = {
+            index: grad
+            for index, grad in zip(recorded.tensor_indices, grads, strict=True)
+            if grad is not None
         }
-        if torch.is_grad_enabled() or ctx.done or sorted(output_gradients) != recorded.used_outputs:
+        if torch.is_grad_enabled() or ctx.done or sorted(output_grads) != recorded.used_outputs:
             return (
                 None,
                 None,
                 None,
-                *_recompute_gradients(recorded, inputs, ctx.arguments, ctx.generator, output_gradients),
+                *_recompute_gradients(recorded, inputs, ctx.arguments, ctx.generator, output_grads),
             )
         ctx.done = True  # the replay overwrites the results of the forward pass
         return (
             None,
             None,
             None,
-            *recorded.replay_backward([output_gradients[index] for index in recorded.used_outputs]),
+            *recorded.replay_backward([output_grads[index] for index in recorded.used_outputs]),
         )
 
 
@@ -225,7 +225,7 @@ def _recompute_gradients(
     inputs: list[Any],
     arguments: tuple[Any, Any],
     generator: tuple[int, int],
-    output_gradients: dict[int, Any],
+    output_grads: dict[int, Any],
 ) -> list[Any]:
     """Gradients by an eager pass with the inputs and random numbers of the replayed one.
 
@@ -249,18 +249,18 @@ def _recompute_gradients(
     restore_state(device, current_state, written, saved)
     sources = [*inputs, *(p for p in module.parameters() if p.requires_grad)]
     source_indices = [index for index, source in enumerate(sources) if source.requires_grad]
-    output_indices = [index for index in sorted(output_gradients) if leaves[index].requires_grad]
+    output_indices = [index for index in sorted(output_grads) if leaves[index].requires_grad]
     result = unwrapped_grad()(
         [leaves[index] for index in output_indices],
         [sources[index] for index in source_indices],
-        [output_gradients[index] for index in output_indices],
+        [output_grads[index] for index in output_indices],
         allow_unused=True,
         create_graph=create_graph,
     )
-    gradients: list[Any] = [None] * len(sources)
-    for index, gradient in zip(source_indices, result, strict=True):
-        gradients[index] = gradient
-    return gradients
+    grads: list[Any] = [None] * len(sources)
+    for index, grad in zip(source_indices, result, strict=True):
+        grads[index] = grad
+    return grads
 
 
 @contextmanager

@@ -66,7 +66,7 @@ class UpdateGraph:
         if self.why_eager or closure is not None or self.steps <= WARMUP_STEPS or self._must_run_eagerly():
             return self.eager_step() if closure is None else self.eager_step(closure)
         state = _State(self.optimizer)
-        if not state.recordable or not state.gradients:
+        if not state.recordable or not state.grads:
             return self.eager_step()
         if (self.recorded is None or not self.recorded.fits(state)) and not self._record(state):
             return self.eager_step()
@@ -122,7 +122,7 @@ class _State:
     def __init__(self, optimizer: Optimizer) -> None:
         groups, state = optimizer.param_groups, optimizer.state
         self.parameters = [p for group in groups for p in group["params"] if p.grad is not None]
-        self.gradients = [p.grad for p in self.parameters]
+        self.grads = [p.grad for p in self.parameters]
         self.rates = [group["lr"] for group in groups]
         self.numbers = [
             [value for name, value in group.items() if name not in ("params", "lr", "initial_lr")]
@@ -134,10 +134,7 @@ class _State:
             for value in state[p].values()
             if isinstance(value, torch.Tensor)
         ]
-        self.shapes = [
-            (gradient.shape, gradient.stride(), gradient.dtype, gradient.layout)
-            for gradient in self.gradients
-        ]
+        self.shapes = [(grad.shape, grad.stride(), grad.dtype, grad.layout) for grad in self.grads]
         self.fused = all(group.get("fused") for group in groups)
         on_device = any(
             isinstance(value, torch.Tensor)
@@ -146,8 +143,8 @@ class _State:
             if name != "params"
         )
         self.recordable = not on_device and all(
-            gradient.layout == torch.strided and gradient.device == p.device
-            for gradient, p in zip(self.gradients, self.parameters, strict=True)
+            grad.layout == torch.strided and grad.device == p.device
+            for grad, p in zip(self.grads, self.parameters, strict=True)
         )
 
     def same_except_rates(self, other: _State) -> bool:
@@ -165,11 +162,9 @@ class _Recorded:
         self.optimizer, self.state, self.rates_on_device, self.replays = optimizer, state, rates_on_device, 0
         self.order = StreamOrder(device)
         self.graph = torch.cuda.CUDAGraph()
-        self.gradients = [
-            torch.empty_strided(
-                gradient.shape, gradient.stride(), dtype=gradient.dtype, device=gradient.device
-            )
-            for gradient in state.gradients
+        self.grads = [
+            torch.empty_strided(grad.shape, grad.stride(), dtype=grad.dtype, device=grad.device)
+            for grad in state.grads
         ]
         self.rates = [
             torch.tensor(float(rate), dtype=torch.float32, device=device) if rates_on_device else rate
@@ -186,8 +181,8 @@ class _Recorded:
         ]
         groups_before = [(group, dict(group)) for group in optimizer.param_groups]
         try:
-            for p, gradient in zip(state.parameters, self.gradients, strict=True):
-                p.grad = gradient
+            for p, grad in zip(state.parameters, self.grads, strict=True):
+                p.grad = grad
             for group, rate in zip(optimizer.param_groups, self.rates, strict=True):
                 group["lr"] = rate
                 if "capturable" in group:
@@ -199,8 +194,8 @@ class _Recorded:
         finally:
             for group, values in groups_before:
                 group.update(values)
-            for p, gradient in zip(state.parameters, state.gradients, strict=True):
-                p.grad = gradient
+            for p, grad in zip(state.parameters, state.grads, strict=True):
+                p.grad = grad
 
     def fits(self, state: _State) -> bool:
         """Whether this recording fits a state. Stores changed learning rates for the replay."""
@@ -218,7 +213,7 @@ class _Recorded:
     def replay(self) -> None:
         with torch.no_grad():
             self.order.wait()
-            torch._foreach_copy_(self.gradients, [p.grad for p in self.state.parameters])
+            torch._foreach_copy_(self.grads, [p.grad for p in self.state.parameters])
             self.graph.replay()
             torch.autograd.graph.increment_version(self.written)
         self.replays += 1

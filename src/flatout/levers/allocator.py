@@ -11,15 +11,11 @@ Sources: PyTorch documentation, "CUDA semantics", section "Optimizing memory usa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from flatout.levers.reasons import NO_CUDA, NO_GPU
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import TrainingContext
+from flatout.schema.program import TrainingContext
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 

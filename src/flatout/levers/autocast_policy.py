@@ -16,10 +16,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from threading import Lock
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger
+from flatout.schema.program import Ledger
 
 # Operators that CUDA's autocast runs in half precision, without a kernel for the CPU's. All others that only CUDA's
 # list has stay in float32; so an unknown operator of a later torch does as well.

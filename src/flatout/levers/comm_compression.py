@@ -21,16 +21,13 @@ Sources: Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from flatout.distributed.absent import why_left_alone, why_none
 from flatout.schema.accepted import Number, Table
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
+from flatout.schema.program import Ledger, TrainingContext
 
 ACTS_ON = "this lever acts on a DistributedDataParallel, or on ranks that `flatout run --procs N` starts"
 NAME = "comm_compression"

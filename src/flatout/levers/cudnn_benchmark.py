@@ -13,15 +13,11 @@ Sources: torch.backends.cudnn.benchmark; PyTorch performance tuning guide.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from flatout.levers.reasons import NO_CUDA, NO_GPU
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
+from flatout.schema.program import Ledger, TrainingContext
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:

@@ -23,8 +23,6 @@ Sources: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from flatout.distributed.absent import why_none
 from flatout.distributed.division import WORDS
 from flatout.job.rank_environment import this_rank
@@ -32,9 +30,7 @@ from flatout.schema.accepted import Number, Table, Text
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
+from flatout.schema.program import Ledger, TrainingContext
 
 NAME = "data_parallel"
 

@@ -17,14 +17,10 @@ Sources: torch.autograd.set_detect_anomaly; torch.distributions.Distribution.set
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
+from flatout.schema.program import Ledger, TrainingContext
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:

@@ -21,7 +21,7 @@ Sources: torch documentation, "CUDA semantics", sections "Asynchronous execution
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from flatout.levers.early.reads import EarlyValueCopier
@@ -29,9 +29,7 @@ from flatout.levers.reasons import NO_CUDA
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
+from flatout.schema.program import Ledger, TrainingContext
 
 _COPIERS: WeakKeyDictionary[Any, EarlyValueCopier] = (
     WeakKeyDictionary()

@@ -14,14 +14,11 @@ Sources: Python documentation, module gc.
 from __future__ import annotations
 
 import gc
-from typing import TYPE_CHECKING
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
+from flatout.schema.program import Ledger, TrainingContext
 
 THRESHOLDS = (70_000, 50, 100)
 

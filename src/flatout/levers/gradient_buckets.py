@@ -17,16 +17,14 @@ Sources: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatout.distributed.absent import why_none
 from flatout.schema.accepted import Number
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
+from flatout.schema.program import Ledger, TrainingContext
 
 NAME = "gradient_buckets"
 ALL = "all"

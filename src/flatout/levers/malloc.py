@@ -19,14 +19,11 @@ Sources: mallopt(3), section "M_MMAP_THRESHOLD"; gperftools, jemalloc and mimall
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import TrainingContext
+from flatout.schema.program import TrainingContext
 
 ALLOCATORS = ("tcmalloc", "mimalloc", "jemalloc", "glibc")
 FOUR_GB = str(4 * 2**30 - 1)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from flatout.schema.program import TrainingContext
+from flatout.schema.program import TrainingContext
 
 NO_CUDA = "no parameter of the program is on a CUDA device"
 NO_GPU = "no CUDA device was found on this machine"

@@ -14,7 +14,7 @@ Sources: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; torch
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatout.levers.reasons import COMPILER_CHOOSES, NO_ROOT, why_model_is_split
 from flatout.levers.recomputed_blocks import RecomputedBlock, repeated, spread, why_not
@@ -22,9 +22,7 @@ from flatout.schema.accepted import Number, Table
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
+from flatout.schema.program import Ledger, TrainingContext
 
 NO_BLOCKS = "the model has no two blocks of the same class with at least two layers each"
 BLOCKS: tuple[Value, ...] = ({"blocks": 0.5}, {"blocks": 1.0})

@@ -13,14 +13,10 @@ Sources: PyTorch documentation, "MKLDNN backend".
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
+from flatout.schema.program import Ledger, TrainingContext
 
 FLAGS = ("amx_bf16", "avx512_bf16")
 

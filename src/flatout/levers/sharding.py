@@ -22,17 +22,13 @@ Sources: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Tr
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from flatout.distributed.absent import why_none
 from flatout.job.rank_environment import this_rank
 from flatout.schema.accepted import Table
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
+from flatout.schema.program import Ledger, TrainingContext
 
 NAME = "sharding"
 SCOPES = ("node", "all")

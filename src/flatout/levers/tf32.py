@@ -15,15 +15,12 @@ Sources: PyTorch documentation, "CUDA semantics", section "TensorFloat-32 on Amp
 from __future__ import annotations
 
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 from flatout.levers.reasons import NO_CUDA
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
+from flatout.schema.program import Ledger, TrainingContext
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:

@@ -12,15 +12,12 @@ Sources: PyTorch documentation, "CPU threading and TorchScript inference"; torch
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 from flatout.schema.accepted import Number
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
+from flatout.schema.program import Ledger, TrainingContext
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:

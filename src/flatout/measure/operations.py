@@ -265,7 +265,7 @@ class ProfilerRecording:
             if on_device and total.device_ns and MATRIX_PRODUCTS.search(name):
                 operation.tensor_cores = 2 * total.tensor_core_ns > total.device_ns
             line = next((line for line, _ in total.lines.most_common() if line is not None), None)
-            operation.place = self.place(*line) if line is not None else None
+            operation.place = self.locate(*line) if line is not None else None
             operations.append(operation)
         return sorted(operations, key=lambda o: -o.share)
 

@@ -54,7 +54,7 @@ def obey(worker: WorkerRecord) -> None:
         if do == "finish":
             finish(worker, bool(command.get("draws")))
         worker.answer(_do(worker, do, command))
-    worker.phases._open.clear()
+    worker.phases._started.clear()
     worker.clock.synchronize()
     worker.tick_start = worker.clock.mark()
 
