@@ -39,6 +39,7 @@ from flatout.kernels.attention_arguments import (
 )
 from flatout.kernels.attention_forms import (
     FORM_UPDATES,
+    IN_PLACE_NAME,
     OUT_OF_PLACE,
     PRODUCTS,
     AttentionForm,
@@ -71,9 +72,6 @@ RESHAPES = {
 VIEWS = RESHAPES | {"contiguous", "dropout"}
 MAY_BE_VIEWS = VIEWS | {"to", "type", "type_as", "float", "half", "bfloat16", "double"}
 DEFERRABLE = RESHAPES | {"mean"}  # operators on weights that need no values yet
-IN_PLACE_NAME = re.compile(
-    r"(?!__)\w+_|__(set|setitem|i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift))__"
-)
 MAX_READ_STEPS = 3
 FUSED_COUNT = [0]  # attentions computed by the fused kernel in this process
 

@@ -16,6 +16,7 @@ the result of a row that is masked completely.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -23,6 +24,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+# Methods and functions that change their first argument.
+IN_PLACE_NAME = re.compile(
+    r"(?!__)\w+_|(__)?(set|setitem|i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift))(__)?"
+)
 PRODUCTS = frozenset(("matmul", "mm", "bmm", "baddbmm", "einsum", "__matmul__"))
 MASKED_SCORE = -1e4  # at most this score, softmax in float32 gives a weight of exactly zero next to any other
 # Numbers that absorb a score of a few: their sum is the number itself, in each type.

@@ -7,7 +7,6 @@ attention with in-place changes around it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -18,6 +17,7 @@ from torch.fx.proxy import GraphAppendingTracer
 
 from flatout.kernels.attend import attend, mask_properties
 from flatout.kernels.attention_forms import (
+    IN_PLACE_NAME,
     OUT_OF_PLACE,
     PRODUCTS,
     AttentionForm,
@@ -157,9 +157,6 @@ def _between(first: Node, last: Node) -> Iterator[Node]:
         node = node.next
 
 
-IN_PLACE_NAME = re.compile(
-    r"(?!__)\w+_|setitem|__setitem__|i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)"
-)
 NOT_IN_PLACE = frozenset(("and_", "or_", "not_", "is_"))  # of the module operator
 
 

@@ -40,12 +40,7 @@ def layout_key(value: Any, tensors: list[Any]) -> Any:
 
 def with_tensors(value: Any, tensors: Iterator[Tensor]) -> Any:
     """The same arguments with these tensors."""
-    type_ = type(value)
-    if type_ is tuple or type_ is list:
-        return type_(with_tensors(item, tensors) for item in value)
-    if type_ is dict:
-        return {name: with_tensors(item, tensors) for name, item in value.items()}
-    return next(tensors) if isinstance(value, torch.Tensor) or value is _TENSOR else value
+    return _pytree.tree_map_only((torch.Tensor, _TensorPlaceholder), lambda _: next(tensors), value)
 
 
 def copy_leaf(tensor: Tensor) -> Any:
@@ -58,17 +53,9 @@ class _TensorPlaceholder:
     """A placeholder for a tensor in arguments that are kept without tensors."""
 
 
-_TENSOR = _TensorPlaceholder()
-
-
 def without_tensors(value: Any) -> Any:
-    """The same arguments without their tensors."""
-    type_ = type(value)
-    if type_ is tuple or type_ is list:
-        return type_(without_tensors(item) for item in value)
-    if type_ is dict:
-        return {name: without_tensors(item) for name, item in value.items()}
-    return _TENSOR if isinstance(value, torch.Tensor) else value
+    """The same arguments with a placeholder for each tensor."""
+    return _pytree.tree_map_only(torch.Tensor, lambda _: _TensorPlaceholder(), value)
 
 
 def why_not_copyable(leaves: list[Any], sources: list[Any]) -> str:

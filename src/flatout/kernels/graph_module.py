@@ -22,12 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree
 
-from flatout.kernels.graph_arguments import (
-    NotRecordable,
-    layout_key,
-    tensors_of,
-    why_not_copyable,
-)
+from flatout.kernels.graph_arguments import NotRecordable, layout_key, tensors_of, why_not_copyable
 from flatout.kernels.graph_observation import PassObservation, observe_pass
 from flatout.kernels.graph_replay import (
     RecordedPass,
@@ -230,5 +225,5 @@ def _note_used_outputs(shape: _ShapeRecord, outputs: object) -> Any:
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             leaves[index] = leaf.clone()  # one output may be computed from another
-            leaves[index].register_hook(lambda _, at=index: shape.used_outputs.add(index))
+            leaves[index].register_hook(lambda _, index=index: shape.used_outputs.add(index))
     return _pytree.tree_unflatten(leaves, structure)

@@ -40,12 +40,4 @@ def code(value: Value) -> str:
     return "PYTORCH_ALLOC_CONF=expandable_segments:True python train.py"
 
 
-LEVER = Lever(
-    "allocator",
-    Moment.PROCESS,
-    Effect.EXACT,
-    applies,
-    code,
-    environment=environment,
-    page=__doc__,
-)
+LEVER = Lever("allocator", Moment.PROCESS, Effect.EXACT, applies, code, environment=environment, page=__doc__)

@@ -186,13 +186,4 @@ def code(value: Value) -> str:
     )
 
 
-LEVER = Lever(
-    "attention",
-    Moment.MODEL,
-    Effect.ROUNDING,
-    applies,
-    code,
-    apply=apply,
-    live=True,
-    page=__doc__,
-)
+LEVER = Lever("attention", Moment.MODEL, Effect.ROUNDING, applies, code, apply=apply, live=True, page=__doc__)

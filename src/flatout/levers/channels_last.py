@@ -112,12 +112,5 @@ def code(value: Value) -> str:
 
 
 LEVER = Lever(
-    "channels_last",
-    Moment.MODEL,
-    Effect.ROUNDING,
-    applies,
-    code,
-    apply=apply,
-    live=True,
-    page=__doc__,
+    "channels_last", Moment.MODEL, Effect.ROUNDING, applies, code, apply=apply, live=True, page=__doc__
 )

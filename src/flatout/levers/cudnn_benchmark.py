@@ -44,12 +44,4 @@ def code(value: Value) -> str:
     return "torch.backends.cudnn.benchmark = True"
 
 
-LEVER = Lever(
-    "cudnn_benchmark",
-    Moment.IMPORT,
-    Effect.ROUNDING,
-    applies,
-    code,
-    apply=apply,
-    page=__doc__,
-)
+LEVER = Lever("cudnn_benchmark", Moment.IMPORT, Effect.ROUNDING, applies, code, apply=apply, page=__doc__)

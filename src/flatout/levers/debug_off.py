@@ -62,13 +62,4 @@ def code(value: Value) -> str:
     )
 
 
-LEVER = Lever(
-    "debug_off",
-    Moment.STEP,
-    Effect.EXACT,
-    applies,
-    code,
-    apply=apply,
-    live=True,
-    page=__doc__,
-)
+LEVER = Lever("debug_off", Moment.STEP, Effect.EXACT, applies, code, apply=apply, live=True, page=__doc__)

@@ -63,13 +63,4 @@ def code(value: Value) -> str:
     )
 
 
-LEVER = Lever(
-    "early_values",
-    Moment.STEP,
-    Effect.EXACT,
-    applies,
-    code,
-    apply=apply,
-    live=True,
-    page=__doc__,
-)
+LEVER = Lever("early_values", Moment.STEP, Effect.EXACT, applies, code, apply=apply, live=True, page=__doc__)

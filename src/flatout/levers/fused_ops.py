@@ -219,13 +219,4 @@ def code(value: Value) -> str:
     )
 
 
-LEVER = Lever(
-    "fused_ops",
-    Moment.MODEL,
-    Effect.ROUNDING,
-    applies,
-    code,
-    apply=apply,
-    live=True,
-    page=__doc__,
-)
+LEVER = Lever("fused_ops", Moment.MODEL, Effect.ROUNDING, applies, code, apply=apply, live=True, page=__doc__)

@@ -45,13 +45,4 @@ def code(value: Value) -> str:
     return f"gc.freeze(); gc.set_threshold{THRESHOLDS}  # once training runs"
 
 
-LEVER = Lever(
-    "gc_pause",
-    Moment.STEP,
-    Effect.EXACT,
-    applies,
-    code,
-    apply=apply,
-    live=True,
-    page=__doc__,
-)
+LEVER = Lever("gc_pause", Moment.STEP, Effect.EXACT, applies, code, apply=apply, live=True, page=__doc__)

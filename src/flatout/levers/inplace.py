@@ -125,8 +125,9 @@ def _run_copy(
     They are outputs, tensors that the modules hold, inputs and gradients. The program's random state does not
     change.
     """
+    from flatout.kernels.graph_arguments import tensors_of
+
     torch, asleep = context.torch, context.asleep
-    tree = torch.utils._pytree
     devices = [context.parameters[0].device] if context.device_type == "cuda" else []
     context.asleep = True
     try:
@@ -135,16 +136,16 @@ def _run_copy(
             modules = list(device_copy.modules())
             for position in positions:
                 modules[position].inplace = True
-            copied_inputs = tree.tree_map(
+            copied_inputs = torch.utils._pytree.tree_map(
                 lambda x: (
                     x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
                 ),
                 (args, kwargs),
             )
-            outputs = _tensors(torch, device_copy(*copied_inputs[0], **copied_inputs[1]))
+            outputs = tensors_of(device_copy(*copied_inputs[0], **copied_inputs[1]))
             differentiable = [out for out in outputs if out.requires_grad]
             torch.autograd.backward(differentiable, [out.detach().clone() for out in differentiable])
-        inputs = _tensors(torch, copied_inputs)
+        inputs = tensors_of(copied_inputs)
         attributes = [
             value for module in modules for value in vars(module).values() if isinstance(value, torch.Tensor)
         ]  # a loss may read them
@@ -156,10 +157,6 @@ def _run_copy(
         return None
     finally:
         context.asleep = asleep
-
-
-def _tensors(torch: ModuleType, nest: object) -> list[Any]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(nest) if isinstance(leaf, torch.Tensor)]
 
 
 def _same(torch: ModuleType, plain: list[Any], other: list[Any] | None) -> bool:

@@ -13,6 +13,7 @@ Sources: PyTorch documentation, "MKLDNN backend".
 
 from __future__ import annotations
 
+from flatout.levers.tf32 import set_matmul_precision
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -44,16 +45,8 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    torch, mkldnn = context.torch, context.torch.backends.mkldnn
-    # The older flags for matrix products keep both families consistent. Otherwise reading the older flag
-    # raises.
-    for owner in (torch.backends.cuda.matmul, mkldnn.matmul):
-        ledger.set_flag(
-            owner, "fp32_precision", owner.fp32_precision
-        )  # undone last: setting "highest" leaves "ieee" behind
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    ledger.call("torch.set_float32_matmul_precision", lambda: torch.set_float32_matmul_precision(before))
+    mkldnn = context.torch.backends.mkldnn
+    set_matmul_precision(context.torch, "medium", ledger)
     for owner in (mkldnn.conv, mkldnn.rnn):
         ledger.set_flag(owner, "fp32_precision", "bf16")
     return ledger.restore

@@ -6,24 +6,15 @@ a recording has only the inputs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 Shape = Sequence[int]
 
-FORWARD_CONVOLUTIONS = tuple(
-    "aten::" + name
-    for name in (
-        "mkldnn_convolution",
-        "cudnn_convolution",
-        "miopen_convolution",
-        "_slow_conv2d_forward",
-        "slow_conv3d_forward",
-        "thnn_conv2d",
-        "_conv_depthwise2d",
-        "conv_depthwise3d",
-    )
+FORWARD_CONVOLUTIONS = re.compile(
+    "aten::((mkldnn|cudnn|miopen)_convolution|_slow_conv2d_forward|slow_conv3d_forward|thnn_conv2d|_conv_depthwise2d|conv_depthwise3d)"
 )
 
 
@@ -43,7 +34,7 @@ def flops_of(name: str, shapes: Sequence[Shape], arguments: Sequence[Any] = ()) 
             return shapes[0][0] * _product(shapes[0][1:], shapes[1][1:])
         if name == "aten::baddbmm":
             return shapes[1][0] * _product(shapes[1][1:], shapes[2][1:])
-        if name in FORWARD_CONVOLUTIONS:
+        if FORWARD_CONVOLUTIONS.fullmatch(name):
             return _convolution(name, shapes, arguments)
         if name == "aten::convolution_backward":
             # Each gradient costs as much as the forward pass: one product per output value and contributing

@@ -9,83 +9,41 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 from flatout.measure.flops import flops_of
-from flatout.measure.profiler_events import (
-    DTYPE_BYTES,
-    Line,
-    OperatorEvent,
-    OperatorTotals,
-    is_autograd_node,
-    kind_of,
-    merged,
-    operand_bytes,
-    union_ns,
-)
 from flatout.schema.findings import SourceLocation
 from flatout.schema.profile import IdleGap, Operation
 
-DTYPE_NAMES = {
-    "float": "float32",
-    "double": "float64",
-    "c10::BFloat16": "bfloat16",
-    "c10::Half": "float16",
-    "long int": "int64",
-    "long": "int64",
-    "int": "int32",
-    "short int": "int16",
-    "signed char": "int8",
-    "unsigned char": "uint8",
+# As the profiler writes them: torch's name, and bytes of an element.
+DTYPES = {
+    "float": ("float32", 4),
+    "double": ("float64", 8),
+    "c10::BFloat16": ("bfloat16", 2),
+    "c10::Half": ("float16", 2),
+    "long int": ("int64", 8),
+    "long": ("int64", 8),
+    "int": ("int32", 4),
+    "short int": ("int16", 2),
+    "signed char": ("int8", 1),
+    "unsigned char": ("uint8", 1),
+    "bool": ("bool", 1),
+    "c10::complex<float>": ("c10::complex<float>", 8),
+    "c10::complex<double>": ("c10::complex<double>", 16),
 }
 FLOATS = ("double", "float", "c10::BFloat16", "c10::Half")
 # Operators that view or allocate memory, without moving data.
-VIEWS = frozenset(
-    "aten::" + name
-    for name in (
-        "view",
-        "reshape",
-        "_reshape_alias",
-        "t",
-        "transpose",
-        "permute",
-        "expand",
-        "as_strided",
-        "unsqueeze",
-        "squeeze",
-        "slice",
-        "select",
-        "detach",
-        "detach_",
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "new_empty",
-        "new_empty_strided",
-        "resize_",
-        "alias",
-        "chunk",
-        "split",
-        "split_with_sizes",
-        "unbind",
-        "narrow",
-        "_unsafe_view",
-        "unfold",
-        "view_as",
-        "expand_as",
-        "numpy_T",
-        "movedim",
-        "flatten",
-        "unflatten",
-        "result_type",
-        "lift_fresh",
-        "set_",
-        "broadcast_to",
-    )
+VIEWS = re.compile(
+    "aten::(view|reshape|_reshape_alias|t|transpose|permute|expand|as_strided|unsqueeze|squeeze|slice|select|detach_?|"
+    "empty|empty_like|empty_strided|new_empty|new_empty_strided|resize_|alias|chunk|split|split_with_sizes|unbind|"
+    "narrow|_unsafe_view|unfold|view_as|expand_as|numpy_T|movedim|flatten|unflatten|result_type|lift_fresh|set_|"
+    "broadcast_to)"
 )
+STACK_LINE = re.compile(r"^(.*)\((\d+)\): (.*)$")
 # Kernel names of cuBLAS, cuDNN, CUTLASS, FlashAttention and Triton that run on Tensor Cores.
 TENSOR_CORES = re.compile(
     r"tensorop|[hi]mma|[swu]?gmma|s884|s1688|s16816|xmma|nvjet|flash_(fwd|bwd)|fmha|mma_|bf16gemm|h_sz|tf32",
@@ -94,12 +52,38 @@ TENSOR_CORES = re.compile(
 MATRIX_PRODUCTS = re.compile(r"mm$|convolution|attention|linear|matmul", re.IGNORECASE)
 LOADER_ANNOTATION = "enumerate(DataLoader)"  # annotation of torch's loaders for fetching a batch
 WORK_KINDS = ("computing", "copies", "communication")  # of a device
-MAX_SHAPES = 3
-MAX_GAPS = 8
+MAX_SHAPES, MAX_GAPS = 3, 8  # in the result
 MIN_GAP_NS = 5_000
 
-
+Line = tuple[str, int, str]  # file, line, function
 CallLines = Mapping[tuple[str, tuple[tuple[int, ...], ...]], Sequence[Line | None]]
+
+
+@dataclass
+class OperatorEvent:
+    name: str
+    start: int
+    end: int
+    thread: int
+    raw: Any
+    children_ns: int = 0
+    is_leaf: bool = True  # whether it does its work itself, without nested operators
+    flops: float | None = None  # also None if a nested operator accounts for them
+    device_ns: int = 0
+    tensor_core_ns: int = 0
+    line: Line | None = None
+
+
+@dataclass
+class OperatorTotals:
+    calls: int = 0
+    host_ns: int = 0
+    device_ns: int = 0
+    tensor_core_ns: int = 0
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    shapes: Counter[str] = field(default_factory=Counter)
+    lines: Counter[Line | None] = field(default_factory=Counter)
 
 
 @dataclass
@@ -206,7 +190,7 @@ class ProfilerRecording:
                     parent.flops = None
             if enclosing:
                 enclosing[-1].children_ns += event.end - event.start
-                if event.name not in VIEWS:
+                if not VIEWS.fullmatch(event.name):
                     for parent in enclosing:
                         parent.is_leaf = False
             if not is_autograd_node(event) and all(map(is_autograd_node, enclosing)):
@@ -228,8 +212,8 @@ class ProfilerRecording:
     def _add(self, sums: dict[tuple[str, str], OperatorTotals], event: OperatorEvent) -> None:
         dtypes, shapes = list(event.raw.dtypes()), [list(shape) for shape in event.raw.shapes()]
         main_dtype = next(
-            (DTYPE_NAMES[d] for d in FLOATS if d in dtypes),
-            next((DTYPE_NAMES.get(d, d) for d in dtypes if d in DTYPE_BYTES), ""),
+            (DTYPES[d][0] for d in FLOATS if d in dtypes),
+            next((DTYPES[d][0] for d in dtypes if d in DTYPES), ""),
         )
         total = sums[event.name, main_dtype]
         total.calls += 1
@@ -243,7 +227,7 @@ class ProfilerRecording:
         total.flops += event.flops or 0.0
         if (
             (event.is_leaf or event.flops is not None)
-            and event.name not in VIEWS
+            and not VIEWS.fullmatch(event.name)
             and not is_autograd_node(event)
         ):
             total.moved_bytes += operand_bytes(dtypes, shapes)
@@ -309,3 +293,56 @@ def _work_kind(kind: str, name: str) -> str:
     if kind != "kernel":
         return "copies"
     return "communication" if name.startswith("nccl") else "computing"
+
+
+def kind_of(event: Any) -> str:
+    """Return the activity under kineto's name. For an older torch it is derived from other properties."""
+    on_device = not str(event.device_type()).endswith(".CPU")
+    activity_type = getattr(event, "activity_type", None)
+    if activity_type is not None:
+        kind = str(activity_type())
+        return (
+            "kernel"
+            if kind == "concurrent_kernel"
+            else kind
+            if on_device == kind.startswith(("kernel", "gpu_"))
+            else ""
+        )
+    if event.is_user_annotation():
+        return "user_annotation"
+    if on_device:
+        return "kernel"
+    python = STACK_LINE.match(event.name()) or event.name().startswith(("nn.Module: ", "<built-in "))
+    return "python_function" if python else "cpu_op"
+
+
+def is_autograd_node(event: OperatorEvent) -> bool:
+    """Return whether the event is a node of autograd's backward pass, which is no operator itself."""
+    return event.name.startswith("autograd::engine") or (event.raw.scope() == 1 and "::" not in event.name)
+
+
+def operand_bytes(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> float:
+    """Return the bytes of all inputs, plus a result as large as the largest input.
+
+    This is an estimate, exact for elementwise operators.
+    """
+    input_bytes = [
+        prod(shape) * DTYPES[dtype][1]
+        for dtype, shape in zip(dtypes, shapes, strict=False)
+        if dtype in DTYPES and shape
+    ]
+    return float(sum(input_bytes) + max(input_bytes, default=0))
+
+
+def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    disjoint: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if disjoint and start <= disjoint[-1][1]:
+            disjoint[-1] = disjoint[-1][0], max(end, disjoint[-1][1])
+        else:
+            disjoint.append((start, end))
+    return disjoint
+
+
+def union_ns(spans: Iterable[tuple[int, int]]) -> int:
+    return sum(end - start for start, end in merged(spans))

@@ -47,21 +47,21 @@ def batch_statistics(batch: object, torch: ModuleType) -> list[list[float]]:
             continue
         x = tensor[:STATISTICS_SAMPLES].detach().float().cpu()
         width, height = x.shape[-1], x.shape[-2] if x.dim() > 2 else 1
-        flat = x.reshape(len(x), -1)
-        features = [flat.mean(1), flat.std(1) if flat.shape[1] > 1 else flat.new_zeros(len(flat))]
-        halves = x[..., : width // 2].reshape(len(x), -1).mean(1) - x[..., (width + 1) // 2 :].reshape(
-            len(x), -1
-        ).mean(1)
-        features.append(halves if width > 1 else flat.new_zeros(len(x)))
-        if height > 1:
-            features.append(
-                x[..., : height // 2, :].reshape(len(x), -1).mean(1)
-                - x[..., (height + 1) // 2 :, :].reshape(len(x), -1).mean(1)
-            )
-        else:
-            features.append(flat.new_zeros(len(x)))
+        flat, zeros = x.reshape(len(x), -1), x.new_zeros(len(x))
+        features = [
+            flat.mean(1),
+            flat.std(1) if flat.shape[1] > 1 else zeros,
+            _mean_difference(x[..., : width // 2], x[..., (width + 1) // 2 :]) if width > 1 else zeros,
+            _mean_difference(x[..., : height // 2, :], x[..., (height + 1) // 2 :, :])
+            if height > 1
+            else zeros,
+        ]
         return [[float(v) for v in row] for row in torch.stack(features, 1).tolist()]
     return []
+
+
+def _mean_difference(one: Any, other: Any) -> Any:
+    return one.flatten(1).mean(1) - other.flatten(1).mean(1)
 
 
 def relative_distance(a: list[Any], b: list[Any], torch: ModuleType) -> float:

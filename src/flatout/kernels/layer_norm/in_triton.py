@@ -13,17 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def _forward(
-    x,
-    weight,
-    bias,
-    y,
-    mean,
-    rstd,
-    width,
-    eps,
-    WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, weight, bias, y, mean, rstd, width, eps, WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -44,19 +34,7 @@ def _forward(
 
 
 @triton.jit
-def _backward(
-    dy,
-    x,
-    weight,
-    mean,
-    rstd,
-    dx,
-    partial,
-    rows,
-    width,
-    WEIGHT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _backward(dy, x, weight, mean, rstd, dx, partial, rows, width, WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width

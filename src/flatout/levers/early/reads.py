@@ -11,16 +11,17 @@ does not count (``tensor.data``); such a value is left alone.
 
 from __future__ import annotations
 
+import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import wraps
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
-from flatout.levers.early.names import ScriptName, script_frames, tensors, values_of
-from flatout.levers.early.served import Key, ServedValues
-from flatout.levers.early.values import is_blocking_cpu_copy, tensors_in
+from flatout.levers.early.copies import HostCopies, HostCopy
+from flatout.levers.early.names import FLATOUT_FOLDER, ScriptName, script_frames, tensors, values_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,27 +30,68 @@ if TYPE_CHECKING:
 
 READS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__")
 LEARNING_STEPS = 2
-MAX_PASSES, MAX_UNREAD_COPIES = (
-    1024,
-    16,
-)  # most backward passes to learn from; unread copies that end the copying of a value
+MAX_PASSES = 1024  # backward passes to learn from
+MAX_UNREAD_COPIES = 16  # these end the copying of a value
 BACKWARD, UPDATE = "backward", "update"  # the moments
-COLLECTIVES = (
-    "reduce",
-    "broadcast",
-    "gather",
-    "scatter",
-    "all_to_all",
-    "alltoall",
-    "recv",
-)  # in names of collectives, whose writes torch does not count
+# In names of collectives, whose writes torch does not count.
+COLLECTIVES = re.compile("reduce|broadcast|gather|scatter|all_?to_?all|recv")
+Key = tuple[
+    str, Any
+]  # the moment, and the place: a ScriptName, or a backward pass and the number of its root
 
 
-class EarlyValueCopier(ServedValues):
+@dataclass
+class ReadValue:
+    """A value that the script reads."""
+
+    reads: int = 0
+    unread: int = 0  # copies since the last read
+
+
+def is_blocking_cpu_copy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether ``tensor.to`` only requests a blocking copy in host memory."""
+    if kwargs.keys() - {"device", "non_blocking"} or kwargs.get("non_blocking") or len(args) > 1:
+        return False
+    return str(args[0] if args else kwargs.get("device")) == "cpu"
+
+
+class EarlyValueCopier:
     """What is known of one program.
 
     ``install`` activates it until the ledger is restored, any number of times.
     """
+
+    def __init__(self, context: TrainingContext) -> None:
+        self.torch, self._context = context.torch, weakref.ref(context)
+        self.copies = HostCopies(context.torch)
+        self.read_values: dict[Key, ReadValue] = {}
+        self._candidates: dict[int, tuple[weakref.ref[Any], Key]] = {}  # address -> a value seen at a moment
+        self._learning_until: int | None = None  # the step in which learning ends
+        self._passes = 0
+        self._disabled = self._reported = False
+        self._unsynchronized: set[int] = set()  # streams that reads skipped waiting for
+
+    def _clear(self) -> None:
+        self.copies.clear()
+        self._candidates.clear()
+        self._unsynchronized.clear()
+
+    def _is_cuda_tensor(self, value: Any) -> bool:
+        return type(value) is self.torch.Tensor and bool(value.is_cuda)
+
+    def _is_value(self, value: Any) -> bool:
+        if (
+            not self._is_cuda_tensor(value)
+            or value.numel() != 1
+            or value.layout != self.torch.strided
+            or value.is_complex()
+            or value.is_inference()
+        ):
+            return False
+        try:
+            return bool(value.data_ptr())
+        except RuntimeError:  # it has no memory
+            return False
 
     # -- moments ---------------------------------------------------------------------------------------------
 
@@ -81,7 +123,7 @@ class EarlyValueCopier(ServedValues):
         ledger.set(torch.cuda, "empty_cache", self._wrap_empty_cache(torch.cuda.empty_cache))
         if torch.distributed.is_available():
             group = torch._C._distributed_c10d.ProcessGroup
-            for name in [name for name in vars(group) if any(word in name for word in COLLECTIVES)]:
+            for name in [name for name in vars(group) if COLLECTIVES.search(name)]:
                 ledger.set(group, name, self._wrap_collective(getattr(group, name)))
 
     def _wrap_backward(self, original: Callable[..., Any], context: TrainingContext) -> Callable[..., Any]:
@@ -115,6 +157,18 @@ class EarlyValueCopier(ServedValues):
             self._give_up(
                 f"values are read as before, because of an internal error ({type(error).__name__}: {error})"
             )
+
+    def _give_up(self, why: str) -> None:
+        self._disabled = True
+        self.read_values.clear()
+        self._clear()
+        self._report(why)
+
+    def _report(self, why: str) -> None:
+        context = self._context()
+        if not self._reported and context is not None:
+            self._reported = True
+            context.report("early_values", why)
 
     def _is_learning(self, moment: str, context: TrainingContext, roots: Iterable[Any]) -> bool:
         self._passes += any(map(self._is_cuda_tensor, roots))
@@ -237,7 +291,58 @@ class EarlyValueCopier(ServedValues):
 
         return copy
 
+    def _host_value(self, tensor: Tensor) -> Any:
+        """The value of this tensor in host memory, in its shape; None if it must be read as before."""
+        copy = self.copies.valid_copy(tensor)
+        if copy is None:
+            self._record_read(tensor)
+            return None
+        read_value = self.read_values.get(copy.key)
+        if read_value is None or self.copies.current_stream(tensor.get_device()) != copy.stream:
+            return None
+        copy.wait()
+        read_value.reads, read_value.unread = read_value.reads + 1, 0
+        if read_value.reads & (read_value.reads - 1) == 0 and not self._matches_device(tensor, copy):
+            return None
+        self._unsynchronized.add(copy.stream)
+        return copy.host if tensor.shape == copy.host.shape else copy.host.reshape(tensor.shape)
+
+    def _record_read(self, tensor: Tensor) -> None:
+        """Record that the script reads a value that existed at one of the moments."""
+        if not self._candidates or tensor.numel() != 1:
+            return
+        candidate = self._candidates.get(tensor.data_ptr())
+        if (
+            candidate is not None
+            and (original := candidate[0]()) is not None
+            and original.dtype == tensor.dtype
+        ):
+            self.read_values.setdefault(candidate[1], ReadValue())
+
+    def _matches_device(self, tensor: Tensor, copy: HostCopy) -> bool:
+        """Whether the device still holds the copied value.
+
+        It uses torch's own methods, so hooks that record the script's reads do not record this one.
+        """
+        methods = self.torch._C.TensorBase
+        both_bytes = [
+            methods.view(methods.reshape(methods.detach(bits), (1,)), self.torch.uint8)
+            for bits in (methods.cpu(tensor), copy.host)
+        ]
+        if methods.tolist(both_bytes[0]) == methods.tolist(both_bytes[1]):
+            return True
+        del self.read_values[copy.key]
+        self._report(
+            "a value is written between its computation and its read in a way that torch does not count, so it is read as before"
+        )
+        return False
+
     # -- skipped waits --------------------------------------------------------------------------
+
+    def _on_async_copy(self, caller: FrameType) -> None:
+        """Handle a non-blocking copy to the host: the script may use its next read as the wait."""
+        if not caller.f_code.co_filename.startswith(FLATOUT_FOLDER):
+            self.copies.clear()
 
     def _wrap_query(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wait first for the skipped streams: a script may use a read as a wait and then query its events."""
@@ -259,10 +364,12 @@ class EarlyValueCopier(ServedValues):
         return empty_cache
 
     def _wrap_collective(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        from flatout.kernels.graph_arguments import tensors_of
+
         @wraps(original)
         def collective(*args: object, **kwargs: object) -> Any:
             if self.copies.by_address:
-                self.copies.drop_overwritten(tensors_in((args[1:], tuple(kwargs.values()))))
+                self.copies.drop_overwritten(tensors_of((args[1:], kwargs)))
             return original(*args, **kwargs)
 
         return collective
