@@ -37,11 +37,8 @@ def mask_properties(form: AttentionForm) -> tuple[bool, bool]:
     (mask,), size = form.masks, form.rows
     with torch.no_grad():
         if mask.kind == "add":
-            unmasked, finite, masked = (
-                mask.tensor == 0,
-                mask.tensor > MASKED_SCORE,
-                mask.tensor <= MASKED_SCORE,
-            )
+            unmasked, finite = mask.tensor == 0, mask.tensor > MASKED_SCORE
+            masked = mask.tensor <= MASKED_SCORE
         else:
             unmasked = finite = ~mask.tensor if mask.kind == "drop" else mask.tensor
             masked = ~unmasked

@@ -359,10 +359,8 @@ class AttentionMode(TorchFunctionMode):
             with self:
                 yield
         finally:
-            self._max_products, self._next_ordinal = (
-                max(self._max_products, self._next_ordinal),
-                outer_ordinal,
-            )
+            self._max_products = max(self._max_products, self._next_ordinal)
+            self._next_ordinal = outer_ordinal
 
     def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

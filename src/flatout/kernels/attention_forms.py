@@ -154,11 +154,8 @@ def scores_form(
 def _baddbmm(
     reader: ArgumentReader, input: Tensor, batch1: Tensor, batch2: Tensor, beta: object, alpha: object
 ) -> AttentionForm | None:
-    form, beta_value, scale = (
-        scores_form(reader, "bmm", (batch1, batch2), {}),
-        reader.number(beta),
-        reader.number(alpha),
-    )
+    form = scores_form(reader, "bmm", (batch1, batch2), {})
+    beta_value, scale = reader.number(beta), reader.number(alpha)
     if form is None or beta_value not in (0, 1) or scale is None or not 0 < scale < math.inf:
         return None
     form = replace(form, scale=float(scale))
@@ -195,11 +192,8 @@ def einsum_letters(
     if len(args) != 3 or not isinstance(args[0], str) or args[0].count("->") != 1:
         return None
     inputs, out = args[0].replace(" ", "").split("->")
-    operands, tensors, subscripts = (
-        list(args[1:]),
-        [reader.tensor(operand) for operand in args[1:]],
-        inputs.split(","),
-    )
+    operands, subscripts = list(args[1:]), inputs.split(",")
+    tensors = list(map(reader.tensor, operands))
     if len(subscripts) != 2 or any(tensor is None for tensor in tensors):
         return None
     axis_counts = [len(tensor.shape) for tensor in tensors]
@@ -277,14 +271,9 @@ def _with_batch(mask: Mask, old: Sequence[Any], new: Sequence[Any]) -> Mask | No
     moved: list[int] = []
     i = j = 0
     while i < len(old) or j < len(new):
-        old_start, i, old_size, new_size, new_start = (
-            i,
-            i + 1,
-            math.prod(old[i : i + 1]),
-            math.prod(new[j : j + 1]),
-            j,
-        )
-        j += 1
+        old_start, new_start = i, j
+        old_size, new_size = math.prod(old[i : i + 1]), math.prod(new[j : j + 1])
+        i, j = i + 1, j + 1
         while old_size != new_size:
             if old_size < new_size:
                 old_size, i = old_size * old[i], i + 1

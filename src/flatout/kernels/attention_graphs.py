@@ -83,10 +83,8 @@ def rewrite(graph: Graph) -> int:
             if form is not None and example.dtype.is_floating_point:
                 forms[node] = replace(form, dtype=example.dtype)
         elif len(score_indices) == 1 and len(args[score_indices[0]].users) == 1:
-            form, call = (
-                forms[args[score_indices[0]]],
-                Call(READER, name, args, kwargs, score_indices[0], example),
-            )
+            form = forms[args[score_indices[0]]]
+            call = Call(READER, name, args, kwargs, score_indices[0], example)
             if name in PRODUCTS:
                 match = match_attention(form, call)
                 if match is not None and _has_static_layout(match):

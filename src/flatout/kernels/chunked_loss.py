@@ -30,10 +30,8 @@ CHUNK_BYTES = {"cuda": 256 << 20, "cpu": 32 << 20}  # logits per chunk; on a GPU
 MAX_ONE_CHUNK_BYTES = 1 << 20  # smaller logits are computed in one chunk
 MIN_CHUNKS = 16  # fewest chunks for larger ones
 MIN_ROWS = 16  # fewest rows per chunk
-ALIGNMENT_BYTES, PADDING_MULTIPLE = (
-    16,
-    64,
-)  # the alignment that Tensor Cores need, and the multiple used for padding
+ALIGNMENT_BYTES = 16  # that Tensor Cores need
+PADDING_MULTIPLE = 64
 
 
 def linear_cross_entropy(

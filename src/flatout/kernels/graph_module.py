@@ -222,8 +222,8 @@ class _ShapeRecord:
 def _note_used_outputs(shape: _ShapeRecord, outputs: object) -> Any:
     """The same outputs, with hooks that note which of them a backward pass uses."""
     leaves, structure = _pytree.tree_flatten(outputs)
-    for index, leaf in enumerate(leaves):
+    for i, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            leaves[index] = leaf.clone()  # one output may be computed from another
-            leaves[index].register_hook(lambda _, index=index: shape.used_outputs.add(index))
+            leaves[i] = leaf.clone()  # one output may be computed from another
+            leaves[i].register_hook(lambda _, i=i: shape.used_outputs.add(i))
     return _pytree.tree_unflatten(leaves, structure)

@@ -54,10 +54,8 @@ class _OperatorObserver(TorchDispatchMode):
 
     def __init__(self, known_memory: set[int], device: Device) -> None:
         super().__init__()
-        self.known_memory, self.device = (
-            known_memory,
-            device,
-        )  # by memory; tensors alive before the pass share none with new ones
+        # Tensors alive before the pass share no memory with new ones.
+        self.known_memory, self.device = known_memory, device
         self.why = ""
 
     def __torch_dispatch__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:

@@ -62,11 +62,8 @@ class RecordedPass:
         self.order = StreamOrder(self.device)
         self.parameters = [p for p in graphs.module.parameters() if p.requires_grad]
         self.inputs = [copy_leaf(tensor) for tensor in inputs]
-        self.forward_graph, self.backward_graph, pool = (
-            torch.cuda.CUDAGraph(),
-            torch.cuda.CUDAGraph(),
-            torch.cuda.graph_pool_handle(),
-        )
+        self.forward_graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        pool = torch.cuda.graph_pool_handle()
         static = iter(self.inputs)
         arguments = with_tensors(args, static), with_tensors(kwargs, static)
         torch.clear_autocast_cache()  # weights cast outside a recording are not part of it
@@ -82,13 +79,11 @@ class RecordedPass:
         if why := why_not_copyable(leaves, [*self.inputs, *self.parameters, *graphs.module.buffers()]):
             raise NotRecordable(why)
         self.leaves = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        self.tensor_indices = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self.differentiable = [index for index in self.tensor_indices if leaves[index].requires_grad]
+        self.tensor_indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self.differentiable = [i for i in self.tensor_indices if leaves[i].requires_grad]
         self.used_outputs = sorted(used_outputs & set(self.differentiable))
-        self.grads_in = [torch.empty_like(leaves[index]) for index in self.used_outputs]
-        if any(
-            id(leaf) in temporary for leaf in _graph_leaves([leaves[index] for index in self.used_outputs])
-        ):
+        self.grads_in = [torch.empty_like(leaves[i]) for i in self.used_outputs]
+        if any(id(leaf) in temporary for leaf in _graph_leaves([leaves[i] for i in self.used_outputs])):
             raise NotRecordable("reaches its weights other than through its modules")
         differentiated = [
             tensor
@@ -97,10 +92,7 @@ class RecordedPass:
         ]
         with capture(self.backward_graph, self.device, pool):
             grads_out = unwrapped_grad()(
-                [leaves[index] for index in self.used_outputs],
-                differentiated,
-                self.grads_in,
-                allow_unused=True,
+                [leaves[i] for i in self.used_outputs], differentiated, self.grads_in, allow_unused=True
             )
         if any(
             grad is not None and (type(grad) is not torch.Tensor or grad.layout != torch.strided)
@@ -110,7 +102,7 @@ class RecordedPass:
         free_bytes, all_bytes = torch.cuda.mem_get_info(self.device)
         if free_bytes < MIN_FREE_SHARE * all_bytes:
             raise NotRecordable("leaves too little memory for the rest of the program")
-        self.outputs = [leaves[index].detach() for index in self.tensor_indices]
+        self.outputs = [leaves[i].detach() for i in self.tensor_indices]
         self.grads_out = [None if grad is None else grad.detach() for grad in grads_out]
         self.needs_grad = [tensor.requires_grad for tensor in (*self.inputs, *self.parameters)]
 
@@ -126,8 +118,8 @@ class RecordedPass:
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (lease, tensor), lambda held: held[1]):
             outputs = _Replay.apply(self, lease, len(inputs), *inputs, *self.parameters)
         leaves = list(self.leaves)
-        for index, output in zip(self.tensor_indices, outputs, strict=True):
-            leaves[index] = output
+        for i, output in zip(self.tensor_indices, outputs, strict=True):
+            leaves[i] = output
         return _pytree.tree_unflatten(leaves, self.structure)
 
     def replay_forward(self, inputs: Iterable[Any]) -> list[Any]:
@@ -189,8 +181,8 @@ class _Replay(torch.autograd.Function):
         ctx.mark_non_differentiable(
             *(
                 output
-                for index, output in zip(recorded.tensor_indices, outputs, strict=True)
-                if index not in recorded.differentiable
+                for i, output in zip(recorded.tensor_indices, outputs, strict=True)
+                if i not in recorded.differentiable
             )
         )
         return tuple(outputs)
@@ -200,9 +192,7 @@ class _Replay(torch.autograd.Function):
         recorded: RecordedPass = ctx.recorded
         _, *inputs = ctx.saved_tensors
         output_grads = {
-            index: grad
-            for index, grad in zip(recorded.tensor_indices, grads, strict=True)
-            if grad is not None
+            i: grad for i, grad in zip(recorded.tensor_indices, grads, strict=True) if grad is not None
         }
         if torch.is_grad_enabled() or ctx.done or sorted(output_grads) != recorded.used_outputs:
             return (
@@ -212,12 +202,7 @@ class _Replay(torch.autograd.Function):
                 *_recompute_gradients(recorded, inputs, ctx.arguments, ctx.generator, output_grads),
             )
         ctx.done = True  # the replay overwrites the results of the forward pass
-        return (
-            None,
-            None,
-            None,
-            *recorded.replay_backward([output_grads[index] for index in recorded.used_outputs]),
-        )
+        return (None, None, None, *recorded.replay_backward([output_grads[i] for i in recorded.used_outputs]))
 
 
 def _recompute_gradients(
@@ -231,12 +216,7 @@ def _recompute_gradients(
 
     They are differentiable.
     """
-    create_graph, module, device, written = (
-        torch.is_grad_enabled(),
-        recorded.graphs.module,
-        recorded.device,
-        recorded.observation.written,
-    )
+    create_graph, device, written = torch.is_grad_enabled(), recorded.device, recorded.observation.written
     current_state, saved = generator_state(device), [buffer.clone() for buffer in written]
     static = iter(inputs)
     args, kwargs = with_tensors(arguments[0], static), with_tensors(arguments[1], static)
@@ -247,19 +227,19 @@ def _recompute_gradients(
     ):
         leaves = _pytree.tree_flatten(recorded.graphs.run_eagerly(args, kwargs))[0]
     restore_state(device, current_state, written, saved)
-    sources = [*inputs, *(p for p in module.parameters() if p.requires_grad)]
-    source_indices = [index for index, source in enumerate(sources) if source.requires_grad]
-    output_indices = [index for index in sorted(output_grads) if leaves[index].requires_grad]
+    sources = [*inputs, *recorded.parameters]
+    source_indices = [i for i, source in enumerate(sources) if source.requires_grad]
+    output_indices = [i for i in sorted(output_grads) if leaves[i].requires_grad]
     result = unwrapped_grad()(
-        [leaves[index] for index in output_indices],
-        [sources[index] for index in source_indices],
-        [output_grads[index] for index in output_indices],
+        [leaves[i] for i in output_indices],
+        [sources[i] for i in source_indices],
+        [output_grads[i] for i in output_indices],
         allow_unused=True,
         create_graph=create_graph,
     )
     grads: list[Any] = [None] * len(sources)
-    for index, grad in zip(source_indices, result, strict=True):
-        grads[index] = grad
+    for i, grad in zip(source_indices, result, strict=True):
+        grads[i] = grad
     return grads
 
 

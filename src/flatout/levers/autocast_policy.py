@@ -113,9 +113,8 @@ def keep_float32(torch: ModuleType, device: str, ledger: Ledger) -> None:
     an operator takes 3 to 6 us longer (torch 2.14, one core of an Intel Xeon with AMX).
     """
     registration = _REGISTRATIONS[device]
-    ledger.call(
-        f"kernels at {KEYS[device]}", registration.end
-    )  # first, so that it also undoes a partial registration
+    # First, so that it also undoes a partial registration.
+    ledger.call(f"kernels at {KEYS[device]}", registration.end)
     registration.begin(torch, KEYS[device])
 
 
@@ -166,10 +165,8 @@ def _promoting_kernel(torch: ModuleType, op: object, key: str) -> Kernel:
 
 
 def _without_autocast(torch: ModuleType, op: Any, key: str) -> Callable[[Any, dict[str, Any]], Any]:
-    exclude_keys, autocast_keys = (
-        torch._C._ExcludeDispatchKeyGuard,
-        torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)),
-    )
+    exclude_keys = torch._C._ExcludeDispatchKeyGuard
+    autocast_keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
     def call_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with exclude_keys(autocast_keys):

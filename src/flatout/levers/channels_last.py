@@ -37,10 +37,8 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
         for p in context.parameters
         if p.dim() == 4
     ]
-    converted, default = (
-        layouts.count((False, True)),
-        layouts.count((True, False)),
-    )  # 1 x 1 kernels match both layouts
+    # 1 x 1 kernels match both layouts.
+    converted, default = layouts.count((False, True)), layouts.count((True, False))
     if converted:
         return Skip(
             f"{converted} of {converted + default} convolution weights are already stored as channels_last"
@@ -96,12 +94,8 @@ def _to_default(torch: ModuleType, output: Any) -> Any:
     """Convert outputs to the default layout: the script may call ``.view`` on them."""
     if isinstance(output, torch.Tensor):
         return output.contiguous() if output.dim() == 4 else output
-    if isinstance(output, dict):
-        return (
-            type(output)((key, _to_default(torch, value)) for key, value in output.items())
-            if type(output) is dict
-            else output
-        )
+    if type(output) is dict:
+        return {key: _to_default(torch, value) for key, value in output.items()}
     if type(output) in (list, tuple):
         return type(output)(_to_default(torch, value) for value in output)
     return output

@@ -47,9 +47,8 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     # Restored in reverse: ``undo`` and disabling anomaly detection need the real function.
     ledger.call("debugging aids", undo)
     torch.autograd.set_detect_anomaly(False)
-    ledger.set(
-        torch, "set_anomaly_enabled", lambda mode, check_nan=True: None
-    )  # `with detect_anomaly():` would enable it again
+    # `with detect_anomaly():` would enable it again.
+    ledger.set(torch, "set_anomaly_enabled", lambda mode, check_nan=True: None)
     torch.distributions.Distribution.set_default_validate_args(False)
     ledger.set_flag(torch.utils.deterministic, "fill_uninitialized_memory", False)
     return ledger.restore

@@ -31,9 +31,8 @@ from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
 from flatout.schema.program import Ledger, TrainingContext
 
-_COPIERS: WeakKeyDictionary[Any, EarlyValueCopier] = (
-    WeakKeyDictionary()
-)  # context -> what was learned, kept while the lever is switched on and off
+# By context; each keeps what it has learned while the lever is switched on and off.
+_COPIERS: WeakKeyDictionary[Any, EarlyValueCopier] = WeakKeyDictionary()
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:

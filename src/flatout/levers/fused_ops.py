@@ -116,9 +116,8 @@ def _vocabulary_layers(context: TrainingContext) -> list[Any]:
         vocabularies, tied = {m.num_embeddings for m in embeddings}, {id(m.weight) for m in embeddings}
         widths = [m.out_features for m in linears]
         for module in linears:
-            width = (
-                module.out_features
-            )  # a position Embedding may have as many rows as each layer has outputs
+            # A position Embedding may have as many rows as each layer has outputs.
+            width = module.out_features
             if width >= MIN_VOCABULARY or (
                 width in vocabularies and (id(module.weight) in tied or widths.count(width) == 1)
             ):

@@ -41,9 +41,8 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     from torch._functorch import config
 
     dynamo = context.torch._dynamo
-    ledger.call(
-        "compiled code", dynamo.reset
-    )  # the option is read while compiling, so compiled code must be compiled again
+    # The option is read while compiling, so compiled code must be compiled again.
+    ledger.call("compiled code", dynamo.reset)
     ledger.set_flag(config, "activation_memory_budget", float(value))  # type: ignore[arg-type]
     dynamo.reset()
     return ledger.restore

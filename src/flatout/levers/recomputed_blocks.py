@@ -49,9 +49,7 @@ def _is_block(module: Module) -> bool:
 def spread(blocks: list[Any], share: float) -> list[Any]:
     """This share of the blocks, evenly distributed, at least one."""
     return [
-        block
-        for index, block in enumerate(blocks)
-        if int((index + 1) * share + 1e-9) > int(index * share + 1e-9)
+        block for i, block in enumerate(blocks) if int((i + 1) * share + 1e-9) > int(i * share + 1e-9)
     ] or blocks[:1]
 
 

@@ -72,10 +72,8 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     torch = context.torch
     if not torch.cuda.is_available():
         raise LookupError("there is no CUDA device to make batches on")
-    device_copies, keep = (
-        DeviceCopies(),
-        CacheOptions(CacheBudget(value["mib"] * MIB), ahead=True, handed_on=context.handed_on),
-    )
+    device_copies = DeviceCopies()
+    keep = CacheOptions(CacheBudget(value["mib"] * MIB), ahead=True, handed_on=context.handed_on)
     return_device_copies(device_copies, ledger)
 
     def change(dataset: Dataset, arguments: dict[str, Any]) -> dict[str, Any]:

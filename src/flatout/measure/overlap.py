@@ -22,7 +22,7 @@ class Queue:
     def __init__(self, tasks: Sequence[Task]) -> None:
         self.tasks = list(tasks)
         self.ended = 0
-        self.remaining_ms = self.tasks[0].ms if self.tasks else 0.0
+        self.left_ms = self.tasks[0].ms if self.tasks else 0.0
 
     @property
     def done(self) -> bool:
@@ -33,10 +33,10 @@ class Queue:
 
     def advance(self, ms: float) -> None:
         """Advance the current task by ``ms``, at most what is left of it. Then the next task starts."""
-        self.remaining_ms -= ms
-        if self.remaining_ms <= 0:
+        self.left_ms -= ms
+        if self.left_ms <= 0:
             self.ended += 1
-            self.remaining_ms = 0.0 if self.done else self.tasks[self.ended].ms
+            self.left_ms = 0.0 if self.done else self.tasks[self.ended].ms
 
 
 def finish_ms(compute: Sequence[Task], wire: Sequence[Task]) -> float:
@@ -48,15 +48,15 @@ def finish_ms(compute: Sequence[Task], wire: Sequence[Task]) -> float:
         if not computing and not communicating:
             raise ValueError("the two queues wait for each other")
         speed = 1.0 - link.tasks[link.ended].contention if communicating else 1.0
-        if not communicating or (computing and device.remaining_ms <= link.remaining_ms * speed):
-            elapsed_ms = device.remaining_ms / speed if device.remaining_ms else 0.0
+        if not communicating or (computing and device.left_ms <= link.left_ms * speed):
+            elapsed_ms = device.left_ms / speed if device.left_ms else 0.0
             if communicating:
-                link.remaining_ms = max(link.remaining_ms - elapsed_ms, 0.0)
-            device.advance(device.remaining_ms)
+                link.left_ms = max(link.left_ms - elapsed_ms, 0.0)
+            device.advance(device.left_ms)
         else:
-            elapsed_ms = link.remaining_ms
+            elapsed_ms = link.left_ms
             if computing:
-                device.remaining_ms -= elapsed_ms * speed
-            link.advance(link.remaining_ms)
+                device.left_ms -= elapsed_ms * speed
+            link.advance(link.left_ms)
         now_ms += elapsed_ms
     return now_ms

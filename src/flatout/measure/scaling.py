@@ -118,8 +118,8 @@ def ddp(work: Workload, timing: Timing, fabric: Fabric, devices: int) -> Predict
     costs = [all_reduce(fabric, devices, size) for size in bucket_sizes]
     first_after = 2 if work.overlap else 1 + len(bucket_sizes)
     wire = [
-        _wire_task(cost, after=first_after + index if work.overlap else first_after)
-        for index, cost in enumerate(costs)
+        _wire_task(cost, after=first_after + i if work.overlap else first_after)
+        for i, cost in enumerate(costs)
     ]
     return PredictedStep(timing.step_ms, finish_ms(compute, wire), _sum(costs))
 

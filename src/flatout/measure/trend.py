@@ -22,7 +22,7 @@ def growth_p_value(series: Sequence[float]) -> float:
     n = len(series)
     if n < 4:
         return 1.0
-    score = sum((b > a) - (b < a) for index, a in enumerate(series) for b in series[index + 1 :])
+    score = sum((b > a) - (b < a) for i, a in enumerate(series) for b in series[i + 1 :])
     ties = sum(count * (count - 1) * (2 * count + 5) for count in Counter(series).values())
     variance = (n * (n - 1) * (2 * n + 5) - ties) / 18
     if variance <= 0:
@@ -33,12 +33,7 @@ def growth_p_value(series: Sequence[float]) -> float:
 
 def slope(series: Sequence[float]) -> float:
     """Return the median slope between all pairs, per step of the series. 0.0 for fewer than two values."""
-    slopes = [
-        (b - a) / (later - index)
-        for index, a in enumerate(series)
-        for later, b in enumerate(series)
-        if later > index
-    ]
+    slopes = [(b - a) / (j - i) for i, a in enumerate(series) for j, b in enumerate(series) if j > i]
     return median(slopes) if slopes else 0.0
 
 
