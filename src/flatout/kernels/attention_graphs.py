@@ -159,7 +159,6 @@ NOT_IN_PLACE = frozenset(("and_", "or_", "not_", "is_"))  # of the module operat
 
 
 def _may_write(node: Node) -> bool:
-    """Whether this may change a tensor in place."""
     name = str(node.target if node.op == "call_method" else getattr(node.target, "__name__", ""))
     in_place = IN_PLACE_NAME.fullmatch(name) is not None and name not in NOT_IN_PLACE
     return in_place or any(node.kwargs.get(key) for key in ("out", "inplace"))

@@ -136,7 +136,6 @@ def _extra_rows(x: Tensor, classes: int) -> int:
 def _loss_and_gradient(
     logits: Tensor, target: Tensor, ignore_index: int, smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """The sum of the losses, and its gradient."""
     ignored = target == ignore_index
     indices = target.masked_fill(ignored, 0)[:, None]
     log_probs = logits.log_softmax(1)

@@ -91,7 +91,6 @@ class LogitsSource:
         return self._release_inputs()
 
     def _release_inputs(self) -> Tensor:
-        """Release the graph and the weights."""
         assert self.values is not None
         self.saved_weights, self.x, self.weight, self.bias = None, self.x.detach(), self.weight.detach(), None
         return self.values

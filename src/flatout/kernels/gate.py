@@ -241,8 +241,6 @@ def not_run(reason: str) -> str:
 
 
 class _CallRecorder(TorchDispatchMode):
-    """Records the arguments of the calls of one operator."""
-
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
@@ -279,7 +277,6 @@ def _cases(kernel: Kernel, implementation: Implementation) -> list[tuple[int, Ca
 
 
 def _version(package: str) -> tuple[int, ...]:
-    """The first two numbers of its version."""
     return tuple(int(number) for number in re.findall(r"\d+", import_module(package).__version__)[:2])
 
 

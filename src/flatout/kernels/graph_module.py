@@ -206,8 +206,6 @@ class ModuleGraphs:
 
 
 class _ShapeRecord:
-    """The record of calls with one input shape, in one mode."""
-
     def __init__(self) -> None:
         self.calls = self.replays = 0
         self.eager = False  # permanently

@@ -98,22 +98,17 @@ def observe_pass(
     operator as well.
     """
     observation, buffers = PassObservation(), list(module.buffers())
+    generators, change_count = _host_generators(), len(changes)
     # Compare values, too: batch normalisation kernels write running statistics without a version change.
-    before = (
-        _host_generators(),
-        [(buffer._version, buffer.clone()) for buffer in buffers],
-        [tensor._version for tensor in inputs],
-        len(changes),
-    )
+    buffer_states = [(buffer._version, buffer.clone()) for buffer in buffers]
+    input_versions = [tensor._version for tensor in inputs]
     if operators:
         tensors = [*inputs, *module.parameters(), *buffers, *_attributes(module)]
-        mode = _OperatorObserver({_memory_key(tensor) for tensor in tensors}, device)
-        with mode:
+        with _OperatorObserver({_memory_key(tensor) for tensor in tensors}, device) as observer:
             yield observation
-        observation.why = mode.why
+        observation.why = observer.why
     else:
         yield observation
-    generators, buffer_states, input_versions, change_count = before
     observation.written = [
         buffer
         for buffer, (version, value) in zip(buffers, buffer_states, strict=True)
@@ -128,7 +123,6 @@ def observe_pass(
 
 
 def _host_generators() -> tuple[Any, ...]:
-    """The states of the host's random generators."""
     numpy = sys.modules.get("numpy")
     numpy_state = (
         ()

@@ -279,7 +279,6 @@ def _temporary_parameters(module: Module) -> Iterator[dict[int, Any]]:
 
 
 def _graph_leaves(outputs: list[Any]) -> Iterator[Any]:
-    """The leaves of the autograd graph of these tensors."""
     pending, visited = [output.grad_fn for output in outputs], set()
     while pending:
         node = pending.pop()

@@ -83,7 +83,6 @@ class UpdateGraph:
         )
 
     def _record(self, state: _State) -> bool:
-        """Make a recording for this state; return whether there is one."""
         if self.recorded is not None:
             state_before, replays = self.recorded.state, self.recorded.replays
             if replays < MIN_REPLAYS and replays:
@@ -128,12 +127,16 @@ class _State:
             [value for name, value in group.items() if name not in ("params", "lr", "initial_lr")]
             for group in groups
         ]
-        self.addresses = [p.data_ptr() for p in self.parameters] + [
-            value.data_ptr()
-            for p in self.parameters
-            for value in state[p].values()
-            if isinstance(value, torch.Tensor)
+        self.tensors = [
+            *self.parameters,
+            *(
+                value
+                for p in self.parameters
+                for value in state[p].values()
+                if isinstance(value, torch.Tensor)
+            ),
         ]
+        self.addresses = [tensor.data_ptr() for tensor in self.tensors]
         self.shapes = [(grad.shape, grad.stride(), grad.dtype, grad.layout) for grad in self.grads]
         self.fused = all(group.get("fused") for group in groups)
         on_device = any(
@@ -169,15 +172,6 @@ class _Recorded:
         self.rates = [
             torch.tensor(float(rate), dtype=torch.float32, device=device) if rates_on_device else rate
             for rate in state.rates
-        ]
-        self.written = [
-            *state.parameters,
-            *(
-                value
-                for p in state.parameters
-                for value in optimizer.state[p].values()
-                if isinstance(value, torch.Tensor)
-            ),
         ]
         groups_before = [(group, dict(group)) for group in optimizer.param_groups]
         try:
@@ -215,7 +209,7 @@ class _Recorded:
             self.order.wait()
             torch._foreach_copy_(self.grads, [p.grad for p in self.state.parameters])
             self.graph.replay()
-            torch.autograd.graph.increment_version(self.written)
+            torch.autograd.graph.increment_version(self.state.tensors)
         self.replays += 1
 
 

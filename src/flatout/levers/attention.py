@@ -167,7 +167,6 @@ def _is_filled(cell: CellType) -> bool:
 
 
 def _nested_code(code: CodeType) -> list[CodeType]:
-    """This code object and those of the functions inside it."""
     return [
         code,
         *(

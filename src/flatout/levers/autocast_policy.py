@@ -132,7 +132,6 @@ def _missing(torch: ModuleType, key: str) -> Iterator[tuple[Any, Kernel]]:
 
 
 def _float32_kernel(torch: ModuleType, op: object, key: str) -> Kernel:
-    """A kernel that converts half precision to float32."""
     call_plain, halves, float32, plain = (
         _without_autocast(torch, op, key),
         (torch.bfloat16, torch.float16),
@@ -149,7 +148,6 @@ def _float32_kernel(torch: ModuleType, op: object, key: str) -> Kernel:
 
 
 def _promoting_kernel(torch: ModuleType, op: object, key: str) -> Kernel:
-    """A kernel that converts half precision to float32 if another input is float32."""
     call_plain, convert, float32, plain = (
         _without_autocast(torch, op, key),
         _float32_kernel(torch, op, key),

@@ -46,28 +46,22 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
         return Options(({},))
     if not context.loaders:
         return Skip(NO_LOADER)
-    training_number = context.training_loader
-    if training_number is None:
+    position = context.training_loader
+    if position is None:
         return Skip(
             "no backward pass followed a batch loaded with gradients enabled, so the training DataLoader is unknown"
         )
-    current_size = context.loaders[training_number]["batch_size"]
+    size = context.loaders[position]["batch_size"]
     loader = next(
-        (
-            loader
-            for loader in context.training_loaders
-            if context.number_of_loader(loader) == training_number
-        ),
+        (loader for loader in context.training_loaders if context.number_of_loader(loader) == position),
         next(iter(context.training_loaders), None),
     )
     changed = resized(_arguments(loader), 1) if loader is not None else {}
     if isinstance(changed, str):
         return Skip(changed)
-    if not current_size:
+    if not size:
         return Skip(BATCHES_ITSELF)
-    return Options(
-        tuple({"size": n, "loader": training_number} for n in (2 * current_size, current_size // 2) if n)
-    )
+    return Options(tuple({"size": n, "loader": position} for n in (2 * size, size // 2) if n))
 
 
 def _arguments(loader: DataLoader) -> dict[str, Any]:
@@ -108,25 +102,12 @@ class _LoaderRule:
 def resized(arguments: dict[str, Any], size: int) -> dict[str, Any] | str:
     """The arguments of a DataLoader with this batch size, or the reason why there are none."""
     batch_sampler = arguments.get("batch_sampler")
-    samplers = [
-        sampler
-        for sampler in (arguments.get("sampler"), batch_sampler, getattr(batch_sampler, "sampler", None))
-        if sampler is not None
-    ]
     if batch_sampler is not None and (
-        type(batch_sampler).__name__ != "BatchSampler"
-        or not type(batch_sampler).__module__.startswith("torch.utils.data.")
+        type(batch_sampler).__name__ != "BatchSampler" or not _is_from_torch(batch_sampler)
     ):
         return OWN_BATCHES.format(name=type(batch_sampler).__name__)
-    custom = next(
-        (
-            sampler
-            for sampler in samplers
-            if type(sampler) not in (list, tuple, range)
-            and not type(sampler).__module__.startswith("torch.utils.data.")
-        ),
-        None,
-    )
+    samplers = (arguments.get("sampler"), getattr(batch_sampler, "sampler", None))
+    custom = next((sampler for sampler in samplers if not _is_from_torch(sampler)), None)
     if custom is not None:
         return OWN_SAMPLER.format(name=type(custom).__name__)
     if batch_sampler is not None:
@@ -135,6 +116,12 @@ def resized(arguments: dict[str, Any], size: int) -> dict[str, Any] | str:
             "batch_sampler": type(batch_sampler)(batch_sampler.sampler, size, batch_sampler.drop_last),
         }
     return BATCHES_ITSELF if arguments.get("batch_size", 1) is None else {**arguments, "batch_size": size}
+
+
+def _is_from_torch(sampler: object) -> bool:
+    return type(sampler) in (type(None), list, tuple, range) or type(sampler).__module__.startswith(
+        "torch.utils.data."
+    )
 
 
 def code(value: Value) -> str:

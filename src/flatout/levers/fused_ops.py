@@ -22,6 +22,7 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from flatout.levers.reasons import script_hooks
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -126,7 +127,6 @@ def _vocabulary_layers(context: TrainingContext) -> list[Any]:
 
 
 def _norms(context: TrainingContext) -> list[Any]:
-    """LayerNorm layers over one axis, with weights, on a CUDA device."""
     nn, layers = context.torch.nn, {}
     for root in context.roots:
         for module in root.modules():
@@ -144,18 +144,6 @@ def _norms(context: TrainingContext) -> list[Any]:
 def _is_plain(context: TrainingContext, module: Module) -> bool:
     """Whether this layer has no hooks or custom forward of the script, and only ordinary parameters."""
     torch, own_forward = context.torch, vars(module).get("forward")
-    hook_tables = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    hooks = [
-        hook
-        for table in hook_tables
-        for hook in table.values()
-        if getattr(hook, "__self__", None) is not context
-    ]  # a root module has ours
     ordinary = all(
         type(p) is torch.nn.Parameter
         and p.is_floating_point()
@@ -163,7 +151,11 @@ def _is_plain(context: TrainingContext, module: Module) -> bool:
         and p.device.type in ("cpu", "cuda")
         for p in module.parameters(recurse=False)
     )
-    return ordinary and not hooks and (own_forward is None or getattr(own_forward, "flatout", False))
+    return (
+        ordinary
+        and not script_hooks(context, module)
+        and (own_forward is None or getattr(own_forward, "flatout", False))
+    )
 
 
 def _defer_logits(torch: ModuleType, head: Module, linear: Callable[..., Any]) -> Any:

@@ -44,18 +44,13 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 
 
 def _implementations(torch: ModuleType, optimizer: Optimizer) -> list[str]:
-    """The implementations to which this optimizer could switch."""
-    if (
-        not _is_from_torch(optimizer)
-        or _script_choice(optimizer)
-        or any(not _is_plain(torch, p) for group in optimizer.param_groups for p in group["params"])
-    ):
+    if not _is_from_torch(optimizer) or _script_choice(optimizer) or not _is_plain(torch, optimizer):
         return []
-    kind, implementations = type(optimizer), []
-    if "fused" in inspect.signature(kind.__init__).parameters:
+    implementations = []
+    if "fused" in inspect.signature(type(optimizer).__init__).parameters:
         implementations.append("fused")
     # On CUDA the multi-tensor implementation is already the default.
-    if not any(p.is_cuda for group in optimizer.param_groups for p in group["params"]):
+    if not any(p.is_cuda for p in _parameters(optimizer)):
         implementations.append("foreach")
     return implementations
 
@@ -83,18 +78,21 @@ def _script_choice(optimizer: Optimizer) -> str:
     )
 
 
-def _is_plain(torch: ModuleType, p: Tensor) -> bool:
-    return bool(p.is_floating_point() and p.layout == torch.strided)
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _is_plain(torch: ModuleType, optimizer: Optimizer) -> bool:
+    return all(p.is_floating_point() and p.layout == torch.strided for p in _parameters(optimizer))
 
 
 def _why_none(torch: ModuleType, optimizer: Optimizer) -> str:
     """Why this optimizer has no such implementation. Of several optimizers, the first is named."""
     name = type(optimizer).__name__
-    if _is_from_torch(optimizer) and (choice := _script_choice(optimizer)):
+    from_torch = _is_from_torch(optimizer)
+    if from_torch and (choice := _script_choice(optimizer)):
         return f"the program creates its {name} with {choice}"
-    if _is_from_torch(optimizer) and any(
-        not _is_plain(torch, p) for group in optimizer.param_groups for p in group["params"]
-    ):
+    if from_torch and not _is_plain(torch, optimizer):
         return f"{name} updates complex or sparse parameters, which no fused kernel supports"
     return f"{name} has no fused or multi-tensor implementation"
 

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from flatout.levers.reasons import NO_CUDA, NO_ROOT, why_model_is_split
+from flatout.levers.reasons import NO_CUDA, NO_ROOT, script_hooks, why_model_is_split
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
     from flatout.kernels.graph_update import UpdateGraph
     from flatout.schema.program import Ledger, TrainingContext
-
-HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
@@ -72,13 +70,7 @@ def _why_not(context: TrainingContext, root: Module) -> str:
     if any(tensor.device != tensors[0].device or not tensor.is_cuda for tensor in tensors):
         return f"parameters and buffers of {name} are not all on one CUDA device"
     for module in root.modules():
-        hooks = [
-            hook
-            for table in HOOK_TABLES
-            for hook in getattr(module, table).values()
-            if getattr(hook, "__self__", None) is not context
-        ]
-        if hooks and module is not root:
+        if module is not root and script_hooks(context, module):
             return f"the script has hooks on {type(module).__name__}, which a recording would not call"
     return ""
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from flatout.schema.program import TrainingContext
+
+if TYPE_CHECKING:
+    from torch.nn import Module
 
 NO_CUDA = "no parameter of the program is on a CUDA device"
 NO_GPU = "no CUDA device was found on this machine"
@@ -13,6 +18,17 @@ COMPILER_CHOOSES = "the script compiles the model or a part of it, and the compi
 COMPILED_ONCE = (
     "the script differentiates twice (create_graph=True), and compiled functions have no second derivative"
 )
+HOOK_TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def script_hooks(context: TrainingContext, module: Module) -> list[Any]:
+    """The hooks on this module, without those of the training context."""
+    return [
+        hook
+        for table in HOOK_TABLES
+        for hook in getattr(module, table).values()
+        if getattr(hook, "__self__", None) is not context
+    ]
 
 
 def why_model_is_split(context: TrainingContext) -> str:

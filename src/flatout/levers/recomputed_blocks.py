@@ -12,6 +12,8 @@ from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from flatout.levers.reasons import HOOK_TABLES
+
 if TYPE_CHECKING:
     from torch.nn import Module
 
@@ -41,7 +43,6 @@ def _repeated_in(module: Module, is_container: Callable[[Any], bool], visited: s
 
 
 def _is_block(module: Module) -> bool:
-    """Whether a module contains at least two computing modules and trainable parameters."""
     leaves = [part for part in module.modules() if not any(True for _ in part.children())]
     return len(leaves) >= 2 and any(p.requires_grad for p in module.parameters())
 
@@ -58,17 +59,8 @@ def why_not(torch: ModuleType, block: Module) -> str:
     if any(isinstance(part, torch.jit.ScriptModule) for part in block.modules()):
         return "it is a compiled script (torch.jit)"
     for part in block.modules():
-        if part is not block and any(
-            map(
-                _is_scripts,
-                (
-                    *part._forward_hooks.values(),
-                    *part._forward_pre_hooks.values(),
-                    *part._backward_hooks.values(),
-                    *part._backward_pre_hooks.values(),
-                ),
-            )
-        ):
+        hooks = (hook for table in HOOK_TABLES for hook in getattr(part, table).values())
+        if part is not block and any(map(_is_scripts, hooks)):
             return f"the script has a hook on a {type(part).__name__} inside it, which would run twice"
         if type(part).__name__ == "SyncBatchNorm":
             return "its SyncBatchNorm would communicate with the other ranks twice"

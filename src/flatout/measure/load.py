@@ -52,9 +52,8 @@ def machine_load(sample_s: float = 0.25, max_programs: int = 2) -> MachineLoad |
         ticks_before, spent_before = _busy_ticks(), _cpu_seconds(psutil)
         own_before_s = process_time()
         sleep(sample_s)
-        cores = (_busy_ticks() - ticks_before) / os.sysconf("SC_CLK_TCK") / sample_s - (
-            process_time() - own_before_s
-        ) / sample_s
+        own_s = process_time() - own_before_s
+        cores = ((_busy_ticks() - ticks_before) / os.sysconf("SC_CLK_TCK") - own_s) / sample_s
     except (OSError, ValueError):
         return None
     after = _cpu_seconds(psutil)

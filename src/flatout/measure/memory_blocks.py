@@ -98,7 +98,6 @@ class MemoryBlockTracker:
         ]
 
     def _fullest_event(self) -> int:
-        """Return the event after which the most activations live."""
         changes = [
             (block.allocated_at, block.size_bytes) for block in self._blocks if block.kind == "activations"
         ]

@@ -235,7 +235,6 @@ def predict(work: Workload, fabric: Fabric, strategy: str, devices: int, scaling
 
 
 def _bound(work: Workload, point: ScalePoint, step: PredictedStep, ideal_ms: float) -> str:
-    """Return a sentence on what limits the step."""
     if point.devices == 1:
         return "computing: a single device does not communicate"
     exposed, overhead, computing = (

@@ -308,7 +308,6 @@ class EarlyValueCopier:
         return copy.host if tensor.shape == copy.host.shape else copy.host.reshape(tensor.shape)
 
     def _record_read(self, tensor: Tensor) -> None:
-        """Record that the script reads a value that existed at one of the moments."""
         if not self._candidates or tensor.numel() != 1:
             return
         candidate = self._candidates.get(tensor.data_ptr())
