@@ -12,13 +12,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flatout.measure.links import Fabric, all_gather, all_reduce, hierarchical, reduce_scatter
-from flatout.measure.overlap import Task, finish_ms
 from flatout.measure.scaling import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
+    Task,
     Workload,
     buckets,
     equal_tensors,
+    finish_ms,
     predict,
 )
 from flatout.render.page import html

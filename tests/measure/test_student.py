@@ -6,7 +6,7 @@ import random
 import pytest
 
 from flatout.compare.evaluate import FEWEST_PAIRS, LEVEL, NARROW
-from flatout.measure.student import difference, estimate, t_quantile
+from flatout.measure.statistics import difference, estimate, t_quantile
 
 
 # Source: Abramowitz and Stegun, table 26.10.

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from flatout.measure.trend import grows_evenly, growth_p_value, keeps_growing, slope
+from flatout.measure.statistics import grows_evenly, growth_p_value, keeps_growing, slope
 
 
 def test_a_steady_rise_is_no_accident():

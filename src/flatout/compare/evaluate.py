@@ -16,8 +16,7 @@ from flatout.compare.pairs import Pair, Run
 from flatout.compare.sides import Side
 from flatout.guard.loss_curves import curves_within_spread, finite_losses
 from flatout.guard.verdict import repeats_itself
-from flatout.measure.statistics import median
-from flatout.measure.student import Estimate, difference, estimate
+from flatout.measure.statistics import Estimate, difference, estimate, median
 from flatout.schema.compare import Change, CompareRecord, Gate, LossVerdict, SideRecord
 from flatout.schema.records import PHASES, PhaseTime, TrialRecord
 from flatout.schema.sizes import size

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from flatout.compare.sides import Side
 from flatout.job.folder import JobFolder
 from flatout.measure.clock import seconds
-from flatout.measure.statistics import block_ms
-from flatout.measure.student import estimate
+from flatout.measure.statistics import block_ms, estimate
 from flatout.schema.errors import FlatoutError, NothingMeasured
 from flatout.schema.facts import Facts
 from flatout.schema.records import Record, TrialRecord

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from flatout.kernels.attention_forms import (
     ABSORBING_VALUES,
@@ -24,9 +25,6 @@ from flatout.kernels.attention_forms import (
     broadcast,
     same_sizes,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def mask_properties(form: AttentionForm) -> tuple[bool, bool]:
@@ -75,13 +73,9 @@ def attend(
             tensor = tensor.reshape(*work_batch, *last_sizes)
         if len(work_batch) > 2:
             return tensor.reshape(work_batch[0], -1, *last_sizes)
-        return (
-            tensor
-            if len(work_batch) == 2
-            else tensor.unsqueeze(1)
-            if len(work_batch) == 1
-            else tensor[None, None]
-        )
+        if len(work_batch) == 2:
+            return tensor
+        return tensor.unsqueeze(1) if work_batch else tensor[None, None]
 
     q = to_4d(form.q, form.q_axes, form.product_batch, form.rows)
     k = to_4d(form.k, form.k_axes, form.product_batch, form.columns)

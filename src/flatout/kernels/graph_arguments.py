@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils import _pytree
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SIMPLE_TYPES = (type(None), bool, int, float, str, torch.dtype, torch.device)
 

@@ -6,12 +6,10 @@ import gc
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from torch import device as Device
+from torch import device as Device
 
 _streams: dict[int, Any] = {}
 

@@ -17,9 +17,10 @@ second time, or with ``create_graph``) recomputes the forward pass from the same
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.nn import Module
 from torch.utils import _pytree
 
 from flatout.kernels.graph_arguments import NotRecordable, layout_key, tensors_of, why_not_copyable
@@ -31,9 +32,6 @@ from flatout.kernels.graph_replay import (
     nearly_equal,
     restore_state,
 )
-
-if TYPE_CHECKING:
-    from torch.nn import Module
 
 MAX_SHAPES = 8  # recorded shapes per module
 MAX_RECORDINGS = 4  # recordings of one shape: passes with a pending backward pass

@@ -12,17 +12,15 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch import device as Device
+from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flatout.kernels.graph_arguments import tensors_of
-
-if TYPE_CHECKING:
-    from torch import Tensor
-    from torch import device as Device
-    from torch.nn import Module
 
 DEVICE_READS = {
     torch.ops.aten._local_scalar_dense.default,

@@ -5,10 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
+from torch import device as Device
 from torch.autograd.function import FunctionCtx
+from torch.nn import Module
 from torch.utils import _pytree
 
 from flatout.kernels.graph_arguments import (
@@ -20,10 +22,6 @@ from flatout.kernels.graph_arguments import (
 )
 from flatout.kernels.graph_capture import CaptureState, StreamOrder, capture, unwrapped_grad
 from flatout.kernels.graph_observation import PassObservation
-
-if TYPE_CHECKING:
-    from torch import device as Device
-    from torch.nn import Module
 
 MIN_FREE_SHARE = 0.1  # share of the device's memory left for evaluations and other shapes
 TOLERANCE = (

@@ -10,15 +10,13 @@ learning rate that changes in every step is read from the device, if the optimiz
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import device as Device
+from torch.optim import Optimizer
 
 from flatout.kernels.graph_capture import CaptureState, StreamOrder, capture
-
-if TYPE_CHECKING:
-    from torch import device as Device
-    from torch.optim import Optimizer
 
 RECORDABLE = {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "RMSprop", "ASGD", "Adagrad"}
 WARMUP_STEPS = 2  # eager steps in which optimizers create their state

@@ -132,31 +132,22 @@ def _missing(torch: ModuleType, key: str) -> Iterator[tuple[Any, Kernel]]:
 
 
 def _float32_kernel(torch: ModuleType, op: object, key: str) -> Kernel:
-    call_plain, halves, float32, plain = (
-        _without_autocast(torch, op, key),
-        (torch.bfloat16, torch.float16),
-        torch.float32,
-        torch.Tensor,
-    )
+    call_plain, halves = _without_autocast(torch, op, key), (torch.bfloat16, torch.float16)
 
     def kernel(*args: object, **kwargs: object) -> Any:
         return call_plain(
-            [a.to(float32) if isinstance(a, plain) and a.dtype in halves else a for a in args], kwargs
+            [a.float() if isinstance(a, torch.Tensor) and a.dtype in halves else a for a in args], kwargs
         )
 
     return kernel
 
 
 def _promoting_kernel(torch: ModuleType, op: object, key: str) -> Kernel:
-    call_plain, convert, float32, plain = (
-        _without_autocast(torch, op, key),
-        _float32_kernel(torch, op, key),
-        torch.float32,
-        torch.Tensor,
-    )
+    """A kernel that converts half precision to float32 if another input is float32."""
+    call_plain, convert = _without_autocast(torch, op, key), _float32_kernel(torch, op, key)
 
     def kernel(*args: object, **kwargs: object) -> Any:
-        has_float32 = any(isinstance(a, plain) and a.dtype is float32 for a in args)
+        has_float32 = any(isinstance(a, torch.Tensor) and a.dtype is torch.float32 for a in args)
         return convert(*args, **kwargs) if has_float32 else call_plain(args, kwargs)
 
     return kernel

@@ -33,16 +33,14 @@ def measure_device(torch: ModuleType, device: str) -> Iterator[Ceiling]:
     yield memory_bandwidth(torch, device)
 
 
-def time_repetitions(
-    clock: Clock, work: Callable[[], object], count: int = REPETITIONS
-) -> tuple[list[float], int]:
+def time_repetitions(clock: Clock, work: Callable[[], object]) -> tuple[list[float], int]:
     """Time ``work`` in repetitions, after a warm-up.
 
     Returns the milliseconds of one ``work`` in each repetition, and the number of calls per repetition.
     """
     calls = max(1, round(MIN_REPETITION_MS / _shortest_ms(clock, work)))
     ms_per_call = []
-    for _ in range(count):
+    for _ in range(REPETITIONS):
         clock.synchronize()
         start = clock.mark()
         for _ in range(calls):

@@ -160,49 +160,28 @@ def _ring(fabric: Fabric, devices: int, size_bytes: float, rounds: int, algorith
     per_node, nodes = fabric.shape(devices)
     inter_hops = rounds * (nodes - 1) if per_node > 1 else rounds * (devices - 1)
     intra_hops = rounds * (devices - 1) - inter_hops
-    latency_ms = (
-        _start_us(fabric, nodes)
-        + inter_hops * fabric.between.latency_us
-        + intra_hops * fabric.intra_node.latency_us
-    ) / 1e3
-    bandwidth, link = _bottleneck(fabric, devices)
-    wire = rounds * (devices - 1) / devices * size_bytes
-    return _cost(fabric, devices, latency_ms, 1e3 * wire / bandwidth, wire, algorithm, link)
+    hops_us = inter_hops * fabric.between.latency_us + intra_hops * fabric.intra_node.latency_us
+    wire_bytes = rounds * (devices - 1) / devices * size_bytes
+    return _cost(fabric, devices, hops_us, wire_bytes, wire_bytes, algorithm)
 
 
 def _tree(fabric: Fabric, devices: int, size_bytes: float) -> CollectiveCost:
     per_node, nodes = fabric.shape(devices)
-    hops_us = 2 * (
-        (per_node - 1) * fabric.intra_node.latency_us
-        + math.ceil(math.log2(nodes)) * fabric.between.latency_us
-    )
-    latency_ms = (_start_us(fabric, nodes) + hops_us) / 1e3
-    bandwidth, link = _bottleneck(fabric, devices)
-    return _cost(
-        fabric,
-        devices,
-        latency_ms,
-        2e3 * size_bytes / (TREE_BANDWIDTH_SHARE * bandwidth),
-        2 * (devices - 1) / devices * size_bytes,
-        "tree",
-        link,
-    )
+    inter_us = math.ceil(math.log2(nodes)) * fabric.between.latency_us
+    hops_us = 2 * ((per_node - 1) * fabric.intra_node.latency_us + inter_us)
+    wire_bytes = 2 * (devices - 1) / devices * size_bytes
+    return _cost(fabric, devices, hops_us, wire_bytes, 2 * size_bytes / TREE_BANDWIDTH_SHARE, "tree")
 
 
 def _cost(
-    fabric: Fabric,
-    devices: int,
-    latency_ms: float,
-    bytes_ms: float,
-    wire_bytes: float,
-    algorithm: str,
-    link: Link,
+    fabric: Fabric, devices: int, hops_us: float, wire_bytes: float, bottleneck_bytes: float, algorithm: str
 ) -> CollectiveCost:
+    per_node, nodes = fabric.shape(devices)
+    start_us = fabric.between.start_us if nodes > 1 else fabric.intra_node.start_us
+    latency_ms = (start_us + hops_us) / 1e3
+    bandwidth, link = _bottleneck(fabric, devices)
+    bytes_ms = 1e3 * bottleneck_bytes / bandwidth
     # A byte occupies its device as long as the nearest link needs for it, even if later links are slower.
-    nearest = fabric.between if fabric.shape(devices)[0] == 1 else fabric.intra_node
+    nearest = fabric.between if per_node == 1 else fabric.intra_node
     busy_ms = nearest.contention * min(bytes_ms, 1e3 * wire_bytes / nearest.bandwidth_bytes_per_s)
     return CollectiveCost(latency_ms + bytes_ms, latency_ms, wire_bytes, algorithm, link.name, busy_ms)
-
-
-def _start_us(fabric: Fabric, nodes: int) -> float:
-    return fabric.between.start_us if nodes > 1 else fabric.intra_node.start_us

@@ -40,7 +40,7 @@ class MachineLoad:
     names: tuple[str, ...] = ()
 
 
-def machine_load(sample_s: float = 0.25, max_programs: int = 2) -> MachineLoad | None:
+def machine_load(sample_s: float) -> MachineLoad | None:
     """Return the programs that load the machine, sampled over ``sample_s`` seconds.
 
     The result is None if the kernel does not report it. This process does not count. Time taken by other
@@ -62,9 +62,7 @@ def machine_load(sample_s: float = 0.25, max_programs: int = 2) -> MachineLoad |
         for pid, (name, spent) in after.items()
         if pid in spent_before
     }
-    top = sorted(((share / sample_s, name, pid) for pid, (share, name) in shares.items()), reverse=True)[
-        :max_programs
-    ]
+    top = sorted(((share / sample_s, name, pid) for pid, (share, name) in shares.items()), reverse=True)[:2]
     return MachineLoad(
         max(0.0, cores), tuple(f"{name} (pid {pid})" for share, name, pid in top if share >= 0.2)
     )

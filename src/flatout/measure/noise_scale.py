@@ -49,7 +49,6 @@ def noise_scale(
     products: Sequence[Sequence[float]],
     squares: Sequence[float],
     batch: float,
-    seed: int = 0,
     draws: int = BOOTSTRAP_DRAWS,
 ) -> NoiseScale:
     """Estimate the noise scale with its interval.
@@ -62,7 +61,7 @@ def noise_scale(
     if count < MIN_GROUPS:
         raise ValueError(f"{count} groups of gradients; at least {MIN_GROUPS} are required")
     gradient, mean_square = _moments(products, squares, [1] * count)
-    rng = random.Random(seed)
+    rng = random.Random(0)
     scales = []
     for _ in range(draws):
         weights = [0] * count

@@ -7,7 +7,7 @@ from typing import Any
 from flatout.agent.leak_finder import LeakFinder
 from flatout.measure.load import resident_bytes
 from flatout.measure.memory import allocations, bytes_at, running_totals
-from flatout.measure.trend import grows_evenly, growth_p_value, keeps_growing, slope
+from flatout.measure.statistics import grows_evenly, growth_p_value, keeps_growing, slope
 from flatout.schema.profile import MemoryGrowth
 from flatout.trial.probes.allocations import AllocationRecorder, block_bytes
 
