@@ -21,7 +21,7 @@ Passes = Sequence[Mapping[int, Sequence[float]]]
 
 
 def speed(passes: Passes, own_size: int, size: int) -> Ratio | None:
-    """Return the samples/s of this size, relative to the program's own size."""
+    """The samples/s of this size, relative to the program's own size."""
     pairs = [
         [Round(a, b) for a, b in zip(times[own_size], times[size], strict=False)]
         for times in passes
@@ -33,7 +33,7 @@ def speed(passes: Passes, own_size: int, size: int) -> Ratio | None:
 def micro_batched_step_ms(
     step_ms: float, optimizer_ms: float, step_samples: float, target_samples: float
 ) -> float:
-    """Return the milliseconds of a step of ``target_samples`` samples, made of micro-batches and one update.
+    """The milliseconds of a step of ``target_samples`` samples, made of micro-batches and one update.
 
     The micro-batches of a step of ``step_samples`` samples take ``step_ms``. Everything but the optimizer counts
     once per micro-batch: data, forward, backward and the rest. A smaller last micro-batch costs its share.
@@ -45,7 +45,7 @@ def micro_batched_step_ms(
 def smallest_near_best(
     passes: Passes, sizes: Sequence[int], draws: int = BOOTSTRAP_DRAWS
 ) -> tuple[int, int, int] | None:
-    """Return the smallest of ``sizes`` with a throughput within WORTH of the best, and its interval.
+    """The smallest of ``sizes`` with a throughput within WORTH of the best, and its interval.
 
     The interval is a bootstrap over passes, and over the turns of each process within them. None without
     measurements.

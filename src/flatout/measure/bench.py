@@ -51,7 +51,7 @@ def time_repetitions(clock: Clock, work: Callable[[], object]) -> tuple[list[flo
 
 
 def _shortest_ms(clock: Clock, work: Callable[[], object]) -> float:
-    """Return the milliseconds of one ``work``: the shortest of three, because the machine may be busy."""
+    """The milliseconds of one ``work``: the shortest of three, because the machine may be busy."""
     work()
     times_ms = []
     for _ in range(3):

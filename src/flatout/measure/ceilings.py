@@ -12,7 +12,7 @@ from flatout.schema.facts import Facts
 
 
 def machine_key(facts: Facts) -> str:
-    """Return twelve hex digits that identify the machine.
+    """Twelve hex digits that identify the machine.
 
     They depend on what affects the figures: the CPU, the cores available to this process, the GPUs, torch.
     """
@@ -21,7 +21,7 @@ def machine_key(facts: Facts) -> str:
 
 
 def record_path(key: str, folder: Path | None = None) -> Path:
-    """Return the file of a machine, below the user's cache folder (XDG_CACHE_HOME, else ~/.cache)."""
+    """The file of a machine, below the user's cache folder (XDG_CACHE_HOME, else ~/.cache)."""
     if folder is None:
         cache_home = os.environ.get("XDG_CACHE_HOME", "")
         folder = (
@@ -31,7 +31,7 @@ def record_path(key: str, folder: Path | None = None) -> Path:
 
 
 def read(facts: Facts, folder: Path | None = None) -> CeilingsRecord | None:
-    """Return the record of this machine, or None if it is missing or unreadable."""
+    """The record of this machine, or None if it is missing or unreadable."""
     key = machine_key(facts)
     data = read_json(record_path(key, folder))
     try:
@@ -42,7 +42,7 @@ def read(facts: Facts, folder: Path | None = None) -> CeilingsRecord | None:
 
 
 def load(facts: Facts, device: str = "cpu", folder: Path | None = None) -> dict[str, float] | None:
-    """Return the ceilings of ``device`` ("cpu" or "cuda") by ``plan.ceilings.NAMES``, or None if never
+    """The ceilings of ``device`` ("cpu" or "cuda") by ``plan.ceilings.NAMES``, or None if never
     measured.
 
     Unavailable figures are missing. ``facts`` come from ``probe.machine.look()``.

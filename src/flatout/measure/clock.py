@@ -75,23 +75,23 @@ class CudaClock:
 
 
 def clock_for(torch: ModuleType, device: Device) -> Clock:
-    """Return the clock for ``device``: a torch.device, or its type as a string."""
+    """The clock for ``device``: a torch.device, or its type as a string."""
     device_type, cuda_device = (device, None) if isinstance(device, str) else (device.type, device)
     return CudaClock(torch, cuda_device) if device_type == "cuda" else HostClock()
 
 
 def seconds() -> float:
-    """Return the seconds of the host's monotonic clock, for budgets and deadlines."""
+    """The seconds of the host's monotonic clock, for budgets and deadlines."""
     return time.monotonic()
 
 
 def cpu_seconds() -> float:
-    """Return the CPU seconds of this process, all threads."""
+    """The CPU seconds of this process, all threads."""
     return time.process_time()
 
 
 def thread_seconds() -> float:
-    """Return the CPU seconds of the calling thread."""
+    """The CPU seconds of the calling thread."""
     return time.thread_time()
 
 
@@ -100,5 +100,5 @@ def sleep(for_s: float) -> None:
 
 
 def utc_now() -> str:
-    """Return the current time in UTC, ISO 8601, to the second."""
+    """The current time in UTC, ISO 8601, to the second."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

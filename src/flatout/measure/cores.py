@@ -14,7 +14,7 @@ PROCESSOR_FIELD = 36  # of the fields of /proc/*/stat behind the name, counted f
 
 
 def current_core() -> int | None:
-    """Return the core on which the calling thread runs."""
+    """The core on which the calling thread runs."""
     try:
         text = Path("/proc/thread-self/stat").read_text(encoding="ascii", errors="replace")
         return int(text.rpartition(")")[2].split()[PROCESSOR_FIELD])

@@ -11,7 +11,7 @@ RESOLUTION = 64  # the result is exact to one part in RESOLUTION
 def largest_that_fits(
     peak_of: Callable[[int], int], limit: int, start: int, max_size: int = MAX_SAMPLES
 ) -> int:
-    """Return a size whose peak is at most ``limit``, while a size one part in RESOLUTION larger exceeds it.
+    """A size whose peak is at most ``limit``, while a size one part in RESOLUTION larger exceeds it.
 
     The result is 0 if one sample is too large, and ``max_size`` if all sizes fit. ``peak_of`` must not decrease.
     It is the maximum of straight lines (each moment of a step takes a constant plus an amount per sample). So

@@ -19,7 +19,7 @@ FORWARD_CONVOLUTIONS = re.compile(
 
 
 def flops_of(name: str, shapes: Sequence[Shape], arguments: Sequence[Any] = ()) -> float | None:
-    """Return the FLOPs of one call.
+    """The FLOPs of one call.
 
     The result is None for an incomplete recording, and for an operator other than a matrix product,
     convolution or attention. ``arguments`` are the non-tensor arguments at their positions: numbers and lists, or
@@ -94,7 +94,7 @@ def _attention(name: str, shapes: Sequence[Shape]) -> float:
 
 
 def _list(value: Any) -> list[int]:
-    """Return a list of integers. Recordings hold a list as a list or as text."""
+    """A list of integers. Recordings hold a list as a list or as text."""
     if isinstance(value, str):
         words = value.strip("[]").replace(",", " ").split()
         return [{"True": 1, "False": 0}[word] if word in ("True", "False") else int(word) for word in words]

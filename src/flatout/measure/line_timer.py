@@ -53,7 +53,7 @@ class LineTimer:
 
     @property
     def line(self) -> tuple[CodeType, int] | None:
-        """Return the user's line that is running."""
+        """The user's line that is running."""
         return self._line_stack[-1] if self._line_stack else None
 
     @property

@@ -87,19 +87,19 @@ class Fabric:
 
     @property
     def intra_node(self) -> Link:
-        """Return the link inside a node."""
+        """The link inside a node."""
         return self.between if self.inside is None else self.inside
 
     def node_bytes_per_s(self, per_node: int) -> float:
-        """Return the bandwidth of all cards of a node together."""
+        """The bandwidth of all cards of a node together."""
         return self.between.bandwidth_bytes_per_s * (self.between.cards or per_node)
 
     def in_node(self) -> Fabric:
-        """Return the fabric restricted to one node."""
+        """The fabric restricted to one node."""
         return Fabric(replace(self.intra_node, inside=True))
 
     def across(self, per_node: int) -> Fabric:
-        """Return the fabric between devices at the same position of each node.
+        """The fabric between devices at the same position of each node.
 
         All other positions communicate at the same time.
         """
@@ -109,7 +109,7 @@ class Fabric:
 
 
 def all_reduce(fabric: Fabric, devices: int, size_bytes: float) -> CollectiveCost:
-    """Return the cost of the fastest of ring, tree and hierarchical, as NCCL chooses."""
+    """The cost of the fastest of ring, tree and hierarchical, as NCCL chooses."""
     if devices < 2:
         return CollectiveCost()
     per_node, nodes = fabric.shape(devices)
@@ -122,7 +122,7 @@ def all_reduce(fabric: Fabric, devices: int, size_bytes: float) -> CollectiveCos
 
 
 def reduce_scatter(fabric: Fabric, devices: int, size_bytes: float) -> CollectiveCost:
-    """Return the cost of a reduce-scatter.
+    """The cost of a reduce-scatter.
 
     ``size_bytes`` is the whole tensor, of which each device keeps its part.
     """
@@ -130,12 +130,12 @@ def reduce_scatter(fabric: Fabric, devices: int, size_bytes: float) -> Collectiv
 
 
 def all_gather(fabric: Fabric, devices: int, size_bytes: float) -> CollectiveCost:
-    """Return the cost of an all-gather. ``size_bytes`` is the whole tensor."""
+    """The cost of an all-gather. ``size_bytes`` is the whole tensor."""
     return _ring(fabric, devices, size_bytes, rounds=1, algorithm="all-gather")
 
 
 def hierarchical(fabric: Fabric, devices: int, size_bytes: float) -> CollectiveCost:
-    """Return the cost of an all-reduce in three steps. All nodes have the same number of devices."""
+    """The cost of an all-reduce in three steps. All nodes have the same number of devices."""
     per_node, nodes = fabric.shape(devices)
     first = reduce_scatter(fabric.in_node(), per_node, size_bytes)
     middle = _ring(fabric.across(per_node), nodes, size_bytes / per_node, rounds=2, algorithm="ring")
@@ -144,7 +144,7 @@ def hierarchical(fabric: Fabric, devices: int, size_bytes: float) -> CollectiveC
 
 
 def _bottleneck(fabric: Fabric, devices: int) -> tuple[float, Link]:
-    """Return the bandwidth in bytes per second of a ring through all devices, and its limiting link."""
+    """The bandwidth in bytes per second of a ring through all devices, and its limiting link."""
     per_node, nodes = fabric.shape(devices)
     if nodes == 1:
         return fabric.intra_node.bandwidth_bytes_per_s, fabric.intra_node

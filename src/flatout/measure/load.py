@@ -19,7 +19,7 @@ CUDA_CONTEXT_BYTES = 600 * 2**20  # of a CUDA context, in addition to what torch
 
 
 def busy_cores(sample_s: float = 0.5) -> float | None:
-    """Return how many cores are busy, sampled over ``sample_s`` seconds.
+    """How many cores are busy, sampled over ``sample_s`` seconds.
 
     Time taken by other guests of the host counts as busy, because this machine did not have it. The result is
     None if the kernel does not report it. Source: proc_stat(5).
@@ -41,7 +41,7 @@ class MachineLoad:
 
 
 def machine_load(sample_s: float) -> MachineLoad | None:
-    """Return the programs that load the machine, sampled over ``sample_s`` seconds.
+    """The programs that load the machine, sampled over ``sample_s`` seconds.
 
     The result is None if the kernel does not report it. This process does not count. Time taken by other
     guests of the host counts, without a name.
@@ -86,7 +86,7 @@ def _busy_ticks() -> int:
 
 
 def peak_bytes(torch: ModuleType, device: Device) -> int:
-    """Return the peak memory of this process: on ``device`` if it is a CUDA device, else in RAM."""
+    """The peak memory of this process: on ``device`` if it is a CUDA device, else in RAM."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     import resource
@@ -95,7 +95,7 @@ def peak_bytes(torch: ModuleType, device: Device) -> int:
 
 
 def copies_that_fit(torch: ModuleType, device: Device, processes: int = 1) -> int:
-    """Return how many programs like this one fit at once, including this one: into ``device`` and into RAM.
+    """How many programs like this one fit at once, including this one: into ``device`` and into RAM.
 
     ``processes`` is the number of processes like this one that a program has (the ranks of this machine).
     """
@@ -113,7 +113,7 @@ def copies_that_fit(torch: ModuleType, device: Device, processes: int = 1) -> in
 
 
 def available_bytes() -> int:
-    """Return the memory available without swapping.
+    """The memory available without swapping.
 
     Source: proc_meminfo(5), or a cgroup's limit if that is lower.
     """
@@ -137,7 +137,7 @@ def available_bytes() -> int:
 
 
 def resident_bytes(pid: int | str = "self") -> int:
-    """Return the memory of a process in RAM, or 1 if it is unknown. Source: proc_pid_statm(5)."""
+    """The memory of a process in RAM, or 1 if it is unknown. Source: proc_pid_statm(5)."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf(
             "SC_PAGE_SIZE"
@@ -147,7 +147,7 @@ def resident_bytes(pid: int | str = "self") -> int:
 
 
 def private_bytes(pid: int) -> int | None:
-    """Return the private memory of a process, or None if it is unknown. Source: proc_pid_smaps_rollup(5)."""
+    """The private memory of a process, or None if it is unknown. Source: proc_pid_smaps_rollup(5)."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
         return 1024 * sum(

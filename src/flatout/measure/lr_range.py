@@ -20,7 +20,7 @@ MIN_RELATIVE_FALL = 0.02  # a smaller relative fall of the loss counts as noise
 
 
 def smoothed(losses: Sequence[float | None]) -> list[float | None]:
-    """Return the smoothed losses. They are None from the first loss that is not finite."""
+    """The smoothed losses. They are None from the first loss that is not finite."""
     mean, weight, means = 0.0, 0.0, list[float | None]()
     for loss in losses:
         if loss is None or not math.isfinite(loss):
@@ -32,7 +32,7 @@ def smoothed(losses: Sequence[float | None]) -> list[float | None]:
 
 
 def find_rates(points: Sequence[LrPoint]) -> tuple[float | None, float | None, float | None]:
-    """Return the learning rates at which the smoothed loss falls fastest, is lowest, and diverges.
+    """The learning rates at which the smoothed loss falls fastest, is lowest, and diverges.
 
     None if there is no such rate.
     """
@@ -53,7 +53,7 @@ def find_rates(points: Sequence[LrPoint]) -> tuple[float | None, float | None, f
 
 
 def suggest(steepest: float | None, lowest: float | None, diverged: float | None) -> tuple[float | None, str]:
-    """Return an initial learning rate, and the reason.
+    """An initial learning rate, and the reason.
 
     The lowest loss is at the edge of stability, so at most a third of that rate is suggested.
     """

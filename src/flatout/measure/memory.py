@@ -43,7 +43,7 @@ def allocations(events: Iterable[Any], device: int | None) -> list[tuple[int, in
 
 
 def reserved_for_graphs(torch: ModuleType, device: Device) -> int:
-    """Return the bytes in pools of CUDA graphs on ``device`` that the allocator does not count as allocated.
+    """The bytes in pools of CUDA graphs on ``device`` that the allocator does not count as allocated.
 
     Recorded passes compute in these pools.
     """
@@ -64,7 +64,7 @@ def running_totals(changes: Sequence[tuple[int, int]], initial_bytes: int) -> li
 
 
 def bytes_at(totals: Sequence[tuple[int, int]], ns: int, initial_bytes: int) -> int:
-    """Return the bytes in use at a moment."""
+    """The bytes in use at a moment."""
     index = bisect_right(totals, ns, key=lambda pair: pair[0])
     return totals[index - 1][1] if index else initial_bytes
 
@@ -77,7 +77,7 @@ def step_memory(
     start_ns: int,
     end_ns: int,
 ) -> MemorySeen:
-    """Return the memory of the step between ``start_ns`` and ``end_ns``.
+    """The memory of the step between ``start_ns`` and ``end_ns``.
 
     The result has the peak, its composition, and a timeline of at most ``MAX_TIMELINE_POINTS`` points.
     """
@@ -110,7 +110,7 @@ def step_memory(
 
 
 def with_other(kinds: Mapping[str, int], total: int) -> dict[str, int]:
-    """Return all known kinds, with ``other`` for the rest of the memory in use."""
+    """All known kinds, with ``other`` for the rest of the memory in use."""
     known = {kind: int(kinds[kind]) for kind in MEMORY_KINDS if kinds.get(kind)}
     known["other"] = max(0, total - sum(value for kind, value in known.items() if kind != "fragmentation"))
     return known

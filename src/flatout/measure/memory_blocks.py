@@ -76,7 +76,7 @@ class MemoryBlockTracker:
                 block.kind = kind
 
     def peak(self) -> Peak:
-        """Return the peak since ``reset_peak``."""
+        """The peak since ``reset_peak``."""
         kinds: Counter[str] = Counter()
         for block in self._live_blocks_at(self._peak_event):
             kinds[block.kind] += block.size_bytes

@@ -32,7 +32,7 @@ def tensors_in(nest: object) -> Iterator[Any]:
 def mapped(
     nest: object, transform: Callable[[Any], Any], is_leaf: Callable[[Any], bool] | None = None
 ) -> Any:
-    """Return the same nest in new containers, with ``transform`` applied to each leaf.
+    """The same nest in new containers, with ``transform`` applied to each leaf.
 
     ``is_leaf``: which containers count as leaves.
     """

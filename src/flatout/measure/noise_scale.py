@@ -103,7 +103,7 @@ def _scale(gradient: float, mean_square: float, batch: float) -> float:
 
 
 def _quantile(ordered: Sequence[float], q: float) -> float:
-    """Return a quantile of sorted values, the last of which may be infinite."""
+    """A quantile of sorted values, the last of which may be infinite."""
     finite = [value for value in ordered if math.isfinite(value)]
     if len(finite) == len(ordered):
         return quantile(ordered, q)

@@ -296,7 +296,7 @@ def _work_kind(kind: str, name: str) -> str:
 
 
 def kind_of(event: Any) -> str:
-    """Return the activity under kineto's name. For an older torch it is derived from other properties."""
+    """The activity under kineto's name. For an older torch it is derived from other properties."""
     on_device = not str(event.device_type()).endswith(".CPU")
     activity_type = getattr(event, "activity_type", None)
     if activity_type is not None:
@@ -317,12 +317,12 @@ def kind_of(event: Any) -> str:
 
 
 def is_autograd_node(event: OperatorEvent) -> bool:
-    """Return whether the event is a node of autograd's backward pass, which is no operator itself."""
+    """Whether the event is a node of autograd's backward pass, which is no operator itself."""
     return event.name.startswith("autograd::engine") or (event.raw.scope() == 1 and "::" not in event.name)
 
 
 def operand_bytes(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> float:
-    """Return the bytes of all inputs, plus a result as large as the largest input.
+    """The bytes of all inputs, plus a result as large as the largest input.
 
     This is an estimate, exact for elementwise operators.
     """

@@ -14,7 +14,7 @@ STATISTICS_SAMPLES = 64  # maximum number of samples per batch
 
 
 def digest(tensors: Iterable[Any], torch: ModuleType) -> str:
-    """Return sixteen hex digits over dtype, shape and bytes. The memory layout does not count.
+    """Sixteen hex digits over dtype, shape and bytes. The memory layout does not count.
 
     Of a tensor that is sharded over ranks, only this rank's part counts.
     """
@@ -31,7 +31,7 @@ def digest(tensors: Iterable[Any], torch: ModuleType) -> str:
 
 
 def batch_statistics(batch: object, torch: ModuleType) -> list[list[float]]:
-    """Return four numbers per sample, of the batch's first image-like or vector tensor.
+    """Four numbers per sample, of the batch's first image-like or vector tensor.
 
     They are the mean, the deviation, and the differences of means between left and right half and between top
     and bottom half. They detect a wrong constant, a missing flip, a missing crop.

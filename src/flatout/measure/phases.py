@@ -50,7 +50,7 @@ class PhaseRecorder:
         self._spans = []
 
     def waited_ms(self) -> float:
-        """Return how long the program has waited for data in the current step."""
+        """How long the program has waited for data in the current step."""
         return float(
             sum(self._host.elapsed_ms(start, end) for phase, start, end in self._spans if phase == "data")
         )

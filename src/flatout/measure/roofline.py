@@ -25,7 +25,7 @@ def fill_roofline(operations: Sequence[Operation], ceilings: Mapping[str, float]
 
 
 def _peak(operation: Operation, ceilings: Mapping[str, float], tf32: bool) -> float | None:
-    """Return the FLOPs per second of a matrix product in the dtype of the operation, if measured."""
+    """The FLOPs per second of a matrix product in the dtype of the operation, if measured."""
     dtype = operation.dtypes[0] if operation.dtypes else "float32"
     return ceilings.get(f"matmul_{'tf32' if tf32 and dtype == 'float32' else dtype}_flops")
 
@@ -49,7 +49,7 @@ def _share(operation: Operation, ceilings: Mapping[str, float], tf32: bool) -> t
 
 
 def flops_a_step(operations: Sequence[Operation]) -> float | None:
-    """Return the total of all counted FLOPs, or None if there are none."""
+    """The total of all counted FLOPs, or None if there are none."""
     known = [operation.flops for operation in operations if operation.flops]
     return sum(known) if known else None
 
@@ -57,7 +57,7 @@ def flops_a_step(operations: Sequence[Operation]) -> float | None:
 def utilisation(
     operations: Sequence[Operation], step_ms: float, ceilings: Mapping[str, float], tf32: bool = False
 ) -> float | None:
-    """Return the MFU: the ideal time of the counted FLOPs over the step time.
+    """The MFU: the ideal time of the counted FLOPs over the step time.
 
     The ideal time is at the measured peaks of the dtypes.
     """

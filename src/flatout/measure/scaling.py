@@ -69,7 +69,7 @@ def buckets(tensors: Iterable[float]) -> list[float]:
 
 
 def at_batch(work: Workload, samples_share: float) -> Timing:
-    """Return the timing at this share of the measured batch.
+    """The timing at this share of the measured batch.
 
     The time of the optimizer does not depend on it, nor ``fixed_share`` of the other times.
     """
@@ -82,7 +82,7 @@ def at_batch(work: Workload, samples_share: float) -> Timing:
 
 
 def on_faster_device(timing: Timing, factor: float) -> Timing:
-    """Return the timing on a device that is ``factor`` times as fast. The host time does not change."""
+    """The timing on a device that is ``factor`` times as fast. The host time does not change."""
     return replace(
         timing,
         forward_ms=timing.forward_ms / factor,
@@ -186,7 +186,7 @@ def _wire_task(cost: CollectiveCost, after: int) -> Task:
 
 
 def _sum(costs: Sequence[CollectiveCost]) -> CollectiveCost:
-    """Return the total cost, under the link of the longest one."""
+    """The total cost, under the link of the longest one."""
     total = CollectiveCost()
     for cost in costs:
         total = total.plus(cost)
@@ -306,7 +306,7 @@ class Queue:
 
 
 def finish_ms(compute: Sequence[Task], wire: Sequence[Task]) -> float:
-    """Return the time at which both queues have ended. Raises ValueError if they deadlock."""
+    """The time at which both queues have ended. Raises ValueError if they deadlock."""
     device, link = Queue(compute), Queue(wire)
     now_ms = 0.0
     while not (device.done and link.done):

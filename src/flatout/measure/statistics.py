@@ -30,12 +30,12 @@ class Round:
 
     @property
     def log_ratio(self) -> float:
-        """Return log(A's time / B's time), which is positive if B is faster."""
+        """Log(A's time / B's time), which is positive if B is faster."""
         return math.log(self.a_ms / self.b_ms)
 
 
 def median(values: Sequence[float]) -> float:
-    """Return the median. Raises ValueError without values."""
+    """The median. Raises ValueError without values."""
     if not values:
         raise ValueError("the median of nothing")
     ordered = sorted(values)
@@ -44,7 +44,7 @@ def median(values: Sequence[float]) -> float:
 
 
 def quantile(values: Sequence[float], q: float) -> float:
-    """Return a quantile by linear interpolation between the closest ranks (Hyndman and Fan's type 7)."""
+    """A quantile by linear interpolation between the closest ranks (Hyndman and Fan's type 7)."""
     if not values:
         raise ValueError("a quantile of nothing")
     ordered = sorted(values)
@@ -55,7 +55,7 @@ def quantile(values: Sequence[float], q: float) -> float:
 
 
 def block_ms(ticks_ms: Sequence[float]) -> float:
-    """Return the milliseconds per tick of a block, without outliers.
+    """The milliseconds per tick of a block, without outliers.
 
     It is a mean, because loader workers make steps come in bursts. Ticks of many times the median are left
     out (an evaluation, a checkpoint, the end of an epoch).
@@ -66,7 +66,7 @@ def block_ms(ticks_ms: Sequence[float]) -> float:
 
 
 def compare(pairs: Sequence[Sequence[Round]]) -> Ratio:
-    """Return how many times as fast B is as A: the median ratio over pairs, with a bootstrap interval.
+    """How many times as fast B is as A: the median ratio over pairs, with a bootstrap interval.
 
     The ratio of a pair is the exponential of the mean log ratio of its rounds. With one pair, the interval
     covers only that process. Raises ValueError if nothing was measured.
@@ -97,7 +97,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def two_sample_ks(a: Sequence[float], b: Sequence[float]) -> float:
-    """Return the p-value of the two-sample Kolmogorov-Smirnov test.
+    """The p-value of the two-sample Kolmogorov-Smirnov test.
 
     It is asymptotic (Numerical Recipes, section 14.3).
     """
@@ -142,7 +142,7 @@ class Estimate:
 
 
 def estimate(values: Sequence[float], level: float) -> Estimate:
-    """Return the mean of independent values with its interval. Raises ValueError without values."""
+    """The mean of independent values with its interval. Raises ValueError without values."""
     if not values:
         raise ValueError("nothing was measured")
     centre, n = mean(values), len(values)
@@ -174,7 +174,7 @@ def difference(a: Sequence[float], b: Sequence[float], level: float) -> Estimate
 
 @cache
 def t_quantile(probability: float, degrees: int) -> float:
-    """Return the quantile of Student's t distribution, for ``probability`` of at least 0.5."""
+    """The quantile of Student's t distribution, for ``probability`` of at least 0.5."""
     low, high = 0.0, 2.0
     while _cdf(high, degrees) < probability:
         high *= 2
@@ -210,7 +210,7 @@ def _cdf(t: float, degrees: int) -> float:
 
 
 def growth_p_value(series: Sequence[float]) -> float:
-    """Return the one-sided probability of such a rise in a series without a trend.
+    """The one-sided probability of such a rise in a series without a trend.
 
     The result is 1.0 if there are too few values.
     """
@@ -227,19 +227,19 @@ def growth_p_value(series: Sequence[float]) -> float:
 
 
 def slope(series: Sequence[float]) -> float:
-    """Return the median slope between all pairs, per step of the series. 0.0 for fewer than two values."""
+    """The median slope between all pairs, per step of the series. 0.0 for fewer than two values."""
     slopes = [(b - a) / (j - i) for i, a in enumerate(series) for j, b in enumerate(series) if j > i]
     return median(slopes) if slopes else 0.0
 
 
 def keeps_growing(series: Sequence[float], significance: float) -> bool:
-    """Return whether a rise is significant and continues. A warm-up also rises, but then stays flat."""
+    """Whether a rise is significant and continues. A warm-up also rises, but then stays flat."""
     half = len(series) // 2
     rise = slope(series)
     return rise > 0 and growth_p_value(series) < significance and slope(series[half:]) > rise / 3
 
 
 def grows_evenly(series: Sequence[float], min_step: float) -> bool:
-    """Return whether each step adds about the same, and at least ``min_step``. A few steps show this already."""
+    """Whether each step adds about the same, and at least ``min_step``. A few steps show this already."""
     added = [b - a for a, b in pairwise(series)]
     return len(added) >= 4 and min(added) >= min_step and max(added) <= 1.5 * min(added)
