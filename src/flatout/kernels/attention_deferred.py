@@ -30,13 +30,6 @@ from torch.overrides import TorchFunctionMode, enable_reentrant_dispatch
 from torch.utils._pytree import tree_map_only
 
 from flatout.kernels.attend import attend
-from flatout.kernels.attention_arguments import (
-    PLAIN_TENSORS,
-    RuntimeArguments,
-    autocast_state,
-    empty_result,
-    is_usable_later,
-)
 from flatout.kernels.attention_forms import (
     FORM_UPDATES,
     IN_PLACE_NAME,
@@ -51,7 +44,15 @@ from flatout.kernels.attention_forms import (
     scores_form,
     unpack_operands,
 )
-from flatout.kernels.attention_masks import MASK_OPERATORS, MaskRegistry
+from flatout.kernels.attention_runtime import (
+    MASK_OPERATORS,
+    PLAIN_TENSORS,
+    MaskRegistry,
+    RuntimeArguments,
+    autocast_state,
+    empty_result,
+    is_usable_later,
+)
 
 METADATA_ONLY = re.compile(
     "shape|dtype|device|ndim|layout|requires_grad|is_leaf|grad_fn|is_cuda|is_cpu|is_sparse|is_quantized|is_nested|"

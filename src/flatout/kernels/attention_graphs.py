@@ -28,7 +28,7 @@ from flatout.kernels.attention_forms import (
     scores_form,
     unpack_operands,
 )
-from flatout.kernels.attention_masks import MASK_OPERATORS
+from flatout.kernels.attention_runtime import MASK_OPERATORS
 
 MAX_MASK_ELEMENTS = 1 << 26  # largest mask that is computed to test whether it is causal
 

@@ -23,8 +23,8 @@ import torch
 from torch.nn import Module
 from torch.utils import _pytree
 
-from flatout.kernels.graph_arguments import NotRecordable, layout_key, tensors_of, why_not_copyable
 from flatout.kernels.graph_observation import PassObservation, observe_pass
+from flatout.kernels.graph_recording import NotRecordable, layout_key, tensors_of, why_not_copyable
 from flatout.kernels.graph_replay import (
     RecordedPass,
     generator_state,

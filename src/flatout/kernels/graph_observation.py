@@ -20,7 +20,7 @@ from torch import device as Device
 from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flatout.kernels.graph_arguments import tensors_of
+from flatout.kernels.graph_recording import tensors_of
 
 DEVICE_READS = {
     torch.ops.aten._local_scalar_dense.default,

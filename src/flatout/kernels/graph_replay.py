@@ -13,15 +13,18 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import Module
 from torch.utils import _pytree
 
-from flatout.kernels.graph_arguments import (
+from flatout.kernels.graph_observation import PassObservation
+from flatout.kernels.graph_recording import (
+    CaptureState,
     NotRecordable,
+    StreamOrder,
+    capture,
     copy_leaf,
+    unwrapped_grad,
     why_not_copyable,
     with_tensors,
     without_tensors,
 )
-from flatout.kernels.graph_capture import CaptureState, StreamOrder, capture, unwrapped_grad
-from flatout.kernels.graph_observation import PassObservation
 
 MIN_FREE_SHARE = 0.1  # share of the device's memory left for evaluations and other shapes
 TOLERANCE = (

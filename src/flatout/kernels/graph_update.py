@@ -16,7 +16,7 @@ import torch
 from torch import device as Device
 from torch.optim import Optimizer
 
-from flatout.kernels.graph_capture import CaptureState, StreamOrder, capture
+from flatout.kernels.graph_recording import CaptureState, StreamOrder, capture
 
 RECORDABLE = {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "RMSprop", "ASGD", "Adagrad"}
 WARMUP_STEPS = 2  # eager steps in which optimizers create their state

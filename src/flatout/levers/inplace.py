@@ -125,7 +125,7 @@ def _run_copy(
     They are outputs, tensors that the modules hold, inputs and gradients. The program's random state does not
     change.
     """
-    from flatout.kernels.graph_arguments import tensors_of
+    from flatout.kernels.graph_recording import tensors_of
 
     torch, asleep = context.torch, context.asleep
     devices = [context.parameters[0].device] if context.device_type == "cuda" else []

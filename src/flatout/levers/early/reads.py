@@ -3,7 +3,7 @@
 Two moments matter, because much work is queued then: a backward pass begins, or an optimizer steps. A later
 read of a value that exists at that moment need not wait for this work. In the first two steps, every
 one-element value is recorded at these moments: the roots of the backward pass, and the values of the script's
-variables (``names.py``). After that, only values that were read are copied.
+variables. After that, only values that were read are copied.
 
 Reads number 1, 2, 4, 8, ... of each value also run as torch's own read. A difference shows a write that torch
 does not count (``tensor.data``); such a value is left alone.
@@ -11,23 +11,30 @@ does not count (``tensor.data``); such a value is left alone.
 
 from __future__ import annotations
 
+import inspect
+import os
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import wraps
+from functools import lru_cache, wraps
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 from flatout.levers.early.copies import HostCopies, HostCopy
-from flatout.levers.early.names import FLATOUT_FOLDER, ScriptName, script_frames, tensors, values_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from flatout.schema.program import Ledger, TrainingContext
 
+MAX_ITEMS = 32  # longer lists hold data
+FLATOUT_FOLDER = str(Path(__file__).resolve().parents[2]) + os.sep
+# Function, variable, key or index inside it; None for the variable itself.
+ScriptName = tuple[CodeType, str, Any]
+Variables = Callable[[FrameType], Mapping[str, Any]]
 READS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__")
 LEARNING_STEPS = 2
 MAX_PASSES = 1024  # backward passes to learn from
@@ -35,9 +42,8 @@ MAX_UNREAD_COPIES = 16  # these end the copying of a value
 BACKWARD, UPDATE = "backward", "update"  # the moments
 # In names of collectives, whose writes torch does not count.
 COLLECTIVES = re.compile("reduce|broadcast|gather|scatter|all_?to_?all|recv")
-Key = tuple[
-    str, Any
-]  # the moment, and the place: a ScriptName, or a backward pass and the number of its root
+# The moment, and the place: a ScriptName, or a backward pass and the number of its root.
+Key = tuple[str, Any]
 
 
 @dataclass
@@ -363,7 +369,7 @@ class EarlyValueCopier:
         return empty_cache
 
     def _wrap_collective(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        from flatout.kernels.graph_arguments import tensors_of
+        from flatout.kernels.graph_recording import tensors_of
 
         @wraps(original)
         def collective(*args: object, **kwargs: object) -> Any:
@@ -372,3 +378,60 @@ class EarlyValueCopier:
             return original(*args, **kwargs)
 
         return collective
+
+
+# -- where a script keeps its values: variables, and the containers and ``self`` that they name ---------------
+
+
+def script_frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Frames of the script and its libraries from ``frame`` outwards, without those of torch and flatout."""
+    while frame is not None:
+        if not _is_torchs_or_ours(frame.f_code.co_filename):
+            yield frame
+        frame = frame.f_back
+
+
+@lru_cache(maxsize=4096)
+def _is_torchs_or_ours(filename: str) -> bool:
+    return filename.startswith((FLATOUT_FOLDER, "<frozen")) or any(
+        f"{os.sep}{folder}{os.sep}torch{os.sep}" in filename for folder in ("site-packages", "dist-packages")
+    )
+
+
+def tensors(
+    frame: FrameType, variables_of: Variables, is_value: Callable[[Any], bool]
+) -> Iterator[tuple[ScriptName, Any]]:
+    """All values in the function's variables for which ``is_value`` is true."""
+    for variable, value in list(_variables(frame, variables_of).items()):
+        if is_value(value):
+            yield (frame.f_code, variable, None), value
+            continue
+        for key, item in _items_of(variable, value):
+            if is_value(item):
+                yield (frame.f_code, variable, key), item
+
+
+def values_of(
+    frame: FrameType, names: Mapping[CodeType, Mapping[ScriptName, Any]], variables_of: Variables
+) -> Iterator[tuple[ScriptName, Any]]:
+    """The present values of these names in the function."""
+    wanted_names = names.get(frame.f_code)
+    if not wanted_names:
+        return
+    variables = _variables(frame, variables_of)
+    for name in wanted_names:
+        _, variable, key = name
+        value = variables.get(variable)
+        yield name, value if key is None else dict(_items_of(variable, value)).get(key)
+
+
+def _variables(frame: FrameType, variables_of: Variables) -> Mapping[str, Any]:
+    return variables_of(frame) if frame.f_code.co_flags & inspect.CO_OPTIMIZED else frame.f_locals
+
+
+def _items_of(variable: str, value: Any) -> list[tuple[Any, Any]]:
+    if variable == "self":
+        return list(getattr(value, "__dict__", {}).items())
+    if isinstance(value, dict) and len(value) <= MAX_ITEMS:
+        return list(dict.items(value))
+    return list(enumerate(value)) if type(value) in (list, tuple) and len(value) <= MAX_ITEMS else []
