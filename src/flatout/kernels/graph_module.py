@@ -24,7 +24,14 @@ from torch.nn import Module
 from torch.utils import _pytree
 
 from flatout.kernels.graph_observation import PassObservation, observe_pass
-from flatout.kernels.graph_recording import NotRecordable, layout_key, tensors_of, why_not_copyable
+from flatout.kernels.graph_recording import (
+    Arguments,
+    NotRecordable,
+    brief,
+    layout_key,
+    tensors_of,
+    why_not_copyable,
+)
 from flatout.kernels.graph_replay import (
     RecordedPass,
     generator_state,
@@ -65,7 +72,7 @@ class ModuleGraphs:
             return self.forward(*args, **kwargs)
         inputs: list[Any] = []
         try:
-            key = layout_key(args, inputs), layout_key(kwargs, inputs), self._state()
+            key = layout_key((args, kwargs), inputs), self._state()
         except NotRecordable:
             return self.forward(*args, **kwargs)
         shape = self.shapes.get(key)
@@ -73,7 +80,7 @@ class ModuleGraphs:
             if len(self.shapes) >= MAX_SHAPES:
                 return self.forward(*args, **kwargs)
             shape = self.shapes[key] = _ShapeRecord()
-        return self._pass(shape, inputs, args, kwargs)
+        return self._pass(shape, inputs, (args, kwargs))
 
     def attribute_changed(self, name: str) -> None:
         """The script or the forward pass itself has set an attribute of one of the modules."""
@@ -96,45 +103,41 @@ class ModuleGraphs:
 
     # -- the passes of one shape -----------------------------------------------------------------------------
 
-    def _pass(
-        self, shape: _ShapeRecord, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _pass(self, shape: _ShapeRecord, inputs: list[Any], call: Arguments) -> Any:
         shape.calls += 1
         if shape.eager or shape.calls == 1:
-            return self.run_eagerly(args, kwargs)
+            return self.run_eagerly(call)
         if shape.observation is None:
-            return self._observe(shape, inputs, args, kwargs)
+            return self._observe(shape, inputs, call)
         if not shape.used_outputs:
             if shape.calls > MAX_UNUSED_PASSES:
                 self._stays_eager(shape, "has no output that is differentiated")
-            return _note_used_outputs(shape, self.run_eagerly(args, kwargs))
+            return _note_used_outputs(shape, self.run_eagerly(call))
         recorded = shape.idle_recording()
         if recorded is None:
             if len(shape.recordings) >= MAX_RECORDINGS:
-                return self.run_eagerly(args, kwargs)
-            recorded = self._record(shape, inputs, args, kwargs)
+                return self.run_eagerly(call)
+            recorded = self._record(shape, inputs, call)
             if recorded is None:
-                return self.run_eagerly(args, kwargs)
+                return self.run_eagerly(call)
         shape.replays += 1
-        if shape.replays in CHECKED_REPLAYS and not self._agrees(recorded, inputs, args, kwargs):
+        if shape.replays in CHECKED_REPLAYS and not self._agrees(recorded, inputs, call):
             self._give_up(
                 "does not repeat its recording: it depends on something outside its inputs and modules"
             )
-            return self.run_eagerly(args, kwargs)
-        return recorded.run(inputs, args, kwargs)
+            return self.run_eagerly(call)
+        return recorded.run(inputs, call)
 
-    def run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run_eagerly(self, call: Arguments) -> Any:
         self.is_running = True
         try:
-            return self.forward(*args, **kwargs)
+            return self.forward(*call[0], **call[1])
         finally:
             self.is_running = False
 
-    def _observe(
-        self, shape: _ShapeRecord, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def _observe(self, shape: _ShapeRecord, inputs: list[Any], call: Arguments) -> Any:
         with observe_pass(self.module, inputs, self.device, self.changes, self.operators) as observation:
-            outputs = self.run_eagerly(args, kwargs)
+            outputs = self.run_eagerly(call)
         shape.observation = observation
         leaves, _ = _pytree.tree_flatten(outputs)
         why = observation.why or why_not_copyable(
@@ -145,26 +148,17 @@ class ModuleGraphs:
             return outputs
         return _note_used_outputs(shape, outputs)
 
-    def _record(
-        self, shape: _ShapeRecord, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> RecordedPass | None:
+    def _record(self, shape: _ShapeRecord, inputs: list[Any], call: Arguments) -> RecordedPass | None:
         assert shape.observation is not None
         self.is_running = True
         changes = len(self.changes)
         try:
-            recorded = RecordedPass(
-                self, shape.observation, frozenset(shape.used_outputs), inputs, args, kwargs
-            )
+            recorded = RecordedPass(self, shape.observation, frozenset(shape.used_outputs), inputs, call)
             if len(self.changes) > changes:
                 raise NotRecordable(f"sets {self.changes[-1]}")
         except (RuntimeError, NotRecordable) as error:  # CUDA errors and out of memory are RuntimeErrors
-            first_line = str(error).strip().splitlines() or [type(error).__name__]
-            self._stays_eager(
-                shape,
-                str(error)
-                if isinstance(error, NotRecordable)
-                else f"cannot be recorded ({first_line[0][:160]})",
-            )
+            failed = not isinstance(error, NotRecordable)
+            self._stays_eager(shape, f"cannot be recorded ({brief(error)})" if failed else str(error))
             return None
         finally:
             self.is_running = False
@@ -185,9 +179,7 @@ class ModuleGraphs:
         self.disabled = True
         self.shapes.clear()
 
-    def _agrees(
-        self, recorded: RecordedPass, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
+    def _agrees(self, recorded: RecordedPass, inputs: list[Any], call: Arguments) -> bool:
         """Whether a replay and an eager pass agree, from the same random numbers.
 
         Restores buffers and the generator.
@@ -196,7 +188,7 @@ class ModuleGraphs:
         saved = [buffer.clone() for buffer in written]
         replayed = recorded.replay_forward(inputs)
         restore_state(self.device, generator, written, saved)
-        outputs = self.run_eagerly(args, kwargs)
+        outputs = self.run_eagerly(call)
         restore_state(self.device, generator, written, saved)
         return all(
             nearly_equal(left, right) for left, right in zip(replayed, tensors_of(outputs), strict=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch import device as Device
 from torch.utils import _pytree
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 SIMPLE_TYPES = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _streams: dict[int, Any] = {}
 
@@ -48,6 +49,11 @@ def capture(graph: object, device: Device, pool: object) -> Iterator[None]:
         CaptureState.active = False
         if gc_enabled:
             gc.enable()
+
+
+def brief(error: Exception) -> str:
+    """The first line of its message, cut to 160 characters, or its name."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:160]
 
 
 def unwrapped_grad() -> Any:

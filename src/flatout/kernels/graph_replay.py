@@ -15,6 +15,7 @@ from torch.utils import _pytree
 
 from flatout.kernels.graph_observation import PassObservation
 from flatout.kernels.graph_recording import (
+    Arguments,
     CaptureState,
     NotRecordable,
     StreamOrder,
@@ -27,9 +28,8 @@ from flatout.kernels.graph_recording import (
 )
 
 MIN_FREE_SHARE = 0.1  # share of the device's memory left for evaluations and other shapes
-TOLERANCE = (
-    1e-2  # share of the largest value: recorded kernels may round differently; other passes differ by more
-)
+# Share of the largest value: recorded kernels may round differently; other passes differ by more.
+TOLERANCE = 1e-2
 
 
 class RecordedModule(Protocol):
@@ -39,7 +39,7 @@ class RecordedModule(Protocol):
     device: Device
     forward: Callable[..., Any]
 
-    def run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
+    def run_eagerly(self, call: Arguments) -> Any: ...
 
 
 class RecordedPass:
@@ -54,8 +54,7 @@ class RecordedPass:
         observation: PassObservation,
         used_outputs: frozenset[int],
         inputs: list[Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        call: Arguments,
     ) -> None:
         self.graphs, self.observation, self.device = graphs, observation, graphs.device
         self.autocast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
@@ -65,15 +64,14 @@ class RecordedPass:
         self.inputs = [copy_leaf(tensor) for tensor in inputs]
         self.forward_graph, self.backward_graph = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         pool = torch.cuda.graph_pool_handle()
-        static = iter(self.inputs)
-        arguments = with_tensors(args, static), with_tensors(kwargs, static)
+        args, kwargs = with_tensors(call, iter(self.inputs))
         torch.clear_autocast_cache()  # weights cast outside a recording are not part of it
         try:
             with (
                 _temporary_parameters(graphs.module) as temporary,
                 capture(self.forward_graph, self.device, pool),
             ):
-                result = graphs.forward(*arguments[0], **arguments[1])
+                result = graphs.forward(*args, **kwargs)
         finally:
             torch.clear_autocast_cache()
         leaves, self.structure = _pytree.tree_flatten(result)
@@ -112,9 +110,9 @@ class RecordedPass:
         """Whether a backward pass may still need the results of the last forward pass."""
         return self.lease is not None and self.lease() is not None
 
-    def run(self, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, inputs: list[Any], call: Arguments) -> Any:
         """Replay the forward pass; the returned tensors belong to the script."""
-        lease = _Lease(args, kwargs, generator_state(self.device))
+        lease = _Lease(without_tensors(call), generator_state(self.device))
         self.lease = weakref.ref(lease)
         with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (lease, tensor), lambda held: held[1]):
             outputs = _Replay.apply(self, lease, len(inputs), *inputs, *self.parameters)
@@ -126,12 +124,10 @@ class RecordedPass:
     def replay_forward(self, inputs: Iterable[Any]) -> list[Any]:
         """The outputs of a replay, in their own memory."""
         with torch.no_grad():
-            copies = [
-                (target, value) for target, value in zip(self.inputs, inputs, strict=True) if target.numel()
-            ]
+            copies = [pair for pair in zip(self.inputs, inputs, strict=True) if pair[0].numel()]
             self.order.wait()
             if copies:
-                torch._foreach_copy_([target for target, _ in copies], [value for _, value in copies])
+                torch._foreach_copy_(*map(list, zip(*copies, strict=True)))
             self.forward_graph.replay()
             if self.observation.written:
                 torch.autograd.graph.increment_version(self.observation.written)
@@ -160,8 +156,8 @@ class _Lease:
     This lasts until its backward pass, or while the script retains the graph.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], generator: tuple[int, int]) -> None:
-        self.arguments, self.generator = (without_tensors(args), without_tensors(kwargs)), generator
+    def __init__(self, call: Arguments, generator: tuple[int, int]) -> None:
+        self.call, self.generator = call, generator
 
 
 class _Replay(torch.autograd.Function):
@@ -174,7 +170,7 @@ class _Replay(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, recorded: RecordedPass, lease: _Lease, count: int, *tensors: torch.Tensor
     ) -> Any:
-        ctx.recorded, ctx.arguments, ctx.generator = recorded, lease.arguments, lease.generator
+        ctx.recorded, ctx.call, ctx.generator = recorded, lease.call, lease.generator
         ctx.done = False
         ctx.set_materialize_grads(False)
         outputs = recorded.replay_forward(tensors[:count])
@@ -196,20 +192,17 @@ class _Replay(torch.autograd.Function):
             i: grad for i, grad in zip(recorded.tensor_indices, grads, strict=True) if grad is not None
         }
         if torch.is_grad_enabled() or ctx.done or sorted(output_grads) != recorded.used_outputs:
-            return (
-                None,
-                None,
-                None,
-                *_recompute_gradients(recorded, inputs, ctx.arguments, ctx.generator, output_grads),
-            )
-        ctx.done = True  # the replay overwrites the results of the forward pass
-        return (None, None, None, *recorded.replay_backward([output_grads[i] for i in recorded.used_outputs]))
+            input_grads = _recompute_gradients(recorded, inputs, ctx.call, ctx.generator, output_grads)
+        else:
+            ctx.done = True  # the replay overwrites the results of the forward pass
+            input_grads = recorded.replay_backward([output_grads[i] for i in recorded.used_outputs])
+        return None, None, None, *input_grads
 
 
 def _recompute_gradients(
     recorded: RecordedPass,
     inputs: list[Any],
-    arguments: tuple[Any, Any],
+    call: Arguments,
     generator: tuple[int, int],
     output_grads: dict[int, Any],
 ) -> list[Any]:
@@ -219,14 +212,12 @@ def _recompute_gradients(
     """
     create_graph, device, written = torch.is_grad_enabled(), recorded.device, recorded.observation.written
     current_state, saved = generator_state(device), [buffer.clone() for buffer in written]
-    static = iter(inputs)
-    args, kwargs = with_tensors(arguments[0], static), with_tensors(arguments[1], static)
     restore_state(device, generator, (), ())
     with (
         torch.enable_grad(),
         torch.autocast("cuda", enabled=recorded.autocast[0], dtype=recorded.autocast[1]),
     ):
-        leaves = _pytree.tree_flatten(recorded.graphs.run_eagerly(args, kwargs))[0]
+        leaves = _pytree.tree_flatten(recorded.graphs.run_eagerly(with_tensors(call, iter(inputs))))[0]
     restore_state(device, current_state, written, saved)
     sources = [*inputs, *recorded.parameters]
     source_indices = [i for i, source in enumerate(sources) if source.requires_grad]

@@ -16,7 +16,7 @@ import torch
 from torch import device as Device
 from torch.optim import Optimizer
 
-from flatout.kernels.graph_recording import CaptureState, StreamOrder, capture
+from flatout.kernels.graph_recording import CaptureState, StreamOrder, brief, capture
 
 RECORDABLE = {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "RMSprop", "ASGD", "Adagrad"}
 WARMUP_STEPS = 2  # eager steps in which optimizers create their state
@@ -93,8 +93,7 @@ class UpdateGraph:
         try:
             self.recorded = _Recorded(self.optimizer, state, self.device, self.rates_on_device)
         except RuntimeError as error:
-            first_line = str(error).strip().splitlines() or [type(error).__name__]
-            self._stays_eager(f"its update cannot be recorded ({first_line[0][:160]})")
+            self._stays_eager(f"its update cannot be recorded ({brief(error)})")
             return False
         return True
 
