@@ -52,8 +52,8 @@ def attend(
 ) -> Any:
     """The result of the script's operators, up to rounding; contiguous before its axes are reordered.
 
-    ``causal``: the masks are known to exclude exactly the entries above the diagonal. ``no_empty_rows``: no row is
-    known to be fully masked.
+    ``causal``: the masks exclude exactly the entries above the diagonal. ``no_empty_rows``: no row is fully
+    masked.
     """
     form = match.form
     work_batch = form.mask_batch if form.masks else form.batch

@@ -120,20 +120,14 @@ class DeferredOperation:
         return bool(self.dependents)
 
     def compute(self) -> Tensor:
-        """The value that the script would have had here, in the same place of the graph.
-
-        It is kept once computed.
-        """
+        """The script's value, in the same place of the graph; computed once."""
         if self.value is None:
             self.mode.read_products.add(self.ordinal)
             self.value = self.rerun({})
         return self.value
 
     def rerun(self, replacements: dict[int, Tensor]) -> Tensor:
-        """Run the operators of the script from the start.
-
-        ``replacements`` maps ids of tensors to their replacements.
-        """
+        """Run the script's operators from the start. ``replacements``: by id of the tensor."""
         self.check_versions()
         args, kwargs = tree_map_only(
             DeferredOperation,
@@ -200,7 +194,7 @@ class _ReplaceValues(torch.autograd.Function):
 class DeferredScores(torch.Tensor):
     """Scores or weights with a shape, a type and a place in the graph, but no values yet.
 
-    ``held[0]`` computes them. ``like`` has their shape, strides and type.
+    ``cell[0]`` computes them. ``like`` has their shape, strides and type.
     """
 
     cell: list[DeferredOperation]
@@ -420,10 +414,7 @@ _unchecked_functions: dict[Any, Any] = {}
 
 
 def _without_override_check(function: FunctionType) -> Any:
-    """A Python function of torch without its has_torch_function check.
-
-    Its own operators can then be observed.
-    """
+    """A Python function of torch without its has_torch_function check, so its operators are observed."""
     if function not in _unchecked_functions:
         names = {**function.__globals__, "has_torch_function": lambda *_: False}
         copied = type(function)(

@@ -3,11 +3,11 @@
     product of queries and keys -> [scale] -> [masks] -> softmax over the last axis -> [inactive dropout] ->
     product with the values
 
-An ``AttentionForm`` records how scores or weights are computed. ``scores_form`` starts one, ``extend_form`` adds an
-operator, and ``match_attention`` adds the product with the values. Operators are identified by name, so the same code
-reads calls of torch in a running program (``attention_deferred``) and nodes of a graph (``attention_graphs``).
-An ``ArgumentReader`` interprets an argument in either. None means: this is not attention, or not known to be
-equivalent.
+An ``AttentionForm`` records how scores or weights are computed. ``scores_form`` starts one, ``extend_form``
+adds an operator, and ``match_attention`` adds the product with the values. Operators are identified by name,
+so the same code reads calls of torch in a running program (``attention_deferred``) and nodes of a graph
+(``attention_graphs``). An ``ArgumentReader`` interprets an argument in either. None means: this is not
+attention, or not known to be equivalent.
 
 In a row that keeps something, a score of -10,000 or less has weight zero, as minus infinity has. ``attend`` keeps
 the result of a row that is masked completely.
@@ -69,7 +69,8 @@ class AttentionForm:
 
     With their axes in the order of ``q_axes`` and ``k_axes`` (None: unchanged), queries are [*batch, rows,
     width] and keys [*batch, columns, width], up to sizes of 1 in the batch. ``dtype`` is that of their
-    product. ``mask_batch`` are the batch sizes at which the masks were applied, ``product_batch`` those of the product.
+    product. ``mask_batch`` are the batch sizes at which the masks were applied, ``product_batch`` those of the
+    product.
     """
 
     q: Tensor
@@ -176,8 +177,8 @@ def _einsum_product(reader: ArgumentReader, args: Sequence[Any]) -> AttentionFor
     if rows in letters[k] or columns in letters[q] or not set(out[:-2]) <= left & right:
         return None
     axes, sizes = [], []
-    for operand, free_letter in ((q, rows), (k, columns)):
-        axes.append(tuple(letters[operand].index(letter) for letter in (*out[:-2], free_letter, *summed)))
+    for operand, free in ((q, rows), (k, columns)):
+        axes.append(tuple(letters[operand].index(letter) for letter in (*out[:-2], free, *summed)))
         sizes.append([reader.tensor(operands[operand]).shape[axis] for axis in axes[-1]])
     batch = broadcast(reader, sizes[0][:-2], sizes[1][:-2])
     if batch is None:
@@ -192,18 +193,15 @@ def einsum_letters(
     if len(args) != 3 or not isinstance(args[0], str) or args[0].count("->") != 1:
         return None
     inputs, out = args[0].replace(" ", "").split("->")
-    operands, subscripts = list(args[1:]), inputs.split(",")
+    operands, terms = list(args[1:]), inputs.split(",")
     tensors = list(map(reader.tensor, operands))
-    if len(subscripts) != 2 or any(tensor is None for tensor in tensors):
+    if len(terms) != 2 or any(tensor is None for tensor in tensors):
         return None
-    axis_counts = [len(tensor.shape) for tensor in tensors]
-    ellipsis_axes = max(
-        count - len(subscript.replace("...", ""))
-        for subscript, count in zip(subscripts, axis_counts, strict=True)
-    )
-    digits = "0123456789"[: max(ellipsis_axes, 0)] if "..." in inputs else ""
-    left, right = (subscript.replace("...", digits) for subscript in subscripts)
-    if [len(set(left)), len(set(right))] != axis_counts or [len(left), len(right)] != axis_counts:
+    dims = [len(tensor.shape) for tensor in tensors]
+    extra_axes = max(count - len(term.replace("...", "")) for term, count in zip(terms, dims, strict=True))
+    digits = "0123456789"[: max(extra_axes, 0)] if "..." in inputs else ""
+    left, right = (term.replace("...", digits) for term in terms)
+    if [len(set(left)), len(set(right))] != dims or [len(left), len(right)] != dims:
         return None  # a diagonal, or ellipses of different lengths
     return operands, (left, right), out.replace("...", digits)
 

@@ -46,10 +46,7 @@ class RuntimeArguments:
 
 
 def is_usable_later(arg: Tensor) -> bool:
-    """Whether this tensor can be used later.
-
-    An optimizer changes weights; other inputs of a graph are not expected to change.
-    """
+    """Whether this tensor can be used later: an optimizer changes weights, nothing is expected to change others."""
     if type(arg) not in PLAIN_TENSORS or arg.is_inference():
         return False
     base = arg if arg._base is None else arg._base

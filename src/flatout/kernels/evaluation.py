@@ -4,11 +4,11 @@ Two things round: the storage type, once or a few times per output (relative to 
 which are kept in float32 or better (relative to the largest output). n random roundings add up like sqrt(n):
 Higham & Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci. Comput. 41(5), 2019. So
 
-    |got - float64|  <=  ULPS * u(dtype) * |float64|
-                         +  (inside * u(dtype) + SLACK * u(sums) * (1 + sqrt(terms))) * max |float64|
+    |result - float64|  <=  MAX_ULPS * u(dtype) * |float64|
+        +  (inner_roundings * u(dtype) + SUM_SLACK * u(sums) * (1 + sqrt(terms))) * max |float64|
 
-``inner_roundings`` counts the values inside the formula that are rounded to the storage type before further use, and u
-is the unit roundoff. No limit is tuned by hand for a kernel.
+``inner_roundings`` counts the values inside the formula that are rounded to the storage type before further
+use, and u is the unit roundoff. No limit is tuned by hand for a kernel.
 """
 
 from __future__ import annotations
@@ -59,24 +59,22 @@ def distance(
     equal = (actual == expected) | (actual.isnan() & expected.isnan())
     finite = expected.isfinite()
     scale = float(expected[finite].abs().max()) if bool(finite.any()) else 0.0
-    unit_roundoff = max(torch.finfo(dtype).eps / 2 for dtype in (result.dtype, input_dtype or result.dtype))
+    u = max(torch.finfo(dtype).eps / 2 for dtype in (result.dtype, input_dtype or result.dtype))
     sum_error = SUM_SLACK * torch.finfo(sum_dtype).eps / 2 * (1 + math.sqrt(terms))
-    allowed = (
-        MAX_ULPS * unit_roundoff * expected.abs() + (inner_roundings * unit_roundoff + sum_error) * scale
-    )
+    allowed = MAX_ULPS * u * expected.abs() + (inner_roundings * u + sum_error) * scale
     smallest_step = torch.finfo(result.dtype).smallest_normal * torch.finfo(result.dtype).eps
     ratio = torch.where(equal, 0.0, (actual - expected).abs() / (allowed + smallest_step))
     ratio = torch.where(ratio.isnan(), math.inf, ratio)
     worst = ratio.argmax()
-    index_tuple = torch.unravel_index(worst, ratio.shape) if ratio.dim() else ()
+    indices = torch.unravel_index(worst, ratio.shape) if ratio.dim() else ()
     ratio, actual, expected = (float(tensor.flatten()[worst]) for tensor in (ratio, actual, expected))
-    return Distance(ratio, tuple(map(int, index_tuple)), actual, expected)
+    return Distance(ratio, tuple(map(int, indices)), actual, expected)
 
 
 def compare(kernel: Kernel, case: Case, seed: int, call: Function) -> float:
-    """The largest error as a share of the allowed error. Raises Failed with the place if it exceeds 1."""
+    """The largest error as a share of the allowed error. Raises CheckFailed with the position if it exceeds 1."""
     expected = evaluate(kernel.reference, in_double(inputs_of(case, seed)), case, seed)
-    results = evaluate(call, on_device(inputs_of(case, seed)), case, seed)
+    results = run_case(call, case, seed)
     if len(results) != len(expected):
         raise CheckFailed(f"{case.title}: {len(results)} results, but the reference has {len(expected)}")
     outputs, max_ratio = len(results) - len(case.differentiate), 0.0
@@ -93,6 +91,10 @@ def compare(kernel: Kernel, case: Case, seed: int, call: Function) -> float:
             )
         max_ratio = max(max_ratio, error.error_ratio)
     return max_ratio
+
+
+def run_case(call: Function, case: Case, seed: int) -> list[torch.Tensor]:
+    return evaluate(call, on_device(inputs_of(case, seed)), case, seed)
 
 
 def evaluate(call: Function, inputs: Inputs, case: Case, seed: int) -> list[torch.Tensor]:

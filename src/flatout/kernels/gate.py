@@ -32,7 +32,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from flatout.kernels import NAMES, cuda
-from flatout.kernels.evaluation import CheckFailed, compare, evaluate, in_double, inputs_of, on_device
+from flatout.kernels.evaluation import (
+    CheckFailed,
+    compare,
+    evaluate,
+    in_double,
+    inputs_of,
+    on_device,
+    run_case,
+)
 from flatout.kernels.fences import Fenced, fenced
 from flatout.kernels.kernel import Case, Function, Implementation, Inputs, Kernel, has_triton, tensors_of
 
@@ -60,7 +68,7 @@ class NotRun(Exception):
 
 
 def checks(kernel: Kernel) -> list[tuple[str, Callable[[], str]]]:
-    """The checks of a kernel by name, in order. A function returns a remark, or raises Failed or NotRun."""
+    """The checks of a kernel by name, in order. A function returns a remark, or raises CheckFailed or NotRun."""
     gpu, all_checks = torch.cuda.is_available(), list[tuple[str, Callable[[], str]]]()
     for implementation in kernel.implementations:
         mode = (
@@ -119,9 +127,7 @@ def values(kernel: Kernel, implementation: Implementation) -> str:
 
 def determinism(kernel: Kernel, implementation: Implementation) -> str:
     for seed, case in _cases(kernel, implementation):
-        one, two = (
-            evaluate(implementation.call, on_device(inputs_of(case, seed)), case, seed) for _ in range(2)
-        )
+        one, two = (run_case(implementation.call, case, seed) for _ in range(2))
         for index, (a, b) in enumerate(zip(one, two, strict=True)):
             if not torch.equal(_bytes(a), _bytes(b)):
                 raise CheckFailed(
@@ -136,7 +142,7 @@ def memory(kernel: Kernel, implementation: Implementation) -> str:
         if not os.environ.get(SANITIZED):
             raise NotRun("compute-sanitizer was not found; it comes with the CUDA toolkit")
         for seed, case in cases:
-            evaluate(implementation.call, on_device(inputs_of(case, seed)), case, seed)
+            run_case(implementation.call, case, seed)
         torch.cuda.synchronize()
         return "under compute-sanitizer"
     for at_end in (True, False):

@@ -48,7 +48,7 @@ CHECKED_REPLAYS = {2, 32, 512, 8192}  # replays that are compared with an eager 
 
 
 class ModuleGraphs:
-    """Replaces a module's forward. Calls ``tell(why)`` once if nothing of this module can be recorded.
+    """Replaces a module's forward. Calls ``report(why)`` once if nothing of this module can be recorded.
 
     ``operators`` False skips observing each operator, for a forward pass made by a compiler.
     """

@@ -34,8 +34,8 @@ def reporting_setattr(
 ) -> Callable[..., None]:
     """A replacement for ``nn.Module.__setattr__``.
 
-    ``callbacks``: callbacks for set attributes, by the id of the module. ``training`` is left out, because it
-    belongs to the key of a recording.
+    ``callbacks``: for set attributes, by the id of the module. ``training`` is left out, because it belongs to
+    the key of a recording.
     """
 
     def __setattr__(module: Module, name: str, value: object) -> None:

@@ -35,8 +35,8 @@ def micro_batched_step_ms(
 ) -> float:
     """The milliseconds of a step of ``target_samples`` samples, made of micro-batches and one update.
 
-    The micro-batches of a step of ``step_samples`` samples take ``step_ms``. Everything but the optimizer counts
-    once per micro-batch: data, forward, backward and the rest. A smaller last micro-batch costs its share.
+    ``step_ms`` is that of a step of ``step_samples`` samples. Everything but the optimizer counts once per
+    micro-batch: data, forward, backward and the rest. A smaller last micro-batch costs its share.
     """
     update_ms = min(optimizer_ms, step_ms)
     return (step_ms - update_ms) * target_samples / step_samples + update_ms
@@ -45,7 +45,7 @@ def micro_batched_step_ms(
 def smallest_near_best(
     passes: Passes, sizes: Sequence[int], draws: int = BOOTSTRAP_DRAWS
 ) -> tuple[int, int, int] | None:
-    """The smallest of ``sizes`` with a throughput within WORTH of the best, and its interval.
+    """The smallest of ``sizes`` with a throughput within MIN_THROUGHPUT_GAIN of the best, and its interval.
 
     The interval is a bootstrap over passes, and over the turns of each process within them. None without
     measurements.
@@ -53,12 +53,7 @@ def smallest_near_best(
     sizes = sorted(size for size in sizes if any(one_pass.get(size) for one_pass in passes))
     if not sizes:
         return None
-    centre = _smallest_near_best(
-        {
-            size: median([block_ms(one_pass[size]) for one_pass in passes if one_pass.get(size)])
-            for size in sizes
-        }
-    )
+    centre = _smallest_near_best({size: median(_process_ms(passes, size)) for size in sizes})
     rng = random.Random(0)
     indices = []
     for _ in range(draws):
@@ -76,6 +71,10 @@ def smallest_near_best(
     tail = (1 - CONFIDENCE) / 2
     low, high = sizes[round(quantile(indices, tail))], sizes[round(quantile(indices, 1 - tail))]
     return centre, min(low, centre), max(high, centre)
+
+
+def _process_ms(passes: Passes, size: int) -> list[float]:
+    return [block_ms(one_pass[size]) for one_pass in passes if one_pass.get(size)]
 
 
 def _smallest_near_best(ms_per_sample: Mapping[int, float]) -> int:
@@ -110,7 +109,7 @@ def fill_record(record: BatchRecord, passes: Passes, aa_rounds: Sequence[Sequenc
 
 
 def _fill_point(record: BatchRecord, point: BatchPoint, own: BatchPoint, passes: Passes) -> None:
-    times = [block_ms(one_pass[point.size]) for one_pass in passes if one_pass.get(point.size)]
+    times = _process_ms(passes, point.size)
     samples, own_samples = point.samples_per_step, own.samples_per_step
     if not times or not samples or not own_samples:
         return

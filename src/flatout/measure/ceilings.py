@@ -42,10 +42,9 @@ def read(facts: Facts, folder: Path | None = None) -> CeilingsRecord | None:
 
 
 def load(facts: Facts, device: str = "cpu", folder: Path | None = None) -> dict[str, float] | None:
-    """The ceilings of ``device`` ("cpu" or "cuda") by ``plan.ceilings.NAMES``, or None if never
-    measured.
+    """The ceilings of ``device`` ("cpu" or "cuda") by name, or None if never measured.
 
-    Unavailable figures are missing. ``facts`` come from ``probe.machine.look()``.
+    Unavailable figures are missing.
     """
     record = read(facts, folder)
     return record.values(device) if record is not None else None

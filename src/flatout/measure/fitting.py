@@ -13,8 +13,8 @@ def largest_that_fits(
 ) -> int:
     """A size whose peak is at most ``limit``, while a size one part in RESOLUTION larger exceeds it.
 
-    The result is 0 if one sample is too large, and ``max_size`` if all sizes fit. ``peak_of`` must not decrease.
-    It is the maximum of straight lines (each moment of a step takes a constant plus an amount per sample). So
+    The result is 0 if one sample is too large, ``max_size`` if all sizes fit. ``peak_of`` must not decrease. It
+    is the maximum of straight lines (each moment of a step takes a constant plus an amount per sample). So
     the search interpolates linearly between two sizes, and bisects if that does not converge.
     """
     low, low_peak, high, high_peak = 0, 0, 0, 0

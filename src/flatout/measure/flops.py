@@ -21,9 +21,8 @@ FORWARD_CONVOLUTIONS = re.compile(
 def flops_of(name: str, shapes: Sequence[Shape], arguments: Sequence[Any] = ()) -> float | None:
     """The FLOPs of one call.
 
-    The result is None for an incomplete recording, and for an operator other than a matrix product,
-    convolution or attention. ``arguments`` are the non-tensor arguments at their positions: numbers and lists, or
-    nothing.
+    None for an incomplete recording, and for an operator other than a matrix product, convolution or
+    attention. ``arguments`` are the non-tensor arguments at their positions: numbers and lists, or nothing.
     """
     try:
         if name in ("aten::mm", "aten::_scaled_mm", "aten::_int_mm"):

@@ -15,16 +15,16 @@ from flatout.measure.clock import HostClock
 
 
 class LineTimer:
-    """``with LineTimer(is_users) as timer:``, then ``timer.ns`` maps (code, line) to nanoseconds.
+    """``with LineTimer(is_user_file) as timer:``, then ``timer.ns`` maps (code, line) to nanoseconds.
 
-    Covers only this thread. Tracing itself costs time. Nothing is counted while ``paused``. ``trace_running`` also
-    traces functions that already run.
+    Covers only this thread. Tracing itself costs time. Nothing is counted while ``paused``.
+    ``trace_running`` also traces functions that already run.
     """
 
     def __init__(self, is_user_file: Callable[[str], bool]) -> None:
         self.is_user_file = is_user_file
         self.ns: Counter[tuple[CodeType, int]] = Counter()
-        self._line_stack: list[tuple[CodeType, int]] = []
+        self._lines: list[tuple[CodeType, int]] = []
         self._now_ns = HostClock.mark
         self._last_ns = 0
         self._traced_frames: list[FrameType] = []
@@ -49,12 +49,12 @@ class LineTimer:
                 self._traced_frames.append(frame)
                 frame.f_trace = self._trace_line
             frame = frame.f_back
-        self._line_stack = [(frame.f_code, frame.f_lineno) for frame in reversed(self._traced_frames)]
+        self._lines = [(frame.f_code, frame.f_lineno) for frame in reversed(self._traced_frames)]
 
     @property
     def line(self) -> tuple[CodeType, int] | None:
         """The user's line that is running."""
-        return self._line_stack[-1] if self._line_stack else None
+        return self._lines[-1] if self._lines else None
 
     @property
     def paused(self) -> bool:
@@ -69,19 +69,19 @@ class LineTimer:
         if event != "call" or not self.is_user_file(frame.f_code.co_filename):
             return None
         self._charge_elapsed()
-        self._line_stack.append((frame.f_code, frame.f_lineno))
+        self._lines.append((frame.f_code, frame.f_lineno))
         return self._trace_line
 
     def _trace_line(self, frame: FrameType, event: str, arg: object) -> Any:
         self._charge_elapsed()
-        if event == "line" and self._line_stack:
-            self._line_stack[-1] = frame.f_code, frame.f_lineno
-        elif event == "return" and self._line_stack:
-            self._line_stack.pop()
+        if event == "line" and self._lines:
+            self._lines[-1] = frame.f_code, frame.f_lineno
+        elif event == "return" and self._lines:
+            self._lines.pop()
         return self._trace_line
 
     def _charge_elapsed(self) -> None:
         now = self._now_ns()
-        if self._line_stack and not self._paused:
-            self.ns[self._line_stack[-1]] += now - self._last_ns
+        if self._lines and not self._paused:
+            self.ns[self._lines[-1]] += now - self._last_ns
         self._last_ns = self._now_ns()

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from flatout.schema.scale import Link
 
-TREE_BANDWIDTH_SHARE = 0.9  # of the bandwidth: "busBw*.9" in NCCL's src/graph/tuning.cc, commit 01afd20
+TREE_SHARE = 0.9  # of the bandwidth: "busBw*.9" in NCCL's src/graph/tuning.cc, commit 01afd20
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def _tree(fabric: Fabric, devices: int, size_bytes: float) -> CollectiveCost:
     inter_us = math.ceil(math.log2(nodes)) * fabric.between.latency_us
     hops_us = 2 * ((per_node - 1) * fabric.intra_node.latency_us + inter_us)
     wire_bytes = 2 * (devices - 1) / devices * size_bytes
-    return _cost(fabric, devices, hops_us, wire_bytes, 2 * size_bytes / TREE_BANDWIDTH_SHARE, "tree")
+    return _cost(fabric, devices, hops_us, wire_bytes, 2 * size_bytes / TREE_SHARE, "tree")
 
 
 def _cost(

@@ -14,8 +14,8 @@ from flatout.measure.clock import sleep
 if TYPE_CHECKING:
     from torch import device as Device
 
-USABLE_MEMORY_SHARE = 0.9  # usable share of the free memory; the rest is a reserve for growth
-CUDA_CONTEXT_BYTES = 600 * 2**20  # of a CUDA context, in addition to what torch has reserved
+USABLE_SHARE = 0.9  # of the free memory; the rest is a reserve for growth
+CUDA_CONTEXT_BYTES = 600 * 2**20  # in addition to what torch has reserved
 
 
 def busy_cores(sample_s: float = 0.5) -> float | None:
@@ -99,15 +99,12 @@ def copies_that_fit(torch: ModuleType, device: Device, processes: int = 1) -> in
 
     ``processes`` is the number of processes like this one that a program has (the ranks of this machine).
     """
-    copies = 1 + int(USABLE_MEMORY_SHARE * available_bytes() // (max(1, resident_bytes()) * processes))
+    copies = 1 + int(USABLE_SHARE * available_bytes() // (max(1, resident_bytes()) * processes))
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         copies = min(
             copies,
-            1
-            + int(
-                USABLE_MEMORY_SHARE * free // (torch.cuda.max_memory_reserved(device) + CUDA_CONTEXT_BYTES)
-            ),
+            1 + int(USABLE_SHARE * free // (torch.cuda.max_memory_reserved(device) + CUDA_CONTEXT_BYTES)),
         )
     return copies
 

@@ -55,7 +55,7 @@ def noise_scale(
 
     ``products[a][b]`` is the mean gradient of group a times that of group b. ``squares[a]`` is the mean of
     |g|^2 over the batches of group a. The interval is a bootstrap over groups; a group drawn twice is not
-    paired with itself. Raises ValueError for fewer than FEWEST_GROUPS groups.
+    paired with itself. Raises ValueError for fewer than MIN_GROUPS groups.
     """
     count = len(squares)
     if count < MIN_GROUPS:
@@ -92,9 +92,8 @@ def _moments(
         for b, m in weighted[position + 1 :]:
             numerator += n * m * row[b]
             denominator += n * m
-    return numerator / denominator if denominator else 0.0, sum(n * squares[a] for a, n in weighted) / sum(
-        weights
-    )
+    mean_square = sum(n * squares[a] for a, n in weighted) / sum(weights)
+    return numerator / denominator if denominator else 0.0, mean_square
 
 
 def _scale(gradient: float, mean_square: float, batch: float) -> float:

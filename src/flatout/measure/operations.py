@@ -289,7 +289,7 @@ class ProfilerRecording:
 
 
 def _work_kind(kind: str, name: str) -> str:
-    """The kind of WORK of an event of the device. Kernels of NCCL and RCCL have names that begin with nccl."""
+    """The kind of work of an event of the device. Kernels of NCCL and RCCL have names that begin with nccl."""
     if kind != "kernel":
         return "copies"
     return "communication" if name.startswith("nccl") else "computing"
