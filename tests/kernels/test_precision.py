@@ -21,7 +21,7 @@ def test_one_rounding_passes_and_a_hundred_do_not(dtype, size, seed):
     wrong[at] *= 1 + 100 * torch.finfo(dtype).eps
     found = distance(wrong.to(dtype), right, terms=1)
     assert found.error_ratio > 1
-    assert found.where == (at,)
+    assert found.position == (at,)
 
 
 @given(st.integers(1, 10**6), st.integers(1, 10**6))

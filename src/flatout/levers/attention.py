@@ -25,6 +25,7 @@ from collections.abc import Callable
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from flatout.levers.reasons import modules_of
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -110,19 +111,17 @@ def _why_not_fused(modes: list[Any]) -> str:
 
 def _attention_modules(context: TrainingContext) -> list[Any]:
     """Modules whose forward, or a script function that it calls, multiplies matrices and takes a softmax."""
-    nn, script, modules, operators_by_class = context.torch.nn, context.torch.jit.ScriptModule, {}, {}
-    for root in context.roots:
-        for module in root.modules():
-            class_ = type(module)
-            if class_ not in operators_by_class:
-                operators_by_class[class_] = _operators_of(class_)
-            has_softmax_layer = any(isinstance(child, nn.Softmax) for child in module.children())
-            softmax, product = operators_by_class[class_]
-            if (
-                product and (softmax or has_softmax_layer) and not isinstance(module, script)
-            ) or class_ is nn.MultiheadAttention:
-                modules[id(module)] = module
-    return list(modules.values())
+    nn, modules, operators_by_class = context.torch.nn, [], {}
+    for module in modules_of(context):
+        class_ = type(module)
+        if class_ not in operators_by_class:
+            operators_by_class[class_] = _operators_of(class_)
+        softmax, product = operators_by_class[class_]
+        softmax |= any(isinstance(child, nn.Softmax) for child in module.children())
+        compiled = isinstance(module, context.torch.jit.ScriptModule)
+        if (product and softmax and not compiled) or class_ is nn.MultiheadAttention:
+            modules.append(module)
+    return modules
 
 
 def _operators_of(class_: type) -> tuple[bool, bool]:

@@ -22,7 +22,7 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.levers.reasons import script_hooks
+from flatout.levers.reasons import modules_of, script_hooks
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -127,18 +127,15 @@ def _vocabulary_layers(context: TrainingContext) -> list[Any]:
 
 
 def _norms(context: TrainingContext) -> list[Any]:
-    nn, layers = context.torch.nn, {}
-    for root in context.roots:
-        for module in root.modules():
-            if (
-                type(module) is nn.LayerNorm
-                and len(module.normalized_shape) == 1
-                and module.weight is not None
-                and module.weight.is_cuda
-                and _is_plain(context, module)
-            ):
-                layers[id(module)] = module
-    return list(layers.values())
+    return [
+        module
+        for module in modules_of(context)
+        if type(module) is context.torch.nn.LayerNorm
+        and len(module.normalized_shape) == 1
+        and module.weight is not None
+        and module.weight.is_cuda
+        and _is_plain(context, module)
+    ]
 
 
 def _is_plain(context: TrainingContext, module: Module) -> bool:

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from flatout.levers.reasons import modules_of
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -34,12 +35,8 @@ OUTPUT_ONLY_GRADIENT = ("ReLU", "ReLU6", "Hardtanh", "LeakyReLU")
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if context.compiled_by_script:
         return Skip("the script compiles the model or a part of it, and the compiler places results itself")
-    if not _activations(context, context.roots):
-        if any(
-            isinstance(module, context.torch.jit.ScriptModule)
-            for root in context.roots
-            for module in root.modules()
-        ):
+    if not _activations(context):
+        if any(isinstance(module, context.torch.jit.ScriptModule) for module in modules_of(context)):
             return Skip(
                 "the model or a part of it is compiled by torch.jit, which does not read the inplace attribute of its layers"
             )
@@ -49,20 +46,17 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     return Options((True,))
 
 
-def _activations(context: TrainingContext, roots: list[Any]) -> list[Any]:
-    nn = context.torch.nn
-    kinds = tuple(getattr(nn, name) for name in OUTPUT_ONLY_GRADIENT)
-    activations = {
-        id(m): m
-        for root in roots
-        for m in root.modules()
+def _activations(context: TrainingContext) -> list[Any]:
+    kinds = tuple(getattr(context.torch.nn, name) for name in OUTPUT_ONLY_GRADIENT)
+    return [
+        m
+        for m in modules_of(context)
         if type(m) in kinds and not m.inplace and getattr(m, "negative_slope", 1) > 0
-    }
-    return list(activations.values())
+    ]
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    activations = {id(m) for m in _activations(context, context.roots)}
+    activations = {id(m) for m in _activations(context)}
     for root in map(context.without_ranks, context.roots):
         context.wrap_forward(root, _test_then_set(context, root, activations, ledger), ledger)
     return ledger.restore

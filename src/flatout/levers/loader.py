@@ -62,12 +62,8 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
         )
     requested, cores, random = usable[0]["asked_workers"], max(1, facts.cores), context.data_is_random()
     if random and requested >= cores and not any(map(seeds_itself, context.live_loaders)):
-        return Options(
-            tuple({"workers": n, **pin} for n in range(requested - 1, -1, -1) if can_stand_in(n, requested))[
-                :4
-            ],
-            effect=Effect.EXACT,
-        )
+        counts = [n for n in range(requested - 1, -1, -1) if can_stand_in(n, requested)]
+        return Options(tuple({"workers": n, **pin} for n in counts[:4]), effect=Effect.EXACT)
     counts = [n for n in dict.fromkeys((1, min(2, cores), cores // 2, cores, 0)) if n != requested and n >= 0]
     values: list[Value] = [{"workers": n} for n in counts]
     if pin:  # include the script's number: with 0, its own thread pins each batch

@@ -1,4 +1,4 @@
-"""Reasons for which several levers do not apply to a program."""
+"""Reasons for which several levers do not apply to a program, and what they ask of its modules."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ def script_hooks(context: TrainingContext, module: Module) -> list[Any]:
         for hook in getattr(module, table).values()
         if getattr(hook, "__self__", None) is not context
     ]
+
+
+def modules_of(context: TrainingContext) -> list[Any]:
+    """Every module of the roots, once."""
+    return list({id(module): module for root in context.roots for module in root.modules()}.values())
 
 
 def why_model_is_split(context: TrainingContext) -> str:
