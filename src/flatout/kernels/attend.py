@@ -6,8 +6,6 @@ a query of zeros. The kernel sees neither case: the added mask is shifted row by
 and rows that keep nothing keep everything.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

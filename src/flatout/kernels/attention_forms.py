@@ -13,8 +13,6 @@ In a row that keeps something, a score of -10,000 or less has weight zero, as mi
 the result of a row that is masked completely.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Sequence

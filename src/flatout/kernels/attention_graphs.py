@@ -5,8 +5,6 @@ recognises the same forms as ``attention_deferred``. It leaves weights that othe
 attention with in-place changes around it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any

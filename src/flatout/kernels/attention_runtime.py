@@ -1,7 +1,5 @@
 """What the operators of a running program get and return: arguments, shapes of results, masks that stay constant."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

@@ -17,8 +17,6 @@ Sources: gradients in the forward pass, by chunks of rows: Hsu et al., Liger Ker
 Your Losses, 2024.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

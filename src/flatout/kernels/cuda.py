@@ -10,8 +10,6 @@ from it (see ``flatout.launch.compiler``). The emulator shows whether a kernel i
 is.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re

@@ -11,8 +11,6 @@ Higham & Mary, "A new approach to probabilistic rounding error analysis", SIAM J
 use, and u is the unit roundoff. No limit is tuned by hand for a kernel.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

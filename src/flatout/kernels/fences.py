@@ -6,8 +6,6 @@ This works on a CPU only: Triton's interpreter, the CUDA emulator, and plain cod
 does this.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from collections.abc import Callable, Mapping

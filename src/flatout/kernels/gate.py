@@ -16,8 +16,6 @@ The gate runs in a child process (``python -m flatout.kernels``), because kernel
 the process has failed.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

@@ -5,8 +5,6 @@ copies from the host, draws random numbers on the host, sets attributes of its m
 Nor may it use tensors that are neither inputs, parameters, buffers nor attributes of its modules.
 """
 
-from __future__ import annotations
-
 import ctypes
 import random
 import sys

@@ -1,7 +1,5 @@
 """What recordings need: the capture of one CUDA graph, arguments by layout, outputs that can be copied."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """One pass of a module recorded as a CUDA graph, and its replay."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Describe a kernel as a frozen value: its definition, its implementations, and the cases for its gate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Find a Kernel by name: built in, in a folder or file with a KERNEL, or a function with a reference."""
 
-from __future__ import annotations
-
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path

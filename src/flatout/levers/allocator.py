@@ -9,8 +9,6 @@ Evidence: measured on your program before it is kept.
 Sources: PyTorch documentation, "CUDA semantics", section "Optimizing memory usage with PYTORCH_ALLOC_CONF".
 """
 
-from __future__ import annotations
-
 from flatout.levers.reasons import NO_CUDA, NO_GPU
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts

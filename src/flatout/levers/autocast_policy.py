@@ -10,8 +10,6 @@ excluded, as torch's own kernels do.
 CUDA's list is read from this torch. One operator is added on all devices: the mean over all elements. Its sum is in
 CUDA's list, and it is usually a loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from threading import Lock

@@ -12,8 +12,6 @@ Evidence: ResNet-50 1.47x, ViT-B 1.005x (RTX 3090, timm, torch 1.12, AMP); measu
 Sources: PyTorch tutorial "Channels Last Memory Format"; timm benchmark tables.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any

@@ -18,8 +18,6 @@ Sources: Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression 
     torch documentation, "DDP Communication Hooks".
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from flatout.distributed.absent import why_left_alone, why_none

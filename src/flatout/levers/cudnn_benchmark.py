@@ -11,8 +11,6 @@ Evidence: measured on your program before it is kept.
 Sources: torch.backends.cudnn.benchmark; PyTorch performance tuning guide.
 """
 
-from __future__ import annotations
-
 from flatout.levers.reasons import NO_CUDA, NO_GPU
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts

@@ -21,8 +21,6 @@ Sources: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data 
     documentation, "DistributedDataParallel".
 """
 
-from __future__ import annotations
-
 from flatout.distributed.absent import why_none
 from flatout.distributed.division import WORDS
 from flatout.job.rank_environment import this_rank

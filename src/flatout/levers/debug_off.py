@@ -15,8 +15,6 @@ Sources: torch.autograd.set_detect_anomaly; torch.distributions.Distribution.set
     torch.utils.deterministic.
 """
 
-from __future__ import annotations
-
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value

@@ -19,8 +19,6 @@ Sources: torch documentation, "CUDA semantics", sections "Asynchronous execution
     buffers"; Tensor.record_stream.
 """
 
-from __future__ import annotations
-
 from typing import Any
 from weakref import WeakKeyDictionary
 

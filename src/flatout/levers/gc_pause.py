@@ -11,8 +11,6 @@ Evidence: nanochat reports that pauses of 500 ms disappeared (8 H100, developmen
 Sources: Python documentation, module gc.
 """
 
-from __future__ import annotations
-
 import gc
 
 from flatout.schema.enums import Effect, Moment

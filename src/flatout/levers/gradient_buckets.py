@@ -14,8 +14,6 @@ Sources: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data 
     3.2.3.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -16,8 +16,6 @@ Sources: mallopt(3), section "M_MMAP_THRESHOLD"; gperftools, jemalloc and mimall
     performance tuning guide.
 """
 
-from __future__ import annotations
-
 import re
 
 from flatout.schema.enums import Effect, Moment

@@ -13,8 +13,6 @@ Sources: torch._functorch.config.activation_memory_budget; pytorch.org/blog, "Cu
     checkpointing techniques in PyTorch".
 """
 
-from __future__ import annotations
-
 from flatout.levers.reasons import COMPILED_ONCE, COMPILER_OFF, NO_ROOT
 from flatout.schema.accepted import Number
 from flatout.schema.enums import Effect, Moment

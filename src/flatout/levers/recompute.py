@@ -11,8 +11,6 @@ Evidence: saved bytes of a small GPT 0.54 and 0.08 of the plain program's with h
 Sources: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; torch.utils.checkpoint documentation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

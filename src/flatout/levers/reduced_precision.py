@@ -11,8 +11,6 @@ Evidence: oneDNN convolution backward 1.14-1.48x (Sapphire Rapids, pytorch pull 
 Sources: PyTorch documentation, "MKLDNN backend".
 """
 
-from __future__ import annotations
-
 from flatout.levers.tf32 import set_matmul_precision
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts

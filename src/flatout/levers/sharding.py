@@ -20,8 +20,6 @@ Sources: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Tr
     et al. 2023, "PyTorch FSDP"; torch documentation, "torch.distributed.fsdp.fully_shard".
 """
 
-from __future__ import annotations
-
 from flatout.distributed.absent import why_none
 from flatout.job.rank_environment import this_rank
 from flatout.schema.accepted import Table

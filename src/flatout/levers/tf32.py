@@ -12,8 +12,6 @@ Evidence: a 124M GPT 2.21x (one A100, torch 2.6, LLMs-from-scratch, chapter 5); 
 Sources: PyTorch documentation, "CUDA semantics", section "TensorFloat-32 on Ampere (and later) devices".
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 
 from flatout.levers.reasons import NO_CUDA

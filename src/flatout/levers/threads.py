@@ -9,8 +9,6 @@ Evidence: measured on your program before it is kept. On most programs the defau
 Sources: PyTorch documentation, "CPU threading and TorchScript inference"; torch.set_num_threads.
 """
 
-from __future__ import annotations
-
 import os
 
 from flatout.schema.accepted import Number

@@ -4,8 +4,6 @@ Times are milliseconds per sample, by size, process and turn. The processes of o
 interleaved.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 

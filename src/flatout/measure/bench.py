@@ -5,8 +5,6 @@ each long enough for the clock: a ceiling is the best achievable value (as in ST
 disturbance by other programs.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Store and load the ceilings that `flatout doctor --bench` measured."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from pathlib import Path

@@ -4,8 +4,6 @@ On shared machines each core has its own disturbance by other tenants. A program
 stays on one core, so two of them would see different ones. Linux only; elsewhere nothing moves.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Search the largest batch whose peak stays below a limit, with few evaluations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 MAX_SAMPLES = 2**22

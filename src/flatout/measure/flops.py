@@ -4,8 +4,6 @@ The formulas are those of ``torch.utils.flop_counter``. That module requires ten
 a recording has only the inputs.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from math import prod

@@ -6,8 +6,6 @@ The learning rate grows by a constant factor per step. Losses of single batches 
 smoothed by an exponential mean (corrected for its start), and slopes are taken over SPAN steps.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

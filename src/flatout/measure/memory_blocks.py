@@ -3,8 +3,6 @@
 Pure bookkeeping. Time is the number of the event. The kind of a block may become known after its allocation.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 

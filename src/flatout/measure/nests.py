@@ -3,8 +3,6 @@
 pytree takes dataclasses, other mappings and subclasses of lists and tuples for leaves. They are opened here.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping

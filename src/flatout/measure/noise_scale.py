@@ -17,8 +17,6 @@ gives the same B as a mean, as long as b is constant.
 Large models provide sums over groups of batches. Then only products between different groups are used.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Operations have self time, calls, FLOPs, bytes and the user's line. This module 
 kineto, because building torch's own event objects takes longer than the recorded steps.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict

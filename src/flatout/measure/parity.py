@@ -1,7 +1,5 @@
 """Compare two runs: digests of batches and weights, and the distance between gradients."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 from collections.abc import Iterable

@@ -5,8 +5,6 @@ Phases are marked as they begin and end, and converted to milliseconds later. On
 reading it at once would stop the device.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from flatout.measure.clock import Clock, HostClock

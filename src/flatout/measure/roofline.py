@@ -5,8 +5,6 @@ memory bandwidth (Williams, Waterman and Patterson, 2009). Both peaks are measur
 result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from flatout.schema.profile import Operation

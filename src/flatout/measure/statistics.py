@@ -5,8 +5,6 @@ list of *rounds*. A round has the tick times of both sides, measured next to eac
 pairs, then rounds within them, because two processes of one program differ for their whole life.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections import Counter

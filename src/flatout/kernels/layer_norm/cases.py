@@ -1,7 +1,5 @@
 """Cases of layer_norm: ragged widths, one row, no rows, strides, large offsets, low variance."""
 
-from __future__ import annotations
-
 from functools import partial
 from math import prod
 

@@ -4,8 +4,6 @@
 everything below sees x as [R, N].
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias      var without Bessel's correction
 """
 
-from __future__ import annotations
-
 import torch
 
 
