@@ -263,7 +263,6 @@ def _deferred(operation: DeferredOperation, like: Tensor) -> DeferredScores:
 def _extend_deferred(
     function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The result of an operator without computing the weights; None if they must be computed."""
     if name not in FORM_UPDATES and name not in PRODUCTS and name not in DEFERRABLE:
         return None
     args = unpack_operands(name, args)

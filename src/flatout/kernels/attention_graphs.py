@@ -93,7 +93,6 @@ def rewrite(graph: Graph) -> int:
 
 
 def _name(node: Node) -> str | None:
-    """Torch's name for the operator of this node."""
     if node.op == "call_method":
         return str(node.target)
     name = getattr(node.target, "__name__", None) if node.op == "call_function" else None
@@ -163,7 +162,6 @@ def _may_write(node: Node) -> bool:
 
 
 def _mask_properties(form: AttentionForm) -> tuple[bool, bool]:
-    """``mask_properties`` of a mask that the graph computes only from constants."""
     if len(form.masks) != 1:
         return False, False
     mask = _constant_value(form.masks[0].tensor)

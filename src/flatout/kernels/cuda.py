@@ -175,7 +175,6 @@ def _as_c(arg: torch.Tensor | float | None) -> Any:
 
 
 def _call(subject: str, function: str, *arguments: Any) -> None:
-    """Call a function of the CUDA driver. Raises CudaError with its message."""
     driver = _library("libcuda.so.1")
     code = getattr(driver, function)(*arguments)
     if code:

@@ -191,8 +191,6 @@ class _Linear(torch.autograd.Function):
 
 
 class _Values(torch.autograd.Function):
-    """A deferred tensor as an ordinary one, in the same place of the graph."""
-
     @staticmethod
     def forward(ctx: object, deferred: Tensor) -> Tensor:
         assert isinstance(deferred, DeferredLogits)
@@ -252,7 +250,6 @@ def before_step() -> None:
 def _extend_deferred(
     function: Callable[..., Any], deferred: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> DeferredLogits | None:
-    """The deferred result of an operation that does not change the last axis; None for all others."""
     if function not in VIEWS and function not in COPIES:
         return None
     if (

@@ -257,7 +257,6 @@ class _CallRecorder(TorchDispatchMode):
 
 
 def _cases(kernel: Kernel, implementation: Implementation) -> list[tuple[int, Case]]:
-    """The cases of an implementation, with their seeds. Raises NotRun if it cannot run here."""
     gpu = torch.cuda.is_available()
     if implementation.needs == "triton":
         if not has_triton():

@@ -92,7 +92,6 @@ class ModuleGraphs:
                 self._give_up(f"depends on {name}, which the script sets repeatedly")
 
     def _state(self) -> tuple[Any, ...]:
-        """The other inputs of a recording: modes, and addresses of parameters and buffers."""
         autocast = torch.is_autocast_enabled("cuda")
         return (
             tuple(module.training for module in self.modules),
@@ -208,7 +207,6 @@ class _ShapeRecord:
 
 
 def _note_used_outputs(shape: _ShapeRecord, outputs: object) -> Any:
-    """The same outputs, with hooks that note which of them a backward pass uses."""
     leaves, structure = _pytree.tree_flatten(outputs)
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:

@@ -46,8 +46,6 @@ def reporting_setattr(
 
 
 class _OperatorObserver(TorchDispatchMode):
-    """Detects tensors that enter a pass from outside, and operators that a recording cannot repeat."""
-
     def __init__(self, known_memory: set[int], device: Device) -> None:
         super().__init__()
         # Tensors alive before the pass share no memory with new ones.
@@ -133,7 +131,6 @@ def _host_generators() -> tuple[Any, ...]:
 
 
 def _attributes(module: Module) -> Iterator[Any]:
-    """Tensors that are plain attributes of modules, such as position tables."""
     for submodule in module.modules():
         for value in vars(submodule).values():
             if isinstance(value, torch.Tensor):

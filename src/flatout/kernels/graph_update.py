@@ -72,7 +72,6 @@ class UpdateGraph:
         return self.step_with_hooks(self.optimizer)
 
     def _must_run_eagerly(self) -> bool:
-        """Whether a GradScaler passes its scale to the kernels, or a recording is active."""
         return bool(
             CaptureState.active
             or torch.cuda.is_current_stream_capturing()
@@ -156,8 +155,6 @@ class _State:
 
 
 class _Recorded:
-    """One recorded update. Raises RuntimeError if it cannot be recorded."""
-
     def __init__(self, optimizer: Optimizer, state: _State, device: Device, rates_on_device: bool) -> None:
         self.optimizer, self.state, self.rates_on_device, self.replays = optimizer, state, rates_on_device, 0
         self.order = StreamOrder(device)

@@ -110,7 +110,6 @@ def _why_not_fused(modes: list[Any]) -> str:
 
 
 def _attention_modules(context: TrainingContext) -> list[Any]:
-    """Modules whose forward, or a script function that it calls, multiplies matrices and takes a softmax."""
     nn, modules, operators_by_class = context.torch.nn, [], {}
     for module in modules_of(context):
         class_ = type(module)

@@ -48,7 +48,6 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 
 
 def _why_not(context: TrainingContext) -> str:
-    """Why this process sends no gradients that this lever could compress, or an empty string."""
     if context.data_parallel is not None:
         return ""
     return why_left_alone(context.ddp_modules) if context.ddp_modules else why_none(context.torch, ACTS_ON)

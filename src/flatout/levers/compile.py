@@ -132,7 +132,6 @@ def _mark_compiled(forward: Callable[..., Any]) -> Any:
 
 
 def _combined_pass(passes: list[Any]) -> Any:
-    """The graph passes of other levers, in a form that the compiler's caches distinguish."""
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
     graph_passes = tuple(passes)

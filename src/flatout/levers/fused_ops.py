@@ -107,7 +107,6 @@ def _heads(context: TrainingContext) -> list[Any]:
 
 
 def _vocabulary_layers(context: TrainingContext) -> list[Any]:
-    """All layers as wide as a vocabulary, also those that are not a plain nn.Linear."""
     torch, layers = context.torch, {}
     for root in context.roots:
         modules = list(root.modules())
@@ -139,7 +138,6 @@ def _norms(context: TrainingContext) -> list[Any]:
 
 
 def _is_plain(context: TrainingContext, module: Module) -> bool:
-    """Whether this layer has no hooks or custom forward of the script, and only ordinary parameters."""
     torch, own_forward = context.torch, vars(module).get("forward")
     ordinary = all(
         type(p) is torch.nn.Parameter

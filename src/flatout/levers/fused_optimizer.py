@@ -87,7 +87,6 @@ def _is_plain(torch: ModuleType, optimizer: Optimizer) -> bool:
 
 
 def _why_none(torch: ModuleType, optimizer: Optimizer) -> str:
-    """Why this optimizer has no such implementation. Of several optimizers, the first is named."""
     name = type(optimizer).__name__
     from_torch = _is_from_torch(optimizer)
     if from_torch and (choice := _script_choice(optimizer)):

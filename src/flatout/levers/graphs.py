@@ -62,7 +62,6 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 
 
 def _why_not(context: TrainingContext, root: Module) -> str:
-    """Why the structure of this module rules out recording; "" if it does not."""
     torch, name = context.torch, type(root).__name__
     if isinstance(root, (torch.nn.DataParallel, torch.jit.ScriptModule)):
         return f"{name} cannot be recorded"

@@ -93,7 +93,6 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
 
 def _replace_workers(loader: DataLoader, requested: dict[str, Any], feed: Any) -> Any:
-    """How to make the batches if fewer workers replace the requested workers."""
     from flatout.data.streams import can_stand_in, seeds_itself
 
     workers = requested.get("num_workers", 0)

@@ -71,7 +71,6 @@ def _recomputing(block: RecomputedBlock) -> Any:
 
 
 def _blocks(context: TrainingContext) -> tuple[list[Any], str]:
-    """The repeated blocks that may be computed twice, and why others may not."""
     blocks = [
         block for root in context.roots for block in repeated(context.torch, context.without_ranks(root))
     ]

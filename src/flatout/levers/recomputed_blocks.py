@@ -29,7 +29,6 @@ def repeated(torch: ModuleType, root: Module) -> list[Any]:
 
 
 def _repeated_in(module: Module, is_container: Callable[[Any], bool], visited: set[int]) -> list[Any]:
-    """Depth first: children that repeat, and repeated blocks inside those that do not."""
     blocks: list[Any] = []
     children = [child for child in module.children() if id(child) not in visited]
     visited.update(map(id, children))
@@ -124,7 +123,6 @@ class RecomputedBlock:
         return output
 
     def _state(self) -> list[Any]:
-        """A record of each module's state, without parameters, modules and normalisation statistics."""
         statistics = {id(buffer) for norm in self._norms for buffer in norm.buffers(recurse=False)}
         return [
             (

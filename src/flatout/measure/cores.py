@@ -37,5 +37,4 @@ def move_to(core: int) -> None:
 
 
 def _numa_node(core: int) -> str:
-    """The name of the memory node of a core; empty if the system does not tell."""
     return next((path.name for path in Path(f"/sys/devices/system/cpu/cpu{core}").glob("node*")), "")

@@ -69,7 +69,6 @@ def machine_load(sample_s: float) -> MachineLoad | None:
 
 
 def _cpu_seconds(psutil: ModuleType) -> dict[int, tuple[str, float]]:
-    """Return name and CPU seconds of each process except this one."""
     processes = {}
     for process in psutil.process_iter(["name", "cpu_times"]):
         times = process.info["cpu_times"]

@@ -23,7 +23,6 @@ def fill_roofline(operations: Sequence[Operation], ceilings: Mapping[str, float]
 
 
 def _peak(operation: Operation, ceilings: Mapping[str, float], tf32: bool) -> float | None:
-    """The FLOPs per second of a matrix product in the dtype of the operation, if measured."""
     dtype = operation.dtypes[0] if operation.dtypes else "float32"
     return ceilings.get(f"matmul_{'tf32' if tf32 and dtype == 'float32' else dtype}_flops")
 

@@ -186,7 +186,6 @@ def _wire_task(cost: CollectiveCost, after: int) -> Task:
 
 
 def _sum(costs: Sequence[CollectiveCost]) -> CollectiveCost:
-    """The total cost, under the link of the longest one."""
     total = CollectiveCost()
     for cost in costs:
         total = total.plus(cost)

@@ -150,7 +150,6 @@ class EarlyValueCopier:
     def _at_moment(
         self, moment: str, context: TrainingContext, frame: FrameType | None, roots: Iterable[Any]
     ) -> None:
-        """Begin copies of the values that exist now and that the script read in earlier steps."""
         if self._disabled:
             return
         try:
@@ -298,7 +297,6 @@ class EarlyValueCopier:
         return copy
 
     def _host_value(self, tensor: Tensor) -> Any:
-        """The value of this tensor in host memory, in its shape; None if it must be read as before."""
         copy = self.copies.valid_copy(tensor)
         if copy is None:
             self._record_read(tensor)
