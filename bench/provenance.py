@@ -31,7 +31,7 @@ if "flatout" not in sys.modules:
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
 from flatout.job.folder import read_json, write_whole  # noqa: E402
-from flatout.measure.clock import today  # noqa: E402
+from flatout.measure.clock import utc_now  # noqa: E402
 from flatout.probe.machine import look  # noqa: E402
 from flatout.schema.facts import Facts  # noqa: E402
 from flatout.tune.prior import device_kind  # noqa: E402
@@ -320,7 +320,7 @@ def stamp(facts: Facts | None = None) -> dict[str, Any]:
         "device": f"{', '.join(gpus) + ', ' if gpus else ''}{facts.cpu}, {facts.cores} cores, {facts.memory_bytes / 2**30:.0f} GiB",
         "slug": _slug(gpus[0]) if gpus else device_kind(facts).replace(" with ", "_"),
         "versions": {"python": facts.python, **facts.versions, "flatout": f"{__version__}{_commit()}"},
-        "date": today(),
+        "date": utc_now(),
         "load_at_start": None if load is None else round(load, 2),
         "command": " ".join(["python", _of_repository(sys.argv[0]), *sys.argv[1:]]),
     }

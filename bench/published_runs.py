@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from provenance import SRC  # noqa: F401  puts src on the path
 
 from flatout.measure.links import Fabric
-from flatout.measure.scaling import Workload, evenly, predict
+from flatout.measure.scaling import Workload, equal_tensors, predict
 from flatout.schema.scale import NETWORKS, Timing, read_link
 
 PARAMETERS = {
@@ -92,7 +92,7 @@ class Run:
         alone_ms = self.alone_ms - self.outside_ms[0]
         work = Workload(
             Timing(alone_ms / 3, 2 * alone_ms / 3, 0.0),
-            evenly(self.reduced * parameters),
+            equal_tensors(self.reduced * parameters),
             self.gathered * parameters,
             overhead=overhead,
             overlap=self.overlap,

@@ -319,7 +319,7 @@ def inplace(context, value, ledger):
     def wrapper(forward):
         return lambda input: input + (forward(input.detach()) - input.detach())
 
-    for activation in inplace_lever._activations(context, context.roots):
+    for activation in inplace_lever._activations(context):
         context.wrap_forward(activation, wrapper, ledger)
     return ledger.restore
 

@@ -24,7 +24,7 @@ from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
 from flatout.levers import TABLE
-from flatout.measure.memory import allocations, at, running_totals
+from flatout.measure.memory import allocations, bytes_at, running_totals
 
 VOCABULARY = 100
 LEVERS = {lever.name: lever for lever in TABLE}
@@ -96,7 +96,7 @@ class Bench:
         events = list(recorded.profiler.kineto_results.events())
         between = next(event.start_ns() for event in events if event.name() == "between")
         totals = running_totals(allocations(events, on_device=False), 0)
-        return at(totals, between, 0), max(total for _, total in totals)
+        return bytes_at(totals, between, 0), max(total for _, total in totals)
 
     def sync(self):
         if self.device == "cuda":

@@ -26,8 +26,8 @@ def fake_run():
         fake_execution = FakeExecution(
             torch,
             ledger,
-            lambda size, real: blocks.take(size, "real" if real else "temporary"),
-            blocks.give_back,
+            lambda size, real: blocks.allocate(size, "real" if real else "temporary"),
+            blocks.free,
             device_type,
         )
         fake_execution.install()

@@ -8,7 +8,7 @@ from profiles import healthy
 
 from flatout.cli.scale import OVERHEAD, command
 from flatout.measure.links import Fabric
-from flatout.measure.scaling import Workload, evenly, predict
+from flatout.measure.scaling import Workload, equal_tensors, predict
 from flatout.schema.scale import NETWORKS, ScaleRecord, Timing
 
 PROGRAM = """\
@@ -107,7 +107,7 @@ def test_an_older_profile_has_only_the_sum(profile):
     profile.write_text(json.dumps(record))
     found = ask(profile, "--gpus", "8", "--network", "nvlink4", "--strategies", "ddp")
     assert any("only their sum" in note for note in found.notes)
-    work = Workload(found.timing, evenly(64e6), 64e6, overhead=OVERHEAD)
+    work = Workload(found.timing, equal_tensors(64e6), 64e6, overhead=OVERHEAD)
     assert found.points == [predict(work, Fabric(NETWORKS["nvlink4"]), "ddp", 8)]
 
 

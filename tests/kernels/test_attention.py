@@ -190,9 +190,9 @@ def test_a_form(name):
     """
     plain, watch = run(WAYS[name]), attention_deferred.AttentionMode()
     for _ in range(4):
-        before = attention_deferred.COUNT[0]
+        before = attention_deferred.FUSED_COUNT[0]
         ours = run(WAYS[name], watch=watch)
-        assert attention_deferred.COUNT[0] == before + FUSED.get(name, 1)
+        assert attention_deferred.FUSED_COUNT[0] == before + FUSED.get(name, 1)
         assert_near(ours, plain)
         assert ours[0].stride() == plain[0].stride()
         watch.step()
@@ -221,9 +221,9 @@ def test_in_half_precision(name, autocast):
     """In the dtype of the plain products, its errors against float32 are those of the plain program."""
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         dtype = torch.float32 if autocast else torch.bfloat16
-        watch, before = attention_deferred.AttentionMode(), attention_deferred.COUNT[0]
+        watch, before = attention_deferred.AttentionMode(), attention_deferred.FUSED_COUNT[0]
         ours, plain = run(WAYS[name], dtype, watch), run(WAYS[name], dtype)
-    assert attention_deferred.COUNT[0] == before + 1
+    assert attention_deferred.FUSED_COUNT[0] == before + 1
     assert [each.dtype for each in ours] == [each.dtype for each in plain]
     exact = run(WAYS[name])
     for mine, theirs, right in zip(ours, plain, exact, strict=True):
@@ -308,9 +308,9 @@ def test_any_spelling_with_any_mask(ways, batch, heads, rows, columns, width, se
         made(seed + 1, batch, heads, columns, width),
         made(seed + 2, batch, heads, columns, width),
     )
-    watch, before = attention_deferred.AttentionMode(), attention_deferred.COUNT[0]
+    watch, before = attention_deferred.AttentionMode(), attention_deferred.FUSED_COUNT[0]
     ours = run(program, watch=watch, tensors=tensors)
-    assert attention_deferred.COUNT[0] == before + 1
+    assert attention_deferred.FUSED_COUNT[0] == before + 1
     # In float32 a score of a few, next to -10,000, has three digits after the point.
     right = run(program, torch.float32 if "large" in ways["mask"] else torch.float64, tensors=tensors)
     assert ours[0].stride() == program(*tensors).stride()
@@ -444,7 +444,7 @@ LOOKS = {
 def looked(program, watch=None):
     q, k, v = (made(seed, B, T, 8).requires_grad_() for seed in (1, 2, 3))
     inputs = [each * 1 for each in (q, k, v)]
-    before = attention_deferred.COUNT[0]
+    before = attention_deferred.FUSED_COUNT[0]
     if watch is None:
         out, seen = program(*inputs)
     else:
@@ -452,7 +452,11 @@ def looked(program, watch=None):
             out, seen = program(*inputs)
     loss = out.square().sum() + (seen.float().sum() * 0.1 if seen.requires_grad else 0)
     loss.backward()
-    return seen.detach() + 0, [out.detach(), q.grad, k.grad, v.grad], attention_deferred.COUNT[0] - before
+    return (
+        seen.detach() + 0,
+        [out.detach(), q.grad, k.grad, v.grad],
+        attention_deferred.FUSED_COUNT[0] - before,
+    )
 
 
 @pytest.mark.parametrize("name", LOOKS)
@@ -663,7 +667,7 @@ def test_weights_that_nn_multihead_attention_returns(average):
         x.grad = None
         layer.zero_grad()
         mask = nn.Transformer.generate_square_subsequent_mask(T)
-        before = attention_deferred.COUNT[0]
+        before = attention_deferred.FUSED_COUNT[0]
         if watch is None:
             out, weights = layer(x, x, x, attn_mask=mask, average_attn_weights=average)
         else:
@@ -673,7 +677,7 @@ def test_weights_that_nn_multihead_attention_returns(average):
         return (
             weights,
             [out, x.grad, *(p.grad.clone() for p in layer.parameters())],
-            attention_deferred.COUNT[0] - before,
+            attention_deferred.FUSED_COUNT[0] - before,
         )
 
     weights, plain, _ = go()
@@ -763,9 +767,12 @@ def test_transforms_of_torch_func_see_the_plain_operators():
         with watch.forward():
             return ((q @ k.mT).softmax(-1) @ v).square().sum()
 
-    before, tensors = attention_deferred.COUNT[0], (made(1, B, T, 8), made(2, B, T, 8), made(3, B, T, 8))
+    before, tensors = (
+        attention_deferred.FUSED_COUNT[0],
+        (made(1, B, T, 8), made(2, B, T, 8), made(3, B, T, 8)),
+    )
     ours = torch.func.vmap(torch.func.grad(loss))(*tensors)
-    assert attention_deferred.COUNT[0] == before
+    assert attention_deferred.FUSED_COUNT[0] == before
     right = torch.func.vmap(torch.func.grad(lambda q, k, v: ((q @ k.mT).softmax(-1) @ v).square().sum()))(
         *tensors
     )

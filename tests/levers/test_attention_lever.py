@@ -133,13 +133,13 @@ def test_it_trains_the_same(training, kind):
     expected, live = training(plain=True, kind=kind).steps(9), training(kind=kind)
     got = live.steps(2)
     assert LEVER.applies(FACTS, live.context) == Options((True,))
-    before = attention_deferred.COUNT[0]
+    before = attention_deferred.FUSED_COUNT[0]
     undo = LEVER.apply(live.context, True, Ledger())
     got += live.steps(5)
-    assert attention_deferred.COUNT[0] == before + 5 * LAYERS
+    assert attention_deferred.FUSED_COUNT[0] == before + 5 * LAYERS
     undo()
     got += live.steps(2)
-    assert attention_deferred.COUNT[0] == before + 5 * LAYERS
+    assert attention_deferred.FUSED_COUNT[0] == before + 5 * LAYERS
     assert got == pytest.approx(expected, rel=1e-5)
     assert not [m for m in live.model.modules() if "forward" in vars(m)]
     assert live.context.graph_passes == []
@@ -150,10 +150,10 @@ def test_evaluation_is_plain(training):
     live = training()
     live.steps(2)
     LEVER.apply(live.context, True, live.ledger)
-    tokens, before = torch.arange(T)[None], attention_deferred.COUNT[0]
+    tokens, before = torch.arange(T)[None], attention_deferred.FUSED_COUNT[0]
     with torch.no_grad():
         out = live.model.eval()(tokens)
-    assert attention_deferred.COUNT[0] == before
+    assert attention_deferred.FUSED_COUNT[0] == before
     assert type(live.model.layers[0]["attention"].weights) is torch.Tensor
     assert not out.requires_grad
 
@@ -214,9 +214,9 @@ def test_weights_that_are_always_read_are_left_alone_and_reported(training):
     assert LEVER.applies(FACTS, live.context) == Options((True,))
     LEVER.apply(live.context, True, live.ledger)
     live.steps(4)
-    before = attention_deferred.COUNT[0]
+    before = attention_deferred.FUSED_COUNT[0]
     live.steps(2)
-    assert attention_deferred.COUNT[0] == before
+    assert attention_deferred.FUSED_COUNT[0] == before
 
 
 def test_which_attentions_are_found(training, program):
@@ -254,11 +254,11 @@ def test_with_another_lever(training, name, value):
         live = training()
         live.steps(2)
         before, undo = (
-            attention_deferred.COUNT[0],
+            attention_deferred.FUSED_COUNT[0],
             [lever.apply(live.context, given, Ledger()) for lever, given in chosen],
         )
         losses.append(live.steps(4))
-        assert (attention_deferred.COUNT[0] >= before + 4 * LAYERS) == (chosen is levers)
+        assert (attention_deferred.FUSED_COUNT[0] >= before + 4 * LAYERS) == (chosen is levers)
         for each in reversed(undo):
             each()
         assert live.context.reports == []

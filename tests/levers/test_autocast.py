@@ -5,7 +5,7 @@ overflow skips the step.
 import pytest
 
 from flatout.agent.ledger import Ledger
-from flatout.levers.autocast import FIRST_SCALE, LEVER
+from flatout.levers.autocast import INITIAL_SCALE, LEVER
 
 torch = pytest.importorskip("torch")
 from torch.nn import functional  # noqa: E402
@@ -134,7 +134,7 @@ def test_overflow_skips_the_step_and_halves_the_scale(program):
     while not step(10.0) and tries < 20:
         tries += 1
     assert tries < 20
-    assert FIRST_SCALE == 2.0**14
+    assert INITIAL_SCALE == 2.0**14
 
 
 class Reads(TorchDispatchMode):

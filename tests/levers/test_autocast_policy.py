@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from flatout.agent.ledger import Ledger
 from flatout.levers.autocast import LEVER
-from flatout.levers.autocast_policy import IN_HALF, WIDEST, keep_float32
+from flatout.levers.autocast_policy import HALF_PRECISION, PROMOTED, keep_float32
 from flatout.levers.compile import LEVER as COMPILE
 
 torch = pytest.importorskip("torch")
@@ -135,11 +135,11 @@ def test_the_lists_are_those_of_this_torch():
         names = {".".join(filter(None, found)) for found in re.findall(r"_\((\w+)(?:, (\w+))?\)", body)}
         return {f"aten::{name}" for name in names | set(re.findall(r'"([\w.]+)"', body))}
 
-    assert listed("AT_FORALL_PROMOTE") <= {f"aten::{name}" for name in WIDEST}
+    assert listed("AT_FORALL_PROMOTE") <= {f"aten::{name}" for name in PROMOTED}
     in_float32 = listed("AT_FORALL_FP32") | listed("AT_FORALL_FP32_SET_OPT_DTYPE")
     in_float32 |= listed("AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE") - {"aten::norm"}
     assert len(in_float32) > 60
-    assert not in_float32 & IN_HALF
+    assert not in_float32 & HALF_PRECISION
     ledger = Ledger()
     keep_float32(torch, "cpu", ledger)
     assert in_float32 <= registered()

@@ -71,13 +71,13 @@ def test_it_trains_the_same(training, tied):
     plain, live = training(plain=True, tied=tied), training(tied=tied)
     expected = plain.steps(8)
     got = live.steps(2)
-    before = deferred.COUNT[0]
+    before = deferred.FUSED_LOSSES[0]
     undo = LEVER.apply(live.context, True, Ledger())
     got += live.steps(3)
-    assert deferred.COUNT[0] == before + 3
+    assert deferred.FUSED_LOSSES[0] == before + 3
     undo()
     got += live.steps(3)
-    assert deferred.COUNT[0] == before + 3
+    assert deferred.FUSED_LOSSES[0] == before + 3
     assert got == pytest.approx(expected, rel=1e-5)
     assert not [m for m in live.model.modules() if "forward" in vars(m)]
     assert live.context.reports == []
@@ -181,8 +181,8 @@ class Blocks(torch.nn.Module):
 def test_layers_as_wide_as_an_embedding_of_positions_are_no_heads(training):
     live = training()
     live.model = Blocks()
-    live.context.register_objects([live.model], [live.optimizer], [])
-    before = deferred.COUNT[0]
+    live.context.introduce([live.model], [live.optimizer], [])
+    before = deferred.FUSED_LOSSES[0]
     undo = LEVER.apply(live.context, True, Ledger())
     assert (
         [module for module in live.model.modules() if "forward" in vars(module)]
@@ -190,7 +190,7 @@ def test_layers_as_wide_as_an_embedding_of_positions_are_no_heads(training):
         == live.context.uncompiled
     )
     live.steps(1)
-    assert deferred.COUNT[0] == before + 1
+    assert deferred.FUSED_LOSSES[0] == before + 1
     undo()
     assert live.context.uncompiled == []
 
@@ -239,9 +239,9 @@ def test_with_compile_the_blocks_are_compiled_and_the_loss_takes_no_logits(monke
         lambda forward, mode=None, dynamic=None: really(forward, backend=counting, dynamic=dynamic),
     )
     torch._dynamo.reset()
-    expected, before = train([]), deferred.COUNT[0]
+    expected, before = train([]), deferred.FUSED_LOSSES[0]
     assert train([(LEVER, True), (COMPILE, "default")]) == pytest.approx(expected, rel=1e-5)
-    assert deferred.COUNT[0] == before + 6
+    assert deferred.FUSED_LOSSES[0] == before + 6
     assert len(graphs) == 1
     assert len(calls) == 6 * 3
     torch._dynamo.reset()

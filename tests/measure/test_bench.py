@@ -17,15 +17,15 @@ torch = pytest.importorskip("torch")
 @pytest.fixture
 def small(monkeypatch):
     """Sizes that a test can afford; the measurement is the same."""
-    monkeypatch.setattr(bench, "LONG_ENOUGH_MS", 2.0)
-    monkeypatch.setattr(bench, "MULTIPLY_MS", 0.5)
-    monkeypatch.setattr(bench, "LARGEST", {"cpu": 512, "cuda": 512})
+    monkeypatch.setattr(bench, "MIN_REPETITION_MS", 2.0)
+    monkeypatch.setattr(bench, "MIN_PRODUCT_MS", 0.5)
+    monkeypatch.setattr(bench, "MAX_MATRIX_ROWS", {"cpu": 512, "cuda": 512})
     monkeypatch.setattr(bench, "ARRAY_BYTES", {"cpu": 2**20, "cuda": 2**20})
 
 
 def test_every_figure_of_the_host(small):
     before = torch.get_float32_matmul_precision()
-    found = {each.name: each for each in bench.on_device(torch, "cpu")}
+    found = {each.name: each for each in bench.measure_device(torch, "cpu")}
     assert set(found) == {
         *(f"matmul_{dtype}_flops" for dtype in MATMUL_DTYPES),
         "memory_bytes_per_s",
@@ -53,14 +53,14 @@ def test_a_product_is_counted_as_two_operations_an_element(monkeypatch):
         def elapsed_ms(self, start, end):
             return end - start
 
-        def settle(self):
+        def synchronize(self):
             pass
 
     def mm(a, b, out):
         Clock.now += 1.0
 
     monkeypatch.setattr(bench, "clock_for", lambda *_: Clock())
-    monkeypatch.setattr(bench, "MULTIPLY_MS", 0.5)
+    monkeypatch.setattr(bench, "MIN_PRODUCT_MS", 0.5)
     monkeypatch.setattr(torch, "mm", mm)
     found = bench.matmul(torch, "cpu", "float32")
     assert (found.value, found.n) == (pytest.approx(1000 * 2 * 256**3), 7)

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from flatout.measure.bench import rate
-from flatout.measure.ceilings import load, machine_key, place_of, read, save
+from flatout.measure.ceilings import load, machine_key, read, record_path, save
 from flatout.schema.ceilings import Ceiling, CeilingsRecord
 from flatout.schema.facts import Facts, Gpu
 
@@ -60,22 +60,24 @@ def test_another_machine_has_its_own(tmp_path, change):
     ],
 )
 def test_an_invalid_record_is_none(tmp_path, text):
-    place_of(machine_key(HERE), tmp_path).write_text(text.replace("KEY", machine_key(HERE)), encoding="utf-8")
+    record_path(machine_key(HERE), tmp_path).write_text(
+        text.replace("KEY", machine_key(HERE)), encoding="utf-8"
+    )
     assert load(HERE, folder=tmp_path) is None
 
 
 def test_a_record_copied_from_another_machine_is_none(tmp_path):
     other = dataclasses.replace(record(), key="0123456789ab")
-    place_of(machine_key(HERE), tmp_path).write_text(json.dumps(other.to_json()), encoding="utf-8")
+    record_path(machine_key(HERE), tmp_path).write_text(json.dumps(other.to_json()), encoding="utf-8")
     assert load(HERE, folder=tmp_path) is None
 
 
 def test_the_folder_is_the_users_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert place_of("abc") == tmp_path / "flatout" / "ceilings-abc.json"
+    assert record_path("abc") == tmp_path / "flatout" / "ceilings-abc.json"
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the specification: only absolute paths count
     monkeypatch.setenv("HOME", "/home/ada")
-    assert str(place_of("abc")) == "/home/ada/.cache/flatout/ceilings-abc.json"
+    assert str(record_path("abc")) == "/home/ada/.cache/flatout/ceilings-abc.json"
 
 
 def test_a_rate_is_the_best_with_quartiles():

@@ -57,7 +57,7 @@ def test_time_is_that_of_the_stream_of_the_models_device(device):
     start, end = clock.mark(), clock.mark()
     assert start.stream == end.stream == f"stream of {device}"
     assert clock.elapsed_ms(start, end) == 1.5
-    clock.settle()
+    clock.synchronize()
     assert stand_in.waited == [device]
 
 
@@ -68,5 +68,5 @@ def test_a_profile_that_replaces_the_programs_waits_leaves_the_clock_its_own():
     stand_in.Event.synchronize = lambda self: counted.append(self)  # it no longer waits
     stand_in.synchronize = lambda device=None: counted.append(device)
     assert clock.elapsed_ms(clock.mark(), clock.mark()) == 1.5
-    clock.settle()
+    clock.synchronize()
     assert (counted, stand_in.waited) == ([], [FIRST])

@@ -26,7 +26,7 @@ def work(count):
 
 def running(timer):
     with timer:
-        timer.adopt(sys._getframe())
+        timer.trace_running(sys._getframe())
         sum(range(10))
         sum(range(300_000))
         timer.paused = True

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.measure.fitting import FINE, largest_that_fits
+from flatout.measure.fitting import RESOLUTION, largest_that_fits
 from flatout.measure.memory_blocks import MemoryBlockTracker
 
 ACTS = st.lists(
@@ -18,14 +18,14 @@ ACTS = st.lists(
 def test_the_peak_is_the_maximum_of_live_memory(before, after, rounding):
     blocks, living, highest, fullest = MemoryBlockTracker(rounding), [], 0, 0
     for acts in (before, after):
-        blocks.begin()
+        blocks.reset_peak()
         highest = blocks.in_use_bytes
         fullest = sum(block.size_bytes for block in living if block.kind == "activations")
         for takes, number, kind in acts:
             if takes or not living:
-                living.append(blocks.take(number, kind, "net"))
+                living.append(blocks.allocate(number, kind, "net"))
             else:
-                blocks.give_back(living.pop(number % len(living)))
+                blocks.free(living.pop(number % len(living)))
             highest = max(highest, sum(block.size_bytes for block in living))
             fullest = max(fullest, sum(block.size_bytes for block in living if block.kind == "activations"))
     assert all(block.size_bytes % rounding == 0 for block in living)
@@ -37,20 +37,20 @@ def test_the_peak_is_the_maximum_of_live_memory(before, after, rounding):
 
 def test_blocks_that_outlive_a_forward_pass_are_activations():
     blocks = MemoryBlockTracker()
-    weight = blocks.take(100, "parameters")
-    before = blocks.take(7)
+    weight = blocks.allocate(100, "parameters")
+    before = blocks.allocate(7)
     entered = blocks.events
-    kept, passing = blocks.take(10, module="conv"), blocks.take(20, module="conv")
-    blocks.give_back(passing)
-    blocks.outlived("activations", entered)
+    kept, passing = blocks.allocate(10, module="conv"), blocks.allocate(20, module="conv")
+    blocks.free(passing)
+    blocks.classify_survivors("activations", entered)
     assert (weight.kind, before.kind, kept.kind, passing.kind) == (
         "parameters",
         "temporary",
         "activations",
         "temporary",
     )
-    blocks.give_back(kept)
-    blocks.give_back(kept)  # a storage is freed only once
+    blocks.free(kept)
+    blocks.free(kept)  # a storage is freed only once
     assert blocks.in_use_bytes == 107
     assert blocks.peak().by_module == {"conv": 10}
 
@@ -70,5 +70,5 @@ def test_the_largest_that_fits(lines, limit, start, most):
 
     found = largest_that_fits(peak_of, limit, start, most)
     assert found == 0 or (found in asked and peak_of(found) <= limit)
-    assert found == most or peak_of(min(most, found + max(1, found // FINE))) > limit
+    assert found == most or peak_of(min(most, found + max(1, found // RESOLUTION))) > limit
     assert len(asked) < 60

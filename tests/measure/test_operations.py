@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from flatout.measure.memory import MemoryMoment, allocations, complete, running_totals, seen
+from flatout.measure.memory import MemoryMoment, allocations, running_totals, step_memory, with_other
 from flatout.measure.operations import ProfilerRecording
-from flatout.measure.roofline import flops_a_step, place_under_roof, utilisation
+from flatout.measure.roofline import fill_roofline, flops_a_step, utilisation
 from flatout.schema.findings import SourceLocation
 
 
@@ -58,7 +58,7 @@ def test_self_time_calls_and_the_users_line():
             ("aten::addmm", ((4,), (8, 16), (16, 4))): [FORWARD],
             ("aten::mm", ((16, 8), (8, 4))): [FORWARD],
         },
-    ).observed()
+    ).summarise()
     found = {o.name: o for o in observed.operations}
     assert found["aten::linear"].host_ms == pytest.approx(0.025)  # 100 less 5 less 70
     assert found["aten::addmm"].host_ms == pytest.approx(0.07)
@@ -79,7 +79,7 @@ def test_dtypes_are_kept_apart_and_steps_divide():
         op("mul", 0, 10, [4], [4]),
         op("mul", 20, 60, [4], [4], dtype="double"),
         steps=2,
-    ).observed()
+    ).summarise()
     assert [(o.dtypes, o.calls, o.moved_bytes) for o in observed.operations] == [
         (["float64"], 0.5, 48.0),
         (["float32"], 0.5, 24.0),
@@ -102,7 +102,7 @@ def test_kernels_gaps_and_tensor_cores():
         event("void gemmSN_NN_kernel<float>", 100, 120, linked_correlation_id=2, **kernel),
         event("void other()", 300, 310, **kernel),
         lines={("aten::_local_scalar_dense", ()): [LOOP]},
-    ).observed()
+    ).summarise()
     half, single = (o for o in observed.operations if o.name == "aten::mm")
     assert (half.dtypes, half.tensor_cores, half.device_ms) == (["float16"], True, 0.045)
     assert (single.dtypes, single.tensor_cores, single.device_ms) == (["float32"], False, 0.02)
@@ -127,7 +127,7 @@ def test_kinds_of_work_on_the_device_may_overlap():
             activity_type="kernel",
             **device,
         ),
-    ).observed()
+    ).summarise()
     assert observed.device_ns == {"computing": 120_000, "copies": 70_000, "communication": 80_000}
     assert observed.busy_ns == 200_000  # 70 of 270 us overlap
 
@@ -138,15 +138,15 @@ def test_the_roofline():
         op("mm", 0, 4000, [1000, 1000], [1000, 1000]),
         op("add", 5000, 5240, [1000, 1000], [1000, 1000]),
         op("neg", 6000, 6008, [4]),
-    ).observed()
-    place_under_roof(observed.operations, ceilings)
+    ).summarise()
+    fill_roofline(observed.operations, ceilings)
     found = {o.name: o for o in observed.operations}
     assert (found["aten::mm"].limit, found["aten::mm"].roofline) == ("compute", 0.5)
     assert (found["aten::add"].limit, found["aten::add"].roofline) == ("memory", pytest.approx(0.5))
     assert found["aten::neg"].limit == "launch"
     assert flops_a_step(observed.operations) == 2e9
     assert utilisation(observed.operations, 8.0, ceilings) == 0.25
-    place_under_roof(observed.operations, {})
+    fill_roofline(observed.operations, {})
     assert {(o.limit, o.roofline) for o in observed.operations} == {("unknown", None)}
 
 
@@ -168,7 +168,7 @@ def test_memory_of_one_step():
         MemoryMoment(18_000, {"parameters": 600, "activations": 300}, {"0.conv": 300}),
         MemoryMoment(45_000, {"parameters": 600}),
     ]
-    found = seen("host", totals, 1000, moments, 5_000, 50_000)
+    found = step_memory("host", totals, 1000, moments, 5_000, 50_000)
     assert found.peak_bytes == 1500
     assert found.at_peak == {"parameters": 600, "activations": 300, "other": 600}
     assert found.by_module == {"0.conv": 300}
@@ -178,13 +178,13 @@ def test_memory_of_one_step():
         (0.015, 1500),
         (0.04, 1150),
     ]
-    assert complete({"parameters": 10, "fragmentation": 99}, 8)["other"] == 0
+    assert with_other({"parameters": 10, "fragmentation": 99}, 8)["other"] == 0
 
 
 def test_calls_of_one_kind_have_the_lines_of_their_position():
     first, second = ("/home/me/model.py", 3, "f"), ("/home/me/model.py", 4, "f")
     calls = [op("add", 10 * at, 10 * at + (2 if at % 2 else 6), [4], [4]) for at in range(6)]
-    observed = recording(*calls, steps=3, lines={("aten::add", ((4,), (4,))): [first, second]}).observed()
+    observed = recording(*calls, steps=3, lines={("aten::add", ((4,), (4,))): [first, second]}).summarise()
     assert observed.operations[0].place.line == 3  # the more expensive one
 
 
@@ -200,7 +200,7 @@ def test_flops_are_counted_once():
             concrete_inputs=["", "", "", "", [1, 1], [0, 0]],
         ),
         op("mm", 10, 40, [3, 2], [2, 16]),
-    ).observed()
+    ).summarise()
     assert {o.name: o.flops for o in observed.operations} == {
         "aten::_slow_conv2d_forward": None,
         "aten::mm": 2.0 * 3 * 2 * 16,
@@ -216,5 +216,5 @@ def test_waiting_for_data_is_not_python():
         op("stack", 20, 40),
         op("mm", 60, 100),
         event("ProfilerStep#3", 0, 110, activity_type="user_annotation"),
-    ).observed()
+    ).summarise()
     assert observed.python_share == pytest.approx(10 / 90)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatout.measure.clock import HostClock, cpu_seconds, seconds
-from flatout.measure.phases import KEPT_STEPS, PhaseRecorder
+from flatout.measure.phases import MAX_STEPS, PhaseRecorder
 from flatout.schema.records import PHASES
 
 
@@ -24,7 +24,7 @@ class HandClock:
     def elapsed_ms(self, start, end):
         return end - start
 
-    def settle(self):
+    def synchronize(self):
         self.settled += 1
 
 
@@ -158,7 +158,7 @@ def test_reset_drops_open_and_completed_phases(hand):
     clock, recorder, step = hand
     step(forward=100)
     recorder.begin("backward")
-    recorder.forget()
+    recorder.reset()
     clock.now += 1000
     recorder.end("backward")
     assert recorder.summary() == {}
@@ -168,9 +168,9 @@ def test_reset_drops_open_and_completed_phases(hand):
 
 def test_a_long_run_keeps_its_last_steps(hand):
     _, recorder, step = hand
-    for _ in range(KEPT_STEPS):
+    for _ in range(MAX_STEPS):
         step(forward=1)
-    for _ in range(KEPT_STEPS):
+    for _ in range(MAX_STEPS):
         step(forward=9)
     assert recorder.summary()["forward"].low_ms == 9
 

@@ -12,13 +12,14 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from flatout.measure.links import Fabric, all_gather, all_reduce, hierarchical, reduce_scatter
-from flatout.measure.overlap import Task, finish_ms
 from flatout.measure.scaling import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
+    Task,
     Workload,
     buckets,
-    evenly,
+    equal_tensors,
+    finish_ms,
     predict,
 )
 from flatout.render.page import html
@@ -118,14 +119,14 @@ def test_an_all_reduce_by_hand():
     assert one_card.ms == pytest.approx(1e3 * (2 * 7 / 8 * 1e9 / 120e9 + 1e9 / 24e9), rel=0.01)
     # However slow the link between the nodes, a byte keeps a device busy for as long as NVLink needs for it.
     far = all_reduce(Fabric(NETWORKS["ib-hdr"], NETWORKS["nvlink4"], 8), 16, 1e9)
-    assert (far.how, far.link, far.busy_ms) == (
+    assert (far.algorithm, far.link, far.busy_ms) == (
         "ring",
         "ib-hdr",
         pytest.approx(1e3 * 1.875e9 / NETWORKS["nvlink4"].bandwidth_bytes_per_s),
     )
     # For a small message on many distant devices the hops dominate, and a tree has fewer of them.
-    assert all_reduce(Fabric(NETWORKS["ethernet-10g"]), 512, 1e3).how == "tree"
-    assert all_reduce(Fabric(NETWORKS["ethernet-10g"]), 512, 1e9).how == "ring"
+    assert all_reduce(Fabric(NETWORKS["ethernet-10g"]), 512, 1e3).algorithm == "tree"
+    assert all_reduce(Fabric(NETWORKS["ethernet-10g"]), 512, 1e9).algorithm == "ring"
 
 
 def test_queues_that_wait_for_each_other_are_rejected():
@@ -141,7 +142,7 @@ def test_buckets_are_those_of_ddp(tensors):
         size >= limit
         for size, limit in zip(found[:-1], [FIRST_BUCKET_BYTES] + [BUCKET_BYTES] * len(found), strict=False)
     )
-    assert near(sum(evenly(sum(tensors))), sum(tensors))
+    assert near(sum(equal_tensors(sum(tensors))), sum(tensors))
 
 
 def test_the_last_bucket_waits():

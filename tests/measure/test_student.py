@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from flatout.compare.evaluate import LEVEL, MAX_HALF_WIDTH, MIN_PAIRS
-from flatout.measure.student import difference, estimate, t_quantile
+from flatout.compare.evaluate import FEWEST_PAIRS, LEVEL, NARROW
+from flatout.measure.statistics import difference, estimate, t_quantile
 
 
 # Source: Abramowitz and Stegun, table 26.10.
@@ -26,7 +26,7 @@ def test_quantiles(probability, degrees, value):
 
 
 def test_one_value_has_no_interval_and_none_is_an_error():
-    assert estimate([3.0], 0.95).half == math.inf
+    assert estimate([3.0], 0.95).half_width == math.inf
     with pytest.raises(ValueError, match="nothing was measured"):
         estimate([], 0.95)
     with pytest.raises(ValueError, match="two values"):
@@ -35,7 +35,7 @@ def test_one_value_has_no_interval_and_none_is_an_error():
 
 def test_a_difference_of_equal_constants_is_exactly_zero():
     seen = difference([2.0, 2.0, 2.0], [2.0, 2.0], 0.95)
-    assert (seen.mean, seen.half) == (0.0, 0.0)
+    assert (seen.mean, seen.half_width) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("spread", [0.01, 0.02, 0.03])
@@ -45,7 +45,7 @@ def test_intervals_that_stop_when_they_are_narrow_cover_the_truth(spread):
         values = []
         while len(values) < 60:
             values.append(draw.gauss(0.05, spread))
-            if len(values) >= MIN_PAIRS and estimate(values, LEVEL).half <= MAX_HALF_WIDTH:
+            if len(values) >= FEWEST_PAIRS and estimate(values, LEVEL).half_width <= NARROW:
                 break
         seen = estimate(values, LEVEL)
         covered += seen.low <= 0.05 <= seen.high

@@ -4,12 +4,12 @@ import random
 
 import pytest
 
-from flatout.measure.trend import chance_of_growth, grows_evenly, keeps_growing, slope
+from flatout.measure.statistics import grows_evenly, growth_p_value, keeps_growing, slope
 
 
 def test_a_steady_rise_is_no_accident():
     series = [1000.0 * step for step in range(20)]
-    assert chance_of_growth(series) < 1e-6
+    assert growth_p_value(series) < 1e-6
     assert slope(series) == 1000.0
     assert keeps_growing(series, 0.001)
 
@@ -26,7 +26,7 @@ def test_a_few_even_steps_show_a_rise():
 def test_chance_is_a_p_value():
     """Among series without a trend, one in twenty is below 0.05."""
     rng = random.Random(0)
-    below = sum(chance_of_growth([rng.random() for _ in range(24)]) < 0.05 for _ in range(2000))
+    below = sum(growth_p_value([rng.random() for _ in range(24)]) < 0.05 for _ in range(2000))
     assert 60 < below < 140
 
 
@@ -40,7 +40,7 @@ def test_series_that_do_not_grow(series):
 
 def test_a_warm_up_that_levels_off_is_no_leak():
     series = [min(step, 8) * 1000.0 for step in range(24)]
-    assert chance_of_growth(series) < 0.001
+    assert growth_p_value(series) < 0.001
     assert not keeps_growing(series, 0.001)
 
 

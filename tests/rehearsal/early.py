@@ -207,11 +207,11 @@ def another_stream_and_a_recording():
         elsewhere = torch.ones((), device=DEVICE)
     here = torch.ones((), device=DEVICE)
     copies.begin([("elsewhere", elsewhere), ("here", here)])
-    assert copies.of(elsewhere) is None
-    assert copies.of(here) is not None
+    assert copies.valid_copy(elsewhere) is None
+    assert copies.valid_copy(here) is not None
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=side):
         copies.begin([("elsewhere", elsewhere), ("recorded", elsewhere * 2)])
-    assert copies.of(elsewhere) is None
+    assert copies.valid_copy(elsewhere) is None
 
 
 @case

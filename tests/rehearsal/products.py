@@ -60,9 +60,9 @@ def products(dtype, classes=CLASSES, tf32=False, bias=True):
             return observed.sizes, [loss, *torch.autograd.grad(loss, leaves)]
 
     sizes, ours = loss_and_gradients()
-    multiple, chunked_loss.PADDED_TO = chunked_loss.PADDED_TO, 1
+    multiple, chunked_loss.PADDING_MULTIPLE = chunked_loss.PADDING_MULTIPLE, 1
     _, plain = loss_and_gradients()
-    chunked_loss.PADDED_TO = multiple
+    chunked_loss.PADDING_MULTIPLE = multiple
     torch.backends.cuda.matmul.allow_tf32 = False
     pairs = [(a.detach().float().cpu(), b.detach().float().cpu()) for a, b in zip(ours, plain, strict=True)]
     same = [a.shape == b.shape and torch.allclose(a, b, rtol=1e-2, atol=1e-3) for a, b in pairs]

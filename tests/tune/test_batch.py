@@ -9,7 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.measure.batch_curve import WORTH, enough, in_micro_batches, read
+from flatout.measure.batch_curve import (
+    MIN_THROUGHPUT_GAIN,
+    fill_record,
+    micro_batched_step_ms,
+    smallest_near_best,
+)
 from flatout.measure.statistics import Round
 from flatout.render.batch_page import batch_page, noise_sentence, sentences
 from flatout.render.page import html
@@ -40,7 +45,7 @@ def curve(cost_ms, sizes, own=8, effective=None, optimizer_ms=1.0, passes=3):
         )
         for size in sizes
     ]
-    read(record, times, [[Round(10.0, 10.1), Round(10.0, 9.9)]] * passes)
+    fill_record(record, times, [[Round(10.0, 10.1), Round(10.0, 9.9)]] * passes)
     return record
 
 
@@ -98,11 +103,12 @@ def test_a_program_that_accumulates_may_accumulate_less():
 
 @given(st.floats(0.1, 1e3), st.floats(0, 1e3), st.floats(1, 1e4), st.floats(1, 1e4))
 def test_micro_batches_add_up(step_ms, optimizer_ms, samples, wanted):
-    whole = in_micro_batches(step_ms, optimizer_ms, samples, wanted)
-    assert in_micro_batches(step_ms, optimizer_ms, samples, samples) == pytest.approx(step_ms)
+    whole = micro_batched_step_ms(step_ms, optimizer_ms, samples, wanted)
+    assert micro_batched_step_ms(step_ms, optimizer_ms, samples, samples) == pytest.approx(step_ms)
     assert whole >= min(optimizer_ms, step_ms) - 1e-9
     assert (
-        in_micro_batches(whole, optimizer_ms, wanted, samples) == pytest.approx(step_ms, rel=1e-6, abs=1e-6)
+        micro_batched_step_ms(whole, optimizer_ms, wanted, samples)
+        == pytest.approx(step_ms, rel=1e-6, abs=1e-6)
         or optimizer_ms >= whole
     )
 
@@ -113,13 +119,13 @@ def test_micro_batches_add_up(step_ms, optimizer_ms, samples, wanted):
     )
 )
 def test_enough_is_never_far_from_the_best(times):
-    found, low, high = enough([times, times], list(times), draws=30)
+    found, low, high = smallest_near_best([times, times], list(times), draws=30)
     mean = {size: sum(ms) / len(ms) for size, ms in times.items()}
     assert low <= found <= high
     assert {low, found, high} <= set(times)
     assert len(times) > 1 or low == high
     if all(len(ms) == 1 for ms in times.values()):
-        assert mean[found] <= (1 + WORTH) * min(mean.values()) + 1e-6
+        assert mean[found] <= (1 + MIN_THROUGHPUT_GAIN) * min(mean.values()) + 1e-6
 
 
 numbers = st.one_of(st.none(), st.floats(-1e9, 1e12))

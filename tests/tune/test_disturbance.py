@@ -2,7 +2,7 @@
 
 import pytest
 
-from flatout.measure.load import Busy
+from flatout.measure.load import MachineLoad
 from flatout.tune.disturbance import Disturbance
 
 
@@ -18,7 +18,7 @@ from flatout.tune.disturbance import Disturbance
     ],
 )
 def test_a_load_counts_from_its_second_sample_on(cores, disturbed):
-    watched = Disturbance(2, [Busy(each, ("python (pid 1)",) if each > 0.5 else ()) for each in cores])
+    watched = Disturbance(2, [MachineLoad(each, ("python (pid 1)",) if each > 0.5 else ()) for each in cores])
     assert watched.disturbed is disturbed
     if disturbed:
         assert watched.sentence().startswith("other processes keep")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.measure.lr_range import read, smoothed, suggest
+from flatout.measure.lr_range import find_rates, smoothed, suggest
 from flatout.render.lr_page import lr_page, lr_plot
 from flatout.render.page import html
 from flatout.schema.lr_range import LrPoint, LrRecord
@@ -30,7 +30,7 @@ def valley(rate):
 
 
 def test_a_valley_is_read():
-    steepest, lowest, diverged = read(points(valley))
+    steepest, lowest, diverged = find_rates(points(valley))
     assert 3e-4 < steepest < 6e-3
     assert 1e-2 < lowest < 0.3
     assert 0.3 < diverged < 3
@@ -55,7 +55,7 @@ def test_the_suggestion_keeps_a_distance_from_the_edge():
     ids=["flat", "rising", "infinite"],
 )
 def test_no_suggestion_is_explained(loss_of, words):
-    found = read(points(lambda rate: value if math.isfinite(value := loss_of(rate)) else None))
+    found = find_rates(points(lambda rate: value if math.isfinite(value := loss_of(rate)) else None))
     rate, why = suggest(*found)
     assert rate is None
     assert words in why
@@ -68,7 +68,7 @@ def test_any_recorded_losses_are_read_and_plotted(losses):
         LrPoint(1e-6 * 1.2**at, loss, smooth)
         for at, (loss, smooth) in enumerate(zip(losses, smoothed(losses), strict=True))
     ]
-    record.steepest, record.lowest, record.diverged = read(record.points)
+    record.steepest, record.lowest, record.diverged = find_rates(record.points)
     record.suggestion, record.why = suggest(record.steepest, record.lowest, record.diverged)
     assert (record.suggestion is None) or record.suggestion > 0
     assert LrRecord.from_json(json.loads(json.dumps(record.to_json()))) == record

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flatout.job.folder import JobFolder
 from flatout.launch.command import understand
 from flatout.levers import TABLE
-from flatout.measure.load import Busy
+from flatout.measure.load import MachineLoad
 from flatout.probe.machine import look
 from flatout.render.summary import effort
 from flatout.schema.enums import Effect, Status
@@ -191,7 +191,7 @@ def test_the_gain_of_a_lever_is_estimated_from_all_blocks(make):
     )
     assert tuning.candidates["gc_pause"].reason == "no speed-up beyond the noise"
     assert tuning.candidates["gc_pause"].ratio is not None
-    tuning.disturbance.samples.append(Busy(1.0, ("python (pid 1)",)))
+    tuning.disturbance.samples.append(MachineLoad(1.0, ("python (pid 1)",)))
     conclude_again(tuning)
     assert tuning.candidates["gc_pause"].ratio is None  # the effect of other processes on it may be larger
     assert tuning.candidates["threads"].ratio is not None

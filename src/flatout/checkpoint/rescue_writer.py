@@ -21,7 +21,7 @@ from flatout.checkpoint.runs import begin_run
 from flatout.checkpoint.saver import SHARE, CheckpointWriter, WriterClocks
 from flatout.checkpoint.training_state import TrainingState
 from flatout.checkpoint.values import Packed, pack
-from flatout.measure.clock import seconds, thread_seconds, today
+from flatout.measure.clock import seconds, thread_seconds, utc_now
 from flatout.schema.errors import FlatoutError
 from flatout.schema.sizes import size
 
@@ -166,7 +166,7 @@ class RescueWriter(Listener):
         meta = CheckpointMeta(
             why=why,
             ran_s=round(seconds() - self.began_s, 1),
-            at=today(),
+            at=utc_now(),
             inside=inside,
             updated=inside and self.phase is StepPhase.UPDATED,
             holds=training_state.contents(state),

@@ -150,7 +150,7 @@ def _compared(
 
 def _elapsed_ms(clock: Clock, call: Callable[[], Any], count: int) -> float:
     """Milliseconds per call."""
-    clock.settle()
+    clock.synchronize()
     start = clock.mark()
     for _ in range(count):
         call()

@@ -12,7 +12,7 @@ from flatout.cli.options.json_output import json_option, print_json
 from flatout.cli.options.messages import say
 from flatout.compare.history import read_history, records_folder
 from flatout.job.folder import write_whole
-from flatout.measure.clock import today
+from flatout.measure.clock import utc_now
 from flatout.schema.errors import StorageError, UsageError
 from flatout.schema.history import HistoryRecord
 
@@ -33,7 +33,7 @@ def command(folder: Path, open_: bool, as_json: bool) -> None:
     .flatout/index.html. It needs no server: open it from disk.
     """
     root = records_folder(folder)
-    history = HistoryRecord(str(root.resolve()) if root else "", today(), __version__)
+    history = HistoryRecord(str(root.resolve()) if root else "", utc_now(), __version__)
     if root is not None:
         read_history(root, history)
         for name, why in list(history.skipped.items())[:MOST_NAMED]:

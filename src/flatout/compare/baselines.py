@@ -17,7 +17,7 @@ from typing import Any
 from flatout.compare.pairs import Run
 from flatout.compare.sides import Side
 from flatout.job.folder import read_json, records, write_json
-from flatout.measure.clock import today
+from flatout.measure.clock import utc_now
 from flatout.schema.errors import NoBaseline, UsageError
 from flatout.schema.plan import Plan
 from flatout.schema.records import Record
@@ -64,7 +64,7 @@ def save(name: str, side: Side, key: dict[str, str], runs: Sequence[Run]) -> Pat
         key,
         side.plan.to_json(),
         side.revision,
-        today(),
+        utc_now(),
         runs=[r.to_json() for r in runs],
     )
     write_json(baseline_file(name), stored.to_json())

@@ -16,8 +16,7 @@ from flatout.compare.pairs import Pair, Run
 from flatout.compare.sides import Side
 from flatout.guard.loss_curves import common_losses, curves_within_spread, finite_losses
 from flatout.guard.verdict import repeats_itself
-from flatout.measure.statistics import median
-from flatout.measure.student import Estimate, difference, estimate
+from flatout.measure.statistics import Estimate, difference, estimate, median
 from flatout.schema.compare import Change, CompareRecord, Gate, LossVerdict, SideRecord
 from flatout.schema.records import PHASES, PhaseTime, TrialRecord
 from flatout.schema.sizes import size
@@ -36,7 +35,7 @@ def stop_rule(gate: float | None) -> Callable[[Sequence[Pair]], bool]:
     def is_enough(pairs: Sequence[Pair]) -> bool:
         interval = estimate([pair.log_change for pair in pairs], LEVEL)
         if gate is None:
-            return interval.half <= MAX_HALF_WIDTH
+            return interval.half_width <= MAX_HALF_WIDTH
         return interval.low > math.log1p(gate) or interval.high <= math.log1p(gate)
 
     return is_enough
@@ -62,7 +61,9 @@ def fill_record(
 
     def change(value_of: Callable[[Run], float | None]) -> Change | None:
         interval = log_change([_log(value_of(run)) for run in a], [_log(value_of(run)) for run in b])
-        return Change.of_logs(interval.mean, interval.half, interval.n) if interval is not None else None
+        return (
+            Change.of_logs(interval.mean, interval.half_width, interval.n) if interval is not None else None
+        )
 
     record.pairs = [math.expm1(y.log_ms - x.log_ms) for x, y in zip(a, b, strict=True)] if paired else []
     record.step_time = change(lambda run: math.exp(run.log_ms))
@@ -70,7 +71,7 @@ def fill_record(
     record.memory = change(lambda run: run.record.peak_memory_bytes)
     for name in PHASES:
         interval = log_change([_phase_ms(run, name) for run in a], [_phase_ms(run, name) for run in b])
-        if interval is not None and math.isfinite(interval.half):
+        if interval is not None and math.isfinite(interval.half_width):
             record.phases_ms[name] = [interval.mean, interval.low, interval.high]
 
 

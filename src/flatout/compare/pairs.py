@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from flatout.compare.sides import Side
 from flatout.job.folder import JobFolder
 from flatout.measure.clock import seconds
-from flatout.measure.statistics import block_ms
-from flatout.measure.student import estimate
+from flatout.measure.statistics import block_ms, estimate
 from flatout.schema.errors import FlatoutError, NothingMeasured
 from flatout.schema.facts import Facts
 from flatout.schema.records import Record, TrialRecord
@@ -187,7 +186,7 @@ def _pair_decided(rounds: Sequence[tuple[float, ...]], spent_s: float) -> bool:
         return False
     # of one side: its own logarithms
     values = [math.log(times[-1]) - (math.log(times[0]) if len(times) == 2 else 0.0) for times in rounds]
-    return estimate(values, 0.95).half <= MAX_HALF_WIDTH
+    return estimate(values, 0.95).half_width <= MAX_HALF_WIDTH
 
 
 @contextmanager

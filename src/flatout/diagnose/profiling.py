@@ -18,7 +18,7 @@ from flatout.diagnose.profiled_program import SETTLING_TICKS, ProfiledProgram
 from flatout.diagnose.ranking import judge, placed
 from flatout.diagnose.what_ifs import TABLE as WHAT_IFS
 from flatout.measure.clock import seconds
-from flatout.measure.roofline import flops_a_step, place_under_roof, utilisation
+from flatout.measure.roofline import fill_roofline, flops_a_step, utilisation
 from flatout.measure.statistics import Round, compare, median
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import Unreadable
@@ -69,7 +69,7 @@ def run_profile(program: ProfiledProgram) -> ProfileRecord:
                 program.save()
     finally:
         program.leave()
-    place_under_roof(record.operations, record.ceilings, _tf32(program))
+    fill_roofline(record.operations, record.ceilings, _tf32(program))
     record.flops_a_step = flops_a_step(record.operations)
     if record.step_ms and record.ceilings:
         record.mfu = utilisation(record.operations, record.step_ms, record.ceilings, _tf32(program))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.measure.links import Fabric
-from flatout.measure.scaling import Workload, evenly, predict, scaled
+from flatout.measure.scaling import Workload, equal_tensors, on_faster_device, predict
 from flatout.schema.errors import NothingMeasured
 from flatout.schema.profile import ProfileRecord
 from flatout.schema.records import PHASES
@@ -62,8 +62,8 @@ def predict_points(record: ScaleRecord, ways: list[str], devices: list[int]) -> 
     assert record.network is not None
     factor = record.compute_scale
     work = Workload(
-        scaled(record.timing, factor),
-        tuple(record.tensor_bytes) or evenly(record.parameter_bytes),
+        on_faster_device(record.timing, factor),
+        tuple(record.tensor_bytes) or equal_tensors(record.parameter_bytes),
         record.parameter_bytes,
         record.fixed_share,
         record.overhead,

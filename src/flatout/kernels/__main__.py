@@ -6,8 +6,6 @@ C++ without a GPU, it requests the emulator and ends. A process that may start a
 libraries and names them in FLATOUT_EMULATED.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -30,29 +30,31 @@ from torch.overrides import TorchFunctionMode, enable_reentrant_dispatch
 from torch.utils._pytree import tree_map_only
 
 from flatout.kernels.attend import attend
-from flatout.kernels.attention_arguments import (
-    PLAIN,
-    RuntimeArguments,
-    autocast_state,
-    settled,
-    shaped_like,
-)
 from flatout.kernels.attention_forms import (
-    CHANGES,
+    FORM_UPDATES,
+    IN_PLACE_NAME,
     OUT_OF_PLACE,
     PRODUCTS,
     AttentionForm,
     AttentionMatch,
     Call,
-    drops,
-    extended,
-    finished,
-    product,
-    with_operands,
+    extend_form,
+    is_active_dropout,
+    match_attention,
+    scores_form,
+    unpack_operands,
 )
-from flatout.kernels.attention_masks import MAKES_MASKS, MaskRegistry
+from flatout.kernels.attention_runtime import (
+    MASK_OPERATORS,
+    PLAIN_TENSORS,
+    MaskRegistry,
+    RuntimeArguments,
+    autocast_state,
+    empty_result,
+    is_usable_later,
+)
 
-LOOKS_ONLY = re.compile(
+METADATA_ONLY = re.compile(
     "shape|dtype|device|ndim|layout|requires_grad|is_leaf|grad_fn|is_cuda|is_cpu|is_sparse|is_quantized|is_nested|"
     "is_meta|itemsize|size|dim|ndimension|numel|nelement|stride|is_floating_point|is_complex|element_size|"
     "is_contiguous|__len__|__hash__"
@@ -70,12 +72,9 @@ RESHAPES = {
 }
 VIEWS = RESHAPES | {"contiguous", "dropout"}
 MAY_BE_VIEWS = VIEWS | {"to", "type", "type_as", "float", "half", "bfloat16", "double"}
-LATER = RESHAPES | {"mean"}  # operators on weights that need no values yet
-CHANGES_IT = re.compile(
-    r"(?!__)\w+_|__(set|setitem|i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift))__"
-)
-PATIENCE_STEPS = 3
-COUNT = [0]  # attentions computed by the fused kernel in this process
+DEFERRABLE = RESHAPES | {"mean"}  # operators on weights that need no values yet
+MAX_READ_STEPS = 3
+FUSED_COUNT = [0]  # attentions computed by the fused kernel in this process
 
 
 class DeferredOperation:
@@ -98,94 +97,88 @@ class DeferredOperation:
         self.form, self.mode, self.ordinal = form, mode, ordinal
         self.value: Tensor | None = None
         self.owner: weakref.ref[DeferredScores] | None = None
-        self.later: weakref.WeakSet[DeferredOperation] = weakref.WeakSet()
-        self.before = next((thing for thing in args if isinstance(thing, DeferredOperation)), None)
-        self.tensors = [thing for thing in (*args, *kwargs.values()) if isinstance(thing, Tensor)]
+        self.dependents: weakref.WeakSet[DeferredOperation] = weakref.WeakSet()
+        self.producer = next((arg for arg in args if isinstance(arg, DeferredOperation)), None)
+        self.tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
         self.versions = [tensor._version for tensor in self.tensors]
-        self.device: torch.device = self.tensors[0].device if self.before is None else self.before.device
+        self.device: torch.device = self.tensors[0].device if self.producer is None else self.producer.device
         self.autocast = autocast_state(self.device)
         # The inputs that receive a gradient.
         self.leaves = {id(tensor): tensor for tensor in self.tensors if tensor.requires_grad}
-        if self.before is not None:
-            self.leaves |= self.before.leaves
-            self.before.later.add(self)
+        if self.producer is not None:
+            self.leaves |= self.producer.leaves
+            self.producer.dependents.add(self)
 
     @property
-    def is_seen_elsewhere(self) -> bool:
+    def is_aliased(self) -> bool:
         """Whether this may be a view of another live tensor, or another tensor a view of this."""
         operation = self
-        while operation.before is not None and operation.function.__name__ in MAY_BE_VIEWS:
-            operation = operation.before
+        while operation.producer is not None and operation.function.__name__ in MAY_BE_VIEWS:
+            operation = operation.producer
             if operation.owner is not None and operation.owner() is not None:
                 return True
-        return bool(self.later)
+        return bool(self.dependents)
 
     def compute(self) -> Tensor:
-        """The value that the script would have had here, in the same place of the graph.
-
-        It is kept once computed.
-        """
+        """The script's value, in the same place of the graph; computed once."""
         if self.value is None:
-            self.mode.looked.add(self.ordinal)
-            self.value = self.made({})
+            self.mode.read_products.add(self.ordinal)
+            self.value = self.rerun({})
         return self.value
 
-    def made(self, instead: dict[int, Tensor]) -> Tensor:
-        """Run the operators of the script from the start.
-
-        ``instead`` maps ids of tensors to their replacements.
-        """
-        self.check()
+    def rerun(self, replacements: dict[int, Tensor]) -> Tensor:
+        """Run the script's operators from the start. ``replacements``: by id of the tensor."""
+        self.check_versions()
         args, kwargs = tree_map_only(
             DeferredOperation,
-            lambda operation: operation.made(instead) if instead else operation.compute(),
+            lambda operation: operation.rerun(replacements) if replacements else operation.compute(),
             (self.args, self.kwargs),
         )
-        if instead:
+        if replacements:
             args, kwargs = tree_map_only(
-                Tensor, lambda tensor: instead.get(id(tensor), tensor), (args, kwargs)
+                Tensor, lambda tensor: replacements.get(id(tensor), tensor), (args, kwargs)
             )
         # Leaving inference mode also enables gradients, as before.
         with torch.inference_mode(False), torch.autocast(*self.autocast):
             value: Tensor = self.function(*args, **kwargs)
         return value
 
-    def check(self) -> None:
+    def check_versions(self) -> None:
         """Raises RuntimeError if the values from which the script computed this no longer exist."""
         if [tensor._version for tensor in self.tensors] != self.versions:
             raise RuntimeError(
                 "the script uses attention weights after changing one of their inputs in place, "
                 "and the lever attention has not computed them: run without attention."
             )
-        if self.before is not None and self.value is None:
-            self.before.check()
+        if self.producer is not None and self.value is None:
+            self.producer.check_versions()
 
 
 # -- deferred values -----------------------------------------------------------------------------------------
 
 
-class _Place(torch.autograd.Function):
+class _GraphPosition(torch.autograd.Function):
     """The place of a deferred tensor in the graph.
 
     It serves code that bypasses __torch_function__: a script's own autograd.Function, TorchScript, C++.
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, held: list[DeferredOperation], like: Tensor, *leaves: Tensor) -> Tensor:
-        ctx.held, ctx.leaves = held, leaves
-        return DeferredScores(held, like)
+    def forward(ctx: FunctionCtx, cell: list[DeferredOperation], like: Tensor, *leaves: Tensor) -> Tensor:
+        ctx.cell, ctx.leaves = cell, leaves
+        return DeferredScores(cell, like)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> Any:
+    def backward(ctx: FunctionCtx, grad: Tensor) -> Any:
         with torch.enable_grad():
-            instead = {id(leaf): leaf.detach().requires_grad_() for leaf in ctx.leaves}
-            value = ctx.held[0].made(instead)
-            gradients = torch.autograd.grad(value, list(instead.values()), gradient, allow_unused=True)
-        return None, None, *gradients
+            replacements = {id(leaf): leaf.detach().requires_grad_() for leaf in ctx.leaves}
+            value = ctx.cell[0].rerun(replacements)
+            grads = torch.autograd.grad(value, list(replacements.values()), grad, allow_unused=True)
+        return None, None, *grads
 
 
-class _Become(torch.autograd.Function):
+class _ReplaceValues(torch.autograd.Function):
     """Gives a deferred tensor that was changed in place the graph position of its values."""
 
     @staticmethod
@@ -194,65 +187,65 @@ class _Become(torch.autograd.Function):
         return deferred
 
     @staticmethod
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> Any:
-        return None, gradient
+    def backward(ctx: FunctionCtx, grad: Tensor) -> Any:
+        return None, grad
 
 
 class DeferredScores(torch.Tensor):
     """Scores or weights with a shape, a type and a place in the graph, but no values yet.
 
-    ``held[0]`` computes them. ``like`` has their shape, strides and type.
+    ``cell[0]`` computes them. ``like`` has their shape, strides and type.
     """
 
-    held: list[DeferredOperation]
+    cell: list[DeferredOperation]
 
     @staticmethod
-    def __new__(cls: type[DeferredScores], held: list[DeferredOperation], like: Tensor) -> DeferredScores:
-        made: DeferredScores = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=held[0].device
+    def __new__(cls: type[DeferredScores], cell: list[DeferredOperation], like: Tensor) -> DeferredScores:
+        result: DeferredScores = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=cell[0].device
         )
-        made.held = held
-        return made
+        result.cell = cell
+        return result
 
     def __repr__(self, **_: object) -> str:
-        return repr(self.held[0].compute())
+        return repr(self.cell[0].compute())
 
     @classmethod
     def __torch_function__(cls, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = function.__name__
         with torch._C.DisableTorchFunctionSubclass():
-            if LOOKS_ONLY.fullmatch(function.__self__.__name__ if name == "__get__" else name):
+            if METADATA_ONLY.fullmatch(function.__self__.__name__ if name == "__get__" else name):
                 return function(*args, **kwargs)
-            made = _still_deferred(function, name, args, kwargs)
-        if made is not None:
-            return made
+            result = _extend_deferred(function, name, args, kwargs)
+        if result is not None:
+            return result
         first = args[0] if args else None
-        changes = isinstance(first, DeferredScores) and CHANGES_IT.fullmatch(name) is not None
-        if changes and isinstance(first, DeferredScores):
-            for operation in list(first.held[0].later):
+        in_place = isinstance(first, DeferredScores) and IN_PLACE_NAME.fullmatch(name) is not None
+        if in_place and isinstance(first, DeferredScores):
+            for operation in list(first.cell[0].dependents):
                 operation.compute()  # values from before the change must not see it
         args, kwargs = tree_map_only(
-            DeferredScores, lambda deferred: deferred.held[0].compute(), (tuple(args), kwargs)
+            DeferredScores, lambda deferred: deferred.cell[0].compute(), (tuple(args), kwargs)
         )
         result = function(*args, **kwargs)
-        if not changes:
+        if not in_place:
             return result
         if args[0].requires_grad and torch.is_grad_enabled():
             with torch._C.DisableTorchFunctionSubclass():
-                _Become.apply(first, args[0])
+                _ReplaceValues.apply(first, args[0])
         return first if result is args[0] else result
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         """For code that bypasses __torch_function__.
 
-        This runs below autograd, where ``_Place`` represents this tensor.
+        This runs below autograd, where ``_GraphPosition`` represents this tensor.
         """
 
         def values(deferred: DeferredScores) -> Tensor:
             with enable_reentrant_dispatch():
-                return deferred.held[0].compute().detach()
+                return deferred.cell[0].compute().detach()
 
         args, kwargs = tree_map_only(DeferredScores, values, (tuple(args), kwargs or {}))
         return function(*args, **kwargs)
@@ -260,59 +253,58 @@ class DeferredScores(torch.Tensor):
 
 def _deferred(operation: DeferredOperation, like: Tensor) -> DeferredScores:
     leaves = operation.leaves.values()
-    made: DeferredScores = (
-        _Place.apply([operation], like, *leaves) if leaves else DeferredScores([operation], like)
+    result: DeferredScores = (
+        _GraphPosition.apply([operation], like, *leaves) if leaves else DeferredScores([operation], like)
     )
-    operation.owner = weakref.ref(made)
-    return made
+    operation.owner = weakref.ref(result)
+    return result
 
 
-def _still_deferred(
+def _extend_deferred(
     function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """The result of an operator without computing the weights; None if they must be computed."""
-    if name not in CHANGES and name not in PRODUCTS and name not in LATER:
+    if name not in FORM_UPDATES and name not in PRODUCTS and name not in DEFERRABLE:
         return None
-    args = with_operands(name, args)
-    places = [at for at, thing in enumerate(args) if isinstance(thing, DeferredScores)]
-    if len(places) != 1 or (name == "view" and any(isinstance(thing, torch.dtype) for thing in args)):
+    args = unpack_operands(name, args)
+    deferred_indices = [index for index, arg in enumerate(args) if isinstance(arg, DeferredScores)]
+    if len(deferred_indices) != 1 or (name == "view" and any(isinstance(arg, torch.dtype) for arg in args)):
         return None
-    at, first = places[0], args[places[0]]
-    operation: DeferredOperation = first.held[0]
+    index, first = deferred_indices[0], args[deferred_indices[0]]
+    operation: DeferredOperation = first.cell[0]
     if operation.value is not None or not torch.is_grad_enabled():
         return None
-    tensors = [thing for thing in (*args, *kwargs.values()) if isinstance(thing, Tensor)]
+    tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
     others = [tensor for tensor in tensors if tensor is not first]
-    if not all(type(tensor) in PLAIN if name in PRODUCTS else settled(tensor) for tensor in others):
+    if not all(
+        type(tensor) in PLAIN_TENSORS if name in PRODUCTS else is_usable_later(tensor) for tensor in others
+    ):
         return None
     mode, form = operation.mode, operation.form
-    if drops(Call(mode.see, name, args, kwargs, at, None)):
-        mode.drops = True
+    if is_active_dropout(Call(mode.reader, name, args, kwargs, index, None)):
+        mode.has_dropout = True
         return None
     in_place = name in OUT_OF_PLACE
     function = getattr(torch.Tensor, OUT_OF_PLACE[name]) if in_place else function
-    like = shaped_like(function, operation.device, name in VIEWS, args, kwargs)
-    if like is None or (
-        in_place and (at != 0 or like.dtype is not first.dtype or operation.is_seen_elsewhere)
-    ):
+    like = empty_result(function, operation.device, name in VIEWS, args, kwargs)
+    if like is None or (in_place and (index != 0 or like.dtype is not first.dtype or operation.is_aliased)):
         return None
-    call = Call(mode.see, name, args, kwargs, at, like)
+    call = Call(mode.reader, name, args, kwargs, index, like)
     if form is not None and name in PRODUCTS:
-        match = finished(form, call)
-        return None if match is None else mode.attended(match, operation, like)
-    longer = None if form is None else extended(form, call)
-    if longer is None and not (name in LATER and at == 0 and (form is None or form.is_weights)):
+        match = match_attention(form, call)
+        return None if match is None else mode.compute_attention(match, operation, like)
+    extended = None if form is None else extend_form(form, call)
+    if extended is None and not (name in DEFERRABLE and index == 0 and (form is None or form.is_weights)):
         return None
-    args = (*args[:at], operation, *args[at + 1 :])
-    following = DeferredOperation(function, args, kwargs, longer, mode, operation.ordinal)
+    args = (*args[:index], operation, *args[index + 1 :])
+    successor = DeferredOperation(function, args, kwargs, extended, mode, operation.ordinal)
     if name == "detach":
-        following.leaves = {}
+        successor.leaves = {}
     if not in_place:
-        return _deferred(following, like)
-    if following.leaves != operation.leaves:  # this tensor's graph node has no path to the new leaves
+        return _deferred(successor, like)
+    if successor.leaves != operation.leaves:  # this tensor's graph node has no path to the new leaves
         return None
-    operation.owner, following.owner = None, weakref.ref(first)
-    first.held[0] = following
+    operation.owner, successor.owner = None, weakref.ref(first)
+    first.cell[0] = successor
     return first
 
 
@@ -328,106 +320,105 @@ class AttentionMode(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.masks = MaskRegistry()
-        self.see = RuntimeArguments(self.masks.numbers)
+        self.reader = RuntimeArguments(self.masks.numbers)
         self.fused: Counter[int] = Counter()
-        self.drops = self.calls = False  # the script drops weights, or calls the fused kernel
-        self.looked: set[int] = set()  # products read since the last step
-        self._looks: Counter[int] = Counter()
-        self._alone: set[int] = set()
-        self.passes = self._next = self._most = 0
+        self.has_dropout = self.calls_fused_kernel = (
+            False  # the script drops weights, or calls the fused kernel
+        )
+        self.read_products: set[int] = set()  # products read since the last step
+        self._read_steps: Counter[int] = Counter()
+        self._excluded: set[int] = set()
+        self.forward_passes = self._next_ordinal = self._max_products = 0
 
     @property
     def idle(self) -> bool:
-        return 0 < self._most <= len(self._alone)
+        return 0 < self._max_products <= len(self._excluded)
 
     def step(self) -> None:
         """Called between two optimizer steps.
 
         Never between a forward pass and its backward pass, which may recompute it.
         """
-        self._looks.update(self.looked)
-        self.looked = set()
-        self._alone = {ordinal for ordinal, steps in self._looks.items() if steps >= PATIENCE_STEPS}
+        self._read_steps.update(self.read_products)
+        self.read_products = set()
+        self._excluded = {ordinal for ordinal, steps in self._read_steps.items() if steps >= MAX_READ_STEPS}
         self.masks.step()
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Wrap one forward pass of the module."""
-        before, self._next = self._next, 0
-        self.passes += 1
+        outer_ordinal, self._next_ordinal = self._next_ordinal, 0
+        self.forward_passes += 1
         try:
             with self:
                 yield
         finally:
-            self._most, self._next = max(self._most, self._next), before
+            self._max_products = max(self._max_products, self._next_ordinal)
+            self._next_ordinal = outer_ordinal
 
     def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = function.__name__
-        self.calls |= function is torch.nn.functional.scaled_dot_product_attention
+        self.calls_fused_kernel |= function is torch.nn.functional.scaled_dot_product_attention
         if name in PRODUCTS:
-            made = self._product(function, name, args, kwargs)
-            if made is not None:
-                return made
-        elif MAKES_MASKS.fullmatch(name) and not any(
-            isinstance(thing, Tensor) and (thing.requires_grad or isinstance(thing, DeferredScores))
-            for thing in args
+            result = self._product(function, name, args, kwargs)
+            if result is not None:
+                return result
+        elif MASK_OPERATORS.fullmatch(name) and not any(
+            isinstance(arg, Tensor) and (arg.requires_grad or isinstance(arg, DeferredScores)) for arg in args
         ):
-            return self.masks.follow(function, name, args, kwargs)
+            return self.masks.call_and_name(function, name, args, kwargs)
         elif function is torch.nn.functional.multi_head_attention_forward:
             with self:
-                return _unasked(function)(*args, **kwargs)
+                return _without_override_check(function)(*args, **kwargs)
         return function(*args, **kwargs)
 
     def _product(
         self, function: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor | None:
-        args = with_operands(name, args)
-        tensors = [thing for thing in (*args, *kwargs.values()) if isinstance(thing, Tensor)]
+        args = unpack_operands(name, args)
+        tensors = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)]
         if any(isinstance(tensor, DeferredScores) for tensor in tensors):
             return None
-        ordinal, self._next = self._next, self._next + 1
+        ordinal, self._next_ordinal = self._next_ordinal, self._next_ordinal + 1
         if (
-            ordinal in self._alone
+            ordinal in self._excluded
             or not torch.is_grad_enabled()
-            or not all(settled(tensor) and tensor.is_floating_point() for tensor in tensors)
+            or not all(is_usable_later(tensor) and tensor.is_floating_point() for tensor in tensors)
             or torch._C._are_functorch_transforms_active()
             or len({tensor.device for tensor in tensors}) != 1
         ):
             return None
-        form = product(self.see, name, args, kwargs)
-        like = None if form is None else shaped_like(function, tensors[0].device, False, args, kwargs)
+        form = scores_form(self.reader, name, args, kwargs)
+        like = None if form is None else empty_result(function, tensors[0].device, False, args, kwargs)
         if form is None or like is None:
             return None
         form = replace(form, dtype=like.dtype)
         return _deferred(DeferredOperation(function, args, kwargs, form, self, ordinal), like)
 
-    def attended(self, match: AttentionMatch, operation: DeferredOperation, like: Tensor) -> Tensor:
-        operation.check()
-        causal, checked = self.masks.known(match.form)
+    def compute_attention(self, match: AttentionMatch, operation: DeferredOperation, like: Tensor) -> Tensor:
+        operation.check_versions()
+        causal, no_empty_rows = self.masks.properties(match.form)
         with torch.autocast(*autocast_state(operation.device)[:2], enabled=False):
-            out: Tensor = attend(self.see, match, causal, checked)
+            out: Tensor = attend(self.reader, match, causal, no_empty_rows)
         self.fused[operation.ordinal] += 1
-        COUNT[0] += 1
+        FUSED_COUNT[0] += 1
         if out.stride() == like.stride():
             return out
-        as_written = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=out.device)
-        return as_written.copy_(out)
+        with_strides = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=out.device)
+        return with_strides.copy_(out)
 
 
-_unasked_functions: dict[Any, Any] = {}
+_unchecked_functions: dict[Any, Any] = {}
 
 
-def _unasked(function: FunctionType) -> Any:
-    """A Python function of torch without its has_torch_function check.
-
-    Its own operators can then be observed.
-    """
-    if function not in _unasked_functions:
+def _without_override_check(function: FunctionType) -> Any:
+    """A Python function of torch without its has_torch_function check, so its operators are observed."""
+    if function not in _unchecked_functions:
         names = {**function.__globals__, "has_torch_function": lambda *_: False}
-        own = type(function)(
+        copied = type(function)(
             function.__code__, names, function.__name__, function.__defaults__, function.__closure__
         )
-        own.__kwdefaults__ = function.__kwdefaults__
-        _unasked_functions[function] = own
-    return _unasked_functions[function]
+        copied.__kwdefaults__ = function.__kwdefaults__
+        _unchecked_functions[function] = copied
+    return _unchecked_functions[function]

@@ -3,19 +3,18 @@
     product of queries and keys -> [scale] -> [masks] -> softmax over the last axis -> [inactive dropout] ->
     product with the values
 
-An ``AttentionForm`` records how scores or weights are computed. ``product`` starts one, ``extended`` adds an
-operator, and ``finished`` adds the product with the values. Operators are identified by name, so the same code
-reads calls of torch in a running program (``attention_deferred``) and nodes of a graph (``attention_graphs``).
-An ``ArgumentReader`` interprets an argument in either. None means: this is not attention, or not known to be
-equivalent.
+An ``AttentionForm`` records how scores or weights are computed. ``scores_form`` starts one, ``extend_form``
+adds an operator, and ``match_attention`` adds the product with the values. Operators are identified by name,
+so the same code reads calls of torch in a running program (``attention_deferred``) and nodes of a graph
+(``attention_graphs``). An ``ArgumentReader`` interprets an argument in either. None means: this is not
+attention, or not known to be equivalent.
 
 In a row that keeps something, a score of -10,000 or less has weight zero, as minus infinity has. ``attend`` keeps
 the result of a row that is masked completely.
 """
 
-from __future__ import annotations
-
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -23,22 +22,26 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+# Methods and functions that change their first argument.
+IN_PLACE_NAME = re.compile(
+    r"(?!__)\w+_|(__)?(set|setitem|i(add|sub|mul|matmul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift))(__)?"
+)
 PRODUCTS = frozenset(("matmul", "mm", "bmm", "baddbmm", "einsum", "__matmul__"))
-MASKED = -1e4  # at most this score, softmax in float32 gives a weight of exactly zero next to any other
+MASKED_SCORE = -1e4  # at most this score, softmax in float32 gives a weight of exactly zero next to any other
 # Numbers that absorb a score of a few: their sum is the number itself, in each type.
-DROWNING = {torch.float16: -3e4, torch.bfloat16: -8e3, torch.float32: -1e8, torch.float64: -1e17}
+ABSORBING_VALUES = {torch.float16: -3e4, torch.bfloat16: -8e3, torch.float32: -1e8, torch.float64: -1e17}
 
 
 class ArgumentReader(Protocol):
     """Interprets an argument."""
 
-    def tensor(self, thing: object) -> Any:
+    def tensor(self, arg: object) -> Any:
         """An object with the shape, dtype and device of this tensor; None if it is not a tensor."""
 
-    def number(self, thing: object) -> float | None:
+    def number(self, arg: object) -> float | None:
         """The value of a number, also in a tensor, if it is known."""
 
-    def same(self, one: object, other: object) -> bool:
+    def same(self, left: object, right: object) -> bool:
         """Whether two sizes are known to be equal."""
 
 
@@ -64,21 +67,22 @@ class AttentionForm:
 
     With their axes in the order of ``q_axes`` and ``k_axes`` (None: unchanged), queries are [*batch, rows,
     width] and keys [*batch, columns, width], up to sizes of 1 in the batch. ``dtype`` is that of their
-    product. ``masked`` are the batch sizes at which the masks were applied, ``first`` those of the product.
+    product. ``mask_batch`` are the batch sizes at which the masks were applied, ``product_batch`` those of the
+    product.
     """
 
     q: Tensor
     k: Tensor
     q_axes: tuple[int, ...] | None
     k_axes: tuple[int, ...] | None
-    first: tuple[Any, ...]
+    product_batch: tuple[Any, ...]
     batch: tuple[Any, ...]
     rows: Any
     columns: Any
     dtype: torch.dtype = torch.float32
     scale: float = 1.0
     masks: tuple[Mask, ...] = ()
-    masked: tuple[Any, ...] = ()
+    mask_batch: tuple[Any, ...] = ()
     is_weights: bool = False
 
     @property
@@ -101,135 +105,137 @@ class AttentionMatch:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of an operator, with scores or weights as argument number ``at``.
+    """One call of an operator, with scores or weights as argument number ``score_index``.
 
-    ``made`` has the shape and dtype of the result.
+    ``result`` has the shape and dtype of the result.
     """
 
-    see: ArgumentReader
+    reader: ArgumentReader
     name: str
     args: Sequence[Any]
     kwargs: dict[str, Any]
-    at: int
-    made: Any
+    score_index: int
+    result: Any
 
 
 # -- the product of queries and keys -------------------------------------------------------------------------
 
 
-def with_operands(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+def unpack_operands(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Unpack the operand list that torch.einsum also accepts."""
     listed = name == "einsum" and len(args) == 2 and isinstance(args[1], (list, tuple))
     return (args[0], *args[1]) if listed else args
 
 
-def product(
-    see: ArgumentReader, name: str, args: Sequence[Any], kwargs: dict[str, Any]
+def scores_form(
+    reader: ArgumentReader, name: str, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> AttentionForm | None:
     """The form that this product may start. The caller, who knows the result, sets ``dtype``."""
     if name == "einsum":
-        return _einsum_product(see, args) if not kwargs else None
+        return _einsum_product(reader, args) if not kwargs else None
     if name == "baddbmm":
-        named = (
+        arguments = (
             dict(zip(("input", "batch1", "batch2"), args, strict=False)) | {"beta": 1, "alpha": 1} | kwargs
         )
-        return _baddbmm(see, **named) if len(named) == 5 else None
+        return _baddbmm(reader, **arguments) if len(arguments) == 5 else None
     if len(args) != 2 or kwargs:
         return None
-    q, k = map(see.tensor, args)
+    q, k = map(reader.tensor, args)
     if q is None or k is None or min(len(q.shape), len(k.shape)) < 2:
         return None
-    batch, last = broadcast(see, q.shape[:-2], k.shape[:-2]), len(k.shape) - 1
-    if batch is None or not see.same(q.shape[-1], k.shape[-2]):
+    batch, last = broadcast(reader, q.shape[:-2], k.shape[:-2]), len(k.shape) - 1
+    if batch is None or not reader.same(q.shape[-1], k.shape[-2]):
         return None
     swapped = (*range(last - 1), last, last - 1)
     return AttentionForm(args[0], args[1], None, swapped, batch, batch, q.shape[-2], k.shape[-1])
 
 
 def _baddbmm(
-    see: ArgumentReader, input: Tensor, batch1: Tensor, batch2: Tensor, beta: object, alpha: object
+    reader: ArgumentReader, input: Tensor, batch1: Tensor, batch2: Tensor, beta: object, alpha: object
 ) -> AttentionForm | None:
-    form, share, scale = product(see, "bmm", (batch1, batch2), {}), see.number(beta), see.number(alpha)
-    if form is None or share not in (0, 1) or scale is None or not 0 < scale < math.inf:
+    form = scores_form(reader, "bmm", (batch1, batch2), {})
+    beta_value, scale = reader.number(beta), reader.number(alpha)
+    if form is None or beta_value not in (0, 1) or scale is None or not 0 < scale < math.inf:
         return None
     form = replace(form, scale=float(scale))
-    return form if share == 0 else with_mask(see, form, "add", input, see.tensor(input).dtype)
+    return form if beta_value == 0 else with_mask(reader, form, "add", input, reader.tensor(input).dtype)
 
 
-def _einsum_product(see: ArgumentReader, args: Sequence[Any]) -> AttentionForm | None:
-    spelled = einsum_letters(see, args)
-    if spelled is None:
+def _einsum_product(reader: ArgumentReader, args: Sequence[Any]) -> AttentionForm | None:
+    parsed = einsum_letters(reader, args)
+    if parsed is None:
         return None
-    operands, letters, out = spelled
-    one, other = map(set, letters)
-    summed = (one & other) - set(out)
-    if len(out) < 2 or len(summed) != 1 or one | other != set(out) | summed:
+    operands, letters, out = parsed
+    left, right = map(set, letters)
+    summed = (left & right) - set(out)
+    if len(out) < 2 or len(summed) != 1 or left | right != set(out) | summed:
         return None
     rows, columns = out[-2], out[-1]
-    q, k = (0, 1) if rows in one else (1, 0)
-    if rows in letters[k] or columns in letters[q] or not set(out[:-2]) <= one & other:
+    q, k = (0, 1) if rows in left else (1, 0)
+    if rows in letters[k] or columns in letters[q] or not set(out[:-2]) <= left & right:
         return None
     axes, sizes = [], []
-    for at, free in ((q, rows), (k, columns)):
-        axes.append(tuple(letters[at].index(letter) for letter in (*out[:-2], free, *summed)))
-        sizes.append([see.tensor(operands[at]).shape[axis] for axis in axes[-1]])
-    batch = broadcast(see, sizes[0][:-2], sizes[1][:-2])
+    for operand, free in ((q, rows), (k, columns)):
+        axes.append(tuple(letters[operand].index(letter) for letter in (*out[:-2], free, *summed)))
+        sizes.append([reader.tensor(operands[operand]).shape[axis] for axis in axes[-1]])
+    batch = broadcast(reader, sizes[0][:-2], sizes[1][:-2])
     if batch is None:
         return None
     return AttentionForm(operands[q], operands[k], axes[0], axes[1], batch, batch, sizes[0][-2], sizes[1][-2])
 
 
-def einsum_letters(see: ArgumentReader, args: Sequence[Any]) -> tuple[list[Any], tuple[str, str], str] | None:
+def einsum_letters(
+    reader: ArgumentReader, args: Sequence[Any]
+) -> tuple[list[Any], tuple[str, str], str] | None:
     """Operands, their letters, and the letters of the result; an ellipsis gets its own letters."""
     if len(args) != 3 or not isinstance(args[0], str) or args[0].count("->") != 1:
         return None
     inputs, out = args[0].replace(" ", "").split("->")
-    operands, tensors, words = (
-        list(args[1:]),
-        [see.tensor(operand) for operand in args[1:]],
-        inputs.split(","),
-    )
-    if len(words) != 2 or any(tensor is None for tensor in tensors):
+    operands, terms = list(args[1:]), inputs.split(",")
+    tensors = list(map(reader.tensor, operands))
+    if len(terms) != 2 or any(tensor is None for tensor in tensors):
         return None
-    axes = [len(tensor.shape) for tensor in tensors]
-    free = max(count - len(word.replace("...", "")) for word, count in zip(words, axes, strict=True))
-    digits = "0123456789"[: max(free, 0)] if "..." in inputs else ""
-    one, other = (word.replace("...", digits) for word in words)
-    if [len(set(one)), len(set(other))] != axes or [len(one), len(other)] != axes:
+    dims = [len(tensor.shape) for tensor in tensors]
+    extra_axes = max(count - len(term.replace("...", "")) for term, count in zip(terms, dims, strict=True))
+    digits = "0123456789"[: max(extra_axes, 0)] if "..." in inputs else ""
+    left, right = (term.replace("...", digits) for term in terms)
+    if [len(set(left)), len(set(right))] != dims or [len(left), len(right)] != dims:
         return None  # a diagonal, or ellipses of different lengths
-    return operands, (one, other), out.replace("...", digits)
+    return operands, (left, right), out.replace("...", digits)
 
 
-def broadcast(see: ArgumentReader, one: Sequence[Any], other: Sequence[Any]) -> tuple[Any, ...] | None:
+def broadcast(reader: ArgumentReader, left: Sequence[Any], right: Sequence[Any]) -> tuple[Any, ...] | None:
     """Broadcast sizes as torch does; None if they do not fit."""
-    length = max(len(one), len(other))
+    length = max(len(left), len(right))
     sizes = []
-    for a, b in zip((*[1] * (length - len(one)), *one), (*[1] * (length - len(other)), *other), strict=True):
-        if not see.same(a, b) and not see.same(a, 1) and not see.same(b, 1):
+    for a, b in zip(
+        (*[1] * (length - len(left)), *left), (*[1] * (length - len(right)), *right), strict=True
+    ):
+        if not reader.same(a, b) and not reader.same(a, 1) and not reader.same(b, 1):
             return None
-        sizes.append(b if see.same(a, 1) else a)
+        sizes.append(b if reader.same(a, 1) else a)
     return tuple(sizes)
 
 
-def alike(see: ArgumentReader, one: Sequence[Any] | None, other: Sequence[Any]) -> bool:
-    return one is not None and len(one) == len(other) and all(map(see.same, one, other))
+def same_sizes(reader: ArgumentReader, left: Sequence[Any] | None, right: Sequence[Any]) -> bool:
+    return left is not None and len(left) == len(right) and all(map(reader.same, left, right))
 
 
 # -- masks ---------------------------------------------------------------------------------------------------
 
 
 def with_mask(
-    see: ArgumentReader,
+    reader: ArgumentReader,
     form: AttentionForm,
     kind: str,
     tensor: Tensor,
     dtype: torch.dtype,
     fill: float | None = -math.inf,
 ) -> AttentionForm | None:
-    mask = see.tensor(tensor)
-    if mask is None or form.is_weights or fill is None or fill > MASKED:
+    mask = reader.tensor(tensor)
+    if mask is None or form.is_weights or fill is None or fill > MASKED_SCORE:
         return None
-    if not alike(see, broadcast(see, mask.shape, form.shape), form.shape):
+    if not same_sizes(reader, broadcast(reader, mask.shape, form.shape), form.shape):
         return None
     if kind == "add":
         fits = mask.dtype is form.dtype or (mask.dtype, form.dtype) == (torch.float32, torch.bfloat16)
@@ -239,21 +245,21 @@ def with_mask(
     if not fits:
         return None
     masks = [*form.masks, Mask(kind, tensor, fill, dtype, tuple(mask.shape))]
-    if not alike(see, form.masked, form.batch):
-        for number, earlier in enumerate(form.masks):
-            moved = _at(earlier, form.masked, form.batch)
+    if not same_sizes(reader, form.mask_batch, form.batch):
+        for index, earlier in enumerate(form.masks):
+            moved = _with_batch(earlier, form.mask_batch, form.batch)
             if moved is None:
                 return None
-            masks[number] = moved
+            masks[index] = moved
     # Together with an added mask, excluded scores must not depend on their former values.
     if len({mask.kind == "add" for mask in masks}) == 2 and any(
-        mask.fill > DROWNING[mask.dtype] for mask in masks
+        mask.fill > ABSORBING_VALUES[mask.dtype] for mask in masks
     ):
         return None
-    return replace(form, masks=tuple(masks), masked=form.batch)
+    return replace(form, masks=tuple(masks), mask_batch=form.batch)
 
 
-def _at(mask: Mask, old: Sequence[Any], new: Sequence[Any]) -> Mask | None:
+def _with_batch(mask: Mask, old: Sequence[Any], new: Sequence[Any]) -> Mask | None:
     """The mask at other batch axes, derived from the old ones by a view; None if it would need to grow."""
     if not all(isinstance(size, int) and size > 0 for size in (*old, *new, *mask.sizes)):
         return None
@@ -261,17 +267,18 @@ def _at(mask: Mask, old: Sequence[Any], new: Sequence[Any]) -> Mask | None:
     moved: list[int] = []
     i = j = 0
     while i < len(old) or j < len(new):
-        start, i, ours, theirs, there = i, i + 1, math.prod(old[i : i + 1]), math.prod(new[j : j + 1]), j
-        j += 1
-        while ours != theirs:
-            if ours < theirs:
-                ours, i = ours * old[i], i + 1
+        old_start, new_start = i, j
+        old_size, new_size = math.prod(old[i : i + 1]), math.prod(new[j : j + 1])
+        i, j = i + 1, j + 1
+        while old_size != new_size:
+            if old_size < new_size:
+                old_size, i = old_size * old[i], i + 1
             else:
-                theirs, j = theirs * new[j], j + 1
-        if all(size == 1 for size in sizes[start:i]):
-            moved += [1] * len(new[there:j])
-        elif tuple(sizes[start:i]) == tuple(old[start:i]):
-            moved += new[there:j]
+                new_size, j = new_size * new[j], j + 1
+        if all(size == 1 for size in sizes[old_start:i]):
+            moved += [1] * len(new[new_start:j])
+        elif tuple(sizes[old_start:i]) == tuple(old[old_start:i]):
+            moved += new[new_start:j]
         else:
             return None
     return replace(mask, sizes=(*moved, *sizes[-2:]))
@@ -280,20 +287,24 @@ def _at(mask: Mask, old: Sequence[Any], new: Sequence[Any]) -> Mask | None:
 # -- operators in between ------------------------------------------------------------------------------------
 
 
-def extended(form: AttentionForm, call: Call) -> AttentionForm | None:
+def extend_form(form: AttentionForm, call: Call) -> AttentionForm | None:
     """The form of this call's result."""
-    change = CHANGES.get(call.name)
-    if change is None or not call.made.dtype.is_floating_point:
+    change = FORM_UPDATES.get(call.name)
+    if change is None or not call.result.dtype.is_floating_point:
         return None
-    longer = change(form, call)
-    return longer if longer is not None and alike(call.see, call.made.shape, longer.shape) else None
+    extended = change(form, call)
+    return (
+        extended
+        if extended is not None and same_sizes(call.reader, call.result.shape, extended.shape)
+        else None
+    )
 
 
 def _scaled(form: AttentionForm, call: Call) -> AttentionForm | None:
     inverse = "div" in call.name
-    if len(call.args) != 2 or call.kwargs or (inverse and call.at):
+    if len(call.args) != 2 or call.kwargs or (inverse and call.score_index):
         return None
-    factor = call.see.number(call.args[1 - call.at])
+    factor = call.reader.number(call.args[1 - call.score_index])
     if (
         factor is None
         or not 0 < factor < math.inf
@@ -307,62 +318,66 @@ def _scaled(form: AttentionForm, call: Call) -> AttentionForm | None:
 def _added(form: AttentionForm, call: Call) -> AttentionForm | None:
     if len(call.args) != 2 or call.kwargs:
         return None
-    return with_mask(call.see, form, "add", call.args[1 - call.at], call.made.dtype)
+    return with_mask(call.reader, form, "add", call.args[1 - call.score_index], call.result.dtype)
 
 
-def _filled(form: AttentionForm, call: Call) -> AttentionForm | None:
-    named = dict(zip(("self", "mask", "value"), call.args, strict=False)) | call.kwargs
-    if call.at != 0 or len(named) != 3:
+def _masked_fill(form: AttentionForm, call: Call) -> AttentionForm | None:
+    arguments = dict(zip(("self", "mask", "value"), call.args, strict=False)) | call.kwargs
+    if call.score_index != 0 or len(arguments) != 3:
         return None
-    fill = call.see.number(named.get("value"))
-    return with_mask(call.see, form, "drop", named.get("mask"), call.made.dtype, fill)
+    fill = call.reader.number(arguments.get("value"))
+    return with_mask(call.reader, form, "drop", arguments.get("mask"), call.result.dtype, fill)
 
 
-def _chosen(form: AttentionForm, call: Call) -> AttentionForm | None:
+def _where(form: AttentionForm, call: Call) -> AttentionForm | None:
     if len(call.args) != 3 or call.kwargs:
         return None
     one, two, three = call.args
-    mask, fill, kind = {0: (two, three, "keep"), 1: (one, three, "keep"), 2: (one, two, "drop")}[call.at]
-    return with_mask(call.see, form, kind, mask, call.made.dtype, call.see.number(fill))
+    mask, fill, kind = {0: (two, three, "keep"), 1: (one, three, "keep"), 2: (one, two, "drop")}[
+        call.score_index
+    ]
+    return with_mask(call.reader, form, kind, mask, call.result.dtype, call.reader.number(fill))
 
 
-def _weighed(form: AttentionForm, call: Call) -> AttentionForm | None:
+def _softmax(form: AttentionForm, call: Call) -> AttentionForm | None:
     axis = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else None)
-    last = isinstance(axis, int) and axis in (-1, len(form.shape) - 1)
-    known = call.kwargs.keys() <= {"dim", "dtype", "_stacklevel"}
-    return replace(form, is_weights=True) if last and known and not form.is_weights else None
+    on_last_axis = isinstance(axis, int) and axis in (-1, len(form.shape) - 1)
+    known_arguments = call.kwargs.keys() <= {"dim", "dtype", "_stacklevel"}
+    return (
+        replace(form, is_weights=True) if on_last_axis and known_arguments and not form.is_weights else None
+    )
 
 
-def drops(call: Call) -> bool:
+def is_active_dropout(call: Call) -> bool:
     """Whether this is a dropout that draws random numbers."""
     if call.name != "dropout":
         return False
-    named = dict(zip(("input", "p", "training"), call.args, strict=False))
-    named = {"p": 0.5, "training": True, "train": True} | named | call.kwargs
-    return bool(named["training"] and named["train"]) and call.see.number(named["p"]) != 0
+    arguments = dict(zip(("input", "p", "training"), call.args, strict=False))
+    arguments = {"p": 0.5, "training": True, "train": True} | arguments | call.kwargs
+    return bool(arguments["training"] and arguments["train"]) and call.reader.number(arguments["p"]) != 0
 
 
 def _unchanged(form: AttentionForm, call: Call) -> AttentionForm | None:
-    return form if call.at == 0 and not drops(call) else None
+    return form if call.score_index == 0 and not is_active_dropout(call) else None
 
 
-def _seen_as(form: AttentionForm, call: Call) -> AttentionForm | None:
+def _reshaped(form: AttentionForm, call: Call) -> AttentionForm | None:
     """Other batch axes in front of the same last two axes."""
-    shape = call.made.shape
-    kept = call.at == 0 and alike(call.see, shape[-2:], (form.rows, form.columns))
-    return replace(form, batch=tuple(shape[:-2])) if kept else None
+    shape = call.result.shape
+    same_scores = call.score_index == 0 and same_sizes(call.reader, shape[-2:], (form.rows, form.columns))
+    return replace(form, batch=tuple(shape[:-2])) if same_scores else None
 
 
-CHANGES: dict[str, Callable[[AttentionForm, Call], AttentionForm | None]] = {
+FORM_UPDATES: dict[str, Callable[[AttentionForm, Call], AttentionForm | None]] = {
     **dict.fromkeys(("mul", "multiply", "mul_", "imul"), _scaled),
     **dict.fromkeys(("div", "true_divide", "div_", "truediv", "itruediv"), _scaled),
     **dict.fromkeys(("add", "add_", "iadd"), _added),
-    **dict.fromkeys(("masked_fill", "masked_fill_"), _filled),
-    "where": _chosen,
-    "softmax": _weighed,
+    **dict.fromkeys(("masked_fill", "masked_fill_"), _masked_fill),
+    "where": _where,
+    "softmax": _softmax,
     **dict.fromkeys(("float", "half", "bfloat16", "double", "to", "type", "type_as"), _unchanged),
     **dict.fromkeys(("contiguous", "dropout"), _unchanged),
-    **dict.fromkeys(("view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten"), _seen_as),
+    **dict.fromkeys(("view", "reshape", "unsqueeze", "squeeze", "flatten", "unflatten"), _reshaped),
 }
 OUT_OF_PLACE = {
     "mul_": "mul",
@@ -378,34 +393,38 @@ OUT_OF_PLACE = {
 # -- the product with the values -----------------------------------------------------------------------------
 
 
-def finished(form: AttentionForm, call: Call) -> AttentionMatch | None:
+def match_attention(form: AttentionForm, call: Call) -> AttentionMatch | None:
     """The whole attention, if this call multiplies weights by values."""
-    see, args = call.see, call.args
-    if not form.is_weights or call.kwargs or call.made.dtype is not form.dtype:
+    reader, args = call.reader, call.args
+    if not form.is_weights or call.kwargs or call.result.dtype is not form.dtype:
         return None
     if call.name == "einsum":
         match = _einsum_values(form, call)
     else:
-        v = see.tensor(args[1]) if call.at == 0 and len(args) == 2 and call.name != "baddbmm" else None
+        v = (
+            reader.tensor(args[1])
+            if call.score_index == 0 and len(args) == 2 and call.name != "baddbmm"
+            else None
+        )
         match = AttentionMatch(form, args[1]) if v is not None and len(v.shape) >= 2 else None
     if match is None:
         return None
-    shape = see.tensor(match.v).shape
+    shape = reader.tensor(match.v).shape
     sizes = [shape[axis] for axis in match.v_axes or range(len(shape))]
     fits = (
-        alike(see, broadcast(see, sizes[:-2], form.batch), form.batch)
-        and see.same(sizes[-2], form.columns)
+        same_sizes(reader, broadcast(reader, sizes[:-2], form.batch), form.batch)
+        and reader.same(sizes[-2], form.columns)
         and 0 < form.scale < math.inf
     )
     return match if fits else None
 
 
 def _einsum_values(form: AttentionForm, call: Call) -> AttentionMatch | None:
-    spelled = einsum_letters(call.see, call.args)
-    if spelled is None:
+    parsed = einsum_letters(call.reader, call.args)
+    if parsed is None:
         return None
-    operands, letters, out = spelled
-    weights, values = letters[call.at - 1], letters[2 - call.at]
+    operands, letters, out = parsed
+    weights, values = letters[call.score_index - 1], letters[2 - call.score_index]
     batch, rows, columns = weights[:-2], weights[-2], weights[-1]
     width = set(values) - {*batch, columns}
     result = (*batch, rows, *width)
@@ -418,4 +437,4 @@ def _einsum_values(form: AttentionForm, call: Call) -> AttentionMatch | None:
     ):
         return None
     v_axes = tuple(values.index(letter) for letter in (*batch, columns, *width))
-    return AttentionMatch(form, operands[2 - call.at], v_axes, tuple(map(result.index, out)))
+    return AttentionMatch(form, operands[2 - call.score_index], v_axes, tuple(map(result.index, out)))

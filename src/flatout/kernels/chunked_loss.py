@@ -17,8 +17,6 @@ Sources: gradients in the forward pass, by chunks of rows: Hsu et al., Liger Ker
 Your Losses, 2024.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -27,10 +25,11 @@ from torch import Tensor
 
 REDUCTIONS = ("mean", "sum")
 CHUNK_BYTES = {"cuda": 256 << 20, "cpu": 32 << 20}  # logits per chunk; on a GPU, enough rows for full rate
-IN_ONE_BYTES = 1 << 20  # smaller logits are computed in one chunk
-CHUNKS = 16  # fewest chunks for larger ones
-ROWS = 16  # fewest rows per chunk
-ALIGNED_BYTES, PADDED_TO = 16, 64  # the alignment that Tensor Cores need, and the multiple used for padding
+MAX_ONE_CHUNK_BYTES = 1 << 20  # smaller logits are computed in one chunk
+MIN_CHUNKS = 16  # fewest chunks for larger ones
+MIN_ROWS = 16  # fewest rows per chunk
+ALIGNMENT_BYTES = 16  # that Tensor Cores need
+PADDING_MULTIPLE = 64
 
 
 def linear_cross_entropy(
@@ -53,10 +52,10 @@ def linear_cross_entropy(
 
 def chunk_rows(rows: int, classes: int, device_type: str) -> int:
     """The rows per chunk of logits."""
-    if 4 * rows * classes <= IN_ONE_BYTES:
+    if 4 * rows * classes <= MAX_ONE_CHUNK_BYTES:
         return max(rows, 1)
     by_bytes = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cpu"]) // (4 * classes)
-    return max(min(by_bytes, -(-rows // CHUNKS)), ROWS)
+    return max(min(by_bytes, -(-rows // MIN_CHUNKS)), MIN_ROWS)
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -71,41 +70,41 @@ class _ChunkedLoss(torch.autograd.Function):
         reduction: str,
         label_smoothing: float,
     ) -> Tensor:
-        x_needs, weight_needs, bias_needs, *_ = ctx.needs_input_grad
-        sums = torch.promote_types(x.dtype, torch.float32)
+        x_needs_grad, weight_needs_grad, bias_needs_grad, *_ = ctx.needs_input_grad
+        sum_dtype = torch.promote_types(x.dtype, torch.float32)
         classes, extra = len(weight), _extra_rows(x, len(weight))
         ctx.classes, ctx.dtypes = classes, (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         if extra:
             weight = F.pad(weight, (0, 0, 0, extra))
             bias = None if bias is None else F.pad(bias, (0, extra))
-        of_x = torch.empty_like(x, memory_format=torch.contiguous_format) if x_needs else None
-        of_weight = torch.zeros_like(weight, dtype=sums) if weight_needs else None
-        of_bias = torch.zeros_like(bias, dtype=sums) if bias is not None and bias_needs else None
-        total = x.new_zeros((), dtype=sums)
-        step = chunk_rows(len(x), len(weight), x.device.type)
-        for first in range(0, len(x), step):
-            rows = slice(first, first + step)
+        grad_x = torch.empty_like(x, memory_format=torch.contiguous_format) if x_needs_grad else None
+        grad_weight = torch.zeros_like(weight, dtype=sum_dtype) if weight_needs_grad else None
+        grad_bias = torch.zeros_like(bias, dtype=sum_dtype) if bias is not None and bias_needs_grad else None
+        total = x.new_zeros((), dtype=sum_dtype)
+        chunk = chunk_rows(len(x), len(weight), x.device.type)
+        for first in range(0, len(x), chunk):
+            rows = slice(first, first + chunk)
             logits = F.linear(x[rows], weight, bias)
-            loss, gradient = _loss_and_gradient(
-                logits[:, :classes].to(sums), target[rows], ignore_index, label_smoothing
+            loss, grad = _loss_and_gradient(
+                logits[:, :classes].to(sum_dtype), target[rows], ignore_index, label_smoothing
             )
             del logits
             total += loss
-            gradient = F.pad(gradient.to(x.dtype), (0, extra)) if extra else gradient.to(x.dtype)
-            if of_x is not None:
-                torch.mm(gradient, weight, out=of_x[rows])
-            if of_weight is not None:
-                of_weight += gradient.t() @ x[rows]
-            if of_bias is not None:
-                of_bias += gradient.sum(0, dtype=sums)
-            del gradient  # before the next chunk
-        counted = (target != ignore_index).sum() if reduction == "mean" else x.new_ones(())
-        factor = counted.to(sums).reciprocal()
-        ctx.save_for_backward(factor, of_x, of_weight, of_bias)
+            grad = F.pad(grad.to(x.dtype), (0, extra)) if extra else grad.to(x.dtype)
+            if grad_x is not None:
+                torch.mm(grad, weight, out=grad_x[rows])
+            if grad_weight is not None:
+                grad_weight += grad.t() @ x[rows]
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=sum_dtype)
+            del grad  # before the next chunk
+        target_count = (target != ignore_index).sum() if reduction == "mean" else x.new_ones(())
+        factor = target_count.to(sum_dtype).reciprocal()
+        ctx.save_for_backward(factor, grad_x, grad_weight, grad_bias)
         return total * factor
 
     @staticmethod
-    def backward(ctx: Any, of_loss: Tensor) -> Any:
+    def backward(ctx: Any, grad_loss: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "this loss is differentiable only once, because the forward pass computes its gradients. "
@@ -113,14 +112,14 @@ class _ChunkedLoss(torch.autograd.Function):
             )
         factor, *unscaled = ctx.saved_tensors
         # If no target counts, "mean" is 0 / 0: as in torch, the loss is NaN and the gradients are zero.
-        scale = torch.where(factor.isinf(), 0.0, of_loss * factor)
-        of_x, of_weight, of_bias = (
-            None if gradient is None else (gradient * scale).to(dtype)
-            for gradient, dtype in zip(unscaled, ctx.dtypes, strict=True)
+        scale = torch.where(factor.isinf(), 0.0, grad_loss * factor)
+        grad_x, grad_weight, grad_bias = (
+            None if grad is None else (grad * scale).to(dtype)
+            for grad, dtype in zip(unscaled, ctx.dtypes, strict=True)
         )
-        of_weight = None if of_weight is None else of_weight[: ctx.classes]
-        of_bias = None if of_bias is None else of_bias[: ctx.classes]
-        return of_x, of_weight, of_bias, None, None, None, None
+        grad_weight = None if grad_weight is None else grad_weight[: ctx.classes]
+        grad_bias = None if grad_bias is None else grad_bias[: ctx.classes]
+        return grad_x, grad_weight, grad_bias, None, None, None, None
 
 
 def _extra_rows(x: Tensor, classes: int) -> int:
@@ -128,23 +127,22 @@ def _extra_rows(x: Tensor, classes: int) -> int:
     tensor_cores = x.dtype in (torch.float16, torch.bfloat16) or (
         x.dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     )
-    misaligned = classes * x.element_size() % ALIGNED_BYTES != 0
-    return -classes % PADDED_TO if x.is_cuda and tensor_cores and misaligned else 0
+    misaligned = classes * x.element_size() % ALIGNMENT_BYTES != 0
+    return -classes % PADDING_MULTIPLE if x.is_cuda and tensor_cores and misaligned else 0
 
 
 def _loss_and_gradient(
     logits: Tensor, target: Tensor, ignore_index: int, smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """The sum of the losses, and its gradient."""
     ignored = target == ignore_index
-    right = target.masked_fill(ignored, 0)[:, None]
-    log_shares = logits.log_softmax(1)
-    losses = (smoothing - 1) * log_shares.gather(1, right)[:, 0]
+    indices = target.masked_fill(ignored, 0)[:, None]
+    log_probs = logits.log_softmax(1)
+    losses = (smoothing - 1) * log_probs.gather(1, indices)[:, 0]
     if smoothing > 0:
-        losses -= smoothing * log_shares.mean(1)
-    gradient = log_shares.exp_()
+        losses -= smoothing * log_probs.mean(1)
+    grad = log_probs.exp_()
     if smoothing > 0:
-        gradient.sub_(smoothing / logits.shape[1])
-    gradient.scatter_add_(1, right, gradient.new_full((), smoothing - 1.0).expand_as(right))
-    gradient.masked_fill_(ignored[:, None], 0.0)
-    return losses.masked_fill(ignored, 0.0).sum(), gradient
+        grad.sub_(smoothing / logits.shape[1])
+    grad.scatter_add_(1, indices, grad.new_full((), smoothing - 1.0).expand_as(indices))
+    grad.masked_fill_(ignored[:, None], 0.0)
+    return losses.masked_fill(ignored, 0.0).sum(), grad

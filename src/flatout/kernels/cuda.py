@@ -10,8 +10,6 @@ from it (see ``flatout.launch.compiler``). The emulator shows whether a kernel i
 is.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import re
@@ -26,8 +24,8 @@ HERE = Path(__file__).parent
 EMULATED = "FLATOUT_EMULATED"
 OPTIONS = ("--std=c++17", "--restrict")
 # More needs a request (CUDA C++ Programming Guide, compute capability 7.0 and later).
-PLAIN_SHARED_BYTES = 48 << 10
-MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+DEFAULT_SHARED_BYTES = 48 << 10
+MAX_SHARED_ATTRIBUTE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 SUFFIX = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 
@@ -77,9 +75,9 @@ class CudaSource:
         """
         if 0 in grid:
             return
-        held = [_as_c(argument) for argument in arguments]
-        addresses = (ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in held)
-        pointers = (ctypes.c_void_p * len(held))(*addresses)
+        c_values = [_as_c(arg) for arg in arguments]
+        addresses = (ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in c_values)
+        pointers = (ctypes.c_void_p * len(c_values))(*addresses)
         blocks = (*grid, 1, 1)[:3]
         if device.type != "cuda":
             shared = ctypes.c_size_t(shared_bytes)
@@ -104,8 +102,8 @@ class CudaSource:
             _call(name, "cuModuleGetFunction", ctypes.byref(function), module, name.encode())
             self._functions[key] = function
         function = self._functions[key]
-        if shared_bytes > PLAIN_SHARED_BYTES:
-            _call(name, "cuFuncSetAttribute", function, MAX_DYNAMIC_SHARED, shared_bytes)
+        if shared_bytes > DEFAULT_SHARED_BYTES:
+            _call(name, "cuFuncSetAttribute", function, MAX_SHARED_ATTRIBUTE, shared_bytes)
         return function
 
     def _emulated(self) -> Any:
@@ -125,8 +123,8 @@ def kernels_in(text: str) -> list[str]:
     for name in re.findall(
         r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\) )?(\w+(?:##\w+)?)\(', text
     ):
-        stem, mark, _ = name.partition("##")
-        suffixes = re.findall(r"^KERNELS\((\w+)", text, re.MULTILINE) if mark else [""]
+        stem, separator, _ = name.partition("##")
+        suffixes = re.findall(r"^KERNELS\((\w+)", text, re.MULTILINE) if separator else [""]
         names += [stem + suffix for suffix in suffixes]
     return names
 
@@ -170,21 +168,20 @@ def _compiled(text: str, name: str, target: str) -> bytes:
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _as_c(argument: torch.Tensor | float | None) -> Any:
-    if argument is None or isinstance(argument, torch.Tensor):
-        return ctypes.c_void_p(None if argument is None else argument.data_ptr())
-    return ctypes.c_longlong(argument) if isinstance(argument, int) else ctypes.c_float(argument)
+def _as_c(arg: torch.Tensor | float | None) -> Any:
+    if arg is None or isinstance(arg, torch.Tensor):
+        return ctypes.c_void_p(None if arg is None else arg.data_ptr())
+    return ctypes.c_longlong(arg) if isinstance(arg, int) else ctypes.c_float(arg)
 
 
-def _call(what: str, function: str, *arguments: Any) -> None:
-    """Call a function of the CUDA driver. Raises CudaError with its message."""
+def _call(subject: str, function: str, *arguments: Any) -> None:
     driver = _library("libcuda.so.1")
     code = getattr(driver, function)(*arguments)
     if code:
         message = ctypes.c_char_p()
         driver.cuGetErrorString(code, ctypes.byref(message))
-        reported = (message.value or b"unknown error").decode()
-        raise CudaError(f"{what}: the CUDA driver reports: {reported} ({code}).")
+        description = (message.value or b"unknown error").decode()
+        raise CudaError(f"{subject}: the CUDA driver reports: {description} ({code}).")
 
 
 @cache

@@ -34,62 +34,65 @@ VIEWS = {
     aten.select.int,
 }
 COPIES = {aten.clone.default, aten._to_copy.default}
-_alive: weakref.WeakSet[LogitsSource] = weakref.WeakSet()
+_live_sources: weakref.WeakSet[LogitsSource] = weakref.WeakSet()
 
 
 class LogitsSource:
     """The source of the values of deferred tensors: a linear layer, or a copy of another deferred tensor."""
 
     def __init__(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, copied: tuple[DeferredLogits, Any] | None = None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        copied_from: tuple[DeferredLogits, Any] | None = None,
     ) -> None:
-        self.x, self.weight, self.bias, self.copied = x, weight, bias, copied
+        self.x, self.weight, self.bias, self.copied_from = x, weight, bias, copied_from
         self.versions = self._versions()
-        self.kept: tuple[Tensor, Tensor | None] | None = None
+        self.saved_weights: tuple[Tensor, Tensor | None] | None = None
         self.values: Tensor | None = None
-        self.watched = False
+        self.has_gradient_hook = False
         self.copies: weakref.WeakSet[LogitsSource] = weakref.WeakSet()
-        _alive.add(self)
+        _live_sources.add(self)
 
     def _versions(self) -> tuple[int, ...]:
         return tuple(tensor._version for tensor in (self.x, self.weight, self.bias) if tensor is not None)
 
     @property
-    def unchanged(self) -> bool:
-        return self.kept is None and self._versions() == self.versions
+    def weights_unchanged(self) -> bool:
+        return self.saved_weights is None and self._versions() == self.versions
 
     @property
-    def untouched(self) -> bool:
+    def is_unread(self) -> bool:
         """Whether nothing has read these values or their source, and nothing waits for their gradient."""
         return (
             self.values is None
-            and not self.watched
-            and (self.copied is None or self.copied[0].origin.untouched)
+            and not self.has_gradient_hook
+            and (self.copied_from is None or self.copied_from[0].origin.is_unread)
         )
 
     def compute(self) -> Tensor:
         """The values, without a gradient: the same product as the layer's."""
         if self.values is not None:
             return self.values
-        if self.copied is not None:
-            source, change = self.copied
+        if self.copied_from is not None:
+            source, change = self.copied_from
             self.values = change(source.compute())
-            self.copied = None
-            return self._computed()
-        if self.kept is None and not self.unchanged:
+            self.copied_from = None
+            return self._release_inputs()
+        if self.saved_weights is None and not self.weights_unchanged:
             raise RuntimeError(
                 "the program reads these logits after changing their weights outside an optimizer, "
                 "and fused_ops has not computed them: run without fused_ops."
             )
-        weight, bias = self.kept or (self.weight, self.bias)
+        weight, bias = self.saved_weights or (self.weight, self.bias)
         with torch.no_grad(), torch.autocast(self.x.device.type, enabled=False):
             self.values = F.linear(self.x.detach(), weight.detach(), None if bias is None else bias.detach())
-        return self._computed()
+        return self._release_inputs()
 
-    def _computed(self) -> Tensor:
-        """Release the graph and the weights."""
+    def _release_inputs(self) -> Tensor:
         assert self.values is not None
-        self.kept, self.x, self.weight, self.bias = None, self.x.detach(), self.weight.detach(), None
+        self.saved_weights, self.x, self.weight, self.bias = None, self.x.detach(), self.weight.detach(), None
         return self.values
 
 
@@ -97,27 +100,27 @@ class DeferredLogits(torch.Tensor):
     """A tensor [..., V] with a shape, a type and a place in the graph, but no values yet."""
 
     origin: LogitsSource
-    steps: tuple[
+    views: tuple[
         tuple[Any, tuple[Any, ...], dict[str, Any]], ...
     ]  # views from the origin's values to this tensor
 
     @staticmethod
-    def __new__(cls: type[DeferredLogits], origin: LogitsSource, steps: Any, like: Tensor) -> DeferredLogits:
+    def __new__(cls: type[DeferredLogits], origin: LogitsSource, views: Any, like: Tensor) -> DeferredLogits:
         """``like`` has no memory either: a meta tensor with the shape, strides and type."""
-        made: DeferredLogits = torch.Tensor._make_wrapper_subclass(
+        result: DeferredLogits = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=origin.x.device
         )
-        made.origin, made.steps = origin, steps
-        return made
+        result.origin, result.views = origin, views
+        return result
 
     def compute(self) -> Tensor:
         values = self.origin.compute()
-        for function, args, kwargs in self.steps:
+        for function, args, kwargs in self.views:
             values = function(values, *args, **kwargs)
         return values
 
     def __repr__(self, **_: object) -> str:
-        return repr(plain(self))
+        return repr(materialized(self))
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -126,10 +129,10 @@ class DeferredLogits(torch.Tensor):
             loss = _loss_without_logits(*args, **kwargs)
             if loss is not None:
                 return loss
-        elif function in WATCHES:
-            args[0].origin.watched = True
+        elif function in GRADIENT_HOOKS:
+            args[0].origin.has_gradient_hook = True
         elif function in NEEDS_MEMORY:
-            args = tuple(plain(argument) for argument in args)
+            args = tuple(materialized(arg) for arg in args)
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs)
 
@@ -138,16 +141,16 @@ class DeferredLogits(torch.Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, DeferredLogits):
-            made = _still_deferred(function, first, args[1:], kwargs)
-            if made is not None:
-                return made
-        changes = function._schema.is_mutable
-        if changes and isinstance(first, DeferredLogits):
+            result = _extend_deferred(function, first, args[1:], kwargs)
+            if result is not None:
+                return result
+        is_mutable = function._schema.is_mutable
+        if is_mutable and isinstance(first, DeferredLogits):
             for copy in list(first.origin.copies):
                 copy.compute()  # copies from before the change must not see it
         args, kwargs = tree_map_only(DeferredLogits, DeferredLogits.compute, (tuple(args), kwargs))
         result = function(*args, **kwargs)
-        returns_first = changes and isinstance(first, DeferredLogits) and isinstance(result, Tensor)
+        returns_first = is_mutable and isinstance(first, DeferredLogits) and isinstance(result, Tensor)
         return first if returns_first else result
 
 
@@ -166,7 +169,7 @@ NEEDS_MEMORY = {
     torch.Tensor.pin_memory,
     torch.Tensor.data.__get__,
 }
-WATCHES = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
+GRADIENT_HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad}
 
 
 class _Linear(torch.autograd.Function):
@@ -179,25 +182,23 @@ class _Linear(torch.autograd.Function):
         return DeferredLogits(origin, (), x.new_empty((*x.shape[:-1], weight.shape[0]), device="meta"))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        flat = gradient.reshape(-1, gradient.shape[-1])
-        of_x = gradient @ weight if ctx.needs_input_grad[0] else None
-        of_weight = flat.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
-        return of_x, of_weight, flat.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None, None
+        flat = grad.reshape(-1, grad.shape[-1])
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        grad_weight = flat.t() @ x.reshape(-1, x.shape[-1]) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_weight, flat.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None, None
 
 
 class _Values(torch.autograd.Function):
-    """A deferred tensor as an ordinary one, in the same place of the graph."""
-
     @staticmethod
     def forward(ctx: object, deferred: Tensor) -> Tensor:
         assert isinstance(deferred, DeferredLogits)
         return deferred.compute().clone()
 
     @staticmethod
-    def backward(ctx: object, gradient: Tensor) -> Tensor:
-        return gradient
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        return grad
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -215,7 +216,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return result
 
 
-def plain(deferred: Any) -> Any:
+def materialized(deferred: Any) -> Any:
     """An ordinary tensor with the same values, in the same place of the graph. Anything else is returned."""
     if not isinstance(deferred, DeferredLogits):
         return deferred
@@ -230,23 +231,25 @@ def before_step() -> None:
     One copy per weight. Logits that are alive at a second step are being collected. So they are computed, and
     their weight is released.
     """
-    kept: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
-    for origin in list(_alive):
+    saved_weights: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
+    for origin in list(_live_sources):
         if origin.values is not None:
-            _alive.discard(origin)
-        elif origin.kept is not None:
+            _live_sources.discard(origin)
+        elif origin.saved_weights is not None:
             origin.compute()
-        elif origin.copied is None and origin.unchanged:
+        elif origin.copied_from is None and origin.weights_unchanged:
             key, bias = (id(origin.weight), id(origin.bias)), origin.bias
-            if key not in kept:
-                kept[key] = origin.weight.detach().clone(), None if bias is None else bias.detach().clone()
-            origin.kept = kept[key]
+            if key not in saved_weights:
+                saved_weights[key] = (
+                    origin.weight.detach().clone(),
+                    None if bias is None else bias.detach().clone(),
+                )
+            origin.saved_weights = saved_weights[key]
 
 
-def _still_deferred(
+def _extend_deferred(
     function: Callable[..., Any], deferred: DeferredLogits, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> DeferredLogits | None:
-    """The deferred result of an operation that does not change the last axis; None for all others."""
     if function not in VIEWS and function not in COPIES:
         return None
     if (
@@ -257,7 +260,7 @@ def _still_deferred(
     like = torch.empty_strided(deferred.shape, deferred.stride(), dtype=deferred.dtype, device="meta")
     if function in COPIES:
         # A copy of computed values is an ordinary copy.
-        if not deferred.origin.untouched:
+        if not deferred.origin.is_unread:
             return None
         kwargs = {key: value for key, value in kwargs.items() if key not in ("device", "pin_memory")}
         source = deferred.origin
@@ -266,20 +269,20 @@ def _still_deferred(
         )
         source.copies.add(origin)
         return DeferredLogits(origin, (), function(like, *args, **kwargs))
-    made = function(like, *args, **kwargs)
+    result = function(like, *args, **kwargs)
     axes, axis = deferred.dim(), args[0] if args else 0
-    cuts_last = function in (aten.slice.Tensor, aten.select.int) and axis % axes == axes - 1
-    if cuts_last or made.dim() == 0 or made.shape[-1] != deferred.shape[-1]:
+    cuts_last_axis = function in (aten.slice.Tensor, aten.select.int) and axis % axes == axes - 1
+    if cuts_last_axis or result.dim() == 0 or result.shape[-1] != deferred.shape[-1]:
         return None
-    return DeferredLogits(deferred.origin, (*deferred.steps, (function, args, kwargs)), made)
+    return DeferredLogits(deferred.origin, (*deferred.views, (function, args, kwargs)), result)
 
 
 def _rows(deferred: DeferredLogits) -> Tensor:
     """x at the rows of this tensor, attached to the graph: the same views on [..., D] instead of [..., V]."""
-    copied = deferred.origin.copied
-    rows = deferred.origin.x if copied is None else _rows(copied[0])
+    copied_from = deferred.origin.copied_from
+    rows = deferred.origin.x if copied_from is None else _rows(copied_from[0])
     width = rows.shape[-1]
-    for function, args, kwargs in deferred.steps:
+    for function, args, kwargs in deferred.views:
         if function in (aten.slice.Tensor, aten.select.int):
             rows = function(rows, *args, **kwargs)
         elif function in (aten.view.default, aten._unsafe_view.default):
@@ -314,18 +317,18 @@ def _loss_without_logits(
         or input.dim() != 2
         or target.dtype is not torch.int64
         or target.shape != input.shape[:1]
-        or not origin.untouched
-        or not origin.unchanged
+        or not origin.is_unread
+        or not origin.weights_unchanged
     ):
         return None
-    wide = torch.is_autocast_enabled(device) and input.dtype is not torch.float64
-    dtype = torch.float32 if wide else input.dtype
+    in_float32 = torch.is_autocast_enabled(device) and input.dtype is not torch.float64
+    dtype = torch.float32 if in_float32 else input.dtype
     with torch.autocast(device, enabled=False):
         loss = linear_cross_entropy(
             _rows(input), origin.weight, target, origin.bias, ignore_index, reduction, label_smoothing
         )
-    COUNT[0] += 1
+    FUSED_LOSSES[0] += 1
     return loss.to(dtype)
 
 
-COUNT = [0]  # losses computed without logits in this process
+FUSED_LOSSES = [0]  # losses computed without logits in this process

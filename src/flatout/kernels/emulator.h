@@ -32,15 +32,8 @@ static dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 static inline float __uint_as_float(unsigned bits) { float x; std::memcpy(&x, &bits, 4); return x; }
 static inline unsigned __float_as_uint(float x) { unsigned bits; std::memcpy(&bits, &x, 4); return bits; }
-static inline float __int_as_float(int bits) { return __uint_as_float(static_cast<unsigned>(bits)); }
 static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
 #define __expf expf  // glibc has a function of this name
-static inline float __fdiv_rn(float a, float b) { return a / b; }
-static inline float __fsqrt_rn(float a) { return sqrtf(a); }
-static inline float __fmul_rn(float a, float b) { volatile float c = a * b; return c; }
-static inline float __fadd_rn(float a, float b) { volatile float c = a + b; return c; }
-static inline float __fsub_rn(float a, float b) { volatile float c = a - b; return c; }
-template <typename T> static inline T __ldg(const T* p) { return *p; }
 static inline float emulated_half_to_float(unsigned short bits) { _Float16 h; std::memcpy(&h, &bits, 2); return static_cast<float>(h); }
 static inline unsigned short emulated_float_to_half(float x) { _Float16 h = static_cast<_Float16>(x); unsigned short bits; std::memcpy(&bits, &h, 2); return bits; }
 

@@ -6,8 +6,6 @@ This works on a CPU only: Triton's interpreter, the CUDA emulator, and plain cod
 does this.
 """
 
-from __future__ import annotations
-
 import ctypes
 import mmap
 from collections.abc import Callable, Mapping
@@ -16,10 +14,19 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-PAGE = mmap.PAGESIZE
+PAGE_BYTES = mmap.PAGESIZE
 POISON_BYTE = 0x7F  # for types that are not floating: far from any sensible number
-ALLOCATES = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
-FILLS = {"zeros", "zeros_like", "new_zeros", "full", "full_like", "new_full", "ones", "ones_like"}
+ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+FILLED_ALLOCATIONS = {
+    "zeros",
+    "zeros_like",
+    "new_zeros",
+    "full",
+    "full_like",
+    "new_full",
+    "ones",
+    "ones_like",
+}
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -29,12 +36,14 @@ def fenced(tensor: torch.Tensor, at_end: bool = True) -> torch.Tensor:
         return tensor.clone()
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     size = extent * tensor.element_size()
-    pages = -(-size // PAGE) * PAGE
-    buffer = mmap.mmap(-1, pages + PAGE)
-    forbidden = pages if at_end else 0
+    data_bytes = -(-size // PAGE_BYTES) * PAGE_BYTES
+    buffer = mmap.mmap(-1, data_bytes + PAGE_BYTES)
+    guard_offset = data_bytes if at_end else 0
     address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-    flat = torch.frombuffer(buffer, dtype=tensor.dtype, count=extent, offset=pages - size if at_end else PAGE)
-    if _libc.mprotect(ctypes.c_void_p(address + forbidden), ctypes.c_size_t(PAGE), 0):
+    flat = torch.frombuffer(
+        buffer, dtype=tensor.dtype, count=extent, offset=data_bytes - size if at_end else PAGE_BYTES
+    )
+    if _libc.mprotect(ctypes.c_void_p(address + guard_offset), ctypes.c_size_t(PAGE_BYTES), 0):
         raise OSError(ctypes.get_errno(), "mprotect")
     flat.copy_(tensor.detach().as_strided((extent,), (1,)))  # including gaps between elements
     return flat.as_strided(tensor.shape, tensor.stride(), 0)
@@ -52,16 +61,18 @@ class Fenced(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         name = function.name().rpartition(".")[0] if "." in function.name() else function.name()
-        ours = self._functions.get(name)
-        if ours is not None:  # call the function itself, to fence its allocations
+        python_function = self._functions.get(name)
+        if python_function is not None:  # call the function itself, to fence its allocations
             with self:
-                return ours(*args, **(kwargs or {}))
-        made = function(*args, **(kwargs or {}))
-        plain = name.removeprefix("aten::")
-        if plain not in ALLOCATES | FILLS or made.device.type != "cpu":
-            return made
-        if plain in ALLOCATES and made.numel():
-            made.view(torch.uint8).fill_(
+                return python_function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
+        operator = name.removeprefix("aten::")
+        if operator not in ALLOCATIONS | FILLED_ALLOCATIONS or result.device.type != "cpu":
+            return result
+        if operator in ALLOCATIONS and result.numel():
+            result.view(torch.uint8).fill_(
                 POISON_BYTE
-            ) if not made.is_floating_point() and made.dtype is not torch.bool else made.fill_(float("nan"))
-        return fenced(made, self._at_end)
+            ) if not result.is_floating_point() and result.dtype is not torch.bool else result.fill_(
+                float("nan")
+            )
+        return fenced(result, self._at_end)

@@ -49,10 +49,6 @@ __device__ inline float warp_sum(float x) {
     for (int gap = WARP / 2; gap; gap /= 2) x += __shfl_xor_sync(0xffffffffu, x, gap);
     return x;
 }
-__device__ inline float warp_max(float x) {
-    for (int gap = WARP / 2; gap; gap /= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, gap));
-    return x;
-}
 
 // The sum over all threads of a block, returned to every thread. The block is a multiple of a warp, at most
 // 1,024 threads. The order of the additions is fixed, so the same input gives the same bits.
@@ -64,13 +60,4 @@ __device__ inline float block_sum(float x) {
     if (lane == 0) part[warp] = x;
     __syncthreads();
     return warp_sum(lane < warps ? part[lane] : 0.0f);
-}
-__device__ inline float block_max(float x) {
-    __shared__ float part[WARP];
-    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
-    x = warp_max(x);
-    __syncthreads();
-    if (lane == 0) part[warp] = x;
-    __syncthreads();
-    return warp_max(lane < warps ? part[lane] : -__int_as_float(0x7f800000));
 }

@@ -16,8 +16,6 @@ The gate runs in a child process (``python -m flatout.kernels``), because kernel
 the process has failed.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable
@@ -32,7 +30,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from flatout.kernels import NAMES, cuda
-from flatout.kernels.evaluation import Failed, compare, evaluate, in_double, inputs_of, on_device
+from flatout.kernels.evaluation import (
+    CheckFailed,
+    compare,
+    evaluate,
+    in_double,
+    inputs_of,
+    on_device,
+    run_case,
+)
 from flatout.kernels.fences import Fenced, fenced
 from flatout.kernels.kernel import Case, Function, Implementation, Inputs, Kernel, has_triton, tensors_of
 
@@ -60,42 +66,46 @@ class NotRun(Exception):
 
 
 def checks(kernel: Kernel) -> list[tuple[str, Callable[[], str]]]:
-    """The checks of a kernel by name, in order. A function returns a remark, or raises Failed or NotRun."""
-    gpu, found = torch.cuda.is_available(), list[tuple[str, Callable[[], str]]]()
+    """The checks of a kernel by name, in order. A function returns a remark, or raises CheckFailed or NotRun."""
+    gpu, all_checks = torch.cuda.is_available(), list[tuple[str, Callable[[], str]]]()
     for implementation in kernel.implementations:
-        how = "" if gpu else {"triton": " (interpreter)", "cuda": " (emulated)"}.get(implementation.needs, "")
-        title = f"{implementation.name}{how}"
-        found += [
+        mode = (
+            "" if gpu else {"triton": " (interpreter)", "cuda": " (emulated)"}.get(implementation.needs, "")
+        )
+        title = f"{implementation.name}{mode}"
+        all_checks += [
             (f"{title}: values", partial(values, kernel, implementation)),
             (f"{title}: determinism", partial(determinism, kernel, implementation)),
             (f"{title}: memory", partial(memory, kernel, implementation)),
         ]
         if torch.float64 in implementation.dtypes and any(case.differentiate for case in kernel.cases()):
-            found.append((f"{title}: gradcheck", partial(gradcheck, kernel, implementation)))
+            all_checks.append((f"{title}: gradcheck", partial(gradcheck, kernel, implementation)))
         if implementation.needs and not gpu:
-            found.append(
+            all_checks.append(
                 (f"{implementation.name} on a GPU", partial(not_run, "torch sees no CUDA device here"))
             )
-    found += [(f"opcheck {name}", partial(opcheck, kernel, name)) for name in kernel.operators]
-    found += [
+    all_checks += [(f"opcheck {name}", partial(opcheck, kernel, name)) for name in kernel.operators]
+    all_checks += [
         (f"{source.path.name} compiles for {target}", partial(compiles, source, target))
         for source in kernel.sources
         for target in TARGETS
     ]
-    found += [
+    all_checks += [
         (f"rejects {name}", partial(rejects, kernel, variant)) for name, variant in kernel.wrong.items()
     ]
     if not kernel.wrong and kernel.name not in NAMES:  # theirs are in tests/kernels/wrong
-        why = "there is no known-wrong variant, so it is unknown whether these cases would detect a mistake"
-        found.append(("rejects wrong variants", partial(not_run, why)))
-    return found
+        reason = (
+            "there is no known-wrong variant, so it is unknown whether these cases would detect a mistake"
+        )
+        all_checks.append(("rejects wrong variants", partial(not_run, reason)))
+    return all_checks
 
 
 def run(name: str, check: Callable[[], str]) -> GateCheck:
     """Run one check."""
     try:
         return GateCheck(name, "ok", check())
-    except Failed as failed:
+    except CheckFailed as failed:
         return GateCheck(name, "failed", str(failed))
     except (NotRun, cuda.CudaUnavailable) as reason:
         return GateCheck(name, "not run", str(reason))
@@ -107,21 +117,19 @@ def run(name: str, check: Callable[[], str]) -> GateCheck:
 
 
 def values(kernel: Kernel, implementation: Implementation) -> str:
-    shares = [
+    ratios = [
         compare(kernel, case, seed, implementation.call) for seed, case in _cases(kernel, implementation)
     ]
-    return f"{len(shares)} cases, at most {100 * max(shares, default=0.0):.0f} % of the allowed error"
+    return f"{len(ratios)} cases, at most {100 * max(ratios, default=0.0):.0f} % of the allowed error"
 
 
 def determinism(kernel: Kernel, implementation: Implementation) -> str:
     for seed, case in _cases(kernel, implementation):
-        one, two = (
-            evaluate(implementation.call, on_device(inputs_of(case, seed)), case, seed) for _ in range(2)
-        )
-        for which, (a, b) in enumerate(zip(one, two, strict=True)):
-            if not torch.equal(_bits(a), _bits(b)):
-                raise Failed(
-                    f"{case.title}: result {which} differs between two calls with the same inputs; does a sum have no fixed order (atomics)?"
+        one, two = (run_case(implementation.call, case, seed) for _ in range(2))
+        for index, (a, b) in enumerate(zip(one, two, strict=True)):
+            if not torch.equal(_bytes(a), _bytes(b)):
+                raise CheckFailed(
+                    f"{case.title}: result {index} differs between two calls with the same inputs; does a sum have no fixed order (atomics)?"
                 )
     return ""
 
@@ -132,7 +140,7 @@ def memory(kernel: Kernel, implementation: Implementation) -> str:
         if not os.environ.get(SANITIZED):
             raise NotRun("compute-sanitizer was not found; it comes with the CUDA toolkit")
         for seed, case in cases:
-            evaluate(implementation.call, on_device(inputs_of(case, seed)), case, seed)
+            run_case(implementation.call, case, seed)
         torch.cuda.synchronize()
         return "under compute-sanitizer"
     for at_end in (True, False):
@@ -145,9 +153,9 @@ def memory(kernel: Kernel, implementation: Implementation) -> str:
 
 def gradcheck(kernel: Kernel, implementation: Implementation) -> str:
     """Check the smallest cases in float64, whatever their declared type."""
-    tried = 0
+    checked = 0
     for seed, case in enumerate(kernel.cases()):
-        if case.bench or not case.differentiate or tried == GRADCHECK_CASES:
+        if case.bench or not case.differentiate or checked == GRADCHECK_CASES:
             continue
         inputs = in_double(inputs_of(case, seed))
         tensors = [tensor for tensor in inputs.values() if isinstance(tensor, torch.Tensor)]
@@ -165,11 +173,11 @@ def gradcheck(kernel: Kernel, implementation: Implementation) -> str:
             leaves = [inputs[name].requires_grad_() for name in case.differentiate]
             torch.autograd.gradcheck(of_leaves, leaves, fast_mode=True)
         except GradcheckError as error:
-            raise Failed(f"{case.title}: {_one_line(error)}") from None
-        tried += 1
-    if not tried:
+            raise CheckFailed(f"{case.title}: {_one_line(error)}") from None
+        checked += 1
+    if not checked:
         raise NotRun(f"no case has at most {GRADCHECK_ELEMENTS} elements")
-    return f"{tried} cases"
+    return f"{checked} cases"
 
 
 def opcheck(kernel: Kernel, name: str) -> str:
@@ -181,7 +189,7 @@ def opcheck(kernel: Kernel, name: str) -> str:
             continue
         for seed, case in cases:
             inputs = on_device(inputs_of(case, seed))
-            with _Recorder(name) as recorder:
+            with _CallRecorder(name) as recorder:
                 evaluate(implementation.call, inputs, replace(case, differentiate=()), seed)
                 forward = bool(recorder.calls)
                 evaluate(implementation.call, inputs, case, seed)
@@ -198,12 +206,12 @@ def opcheck(kernel: Kernel, name: str) -> str:
                 for call in recorder.calls[:1]
             ]
     if not calls:
-        raise Failed(f"no case calls the operator {name}")
+        raise CheckFailed(f"no case calls the operator {name}")
     for function, args, kwargs in calls[:OPCHECK_CALLS]:
         try:
             torch.library.opcheck(function, args, kwargs)
         except Exception as error:  # its own class is not public
-            raise Failed(_one_line(error)) from None
+            raise CheckFailed(_one_line(error)) from None
     return f"{len(calls[:OPCHECK_CALLS])} calls"
 
 
@@ -211,7 +219,7 @@ def compiles(source: cuda.CudaSource, target: str) -> str:
     try:
         return f"NVRTC, {len(cuda.compile_for(source, target)):,} bytes"
     except cuda.CudaError as error:
-        raise Failed(str(error)) from None
+        raise CheckFailed(str(error)) from None
 
 
 def rejects(kernel: Kernel, variant: Function) -> str:
@@ -224,21 +232,19 @@ def rejects(kernel: Kernel, variant: Function) -> str:
             continue
         try:
             compare(kernel, case, seed, variant)
-        except Failed as refused:
-            return f"rejected: {refused}"
-    raise Failed("the gate accepted this wrong variant: add a case that reveals its mistake")
+        except CheckFailed as failure:
+            return f"rejected: {failure}"
+    raise CheckFailed("the gate accepted this wrong variant: add a case that reveals its mistake")
 
 
-def not_run(why: str) -> str:
-    raise NotRun(why)
+def not_run(reason: str) -> str:
+    raise NotRun(reason)
 
 
 # -- shared helpers -----------------------------------------------------------------------------------------
 
 
-class _Recorder(TorchDispatchMode):
-    """Records the arguments of the calls of one operator."""
-
+class _CallRecorder(TorchDispatchMode):
     def __init__(self, name: str) -> None:
         super().__init__()
         self._name = name
@@ -251,7 +257,6 @@ class _Recorder(TorchDispatchMode):
 
 
 def _cases(kernel: Kernel, implementation: Implementation) -> list[tuple[int, Case]]:
-    """The cases of an implementation, with their seeds. Raises NotRun if it cannot run here."""
     gpu = torch.cuda.is_available()
     if implementation.needs == "triton":
         if not has_triton():
@@ -275,11 +280,10 @@ def _cases(kernel: Kernel, implementation: Implementation) -> list[tuple[int, Ca
 
 
 def _version(package: str) -> tuple[int, ...]:
-    """The first two numbers of its version."""
     return tuple(int(number) for number in re.findall(r"\d+", import_module(package).__version__)[:2])
 
 
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor, so that NaNs compare by their bits as well."""
     return tensor.detach().cpu().contiguous().flatten().unsqueeze(-1).view(torch.uint8).flatten()
 

@@ -17,76 +17,81 @@ second time, or with ``create_graph``) recomputes the forward pass from the same
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch.nn import Module
 from torch.utils import _pytree
 
-from flatout.kernels.graph_arguments import (
-    NotRecordable,
-    layout,
-    tensors_of,
-    why_not_outputs,
-)
 from flatout.kernels.graph_observation import PassObservation, observe_pass
-from flatout.kernels.graph_replay import RecordedPass, close, elsewhere, generator_of, put_back
+from flatout.kernels.graph_recording import (
+    Arguments,
+    NotRecordable,
+    brief,
+    layout_key,
+    tensors_of,
+    why_not_copyable,
+)
+from flatout.kernels.graph_replay import (
+    RecordedPass,
+    generator_state,
+    must_run_eagerly,
+    nearly_equal,
+    restore_state,
+)
 
-if TYPE_CHECKING:
-    from torch.nn import Module
-
-MOST_SHAPES = 8  # recorded shapes per module
-MOST_AT_ONCE = 4  # recordings of one shape: passes with a pending backward pass
-PATIENCE = 8  # eager passes of a shape before its differentiated outputs must be known
-MOST_CHANGES = 3  # attribute changes of a module after which it is still recorded again
-CHECKED = {2, 32, 512, 8192}  # replays that are compared with an eager pass
+MAX_SHAPES = 8  # recorded shapes per module
+MAX_RECORDINGS = 4  # recordings of one shape: passes with a pending backward pass
+MAX_UNUSED_PASSES = 8  # eager passes of a shape before its differentiated outputs must be known
+MAX_ATTRIBUTE_CHANGES = 3  # attribute changes of a module after which it is still recorded again
+CHECKED_REPLAYS = {2, 32, 512, 8192}  # replays that are compared with an eager pass
 
 
 class ModuleGraphs:
-    """Replaces a module's forward. Calls ``tell(why)`` once if nothing of this module can be recorded.
+    """Replaces a module's forward. Calls ``report(why)`` once if nothing of this module can be recorded.
 
     ``operators`` False skips observing each operator, for a forward pass made by a compiler.
     """
 
     def __init__(
-        self, module: Module, forward: Callable[..., Any], tell: Callable[[str], None], operators: bool
+        self, module: Module, forward: Callable[..., Any], report: Callable[[str], None], operators: bool
     ) -> None:
-        self.module, self.forward, self.tell, self.operators = module, forward, tell, operators
+        self.module, self.forward, self.report, self.operators = module, forward, report, operators
         self.device = next(p.device for p in module.parameters())
         self.modules = list(module.modules())
-        self.shapes: dict[Any, _Shape] = {}
+        self.shapes: dict[Any, _ShapeRecord] = {}
         self.changes: list[str] = []
-        self.changed_outside = 0
-        self.inside = False  # inside a forward pass of this module
-        self.off = False
+        self.changes_outside = 0
+        self.is_running = False  # inside a forward pass of this module
+        self.disabled = False
 
     # -- calls by the script ---------------------------------------------------------------------------------
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
-        if self.off or not torch.is_grad_enabled() or elsewhere():
+        if self.disabled or not torch.is_grad_enabled() or must_run_eagerly():
             return self.forward(*args, **kwargs)
         inputs: list[Any] = []
         try:
-            key = layout(args, inputs), layout(kwargs, inputs), self._state()
+            key = layout_key((args, kwargs), inputs), self._state()
         except NotRecordable:
             return self.forward(*args, **kwargs)
         shape = self.shapes.get(key)
         if shape is None:
-            if len(self.shapes) >= MOST_SHAPES:
+            if len(self.shapes) >= MAX_SHAPES:
                 return self.forward(*args, **kwargs)
-            shape = self.shapes[key] = _Shape()
-        return self._pass(shape, inputs, args, kwargs)
+            shape = self.shapes[key] = _ShapeRecord()
+        return self._pass(shape, inputs, (args, kwargs))
 
     def attribute_changed(self, name: str) -> None:
         """The script or the forward pass itself has set an attribute of one of the modules."""
         self.changes.append(name)
-        if not self.inside:
+        if not self.is_running:
             self.shapes.clear()
-            self.changed_outside += 1
-            if self.changed_outside > MOST_CHANGES:
+            self.changes_outside += 1
+            if self.changes_outside > MAX_ATTRIBUTE_CHANGES:
                 self._give_up(f"depends on {name}, which the script sets repeatedly")
 
     def _state(self) -> tuple[Any, ...]:
-        """The other inputs of a recording: modes, and addresses of parameters and buffers."""
         autocast = torch.is_autocast_enabled("cuda")
         return (
             tuple(module.training for module in self.modules),
@@ -97,122 +102,114 @@ class ModuleGraphs:
 
     # -- the passes of one shape -----------------------------------------------------------------------------
 
-    def _pass(self, shape: _Shape, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _pass(self, shape: _ShapeRecord, inputs: list[Any], call: Arguments) -> Any:
         shape.calls += 1
         if shape.eager or shape.calls == 1:
-            return self.eagerly(args, kwargs)
-        if shape.seen is None:
-            return self._watch(shape, inputs, args, kwargs)
-        if not shape.used:
-            if shape.calls > PATIENCE:
+            return self.run_eagerly(call)
+        if shape.observation is None:
+            return self._observe(shape, inputs, call)
+        if not shape.used_outputs:
+            if shape.calls > MAX_UNUSED_PASSES:
                 self._stays_eager(shape, "has no output that is differentiated")
-            return _observed(shape, self.eagerly(args, kwargs))
-        recorded = shape.free()
+            return _note_used_outputs(shape, self.run_eagerly(call))
+        recorded = shape.idle_recording()
         if recorded is None:
-            if len(shape.recordings) >= MOST_AT_ONCE:
-                return self.eagerly(args, kwargs)
-            recorded = self._record(shape, inputs, args, kwargs)
+            if len(shape.recordings) >= MAX_RECORDINGS:
+                return self.run_eagerly(call)
+            recorded = self._record(shape, inputs, call)
             if recorded is None:
-                return self.eagerly(args, kwargs)
+                return self.run_eagerly(call)
         shape.replays += 1
-        if shape.replays in CHECKED and not self._agrees(recorded, inputs, args, kwargs):
+        if shape.replays in CHECKED_REPLAYS and not self._agrees(recorded, inputs, call):
             self._give_up(
                 "does not repeat its recording: it depends on something outside its inputs and modules"
             )
-            return self.eagerly(args, kwargs)
-        return recorded.passed(inputs, args, kwargs)
+            return self.run_eagerly(call)
+        return recorded.run(inputs, call)
 
-    def eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.inside = True
+    def run_eagerly(self, call: Arguments) -> Any:
+        self.is_running = True
         try:
-            return self.forward(*args, **kwargs)
+            return self.forward(*call[0], **call[1])
         finally:
-            self.inside = False
+            self.is_running = False
 
-    def _watch(self, shape: _Shape, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with observe_pass(self.module, inputs, self.device, self.changes, self.operators) as seen:
-            found = self.eagerly(args, kwargs)
-        shape.seen = seen
-        leaves, _ = _pytree.tree_flatten(found)
-        why = seen.why or why_not_outputs(
+    def _observe(self, shape: _ShapeRecord, inputs: list[Any], call: Arguments) -> Any:
+        with observe_pass(self.module, inputs, self.device, self.changes, self.operators) as observation:
+            outputs = self.run_eagerly(call)
+        shape.observation = observation
+        leaves, _ = _pytree.tree_flatten(outputs)
+        why = observation.why or why_not_copyable(
             leaves, [*inputs, *self.module.parameters(), *self.module.buffers()]
         )
         if why:
             self._stays_eager(shape, why)
-            return found
-        return _observed(shape, found)
+            return outputs
+        return _note_used_outputs(shape, outputs)
 
-    def _record(
-        self, shape: _Shape, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> RecordedPass | None:
-        assert shape.seen is not None
-        self.inside = True
+    def _record(self, shape: _ShapeRecord, inputs: list[Any], call: Arguments) -> RecordedPass | None:
+        assert shape.observation is not None
+        self.is_running = True
         changes = len(self.changes)
         try:
-            recorded = RecordedPass(self, shape.seen, frozenset(shape.used), inputs, args, kwargs)
+            recorded = RecordedPass(self, shape.observation, frozenset(shape.used_outputs), inputs, call)
             if len(self.changes) > changes:
                 raise NotRecordable(f"sets {self.changes[-1]}")
         except (RuntimeError, NotRecordable) as error:  # CUDA errors and out of memory are RuntimeErrors
-            first = str(error).strip().splitlines() or [type(error).__name__]
-            self._stays_eager(
-                shape,
-                str(error) if isinstance(error, NotRecordable) else f"cannot be recorded ({first[0][:160]})",
-            )
+            failed = not isinstance(error, NotRecordable)
+            self._stays_eager(shape, f"cannot be recorded ({brief(error)})" if failed else str(error))
             return None
         finally:
-            self.inside = False
+            self.is_running = False
         shape.recordings.append(recorded)
         return recorded
 
-    def _stays_eager(self, shape: _Shape, why: str) -> None:
+    def _stays_eager(self, shape: _ShapeRecord, why: str) -> None:
         shape.eager, shape.recordings = True, []
         if not any(other.recordings for other in self.shapes.values()):
-            self.tell(why)
+            self.report(why)
 
     def _give_up(self, why: str) -> None:
-        self.forget()
-        self.tell(why)
+        self.discard()
+        self.report(why)
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Free the memory of all recordings; everything is eager from now on."""
-        self.off = True
+        self.disabled = True
         self.shapes.clear()
 
-    def _agrees(
-        self, recorded: RecordedPass, inputs: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> bool:
+    def _agrees(self, recorded: RecordedPass, inputs: list[Any], call: Arguments) -> bool:
         """Whether a replay and an eager pass agree, from the same random numbers.
 
         Restores buffers and the generator.
         """
-        before, written = generator_of(self.device), recorded.seen.written
-        kept = [buffer.clone() for buffer in written]
-        replayed = recorded.replayed(inputs)
-        put_back(self.device, before, written, kept)
-        found = self.eagerly(args, kwargs)
-        put_back(self.device, before, written, kept)
-        return all(close(one, other) for one, other in zip(replayed, tensors_of(found), strict=True))
+        generator, written = generator_state(self.device), recorded.observation.written
+        saved = [buffer.clone() for buffer in written]
+        replayed = recorded.replay_forward(inputs)
+        restore_state(self.device, generator, written, saved)
+        outputs = self.run_eagerly(call)
+        restore_state(self.device, generator, written, saved)
+        return all(
+            nearly_equal(left, right) for left, right in zip(replayed, tensors_of(outputs), strict=True)
+        )
 
 
-class _Shape:
-    """The record of calls with one input shape, in one mode."""
-
+class _ShapeRecord:
     def __init__(self) -> None:
         self.calls = self.replays = 0
         self.eager = False  # permanently
-        self.seen: PassObservation | None = None
-        self.used: set[int] = set()  # outputs that a backward pass used
+        self.observation: PassObservation | None = None
+        self.used_outputs: set[int] = set()  # outputs that a backward pass used
         self.recordings: list[RecordedPass] = []
 
-    def free(self) -> RecordedPass | None:
+    def idle_recording(self) -> RecordedPass | None:
         return next((recorded for recorded in self.recordings if not recorded.busy), None)
 
 
-def _observed(shape: _Shape, found: object) -> Any:
-    """The same outputs, with hooks that note which of them a backward pass uses."""
-    leaves, structure = _pytree.tree_flatten(found)
-    for at, leaf in enumerate(leaves):
+def _note_used_outputs(shape: _ShapeRecord, outputs: object) -> Any:
+    leaves, structure = _pytree.tree_flatten(outputs)
+    for i, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            leaves[at] = leaf.clone()  # one output may be computed from another
-            leaves[at].register_hook(lambda _, at=at: shape.used.add(at))
+            leaves[i] = leaf.clone()  # one output may be computed from another
+            leaves[i].register_hook(lambda _, i=i: shape.used_outputs.add(i))
     return _pytree.tree_unflatten(leaves, structure)

@@ -10,71 +10,68 @@ learning rate that changes in every step is read from the device, if the optimiz
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import device as Device
+from torch.optim import Optimizer
 
-from flatout.kernels.graph_capture import CaptureState, InOrder, capture
+from flatout.kernels.graph_recording import CaptureState, StreamOrder, brief, capture
 
-if TYPE_CHECKING:
-    from torch import device as Device
-    from torch.optim import Optimizer
-
-KINDS = {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "RMSprop", "ASGD", "Adagrad"}
-WARM_STEPS = 2  # eager steps in which optimizers create their state
-FEWEST_STEPS = 20  # replays that a recording should serve before another one is made
+RECORDABLE = {"SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "RMSprop", "ASGD", "Adagrad"}
+WARMUP_STEPS = 2  # eager steps in which optimizers create their state
+MIN_REPLAYS = 20  # replays that a recording should serve before another one is made
 
 
-def why_not(optimizer: Optimizer) -> str:
+def why_not_recordable(optimizer: Optimizer) -> str:
     """Why the update of this optimizer cannot be recorded; "" if it can."""
-    kind = type(optimizer)
+    cls = type(optimizer)
     if (
-        kind.__module__.split(".")[:2] != ["torch", "optim"]
-        or kind.__name__ not in KINDS
-        or step_cell(kind) is None
+        cls.__module__.split(".")[:2] != ["torch", "optim"]
+        or cls.__name__ not in RECORDABLE
+        or step_cell(cls) is None
     ):
-        return f"{kind.__name__} is not an optimizer of torch whose update can be recorded"
+        return f"{cls.__name__} is not an optimizer of torch whose update can be recorded"
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not parameters or any(not p.is_cuda or p.device != parameters[0].device for p in parameters):
         return "not all of its parameters are on one CUDA device"
-    if kind.__name__ != "SGD" and not all(
+    if cls.__name__ != "SGD" and not all(
         group.get("capturable") or group.get("fused") for group in optimizer.param_groups
     ):
-        return f"{kind.__name__} counts its steps on the host (with fused=True it counts on the device)"
+        return f"{cls.__name__} counts its steps on the host (with fused=True it counts on the device)"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "it is differentiable"
     return ""
 
 
 class UpdateGraph:
-    """Replaces ``optimizer.step``; ``before`` is the original.
+    """Replaces ``optimizer.step``; ``eager_step`` is the original.
 
-    ``off`` says why the update stays eager from now on; "" if it does not.
+    ``why_eager`` says why the update stays eager from now on; "" if it does not.
     """
 
-    def __init__(self, optimizer: Optimizer, before: Callable[..., Any]) -> None:
-        self.optimizer, self.before = optimizer, before
+    def __init__(self, optimizer: Optimizer, eager_step: Callable[..., Any]) -> None:
+        self.optimizer, self.eager_step = optimizer, eager_step
         self.device = next(p.device for group in optimizer.param_groups for p in group["params"])
-        self.hooked = torch.optim.Optimizer.profile_hook_step(self._replay)
+        self.step_with_hooks = torch.optim.Optimizer.profile_hook_step(self._replay)
         self.recorded: _Recorded | None = None
         self.steps = 0
-        self.moving_rates = False  # learning rates are read from the device
-        self.off = ""
+        self.rates_on_device = False  # learning rates are read from the device
+        self.why_eager = ""
 
     def __call__(self, closure: Callable[[], Any] | None = None) -> Any:
         self.steps += 1
-        if self.off or closure is not None or self.steps <= WARM_STEPS or self._unusual():
-            return self.before() if closure is None else self.before(closure)
+        if self.why_eager or closure is not None or self.steps <= WARMUP_STEPS or self._must_run_eagerly():
+            return self.eager_step() if closure is None else self.eager_step(closure)
         state = _State(self.optimizer)
-        if not state.recordable or not state.gradients:
-            return self.before()
-        if (self.recorded is None or not self.recorded.serves(state)) and not self._record(state):
-            return self.before()
+        if not state.recordable or not state.grads:
+            return self.eager_step()
+        if (self.recorded is None or not self.recorded.fits(state)) and not self._record(state):
+            return self.eager_step()
         self.optimizer._opt_called = True  # as the wrapper of a learning-rate scheduler sets
-        return self.hooked(self.optimizer)
+        return self.step_with_hooks(self.optimizer)
 
-    def _unusual(self) -> bool:
-        """Whether a GradScaler passes its scale to the kernels, or a recording is active."""
+    def _must_run_eagerly(self) -> bool:
         return bool(
             CaptureState.active
             or torch.cuda.is_current_stream_capturing()
@@ -83,28 +80,26 @@ class UpdateGraph:
         )
 
     def _record(self, state: _State) -> bool:
-        """Make a recording for this state; return whether there is one."""
         if self.recorded is not None:
-            before, served = self.recorded.state, self.recorded.replays
-            if served < FEWEST_STEPS and served:
-                only_rates = before.same_but_rates(state)
-                if self.moving_rates or not only_rates or not state.fused:
+            state_before, replays = self.recorded.state, self.recorded.replays
+            if replays < MIN_REPLAYS and replays:
+                only_rates = state_before.same_except_rates(state)
+                if self.rates_on_device or not only_rates or not state.fused:
                     self._stays_eager("its parameter groups change too often")
                     return False
-                self.moving_rates = True
+                self.rates_on_device = True
         self.recorded = None  # frees its memory for the next one
         try:
-            self.recorded = _Recorded(self.optimizer, state, self.device, self.moving_rates)
+            self.recorded = _Recorded(self.optimizer, state, self.device, self.rates_on_device)
         except RuntimeError as error:
-            first = str(error).strip().splitlines() or [type(error).__name__]
-            self._stays_eager(f"its update cannot be recorded ({first[0][:160]})")
+            self._stays_eager(f"its update cannot be recorded ({brief(error)})")
             return False
         return True
 
     def _stays_eager(self, why: str) -> None:
-        self.off, self.recorded = why, None
+        self.why_eager, self.recorded = why, None
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Free the memory of the recording."""
         self._stays_eager("the lever is off")
 
@@ -122,22 +117,23 @@ class _State:
     def __init__(self, optimizer: Optimizer) -> None:
         groups, state = optimizer.param_groups, optimizer.state
         self.parameters = [p for group in groups for p in group["params"] if p.grad is not None]
-        self.gradients = [p.grad for p in self.parameters]
+        self.grads = [p.grad for p in self.parameters]
         self.rates = [group["lr"] for group in groups]
         self.numbers = [
             [value for name, value in group.items() if name not in ("params", "lr", "initial_lr")]
             for group in groups
         ]
-        self.places = [p.data_ptr() for p in self.parameters] + [
-            value.data_ptr()
-            for p in self.parameters
-            for value in state[p].values()
-            if isinstance(value, torch.Tensor)
+        self.tensors = [
+            *self.parameters,
+            *(
+                value
+                for p in self.parameters
+                for value in state[p].values()
+                if isinstance(value, torch.Tensor)
+            ),
         ]
-        self.shapes = [
-            (gradient.shape, gradient.stride(), gradient.dtype, gradient.layout)
-            for gradient in self.gradients
-        ]
+        self.addresses = [tensor.data_ptr() for tensor in self.tensors]
+        self.shapes = [(grad.shape, grad.stride(), grad.dtype, grad.layout) for grad in self.grads]
         self.fused = all(group.get("fused") for group in groups)
         on_device = any(
             isinstance(value, torch.Tensor)
@@ -146,44 +142,35 @@ class _State:
             if name != "params"
         )
         self.recordable = not on_device and all(
-            gradient.layout == torch.strided and gradient.device == p.device
-            for gradient, p in zip(self.gradients, self.parameters, strict=True)
+            grad.layout == torch.strided and grad.device == p.device
+            for grad, p in zip(self.grads, self.parameters, strict=True)
         )
 
-    def same_but_rates(self, other: _State) -> bool:
-        return self.places == other.places and self.numbers == other.numbers and self.shapes == other.shapes
+    def same_except_rates(self, other: _State) -> bool:
+        return (
+            self.addresses == other.addresses
+            and self.numbers == other.numbers
+            and self.shapes == other.shapes
+        )
 
 
 class _Recorded:
-    """One recorded update. Raises RuntimeError if it cannot be recorded."""
-
-    def __init__(self, optimizer: Optimizer, state: _State, device: Device, moving_rates: bool) -> None:
-        self.optimizer, self.state, self.moving, self.replays = optimizer, state, moving_rates, 0
-        self.order = InOrder(device)
+    def __init__(self, optimizer: Optimizer, state: _State, device: Device, rates_on_device: bool) -> None:
+        self.optimizer, self.state, self.rates_on_device, self.replays = optimizer, state, rates_on_device, 0
+        self.order = StreamOrder(device)
         self.graph = torch.cuda.CUDAGraph()
-        self.gradients = [
-            torch.empty_strided(
-                gradient.shape, gradient.stride(), dtype=gradient.dtype, device=gradient.device
-            )
-            for gradient in state.gradients
+        self.grads = [
+            torch.empty_strided(grad.shape, grad.stride(), dtype=grad.dtype, device=grad.device)
+            for grad in state.grads
         ]
         self.rates = [
-            torch.tensor(float(rate), dtype=torch.float32, device=device) if moving_rates else rate
+            torch.tensor(float(rate), dtype=torch.float32, device=device) if rates_on_device else rate
             for rate in state.rates
         ]
-        self.written = [
-            *state.parameters,
-            *(
-                value
-                for p in state.parameters
-                for value in optimizer.state[p].values()
-                if isinstance(value, torch.Tensor)
-            ),
-        ]
-        before = [(group, dict(group)) for group in optimizer.param_groups]
+        groups_before = [(group, dict(group)) for group in optimizer.param_groups]
         try:
-            for p, gradient in zip(state.parameters, self.gradients, strict=True):
-                p.grad = gradient
+            for p, grad in zip(state.parameters, self.grads, strict=True):
+                p.grad = grad
             for group, rate in zip(optimizer.param_groups, self.rates, strict=True):
                 group["lr"] = rate
                 if "capturable" in group:
@@ -193,17 +180,17 @@ class _Recorded:
             with capture(self.graph, device, torch.cuda.graph_pool_handle()):
                 step_cell(type(optimizer)).cell_contents(optimizer)
         finally:
-            for group, values in before:
+            for group, values in groups_before:
                 group.update(values)
-            for p, gradient in zip(state.parameters, state.gradients, strict=True):
-                p.grad = gradient
+            for p, grad in zip(state.parameters, state.grads, strict=True):
+                p.grad = grad
 
-    def serves(self, state: _State) -> bool:
+    def fits(self, state: _State) -> bool:
         """Whether this recording fits a state. Stores changed learning rates for the replay."""
-        if not self.state.same_but_rates(state):
+        if not self.state.same_except_rates(state):
             return False
         if state.rates != self.state.rates:
-            if not self.moving:
+            if not self.rates_on_device:
                 return False
             for rate, now, then in zip(self.rates, state.rates, self.state.rates, strict=True):
                 if now != then:
@@ -214,18 +201,18 @@ class _Recorded:
     def replay(self) -> None:
         with torch.no_grad():
             self.order.wait()
-            torch._foreach_copy_(self.gradients, [p.grad for p in self.state.parameters])
+            torch._foreach_copy_(self.grads, [p.grad for p in self.state.parameters])
             self.graph.replay()
-            torch.autograd.graph.increment_version(self.written)
+            torch.autograd.graph.increment_version(self.state.tensors)
         self.replays += 1
 
 
-def step_cell(kind: Any) -> Any:
+def step_cell(cls: Any) -> Any:
     """The cell that holds the update inside torch's wrapper of ``step``; None if there is none.
 
     The wrapper calls the hooks. The compiler puts a wrapper of its own around torch's for some classes.
     """
-    step = kind.step if getattr(kind.step, "hooked", False) else None
+    step = cls.step if getattr(cls.step, "hooked", False) else None
     while step is not None and "func" not in step.__code__.co_freevars:
         step = getattr(step, "__wrapped__", None)
     return step.__closure__[step.__code__.co_freevars.index("func")] if step is not None else None

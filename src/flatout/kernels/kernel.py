@@ -1,7 +1,5 @@
 """Describe a kernel as a frozen value: its definition, its implementations, and the cases for its gate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +16,7 @@ class Case:
 
     ``make(draw)`` returns the inputs on the CPU, drawn from the given generator, floating ones in ``dtype``.
     ``differentiate`` names the inputs whose gradients are compared. ``terms`` is the length of the longest
-    sum in one output: the error bound grows with its square root. ``inside`` counts values inside the formula
+    sum in one output: the error bound grows with its square root. ``inner_roundings`` counts values inside the formula
     that are rounded to ``dtype`` (a residual's sum, half-precision logits): they weigh by the largest output,
     not by each. A case with ``bench`` is large and only timed: "gpu" on a GPU only, "any" on a CPU too.
     """
@@ -28,7 +26,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     differentiate: tuple[str, ...] = ()
     terms: int = 1
-    inside: float = 0.0
+    inner_roundings: float = 0.0
     bench: str = ""
 
 

@@ -1,7 +1,5 @@
 """Find a Kernel by name: built in, in a folder or file with a KERNEL, or a function with a reference."""
 
-from __future__ import annotations
-
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -24,31 +22,31 @@ def find(subject: str) -> Kernel:
     """``layer_norm``, ``folder``, ``path.py``, ``path.py:function``. Raises SubjectError."""
     if subject in NAMES:
         return load(subject)
-    place, _, name = subject.partition(":")
-    if not Path(place).exists():
-        is_path = "/" in place or place.endswith(".py")
+    path_text, _, name = subject.partition(":")
+    if not Path(path_text).exists():
+        is_path = "/" in path_text or path_text.endswith(".py")
         hint = "Check the path." if is_path else f"The built-in kernels are {', '.join(NAMES)}."
         raise SubjectError(
-            f"there is no kernel or file {place!r}. {hint} `flatout kernel new NAME` creates a starter folder."
+            f"there is no kernel or file {path_text!r}. {hint} `flatout kernel new NAME` creates a starter folder."
         )
-    module = _load(Path(place))
+    module = _load(Path(path_text))
     kernel = getattr(module, name or "KERNEL", None)
     if isinstance(kernel, Kernel):
         return kernel
     if not name:
         raise SubjectError(
-            f"{place} has no KERNEL. Name a function (`{place}:function`), or define KERNEL (`flatout kernel new NAME` shows how)."
+            f"{path_text} has no KERNEL. Name a function (`{path_text}:function`), or define KERNEL (`flatout kernel new NAME` shows how)."
         )
     if not callable(kernel):
-        own = (
+        defined = (
             value for value in vars(module).values() if getattr(value, "__module__", "") == module.__name__
         )
-        names = sorted(value.__name__ for value in own if callable(value))
-        raise SubjectError(f"{place} has no function {name!r}. It has {', '.join(names) or 'none'}.")
-    for part, what in PARTS.items():
+        names = sorted(value.__name__ for value in defined if callable(value))
+        raise SubjectError(f"{path_text} has no function {name!r}. It has {', '.join(names) or 'none'}.")
+    for part, requirement in PARTS.items():
         if not callable(getattr(module, f"{name}_{part}", None)):
             raise SubjectError(
-                f"{place} has no {part} for {name!r}. Add `{name}_{part}`: {what}. `flatout kernel new NAME` writes an example."
+                f"{path_text} has no {part} for {name!r}. Add `{name}_{part}`: {requirement}. `flatout kernel new NAME` writes an example."
             )
     return Kernel(
         name=name,

@@ -44,7 +44,7 @@ from flatout.launch.restart_policy import (
     failures_in,
     oom_kills,
 )
-from flatout.measure.clock import seconds, today
+from flatout.measure.clock import seconds, utc_now
 from flatout.schema.errors import FlatoutError, NotFinite, ProgramHung, UsageError
 
 MARKED = heartbeat.FOLDER
@@ -272,7 +272,7 @@ class Supervisor:
 
     def _write(self, *values: Any) -> None:
         """Write a line of `incidents.jsonl`. ``values`` are those of an Incident, without its time."""
-        line = harmless(json.dumps(asdict(Incident(today(), *values)))) + "\n"
+        line = harmless(json.dumps(asdict(Incident(utc_now(), *values)))) + "\n"
         try:
             self.incidents.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             handle = os.open(

@@ -9,17 +9,11 @@ Evidence: measured on your program before it is kept.
 Sources: PyTorch documentation, "CUDA semantics", section "Optimizing memory usage with PYTORCH_ALLOC_CONF".
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from flatout.levers.reasons import NO_CUDA, NO_GPU
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import TrainingContext
+from flatout.schema.program import TrainingContext
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -44,12 +38,4 @@ def code(value: Value) -> str:
     return "PYTORCH_ALLOC_CONF=expandable_segments:True python train.py"
 
 
-LEVER = Lever(
-    "allocator",
-    Moment.PROCESS,
-    Effect.EXACT,
-    applies,
-    code,
-    environment=environment,
-    page=__doc__,
-)
+LEVER = Lever("allocator", Moment.PROCESS, Effect.EXACT, applies, code, environment=environment, page=__doc__)

@@ -25,6 +25,7 @@ from collections.abc import Callable
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
+from flatout.levers.reasons import modules_of
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -33,10 +34,10 @@ if TYPE_CHECKING:
     from flatout.kernels.attention_deferred import AttentionMode
     from flatout.schema.program import Ledger, TrainingContext
 
-PATIENCE_STEPS = 4
+REPORT_AFTER_STEPS = 4
 SOFTMAX = frozenset(("softmax", "Softmax"))
 PRODUCTS = frozenset(("matmul", "bmm", "baddbmm", "einsum", "mm"))
-MOST_FUNCTIONS = 64  # functions of the script that one forward may reach
+MAX_FUNCTIONS = 64  # functions of the script that one forward may reach
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
@@ -48,7 +49,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
         return Skip(
             "the script differentiates twice (create_graph=True), and fused attention has no second derivative"
         )
-    if not _writers(context):
+    if not _attention_modules(context):
         return Skip("no module of the model multiplies matrices and takes a softmax in its forward")
     return Options((True,))
 
@@ -59,40 +60,40 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     from flatout.kernels.attention_deferred import AttentionMode
     from flatout.kernels.attention_graphs import rewrite
 
-    torch, watches = context.torch, []
-    for module in _writers(context):
-        watches.append(AttentionMode())
-        context.wrap_forward(module, _watched(torch, watches[-1]), ledger)
+    torch, modes = context.torch, []
+    for module in _attention_modules(context):
+        modes.append(AttentionMode())
+        context.wrap_forward(module, _with_mode(torch, modes[-1]), ledger)
     context.graph_passes.append(rewrite)
     ledger.call("pass over graphs", lambda: context.graph_passes.remove(rewrite))
-    steps = [0]
+    step_count = [0]
 
     def step(*_: object) -> None:
-        for watch in watches:
-            watch.step()
-        steps[0] += 1
+        for mode in modes:
+            mode.step()
+        step_count[0] += 1
         if (
-            steps[0] == PATIENCE_STEPS
-            and any(watch.passes for watch in watches)
-            and not any(watch.fused for watch in watches)
+            step_count[0] == REPORT_AFTER_STEPS
+            and any(mode.forward_passes for mode in modes)
+            and not any(mode.fused for mode in modes)
         ):
-            context.report("attention", _why_nothing(watches))
+            context.report("attention", _why_not_fused(modes))
 
     ledger.call("optimizer step hook", register_optimizer_step_pre_hook(step).remove)
     return ledger.restore
 
 
-def _watched(torch: ModuleType, watch: AttentionMode) -> Any:
+def _with_mode(torch: ModuleType, mode: AttentionMode) -> Any:
     def wrapper(forward: Callable[..., Any]) -> Any:
         def fused_where_it_can_be(*args: object, **kwargs: object) -> Any:
             if (
                 torch.compiler.is_compiling()
                 or not torch.is_grad_enabled()
-                or watch.idle
+                or mode.idle
                 or torch.jit.is_tracing()
             ):
                 return forward(*args, **kwargs)
-            with watch.forward():
+            with mode.forward():
                 return forward(*args, **kwargs)
 
         return fused_where_it_can_be
@@ -100,59 +101,58 @@ def _watched(torch: ModuleType, watch: AttentionMode) -> Any:
     return wrapper
 
 
-def _why_nothing(watches: list[Any]) -> str:
-    if any(watch.drops for watch in watches):
+def _why_not_fused(modes: list[Any]) -> str:
+    if any(mode.has_dropout for mode in modes):
         return "the script applies dropout to attention weights, and the fused kernel would draw other random numbers"
-    if any(watch.calls for watch in watches):
+    if any(mode.calls_fused_kernel for mode in modes):
         return "this program already computes attention by scaled_dot_product_attention"
     return "nothing was replaced: the form of this program's attention is unknown, or the program reads its attention weights"
 
 
-def _writers(context: TrainingContext) -> list[Any]:
-    """Modules whose forward, or a script function that it calls, multiplies matrices and takes a softmax."""
-    nn, script, found, known = context.torch.nn, context.torch.jit.ScriptModule, {}, {}
-    for root in context.roots:
-        for module in root.modules():
-            kind = type(module)
-            if kind not in known:
-                known[kind] = _writes(kind)
-            weighs = any(isinstance(child, nn.Softmax) for child in module.children())
-            softmax, product = known[kind]
-            if (
-                product and (softmax or weighs) and not isinstance(module, script)
-            ) or kind is nn.MultiheadAttention:
-                found[id(module)] = module
-    return list(found.values())
+def _attention_modules(context: TrainingContext) -> list[Any]:
+    nn, modules, operators_by_class = context.torch.nn, [], {}
+    for module in modules_of(context):
+        class_ = type(module)
+        if class_ not in operators_by_class:
+            operators_by_class[class_] = _operators_of(class_)
+        softmax, product = operators_by_class[class_]
+        softmax |= any(isinstance(child, nn.Softmax) for child in module.children())
+        compiled = isinstance(module, context.torch.jit.ScriptModule)
+        if (product and softmax and not compiled) or class_ is nn.MultiheadAttention:
+            modules.append(module)
+    return modules
 
 
-def _writes(kind: type) -> tuple[bool, bool]:
+def _operators_of(class_: type) -> tuple[bool, bool]:
     """Whether the forward of this class takes a softmax, and whether it multiplies matrices.
 
     Torch's own classes do not count.
     """
     softmax = product = False
-    waiting = [getattr(kind, "forward", None)]
-    seen: set[FunctionType] = set()
-    while waiting and len(seen) < MOST_FUNCTIONS:
-        function = waiting.pop()
+    pending = [getattr(class_, "forward", None)]
+    visited: set[FunctionType] = set()
+    while pending and len(visited) < MAX_FUNCTIONS:
+        function = pending.pop()
         if (
             not isinstance(function, FunctionType)
-            or function in seen
+            or function in visited
             or str(function.__module__).partition(".")[0] == "torch"
         ):
             continue
-        seen.add(function)
-        for code in _codes(function.__code__):
+        visited.add(function)
+        for code in _nested_code(function.__code__):
             softmax |= not SOFTMAX.isdisjoint(code.co_names)
             product |= not PRODUCTS.isdisjoint(code.co_names) or any(
-                each.opname == "BINARY_MATRIX_MULTIPLY"  # Python 3.10
-                or (each.opname == "BINARY_OP" and each.argrepr == "@")
-                for each in dis.get_instructions(code)
+                instruction.opname == "BINARY_MATRIX_MULTIPLY"  # Python 3.10
+                or (instruction.opname == "BINARY_OP" and instruction.argrepr == "@")
+                for instruction in dis.get_instructions(code)
             )
-            waiting += [function.__globals__.get(name) or getattr(kind, name, None) for name in code.co_names]
+            pending += [
+                function.__globals__.get(name) or getattr(class_, name, None) for name in code.co_names
+            ]
             if "forward" in code.co_names:  # perhaps the forward of a base class
-                waiting += [vars(base).get("forward") for base in kind.__mro__]
-        waiting += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+                pending += [vars(base).get("forward") for base in class_.__mro__]
+        pending += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
     return softmax, product
 
 
@@ -164,11 +164,15 @@ def _is_filled(cell: CellType) -> bool:
     return True
 
 
-def _codes(code: CodeType) -> list[CodeType]:
-    """This code object and those of the functions inside it."""
+def _nested_code(code: CodeType) -> list[CodeType]:
     return [
         code,
-        *(each for constant in code.co_consts if isinstance(constant, CodeType) for each in _codes(constant)),
+        *(
+            inner
+            for constant in code.co_consts
+            if isinstance(constant, CodeType)
+            for inner in _nested_code(constant)
+        ),
     ]
 
 
@@ -179,13 +183,4 @@ def code(value: Value) -> str:
     )
 
 
-LEVER = Lever(
-    "attention",
-    Moment.MODEL,
-    Effect.ROUNDING,
-    applies,
-    code,
-    apply=apply,
-    live=True,
-    page=__doc__,
-)
+LEVER = Lever("attention", Moment.MODEL, Effect.ROUNDING, applies, code, apply=apply, live=True, page=__doc__)

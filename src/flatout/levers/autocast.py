@@ -24,7 +24,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.levers.autocast_policy import keep_float32
-from flatout.levers.reasons import in_pieces
+from flatout.levers.reasons import why_model_is_split
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from flatout.schema.program import Ledger, TrainingContext
 
-FIRST_SCALE = 2.0**14
+INITIAL_SCALE = 2.0**14
 STEPS_BEFORE_GROWTH = 2000  # as GradScaler
 
 
@@ -42,11 +42,11 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     torch = context.torch
     if context.autocast_seen:
         return Skip("the program already trains under autocast")
-    if why := in_pieces(context):
+    if why := why_model_is_split(context):
         return Skip(why)
-    others = sorted({str(p.dtype) for p in context.parameters if p.dtype != torch.float32})
-    if others:
-        return Skip(f"the program trains parameters that are not float32 ({', '.join(others)})")
+    other_dtypes = sorted({str(p.dtype) for p in context.parameters if p.dtype != torch.float32})
+    if other_dtypes:
+        return Skip(f"the program trains parameters that are not float32 ({', '.join(other_dtypes)})")
     if context.device_type == "cuda":
         if torch.cuda.get_device_capability(context.device)[0] >= 8:
             return Options(("bfloat16",))
@@ -109,26 +109,26 @@ class _LossScale:
         from torch.utils.weak import WeakIdKeyDictionary
 
         self.torch = context.torch
-        self.scale = FIRST_SCALE
+        self.scale = INITIAL_SCALE
         self.good_steps = 0
-        self._overflow: dict[Any, Any] = {}  # device -> whether a gradient was infinite; read once per step
-        self._inside = False
-        self._hooked = WeakIdKeyDictionary((p, p.register_hook(self._unscale)) for p in context.parameters)
-        ledger.call("gradient hooks", lambda: [handle.remove() for handle in list(self._hooked.values())])
+        self._infinite: dict[Any, Any] = {}  # device -> whether a gradient was infinite; read once per step
+        self._in_backward = False
+        self._handles = WeakIdKeyDictionary((p, p.register_hook(self._unscale)) for p in context.parameters)
+        ledger.call("gradient hooks", lambda: [handle.remove() for handle in list(self._handles.values())])
         for optimizer in context.optimizers:
-            ledger.set(optimizer, "step", self._guarded(optimizer.step), new=True)
-        ledger.set(self.torch.autograd, "backward", self._scaled(self.torch.autograd.backward))
+            ledger.set(optimizer, "step", self._skip_on_overflow(optimizer.step), new=True)
+        ledger.set(self.torch.autograd, "backward", self._scale_backward(self.torch.autograd.backward))
 
-    def _scaled(self, backward: Callable[..., Any]) -> Any:
+    def _scale_backward(self, backward: Callable[..., Any]) -> Any:
         torch = self.torch
 
         def backward_from_scaled(
             tensors: Any, grad_tensors: Any = None, *args: object, **kwargs: object
         ) -> Any:
-            if self._inside:  # a reentrant checkpoint calls backward inside a backward pass
+            if self._in_backward:  # a reentrant checkpoint calls backward inside a backward pass
                 return backward(tensors, grad_tensors, *args, **kwargs)
             roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
-            given = (
+            gradients = (
                 (grad_tensors,)
                 if isinstance(grad_tensors, torch.Tensor)
                 else tuple(grad_tensors or (None,) * len(roots))
@@ -139,39 +139,39 @@ class _LossScale:
                 else torch.full_like(root, self.scale)
                 if root.numel() == 1
                 else None
-                for root, g in zip(roots, given, strict=True)
+                for root, g in zip(roots, gradients, strict=True)
             ]
-            self._inside = True
+            self._in_backward = True
             try:
                 return backward(roots, scaled, *args, **kwargs)
             finally:
-                self._inside = False
+                self._in_backward = False
 
         return backward_from_scaled
 
     def unscale_leaves(self, inputs: Any) -> None:
         """Unscale inputs whose gradient the script needs, such as an adversarial example."""
-        for part in inputs:
-            for tensor in part.values() if isinstance(part, dict) else part:
+        for group in inputs:
+            for tensor in group.values() if isinstance(group, dict) else group:
                 if (
                     isinstance(tensor, self.torch.Tensor)
                     and tensor.is_leaf
                     and tensor.requires_grad
-                    and tensor not in self._hooked
+                    and tensor not in self._handles
                 ):
-                    self._hooked[tensor] = tensor.register_hook(self._unscale)
+                    self._handles[tensor] = tensor.register_hook(self._unscale)
 
     def _unscale(self, grad: Tensor) -> Any:
         grad = grad / self.scale
         infinite = ~self.torch.isfinite(grad).all()
-        known = self._overflow.get(grad.device)
-        self._overflow[grad.device] = infinite if known is None else known | infinite
+        previous = self._infinite.get(grad.device)
+        self._infinite[grad.device] = infinite if previous is None else previous | infinite
         return grad.masked_fill(infinite, 0.0)
 
-    def _guarded(self, step: Callable[..., Any]) -> Any:
+    def _skip_on_overflow(self, step: Callable[..., Any]) -> Any:
         @wraps(step)  # keeps the mark of learning-rate schedulers, which warn if it is missing
         def step_unless_overflow(*args: object, **kwargs: object) -> Any:
-            overflow, self._overflow = any(bool(infinite) for infinite in self._overflow.values()), {}
+            overflow, self._infinite = any(bool(infinite) for infinite in self._infinite.values()), {}
             if overflow:
                 self.scale, self.good_steps = self.scale / 2, 0
                 return None

@@ -10,20 +10,17 @@ excluded, as torch's own kernels do.
 CUDA's list is read from this torch. One operator is added on all devices: the mean over all elements. Its sum is in
 CUDA's list, and it is usually a loss."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from threading import Lock
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger
+from flatout.schema.program import Ledger
 
 # Operators that CUDA's autocast runs in half precision, without a kernel for the CPU's. All others that only CUDA's
 # list has stay in float32; so an unknown operator of a later torch does as well.
-IN_HALF = {
+HALF_PRECISION = {
     "aten::_convolution",
     "aten::_cudnn_rnn",
     "aten::_scaled_dot_product_flash_attention",
@@ -44,7 +41,7 @@ IN_HALF = {
     "aten::rnn_tanh_cell",
 }
 # AT_FORALL_PROMOTE. Most of them expect one dtype and would raise if float32 from above meets bfloat16.
-WIDEST = {
+PROMOTED = {
     "addcdiv",
     "addcmul",
     "atan2",
@@ -57,8 +54,8 @@ WIDEST = {
     "tensordot",
     "scatter_add",
 }
-ADDED = "aten::mean"
-TAG = "flatout: float32 as autocast of CUDA"
+EXTRA_FLOAT32 = "aten::mean"
+CACHE_TAG = "flatout: float32 as autocast of CUDA"
 KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
 Kernel = Callable[..., Any]
@@ -70,7 +67,7 @@ class _Registration:
     def __init__(self) -> None:
         self._lock = Lock()
         self._users = 0
-        self._held = ExitStack()
+        self._undo = ExitStack()
 
     def begin(self, torch: ModuleType, key: str) -> None:
         with self._lock:
@@ -78,19 +75,19 @@ class _Registration:
             if self._users == 1:
                 library = torch.library.Library("aten", "IMPL")
                 # As torch.library._scoped_library does; a generator would complain if the process ends first.
-                self._held.callback(library._destroy)
+                self._undo.callback(library._destroy)
                 for op, kernel in _missing(torch, key):
                     library.impl(op, kernel, key)
-                self._held.enter_context(_tagged(torch))
+                self._undo.enter_context(_tag_compile_cache(torch))
 
     def end(self) -> None:
         with self._lock:
             self._users -= 1
             if self._users == 0:
-                self._held.close()
+                self._undo.close()
 
 
-def _tagged(torch: ModuleType) -> AbstractContextManager[Any]:
+def _tag_compile_cache(torch: ModuleType) -> AbstractContextManager[Any]:
     """Tag AOTAutograd's disk cache, which stores graphs before autocast.
 
     Without a tag it would return graphs of another policy.
@@ -98,8 +95,10 @@ def _tagged(torch: ModuleType) -> AbstractContextManager[Any]:
     config = torch.compiler.config
     if not hasattr(config, "cache_key_tag"):
         return nullcontext()
-    tagged: AbstractContextManager[Any] = config.patch(cache_key_tag=f"{config.cache_key_tag} {TAG}".strip())
-    return tagged
+    patch: AbstractContextManager[Any] = config.patch(
+        cache_key_tag=f"{config.cache_key_tag} {CACHE_TAG}".strip()
+    )
+    return patch
 
 
 _REGISTRATIONS = {device: _Registration() for device in KEYS}
@@ -112,64 +111,52 @@ def keep_float32(torch: ModuleType, device: str, ledger: Ledger) -> None:
     an operator takes 3 to 6 us longer (torch 2.14, one core of an Intel Xeon with AMX).
     """
     registration = _REGISTRATIONS[device]
-    ledger.call(
-        f"kernels at {KEYS[device]}", registration.end
-    )  # first, so that it also undoes a partial registration
+    # First, so that it also undoes a partial registration.
+    ledger.call(f"kernels at {KEYS[device]}", registration.end)
     registration.begin(torch, KEYS[device])
 
 
 def _missing(torch: ModuleType, key: str) -> Iterator[tuple[Any, Kernel]]:
     """The operators for which this torch has no kernel at the key, but CUDA's autocast has; each with its kernel."""
-    of_key = torch._C._dispatch_get_registrations_for_dispatch_key
-    for name in sorted({*of_key("AutocastCUDA"), ADDED} - set(of_key(key)) - IN_HALF):
+    operators_at = torch._C._dispatch_get_registrations_for_dispatch_key
+    for name in sorted(
+        {*operators_at("AutocastCUDA"), EXTRA_FLOAT32} - set(operators_at(key)) - HALF_PRECISION
+    ):
         namespace, _, operator = name.partition("::")
         packet, _, overload = operator.partition(".")
         if namespace == "aten":
             op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-            yield op, (_in_widest if packet in WIDEST else _in_float32)(torch, op, key)
+            yield op, (_promoting_kernel if packet in PROMOTED else _float32_kernel)(torch, op, key)
 
 
-def _in_float32(torch: ModuleType, op: object, key: str) -> Kernel:
-    """A kernel that converts half precision to float32."""
-    again, halves, float32, plain = (
-        _without_autocast(torch, op, key),
-        (torch.bfloat16, torch.float16),
-        torch.float32,
-        torch.Tensor,
-    )
+def _float32_kernel(torch: ModuleType, op: object, key: str) -> Kernel:
+    call_plain, halves = _without_autocast(torch, op, key), (torch.bfloat16, torch.float16)
 
     def kernel(*args: object, **kwargs: object) -> Any:
-        return again(
-            [a.to(float32) if isinstance(a, plain) and a.dtype in halves else a for a in args], kwargs
+        return call_plain(
+            [a.float() if isinstance(a, torch.Tensor) and a.dtype in halves else a for a in args], kwargs
         )
 
     return kernel
 
 
-def _in_widest(torch: ModuleType, op: object, key: str) -> Kernel:
+def _promoting_kernel(torch: ModuleType, op: object, key: str) -> Kernel:
     """A kernel that converts half precision to float32 if another input is float32."""
-    again, convert, float32, plain = (
-        _without_autocast(torch, op, key),
-        _in_float32(torch, op, key),
-        torch.float32,
-        torch.Tensor,
-    )
+    call_plain, convert = _without_autocast(torch, op, key), _float32_kernel(torch, op, key)
 
     def kernel(*args: object, **kwargs: object) -> Any:
-        meets = any(isinstance(a, plain) and a.dtype is float32 for a in args)
-        return convert(*args, **kwargs) if meets else again(args, kwargs)
+        has_float32 = any(isinstance(a, torch.Tensor) and a.dtype is torch.float32 for a in args)
+        return convert(*args, **kwargs) if has_float32 else call_plain(args, kwargs)
 
     return kernel
 
 
 def _without_autocast(torch: ModuleType, op: Any, key: str) -> Callable[[Any, dict[str, Any]], Any]:
-    exclude, autocast = (
-        torch._C._ExcludeDispatchKeyGuard,
-        torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key)),
-    )
+    exclude_keys = torch._C._ExcludeDispatchKeyGuard
+    autocast_keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
-    def again(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with exclude(autocast):
+    def call_plain(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with exclude_keys(autocast_keys):
             return op(*args, **kwargs)
 
-    return again
+    return call_plain

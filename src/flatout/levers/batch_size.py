@@ -46,22 +46,22 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
         return Options(({},))
     if not context.loaders:
         return Skip(NO_LOADER)
-    trains = context.training_loader
-    if trains is None:
+    position = context.training_loader
+    if position is None:
         return Skip(
             "no backward pass followed a batch loaded with gradients enabled, so the training DataLoader is unknown"
         )
-    size = context.loaders[trains]["batch_size"]
-    live = next(
-        (loader for loader in context.training_loaders if context.number_of_loader(loader) == trains),
+    size = context.loaders[position]["batch_size"]
+    loader = next(
+        (loader for loader in context.training_loaders if context.number_of_loader(loader) == position),
         next(iter(context.training_loaders), None),
     )
-    made = resized(_arguments(live), 1) if live is not None else {}
-    if isinstance(made, str):
-        return Skip(made)
+    changed = resized(_arguments(loader), 1) if loader is not None else {}
+    if isinstance(changed, str):
+        return Skip(changed)
     if not size:
         return Skip(BATCHES_ITSELF)
-    return Options(tuple({"size": n, "loader": trains} for n in (2 * size, size // 2) if n))
+    return Options(tuple({"size": n, "loader": position} for n in (2 * size, size // 2) if n))
 
 
 def _arguments(loader: DataLoader) -> dict[str, Any]:
@@ -73,24 +73,24 @@ def _arguments(loader: DataLoader) -> dict[str, Any]:
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     assert isinstance(value, dict)
-    context.change_loaders(_Rule(context, value["size"], value.get("loader", 0)), ledger)
+    context.change_loaders(_LoaderRule(context, value["size"], value.get("loader", 0)), ledger)
     return ledger.restore
 
 
-class _Rule:
+class _LoaderRule:
     """Counts the loaders as they are created. Loaders created like the selected one count as selected."""
 
     def __init__(self, context: TrainingContext, size: int, loader: int) -> None:
         self.context, self.size, self.loader = context, size, loader
-        self.made = 0
-        self.meant: tuple[Any, ...] | None = None
+        self.created = 0
+        self.selected_key: tuple[Any, ...] | None = None
 
     def __call__(self, dataset: Dataset, arguments: dict[str, Any]) -> dict[str, Any]:
-        way = self.context.loader_key(dataset, arguments)
-        if self.made == self.loader:
-            self.meant = way
-        self.made += 1
-        if way != self.meant:
+        key = self.context.loader_key(dataset, arguments)
+        if self.created == self.loader:
+            self.selected_key = key
+        self.created += 1
+        if key != self.selected_key:
             return arguments
         changed = resized(arguments, self.size)
         if isinstance(changed, str):
@@ -101,36 +101,32 @@ class _Rule:
 
 def resized(arguments: dict[str, Any], size: int) -> dict[str, Any] | str:
     """The arguments of a DataLoader with this batch size, or the reason why there are none."""
-    batches = arguments.get("batch_sampler")
-    samplers = [
-        each
-        for each in (arguments.get("sampler"), batches, getattr(batches, "sampler", None))
-        if each is not None
-    ]
-    if batches is not None and (
-        type(batches).__name__ != "BatchSampler"
-        or not type(batches).__module__.startswith("torch.utils.data.")
+    batch_sampler = arguments.get("batch_sampler")
+    if batch_sampler is not None and (
+        type(batch_sampler).__name__ != "BatchSampler" or not _is_from_torch(batch_sampler)
     ):
-        return OWN_BATCHES.format(name=type(batches).__name__)
-    own = next(
-        (
-            each
-            for each in samplers
-            if type(each) not in (list, tuple, range)
-            and not type(each).__module__.startswith("torch.utils.data.")
-        ),
-        None,
-    )
-    if own is not None:
-        return OWN_SAMPLER.format(name=type(own).__name__)
-    if batches is not None:
-        return {**arguments, "batch_sampler": type(batches)(batches.sampler, size, batches.drop_last)}
+        return OWN_BATCHES.format(name=type(batch_sampler).__name__)
+    samplers = (arguments.get("sampler"), getattr(batch_sampler, "sampler", None))
+    custom = next((sampler for sampler in samplers if not _is_from_torch(sampler)), None)
+    if custom is not None:
+        return OWN_SAMPLER.format(name=type(custom).__name__)
+    if batch_sampler is not None:
+        return {
+            **arguments,
+            "batch_sampler": type(batch_sampler)(batch_sampler.sampler, size, batch_sampler.drop_last),
+        }
     return BATCHES_ITSELF if arguments.get("batch_size", 1) is None else {**arguments, "batch_size": size}
 
 
+def _is_from_torch(sampler: object) -> bool:
+    return type(sampler) in (type(None), list, tuple, range) or type(sampler).__module__.startswith(
+        "torch.utils.data."
+    )
+
+
 def code(value: Value) -> str:
-    held: dict[str, Any] = value if isinstance(value, dict) else {}
-    return f"DataLoader(..., batch_size={held.get('size', '...')})"
+    settings: dict[str, Any] = value if isinstance(value, dict) else {}
+    return f"DataLoader(..., batch_size={settings.get('size', '...')})"
 
 
 LEVER = Lever(

@@ -52,7 +52,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     from flatout.data.feed import Feed
     from flatout.data.intercept import INTERCEPTION
 
-    def batched(loader: DataLoader, asked: dict[str, Any], feed: Feed | None) -> Any:
+    def batched(loader: DataLoader, requested: dict[str, Any], feed: Feed | None) -> Any:
         feed = feed or Feed(loader)
         feed.batched, feed.light = True, value == "light"
         feed.listeners["batched"] = lambda sentence: context.report("batched_transforms", sentence)

@@ -32,30 +32,34 @@ if TYPE_CHECKING:
     from flatout.schema.program import Ledger, TrainingContext
 
 MIB = 2**20
-SHARE = 4  # all loaders together keep at most a quarter of the machine's memory
-SMALLEST_MIB = 64
+MEMORY_DIVISOR = 4  # all loaders together keep at most a quarter of the machine's memory
+MIN_LIMIT_MIB = 64
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
-    most = max(SMALLEST_MIB, facts.memory_bytes // MIB // SHARE)
+    limit_mib = max(MIN_LIMIT_MIB, facts.memory_bytes // MIB // MEMORY_DIVISOR)
     if not context.backwards:  # no loader has been iterated yet; the rule checks each one
-        return Options(({"mib": most},))
+        return Options(({"mib": limit_mib},))
     from flatout.data.feed import Feed, try_feeds
 
-    keep = _keep({"mib": most})
+    keep = _cache_options({"mib": limit_mib})
 
-    def kept(feed: Feed) -> None:
+    def caching(feed: Feed) -> None:
         feed.keep = keep
 
-    feeds, why = try_feeds(context.training_loaders, kept, type(context.ledger)())
+    feeds, why = try_feeds(context.training_loaders, caching, type(context.ledger)())
     if why:
         return Skip(why)
-    needed = sum(feed.store.bytes_of_all for feed in feeds if feed.store is not None)
-    whole = max(1, -(-needed // MIB))
-    return Options(({"mib": whole, "ahead": True}, {"mib": whole}) if whole <= most else ({"mib": most},))
+    needed_bytes = sum(feed.store.bytes_of_all for feed in feeds if feed.store is not None)
+    needed_mib = max(1, -(-needed_bytes // MIB))
+    return Options(
+        ({"mib": needed_mib, "ahead": True}, {"mib": needed_mib})
+        if needed_mib <= limit_mib
+        else ({"mib": limit_mib},)
+    )
 
 
-def _keep(value: Value, handed_on: Any = None) -> Any:
+def _cache_options(value: Value, handed_on: Any = None) -> Any:
     from flatout.data.keeping import CacheBudget, CacheOptions
 
     assert isinstance(value, dict)
@@ -69,16 +73,16 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     from flatout.data.feed import Feed
     from flatout.data.intercept import INTERCEPTION
 
-    keep = _keep(value, context.handed_on)
+    keep = _cache_options(value, context.handed_on)
 
-    def kept(loader: DataLoader, asked: dict[str, Any], feed: Feed | None) -> Any:
+    def caching(loader: DataLoader, requested: dict[str, Any], feed: Feed | None) -> Any:
         feed = feed or Feed(loader)
         feed.keep = keep
         feed.listeners["keep"] = lambda sentence: context.report("cached_prefix", sentence)
         return feed
 
     INTERCEPTION.hold(ledger)
-    context.feed_loaders(kept, ledger)
+    context.feed_loaders(caching, ledger)
     return ledger.restore
 
 

@@ -12,25 +12,21 @@ Evidence: ResNet-50 1.47x, ViT-B 1.005x (RTX 3090, timm, torch 1.12, AMP); measu
 Sources: PyTorch tutorial "Channels Last Memory Format"; timm benchmark tables.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flatout.levers.reasons import in_pieces
+from flatout.levers.reasons import why_model_is_split
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
+from flatout.schema.program import Ledger, TrainingContext
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if not context.has_layer("Conv2d", "ConvTranspose2d"):
         return Skip("no module of the model is an nn.Conv2d or nn.ConvTranspose2d")
-    if why := in_pieces(context):
+    if why := why_model_is_split(context):
         return Skip(why)
     if context.closure_steps and any(type(o).__name__ == "LBFGS" for o in context.optimizers):
         return Skip("LBFGS flattens the gradients, which requires their default layout")
@@ -39,27 +35,25 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
         for p in context.parameters
         if p.dim() == 4
     ]
-    converted, usual = (
-        layouts.count((False, True)),
-        layouts.count((True, False)),
-    )  # 1 x 1 kernels match both layouts
+    # 1 x 1 kernels match both layouts.
+    converted, default = layouts.count((False, True)), layouts.count((True, False))
     if converted:
         return Skip(
-            f"{converted} of {converted + usual} convolution weights are already stored as channels_last"
+            f"{converted} of {converted + default} convolution weights are already stored as channels_last"
         )
     return Options((True,))
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     torch = context.torch
-    _lay_out(context, torch.channels_last)
-    ledger.call("memory format", lambda: _lay_out(context, torch.contiguous_format))
+    _convert_state(context, torch.channels_last)
+    ledger.call("memory format", lambda: _convert_state(context, torch.contiguous_format))
 
     def wrapper(forward: Callable[..., Any]) -> Any:
         def on_channels_last(*args: object, **kwargs: object) -> Any:
-            args = tuple(_as(torch, a, torch.channels_last) for a in args)
-            kwargs = {key: _as(torch, a, torch.channels_last) for key, a in kwargs.items()}
-            return _usual(torch, forward(*args, **kwargs))
+            args = tuple(_to_layout(torch, a, torch.channels_last) for a in args)
+            kwargs = {key: _to_layout(torch, a, torch.channels_last) for key, a in kwargs.items()}
+            return _to_default(torch, forward(*args, **kwargs))
 
         return on_channels_last
 
@@ -68,7 +62,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def _lay_out(context: TrainingContext, layout: object) -> None:
+def _convert_state(context: TrainingContext, layout: object) -> None:
     """Convert parameters, gradients and optimizer state together.
 
     A fused optimizer walks all of them in memory order.
@@ -81,31 +75,27 @@ def _lay_out(context: TrainingContext, layout: object) -> None:
                 p.grad = p.grad.contiguous(memory_format=layout)
             for optimizer in context.optimizers:
                 state = optimizer.state.get(p, {})
-                for key, held in state.items():
-                    if isinstance(held, torch.Tensor) and held.shape == p.shape:
-                        state[key] = held.contiguous(memory_format=layout)
+                for key, tensor in state.items():
+                    if isinstance(tensor, torch.Tensor) and tensor.shape == p.shape:
+                        state[key] = tensor.contiguous(memory_format=layout)
 
 
-def _as(torch: ModuleType, thing: object, layout: object) -> Any:
+def _to_layout(torch: ModuleType, value: object, layout: object) -> Any:
     return (
-        thing.contiguous(memory_format=layout)
-        if isinstance(thing, torch.Tensor) and thing.dim() == 4 and thing.is_floating_point()
-        else thing
+        value.contiguous(memory_format=layout)
+        if isinstance(value, torch.Tensor) and value.dim() == 4 and value.is_floating_point()
+        else value
     )
 
 
-def _usual(torch: ModuleType, output: Any) -> Any:
+def _to_default(torch: ModuleType, output: Any) -> Any:
     """Convert outputs to the default layout: the script may call ``.view`` on them."""
     if isinstance(output, torch.Tensor):
         return output.contiguous() if output.dim() == 4 else output
-    if isinstance(output, dict):
-        return (
-            type(output)((key, _usual(torch, value)) for key, value in output.items())
-            if type(output) is dict
-            else output
-        )
+    if type(output) is dict:
+        return {key: _to_default(torch, value) for key, value in output.items()}
     if type(output) in (list, tuple):
-        return type(output)(_usual(torch, value) for value in output)
+        return type(output)(_to_default(torch, value) for value in output)
     return output
 
 
@@ -114,12 +104,5 @@ def code(value: Value) -> str:
 
 
 LEVER = Lever(
-    "channels_last",
-    Moment.MODEL,
-    Effect.ROUNDING,
-    applies,
-    code,
-    apply=apply,
-    live=True,
-    page=__doc__,
+    "channels_last", Moment.MODEL, Effect.ROUNDING, applies, code, apply=apply, live=True, page=__doc__
 )

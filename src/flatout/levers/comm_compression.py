@@ -18,24 +18,19 @@ Sources: Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression 
     torch documentation, "DDP Communication Hooks".
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from flatout.distributed.absent import why_left_alone, why_none
 from flatout.schema.accepted import Number, Table
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
+from flatout.schema.program import Ledger, TrainingContext
 
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
-
-ONLY = "this lever acts on a DistributedDataParallel, or on ranks that `flatout run --procs N` starts"
+ACTS_ON = "this lever acts on a DistributedDataParallel, or on ranks that `flatout run --procs N` starts"
 NAME = "comm_compression"
-WORDS = "bf16", "fp16"
-CHANGES = "PowerSGD changes the maths: updates have low rank, and the rest follows later; the first {after} backward passes are sent uncompressed"
+DTYPES = "bf16", "fp16"
+POWERSGD_NOTE = "PowerSGD changes the maths: updates have low rank, and the rest follows later; the first {after} backward passes are sent uncompressed"
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
@@ -49,14 +44,13 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     )
     if parameters and not any(p.dtype in (torch.float32, torch.float64) for p in parameters):
         return Skip("no gradient is float32 or float64, and this lever compresses only those")
-    return Options(WORDS[:1])
+    return Options(DTYPES[:1])
 
 
 def _why_not(context: TrainingContext) -> str:
-    """Why this process sends no gradients that this lever could compress, or an empty string."""
     if context.data_parallel is not None:
         return ""
-    return why_left_alone(context.ddp_modules) if context.ddp_modules else why_none(context.torch, ONLY)
+    return why_left_alone(context.ddp_modules) if context.ddp_modules else why_none(context.torch, ACTS_ON)
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
@@ -67,23 +61,23 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
         raise LookupError(why)
     transport = Transport.read(value)
     transport.hook()  # raises before a rank would fail in its backward pass
-    if (divided := context.data_parallel) is not None:
-        transport = replace(transport, bucket_bytes=divided.transport.bucket_bytes)
-        ledger.set(divided, "transport", transport)
+    if (parallel := context.data_parallel) is not None:
+        transport = replace(transport, bucket_bytes=parallel.transport.bucket_bytes)
+        ledger.set(parallel, "transport", transport)
     else:
         for ddp in context.ddp_modules:
             transport.register(context.torch, ddp)
     if transport.kind == "powersgd":
-        context.report(NAME, CHANGES.format(after=transport.after))
+        context.report(NAME, POWERSGD_NOTE.format(after=transport.after))
     return ledger.restore
 
 
 def code(value: Value) -> str:
     hooks = "from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook\n"
-    if value in WORDS:
+    if value in DTYPES:
         return f"{hooks}model.register_comm_hook(None, default_hooks.{value}_compress_hook)"
-    given = value if isinstance(value, dict) else {}
-    state = f"powerSGD_hook.PowerSGDState(None, matrix_approximation_rank={given.get('rank', 2)}, start_powerSGD_iter={given.get('after', 100)})"
+    settings = value if isinstance(value, dict) else {}
+    state = f"powerSGD_hook.PowerSGDState(None, matrix_approximation_rank={settings.get('rank', 2)}, start_powerSGD_iter={settings.get('after', 100)})"
     return f"{hooks}model.register_comm_hook({state}, powerSGD_hook.powerSGD_hook)"
 
 
@@ -103,9 +97,9 @@ LEVER = Lever(
     excludes=("sharding",),
     half=half,
     accepts=(
-        *WORDS,
+        *DTYPES,
         "powersgd",
-        Table({"kind": WORDS}, ("kind",)),
+        Table({"kind": DTYPES}, ("kind",)),
         Table({"kind": ("powersgd",), "rank": (Number(1, 10**5),), "after": (Number(2, 10**9),)}, ("kind",)),
     ),
     page=__doc__,

@@ -25,7 +25,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.levers.reasons import COMPILED_ONCE, COMPILER_OFF, NO_ROOT, in_pieces
+from flatout.levers.reasons import COMPILED_ONCE, COMPILER_OFF, NO_ROOT, why_model_is_split
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -43,25 +43,25 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
         return Skip("the script compiles the model or a part of it")
     if context.create_graph_seen:
         return Skip(COMPILED_ONCE)
-    if why := in_pieces(context):
+    if why := why_model_is_split(context):
         return Skip(why)
     if not context.roots:
         return Skip(NO_ROOT)
     if context.device_type == "cpu":
         # the compiler that torch._inductor.config.cpp.cxx asks for
-        wanted = os.environ.get("CXX") or ("clang++" if facts.system == "Darwin" else "g++")
-        if shutil.which(wanted.split()[0]) is None:
+        compiler = os.environ.get("CXX") or ("clang++" if facts.system == "Darwin" else "g++")
+        if shutil.which(compiler.split()[0]) is None:
             return Skip(
-                f"compiling for the CPU needs a C++ compiler, and {wanted} was not found; install it (`apt-get install g++`) or set CXX to another one"
+                f"compiling for the CPU needs a C++ compiler, and {compiler} was not found; install it (`apt-get install g++`) or set CXX to another one"
             )
     if context.device_type == "cuda":
         if find_spec("triton") is None:
             return Skip("compiling for a GPU needs Triton, which is not installed; run `pip install triton`")
         # Triton builds the function that launches a kernel (triton.runtime.build)
-        wanted = os.environ.get("CC") or "gcc"
-        if shutil.which(wanted) is None and ("CC" in os.environ or shutil.which("clang") is None):
+        compiler = os.environ.get("CC") or "gcc"
+        if shutil.which(compiler) is None and ("CC" in os.environ or shutil.which("clang") is None):
             return Skip(
-                f"Triton needs a C compiler on the host, and {wanted} was not found; install it (`apt-get install gcc`) or set CC to another one"
+                f"Triton needs a C compiler on the host, and {compiler} was not found; install it (`apt-get install gcc`) or set CC to another one"
             )
         return Options(("default", "max-autotune-no-cudagraphs"))
     return Options(("default",))
@@ -73,11 +73,10 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
     ledger.set(config, "fallback_random", True)
     if context.graph_passes:
-        ledger.set(config, "pre_grad_custom_pass", _passes(context.graph_passes))
+        ledger.set(config, "pre_grad_custom_pass", _combined_pass(context.graph_passes))
     distribution = torch.distributions.Distribution  # the first torch.compile disables its argument checks
     ledger.call(
-        "argument checks",
-        partial(distribution.set_default_validate_args, distribution._validate_args),
+        "argument checks", partial(distribution.set_default_validate_args, distribution._validate_args)
     )
     mode = None if value == "default" else str(value)
 
@@ -103,53 +102,52 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
         compiled_or_plain.compiled = True  # type: ignore[attr-defined]  # a dispatch mode would make it recompile
         return compiled_or_plain
 
-    outside = {id(module) for module in context.uncompiled}
+    excluded_ids = {id(module) for module in context.uncompiled}
     for root in map(context.unwrap_ddp, context.roots):
-        if outside.isdisjoint(map(id, root.modules())):
+        if excluded_ids.isdisjoint(map(id, root.modules())):
             context.wrap_forward(root, wrapper, ledger)
             continue
-        for part in _parts(root, outside, torch.nn.Module.forward):
+        for part in _parts(root, excluded_ids, torch.nn.Module.forward):
             context.wrap_forward(part, wrapper, ledger)
-        context.wrap_forward(root, _of_compiled_parts, ledger)
+        context.wrap_forward(root, _mark_compiled, ledger)
     return ledger.restore
 
 
-def _parts(module: Module, outside: set[int], missing: object) -> list[Any]:
+def _parts(module: Module, excluded_ids: set[int], base_forward: object) -> list[Any]:
     """The largest parts of a module that contain no excluded module, each with more than one layer.
 
     A container that is never called has no forward.
     """
-    if outside.isdisjoint(map(id, module.modules())) and type(module).forward is not missing:
+    if excluded_ids.isdisjoint(map(id, module.modules())) and type(module).forward is not base_forward:
         return [module] if any(True for _ in module.children()) else []
-    return [part for child in module.children() for part in _parts(child, outside, missing)]
+    return [part for child in module.children() for part in _parts(child, excluded_ids, base_forward)]
 
 
-def _of_compiled_parts(forward: Callable[..., Any]) -> Any:
-    def passed(*args: object, **kwargs: object) -> Any:
+def _mark_compiled(forward: Callable[..., Any]) -> Any:
+    def marked(*args: object, **kwargs: object) -> Any:
         return forward(*args, **kwargs)
 
-    passed.compiled = True  # type: ignore[attr-defined]
-    return passed
+    marked.compiled = True  # type: ignore[attr-defined]
+    return marked
 
 
-def _passes(passes: list[Any]) -> Any:
-    """The graph passes of other levers, in a form that the compiler's caches distinguish."""
+def _combined_pass(passes: list[Any]) -> Any:
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-    held = tuple(passes)
+    graph_passes = tuple(passes)
 
     class Passes(CustomGraphPass):
         def __call__(self, graph: object) -> None:
-            for each in held:
-                each(graph)
+            for graph_pass in graph_passes:
+                graph_pass(graph)
 
         def uuid(self) -> Any:
             sources = {
-                *(each.__module__ for each in held),
+                *(graph_pass.__module__ for graph_pass in graph_passes),
                 *(
-                    str(getattr(used, "__module__", ""))
-                    for each in held
-                    for used in each.__globals__.values()
+                    str(getattr(value, "__module__", ""))
+                    for graph_pass in graph_passes
+                    for value in graph_pass.__globals__.values()
                 ),
             }
             return get_hash_for_files(

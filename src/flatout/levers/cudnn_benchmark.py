@@ -11,17 +11,11 @@ Evidence: measured on your program before it is kept.
 Sources: torch.backends.cudnn.benchmark; PyTorch performance tuning guide.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from flatout.levers.reasons import NO_CUDA, NO_GPU
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
+from flatout.schema.program import Ledger, TrainingContext
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
@@ -48,12 +42,4 @@ def code(value: Value) -> str:
     return "torch.backends.cudnn.benchmark = True"
 
 
-LEVER = Lever(
-    "cudnn_benchmark",
-    Moment.IMPORT,
-    Effect.ROUNDING,
-    applies,
-    code,
-    apply=apply,
-    page=__doc__,
-)
+LEVER = Lever("cudnn_benchmark", Moment.IMPORT, Effect.ROUNDING, applies, code, apply=apply, page=__doc__)

@@ -21,10 +21,6 @@ Sources: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data 
     documentation, "DistributedDataParallel".
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from flatout.distributed.absent import why_none
 from flatout.distributed.division import WORDS
 from flatout.job.rank_environment import this_rank
@@ -32,18 +28,16 @@ from flatout.schema.accepted import Number, Table, Text
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
+from flatout.schema.program import Ledger, TrainingContext
 
 NAME = "data_parallel"
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
-    here = this_rank()
+    rank = this_rank()
     return (
         Options(({"reduction": "mean"},))
-        if here is not None and here.world_size > 1
+        if rank is not None and rank.world_size > 1
         else Skip(why_none(context.torch))
     )
 
@@ -53,12 +47,12 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     from flatout.distributed.data_parallel import DataParallelScript
     from flatout.distributed.division import SplitSettings
 
-    division, here = SplitSettings.read(value), this_rank()
-    if here is None or here.world_size < 2:
+    settings, rank = SplitSettings.read(value), this_rank()
+    if rank is None or rank.world_size < 2:
         raise LookupError(why_none(context.torch))
-    divided = DataParallelScript(context.torch, context, here, division, ledger)
-    divided.install()
-    ledger.set(context, "data_parallel", divided)
+    script = DataParallelScript(context.torch, context, rank, settings, ledger)
+    script.install()
+    ledger.set(context, "data_parallel", script)
     return ledger.restore
 
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from flatout.schema.program import Ledger, TrainingContext
 
 NAME = "ddp_flags"
-VIEWS = "gradient_as_bucket_view"
-FLAGS = (VIEWS, "static_graph")
+BUCKET_VIEWS = "gradient_as_bucket_view"
+FLAGS = (BUCKET_VIEWS, "static_graph")
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
@@ -41,12 +41,12 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
         return Skip(why)
     ddps = context.ddp_modules
     if ddps and all(ddp.gradient_as_bucket_view for ddp in ddps):
-        return Skip(f"the script already sets {VIEWS}")
+        return Skip(f"the script already sets {BUCKET_VIEWS}")
     ranks = {context.torch.distributed.get_world_size(ddp.process_group) for ddp in ddps}
     if ranks == {1}:
         return Skip(ONE_RANK)
     exact = bool(ranks) and all(size & (size - 1) == 0 for size in ranks)
-    return Options(({VIEWS: True},), effect=Effect.EXACT if exact else Effect.ROUNDING)
+    return Options(({BUCKET_VIEWS: True},), effect=Effect.EXACT if exact else Effect.ROUNDING)
 
 
 def _why_not(context: TrainingContext) -> str:
@@ -62,19 +62,19 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
         raise LookupError(why)
     assert isinstance(value, Mapping)
     kind = context.torch.nn.parallel.DistributedDataParallel
-    really, flags = kind.__init__, dict(value)
+    original_init, flags = kind.__init__, dict(value)
 
-    @wraps(really)
+    @wraps(original_init)
     def init(ddp: Module, *args: Any, **kwargs: Any) -> None:
-        really(ddp, *args, **{**kwargs, **flags})
+        original_init(ddp, *args, **{**kwargs, **flags})
 
     ledger.set(kind, "__init__", init)
     return ledger.restore
 
 
 def code(value: Value) -> str:
-    given = value if isinstance(value, Mapping) else {}
-    return f"model = torch.nn.parallel.DistributedDataParallel(model{''.join(f', {name}={wanted}' for name, wanted in given.items())})"
+    flags = value if isinstance(value, Mapping) else {}
+    return f"model = torch.nn.parallel.DistributedDataParallel(model{''.join(f', {name}={flag}' for name, flag in flags.items())})"
 
 
 LEVER = Lever(

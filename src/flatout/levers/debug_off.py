@@ -15,16 +15,10 @@ Sources: torch.autograd.set_detect_anomaly; torch.distributions.Distribution.set
     torch.utils.deterministic.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
+from flatout.schema.program import Ledger, TrainingContext
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
@@ -51,9 +45,8 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     # Restored in reverse: ``undo`` and disabling anomaly detection need the real function.
     ledger.call("debugging aids", undo)
     torch.autograd.set_detect_anomaly(False)
-    ledger.set(
-        torch, "set_anomaly_enabled", lambda mode, check_nan=True: None
-    )  # `with detect_anomaly():` would enable it again
+    # `with detect_anomaly():` would enable it again.
+    ledger.set(torch, "set_anomaly_enabled", lambda mode, check_nan=True: None)
     torch.distributions.Distribution.set_default_validate_args(False)
     ledger.set_flag(torch.utils.deterministic, "fill_uninitialized_memory", False)
     return ledger.restore
@@ -66,13 +59,4 @@ def code(value: Value) -> str:
     )
 
 
-LEVER = Lever(
-    "debug_off",
-    Moment.STEP,
-    Effect.EXACT,
-    applies,
-    code,
-    apply=apply,
-    live=True,
-    page=__doc__,
-)
+LEVER = Lever("debug_off", Moment.STEP, Effect.EXACT, applies, code, apply=apply, live=True, page=__doc__)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from flatout.schema.program import Ledger, TrainingContext
 
 DEPTHS = (1, 2)  # batches taken ahead
-IN_ORDER = 0
+NO_LOOKAHEAD = 0
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
@@ -39,16 +39,16 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     ):  # the device is unknown before the first step
         return Skip(NO_CUDA)
     if not context.backwards:
-        return Options((*DEPTHS, IN_ORDER))
-    live = context.training_loaders
+        return Options((*DEPTHS, NO_LOOKAHEAD))
+    loaders = context.training_loaders
     if not context.loaders:
         return Skip(NO_LOADER)
-    if not live:
+    if not loaders:
         return Skip("the training DataLoader no longer exists, so all its batches are already loaded")
     return Options(
-        (*DEPTHS, IN_ORDER)
-        if any(loader.num_workers and not _has_own_order(loader) for loader in live)
-        else (IN_ORDER,)
+        (*DEPTHS, NO_LOOKAHEAD)
+        if any(loader.num_workers and not _has_own_order(loader) for loader in loaders)
+        else (NO_LOOKAHEAD,)
     )
 
 
@@ -66,12 +66,12 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     device_copies = DeviceCopies()
     return_device_copies(device_copies, ledger)
 
-    def copied(loader: DataLoader, asked: dict[str, Any], feed: Feed | None) -> Any:
+    def copying(loader: DataLoader, requested: dict[str, Any], feed: Feed | None) -> Any:
         feed = feed or Feed(loader)
-        feed.copies = (IN_ORDER if _has_own_order(loader) else value, device_copies)
+        feed.copies = (NO_LOOKAHEAD if _has_own_order(loader) else value, device_copies)
         return feed
 
-    context.feed_loaders(copied, ledger)
+    context.feed_loaders(copying, ledger)
     return ledger.restore
 
 

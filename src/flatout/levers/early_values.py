@@ -19,9 +19,7 @@ Sources: torch documentation, "CUDA semantics", sections "Asynchronous execution
     buffers"; Tensor.record_stream.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from flatout.levers.early.reads import EarlyValueCopier
@@ -29,13 +27,10 @@ from flatout.levers.reasons import NO_CUDA
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
+from flatout.schema.program import Ledger, TrainingContext
 
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
-
-_KNOWN: WeakKeyDictionary[Any, EarlyValueCopier] = (
-    WeakKeyDictionary()
-)  # context -> what was learned, kept while the lever is switched on and off
+# By context; each keeps what it has learned while the lever is switched on and off.
+_COPIERS: WeakKeyDictionary[Any, EarlyValueCopier] = WeakKeyDictionary()
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
@@ -50,9 +45,9 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    if context not in _KNOWN:
-        _KNOWN[context] = EarlyValueCopier(context)
-    _KNOWN[context].install(context, ledger)
+    if context not in _COPIERS:
+        _COPIERS[context] = EarlyValueCopier(context)
+    _COPIERS[context].install(context, ledger)
     return ledger.restore
 
 
@@ -65,13 +60,4 @@ def code(value: Value) -> str:
     )
 
 
-LEVER = Lever(
-    "early_values",
-    Moment.STEP,
-    Effect.EXACT,
-    applies,
-    code,
-    apply=apply,
-    live=True,
-    page=__doc__,
-)
+LEVER = Lever("early_values", Moment.STEP, Effect.EXACT, applies, code, apply=apply, live=True, page=__doc__)

@@ -22,6 +22,7 @@ from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from flatout.levers.reasons import modules_of, script_hooks
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 
     from flatout.schema.program import Ledger, TrainingContext
 
-VOCABULARY = 8192  # with this many classes, a layer is always an output over a vocabulary
-PATIENCE_STEPS = 3
+MIN_VOCABULARY = 8192  # with this many classes, a layer is always an output over a vocabulary
+REPORT_AFTER_STEPS = 3
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
@@ -48,13 +49,13 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
             "the program has no torch.optim.Optimizer to show when the weights change; logits that are read late need the old weights"
         )
     if not _heads(context) and not _norms(context):
-        own = next((type(head).__name__ for head in _wide(context)), None)
-        if own is not None:
+        custom = next((type(head).__name__ for head in _vocabulary_layers(context)), None)
+        if custom is not None:
             return Skip(
-                f"the vocabulary-sized {own} layer is not a plain nn.Linear (custom class, hooks, forward or parameters)"
+                f"the vocabulary-sized {custom} layer is not a plain nn.Linear (custom class, hooks, forward or parameters)"
             )
         return Skip(
-            f"no linear layer has at least {VOCABULARY} outputs, or as many as an Embedding has rows, "
+            f"no linear layer has at least {MIN_VOCABULARY} outputs, or as many as an Embedding has rows, "
             "and no layer on a CUDA device is a LayerNorm with weights"
         )
     return Options((True,))
@@ -65,31 +66,31 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
     torch, heads, norms = context.torch, _heads(context), _norms(context)
     for head in heads:
-        context.wrap_forward(head, _deferring(torch, head, deferred_logits.linear), ledger)
+        context.wrap_forward(head, _defer_logits(torch, head, deferred_logits.linear), ledger)
         context.uncompiled.append(head)
         ledger.call("left out of graphs", partial(context.uncompiled.remove, head))
     for norm in norms:
-        context.wrap_forward(norm, _normalising(torch, norm), ledger)
+        context.wrap_forward(norm, _fused_norm(torch, norm), ledger)
 
     from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-    seen = {"steps": 0, "losses": deferred_logits.COUNT[0]}
+    counts = {"steps": 0, "losses": deferred_logits.FUSED_LOSSES[0]}
 
-    def weights_will_change(*_: object) -> None:
+    def on_step(*_: object) -> None:
         deferred_logits.before_step()
-        seen["steps"] += 1
+        counts["steps"] += 1
         if (
-            seen["steps"] == PATIENCE_STEPS
+            counts["steps"] == REPORT_AFTER_STEPS
             and heads
             and not norms
-            and deferred_logits.COUNT[0] == seen["losses"]
+            and deferred_logits.FUSED_LOSSES[0] == counts["losses"]
         ):
             context.report(
                 "fused_ops",
                 "nothing was fused, because this program's logits do not go straight into cross_entropy",
             )
 
-    ledger.call("optimizer step hook", register_optimizer_step_pre_hook(weights_will_change).remove)
+    ledger.call("optimizer step hook", register_optimizer_step_pre_hook(on_step).remove)
     return ledger.restore
 
 
@@ -99,13 +100,14 @@ def _heads(context: TrainingContext) -> list[Any]:
     Their width is the row count of an Embedding in the same root and occurs once, or it is very large.
     """
     return [
-        head for head in _wide(context) if type(head) is context.torch.nn.Linear and _is_plain(context, head)
+        head
+        for head in _vocabulary_layers(context)
+        if type(head) is context.torch.nn.Linear and _is_plain(context, head)
     ]
 
 
-def _wide(context: TrainingContext) -> list[Any]:
-    """All layers as wide as a vocabulary, also those that are not a plain nn.Linear."""
-    torch, found = context.torch, {}
+def _vocabulary_layers(context: TrainingContext) -> list[Any]:
+    torch, layers = context.torch, {}
     for root in context.roots:
         modules = list(root.modules())
         embeddings, linears = (
@@ -114,44 +116,29 @@ def _wide(context: TrainingContext) -> list[Any]:
         vocabularies, tied = {m.num_embeddings for m in embeddings}, {id(m.weight) for m in embeddings}
         widths = [m.out_features for m in linears]
         for module in linears:
-            width = (
-                module.out_features
-            )  # a position Embedding may have as many rows as each layer has outputs
-            if width >= VOCABULARY or (
+            # A position Embedding may have as many rows as each layer has outputs.
+            width = module.out_features
+            if width >= MIN_VOCABULARY or (
                 width in vocabularies and (id(module.weight) in tied or widths.count(width) == 1)
             ):
-                found[id(module)] = module
-    return list(found.values())
+                layers[id(module)] = module
+    return list(layers.values())
 
 
 def _norms(context: TrainingContext) -> list[Any]:
-    """LayerNorm layers over one axis, with weights, on a CUDA device."""
-    nn, found = context.torch.nn, {}
-    for root in context.roots:
-        for module in root.modules():
-            if (
-                type(module) is nn.LayerNorm
-                and len(module.normalized_shape) == 1
-                and module.weight is not None
-                and module.weight.is_cuda
-                and _is_plain(context, module)
-            ):
-                found[id(module)] = module
-    return list(found.values())
+    return [
+        module
+        for module in modules_of(context)
+        if type(module) is context.torch.nn.LayerNorm
+        and len(module.normalized_shape) == 1
+        and module.weight is not None
+        and module.weight.is_cuda
+        and _is_plain(context, module)
+    ]
 
 
 def _is_plain(context: TrainingContext, module: Module) -> bool:
-    """Whether this layer has no hooks or custom forward of the script, and only ordinary parameters."""
-    torch, own = context.torch, vars(module).get("forward")
-    tables = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    hooks = [
-        hook for table in tables for hook in table.values() if getattr(hook, "__self__", None) is not context
-    ]  # a root module has ours
+    torch, own_forward = context.torch, vars(module).get("forward")
     ordinary = all(
         type(p) is torch.nn.Parameter
         and p.is_floating_point()
@@ -159,12 +146,16 @@ def _is_plain(context: TrainingContext, module: Module) -> bool:
         and p.device.type in ("cpu", "cuda")
         for p in module.parameters(recurse=False)
     )
-    return ordinary and not hooks and (own is None or getattr(own, "flatout", False))
+    return (
+        ordinary
+        and not script_hooks(context, module)
+        and (own_forward is None or getattr(own_forward, "flatout", False))
+    )
 
 
-def _deferring(torch: ModuleType, head: Module, linear: Callable[..., Any]) -> Any:
+def _defer_logits(torch: ModuleType, head: Module, linear: Callable[..., Any]) -> Any:
     def wrapper(forward: Callable[..., Any]) -> Any:
-        def logits_when_asked(input: Tensor) -> Any:
+        def deferred_logits_or_plain(input: Tensor) -> Any:
             if (
                 not torch.is_grad_enabled()
                 or torch.compiler.is_compiling()
@@ -178,12 +169,12 @@ def _deferring(torch: ModuleType, head: Module, linear: Callable[..., Any]) -> A
                 return forward(input)
             return linear(input, head.weight, head.bias)
 
-        return logits_when_asked
+        return deferred_logits_or_plain
 
     return wrapper
 
 
-def _normalising(torch: ModuleType, norm: Module) -> Any:
+def _fused_norm(torch: ModuleType, norm: Module) -> Any:
     from flatout.kernels.layer_norm.op import layer_norm
 
     def wrapper(forward: Callable[..., Any]) -> Any:
@@ -214,13 +205,4 @@ def code(value: Value) -> str:
     )
 
 
-LEVER = Lever(
-    "fused_ops",
-    Moment.MODEL,
-    Effect.ROUNDING,
-    applies,
-    code,
-    apply=apply,
-    live=True,
-    page=__doc__,
-)
+LEVER = Lever("fused_ops", Moment.MODEL, Effect.ROUNDING, applies, code, apply=apply, live=True, page=__doc__)

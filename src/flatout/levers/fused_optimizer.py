@@ -32,38 +32,37 @@ if TYPE_CHECKING:
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if not context.optimizers:
         return Skip("the program updates its parameters without a torch.optim.Optimizer")
-    ways = [_ways(context.torch, optimizer) for optimizer in context.optimizers]
-    common = [way for way in ("fused", "foreach") if any(way in w for w in ways)]
-    if common:
-        return Options((common[0],))
+    implementations = [_implementations(context.torch, optimizer) for optimizer in context.optimizers]
+    available = [
+        implementation
+        for implementation in ("fused", "foreach")
+        if any(implementation in w for w in implementations)
+    ]
+    if available:
+        return Options((available[0],))
     return Skip(_why_none(context.torch, context.optimizers[0]))
 
 
-def _ways(torch: ModuleType, optimizer: Optimizer) -> list[str]:
-    """The implementations to which this optimizer could switch."""
-    if (
-        not _is_torchs(optimizer)
-        or _chosen(optimizer)
-        or any(not _is_plain(torch, p) for group in optimizer.param_groups for p in group["params"])
-    ):
+def _implementations(torch: ModuleType, optimizer: Optimizer) -> list[str]:
+    if not _is_from_torch(optimizer) or _script_choice(optimizer) or not _is_plain(torch, optimizer):
         return []
-    kind, ways = type(optimizer), []
-    if "fused" in inspect.signature(kind.__init__).parameters:
-        ways.append("fused")
+    implementations = []
+    if "fused" in inspect.signature(type(optimizer).__init__).parameters:
+        implementations.append("fused")
     # On CUDA the multi-tensor implementation is already the default.
-    if not any(p.is_cuda for group in optimizer.param_groups for p in group["params"]):
-        ways.append("foreach")
-    return ways
+    if not any(p.is_cuda for p in _parameters(optimizer)):
+        implementations.append("foreach")
+    return implementations
 
 
-def _is_torchs(optimizer: Optimizer) -> bool:
+def _is_from_torch(optimizer: Optimizer) -> bool:
     kind = type(optimizer)
     return (
         kind.__module__.startswith("torch.optim") and "foreach" in inspect.signature(kind.__init__).parameters
     )
 
 
-def _chosen(optimizer: Optimizer) -> str:
+def _script_choice(optimizer: Optimizer) -> str:
     """The argument by which the script chose an implementation, or one that rules them out.
 
     False counts as a choice; the default is None.
@@ -79,37 +78,39 @@ def _chosen(optimizer: Optimizer) -> str:
     )
 
 
-def _is_plain(torch: ModuleType, p: Tensor) -> bool:
-    return bool(p.is_floating_point() and p.layout == torch.strided)
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _is_plain(torch: ModuleType, optimizer: Optimizer) -> bool:
+    return all(p.is_floating_point() and p.layout == torch.strided for p in _parameters(optimizer))
 
 
 def _why_none(torch: ModuleType, optimizer: Optimizer) -> str:
-    """Why this optimizer has no such implementation. Of several optimizers, the first is named."""
     name = type(optimizer).__name__
-    if _is_torchs(optimizer) and (chosen := _chosen(optimizer)):
-        return f"the program creates its {name} with {chosen}"
-    if _is_torchs(optimizer) and any(
-        not _is_plain(torch, p) for group in optimizer.param_groups for p in group["params"]
-    ):
+    from_torch = _is_from_torch(optimizer)
+    if from_torch and (choice := _script_choice(optimizer)):
+        return f"the program creates its {name} with {choice}"
+    if from_torch and not _is_plain(torch, optimizer):
         return f"{name} updates complex or sparse parameters, which no fused kernel supports"
     return f"{name} has no fused or multi-tensor implementation"
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Raises LookupError if no optimizer has this implementation."""
-    torch, done = context.torch, False
+    torch, applied = context.torch, False
     for optimizer in context.optimizers:
-        ways = _ways(torch, optimizer)
-        if not ways:
+        implementations = _implementations(torch, optimizer)
+        if not implementations:
             continue
-        way, done = value if value in ways else ways[0], True
+        implementation, applied = value if value in implementations else implementations[0], True
         for group in optimizer.param_groups:
-            ledger.set_item(group, "fused", way == "fused")
-            ledger.set_item(group, "foreach", way == "foreach")
-        if way == "fused":
+            ledger.set_item(group, "fused", implementation == "fused")
+            ledger.set_item(group, "foreach", implementation == "foreach")
+        if implementation == "fused":
             _move_step_counters(torch, optimizer, to_device=True)
             ledger.call("step counters", partial(_move_step_counters, torch, optimizer, to_device=False))
-    if not done:
+    if not applied:
         raise LookupError(f"no optimizer of the program has a {value} implementation")
     return ledger.restore
 

@@ -11,17 +11,12 @@ Evidence: nanochat reports that pauses of 500 ms disappeared (8 H100, developmen
 Sources: Python documentation, module gc.
 """
 
-from __future__ import annotations
-
 import gc
-from typing import TYPE_CHECKING
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
+from flatout.schema.program import Ledger, TrainingContext
 
 THRESHOLDS = (70_000, 50, 100)
 
@@ -48,13 +43,4 @@ def code(value: Value) -> str:
     return f"gc.freeze(); gc.set_threshold{THRESHOLDS}  # once training runs"
 
 
-LEVER = Lever(
-    "gc_pause",
-    Moment.STEP,
-    Effect.EXACT,
-    applies,
-    code,
-    apply=apply,
-    live=True,
-    page=__doc__,
-)
+LEVER = Lever("gc_pause", Moment.STEP, Effect.EXACT, applies, code, apply=apply, live=True, page=__doc__)

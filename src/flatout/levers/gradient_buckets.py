@@ -14,43 +14,39 @@ Sources: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data 
     3.2.3.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatout.distributed.absent import why_none
 from flatout.schema.accepted import Number
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
+from flatout.schema.program import Ledger, TrainingContext
 
 NAME = "gradient_buckets"
 ALL = "all"
 CANDIDATES: tuple[int | str, ...] = (1, 5, 25, 100, ALL)
-ALIKE = "all bucket sizes that this lever tries give the same buckets"
+SAME_BUCKETS = "all bucket sizes that this lever tries give the same buckets"
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if context.data_parallel is None:
         return Skip(why_none(context.torch))
-    divided = context.data_parallel
-    parameters = divided.that_train()
+    parallel = context.data_parallel
+    parameters = parallel.that_train()
     if not parameters:
         return Skip("no forward pass has used a parameter with requires_grad yet")
     from flatout.distributed.exchange import buckets_of
 
-    seen, values = [buckets_of(parameters, divided.transport.bucket_bytes)], []
+    known_buckets, values = [buckets_of(parameters, parallel.transport.bucket_bytes)], []
     for value in CANDIDATES:
-        if (buckets := buckets_of(parameters, _bytes(value))) not in seen:
-            seen.append(buckets)
+        if (buckets := buckets_of(parameters, _bytes(value))) not in known_buckets:
+            known_buckets.append(buckets)
             values.append(value)
     if not values:
-        return Skip(ALIKE)
-    exact = divided.here.world_size == 2 and divided.transport.kind == "plain"
+        return Skip(SAME_BUCKETS)
+    exact = parallel.here.world_size == 2 and parallel.transport.kind == "plain"
     return Options(tuple(values), effect=Effect.EXACT if exact else Effect.ROUNDING)
 
 
@@ -60,9 +56,9 @@ def _bytes(value: Any) -> int | None:
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Raises LookupError without ranks."""
-    if (divided := context.data_parallel) is None:
+    if (parallel := context.data_parallel) is None:
         raise LookupError(why_none(context.torch))
-    ledger.set(divided, "transport", replace(divided.transport, bucket_bytes=_bytes(value)))
+    ledger.set(parallel, "transport", replace(parallel.transport, bucket_bytes=_bytes(value)))
     return ledger.restore
 
 

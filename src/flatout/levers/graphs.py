@@ -23,7 +23,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
-from flatout.levers.reasons import NO_CUDA, NO_ROOT, in_pieces
+from flatout.levers.reasons import NO_CUDA, NO_ROOT, script_hooks, why_model_is_split
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
 
     from flatout.kernels.graph_update import UpdateGraph
     from flatout.schema.program import Ledger, TrainingContext
-
-TABLES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
@@ -54,7 +52,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
         return Skip(
             "the program has several ranks, and a recorded backward pass could not send gradients while it computes"
         )
-    if why := in_pieces(context):
+    if why := why_model_is_split(context):
         return Skip(why)
     if not context.roots:
         return Skip(NO_ROOT)
@@ -64,7 +62,6 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 
 
 def _why_not(context: TrainingContext, root: Module) -> str:
-    """Why the structure of this module rules out recording; "" if it does not."""
     torch, name = context.torch, type(root).__name__
     if isinstance(root, (torch.nn.DataParallel, torch.jit.ScriptModule)):
         return f"{name} cannot be recorded"
@@ -72,33 +69,27 @@ def _why_not(context: TrainingContext, root: Module) -> str:
     if any(tensor.device != tensors[0].device or not tensor.is_cuda for tensor in tensors):
         return f"parameters and buffers of {name} are not all on one CUDA device"
     for module in root.modules():
-        hooks = [
-            hook
-            for table in TABLES
-            for hook in getattr(module, table).values()
-            if getattr(hook, "__self__", None) is not context
-        ]
-        if hooks and module is not root:
+        if module is not root and script_hooks(context, module):
             return f"the script has hooks on {type(module).__name__}, which a recording would not call"
     return ""
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     from flatout.kernels.graph_module import ModuleGraphs
-    from flatout.kernels.graph_observation import telling_of_changes
-    from flatout.kernels.graph_update import UpdateGraph, why_not
+    from flatout.kernels.graph_observation import reporting_setattr
+    from flatout.kernels.graph_update import UpdateGraph, why_not_recordable
 
     torch = context.torch
     roots = [root for root in map(context.unwrap_ddp, context.roots) if not _why_not(context, root)]
     if not roots:
         raise LookupError(_why_not(context, context.roots[0]))
-    eager: list[str] = []
-    changed: dict[int, list[Any]] = {}
+    reasons: list[str] = []
+    callbacks: dict[int, list[Any]] = {}
 
-    def tell(why: str) -> None:
-        eager.append(why)
-        if len(eager) == len(roots):
-            context.report("graphs", f"the forward pass {eager[0]}, so it is not recorded")
+    def report_eager(why: str) -> None:
+        reasons.append(why)
+        if len(reasons) == len(roots):
+            context.report("graphs", f"the forward pass {reasons[0]}, so it is not recorded")
 
     for root in roots:
 
@@ -106,12 +97,12 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
             graphs = ModuleGraphs(
                 root,
                 forward,
-                tell,
+                report_eager,
                 operators=not (context.compiled_by_script or getattr(forward, "compiled", False)),
             )
-            ledger.call("recorded passes", graphs.forget)
+            ledger.call("recorded passes", graphs.discard)
             for module in graphs.modules:
-                changed.setdefault(id(module), []).append(graphs.attribute_changed)
+                callbacks.setdefault(id(module), []).append(graphs.attribute_changed)
 
             def recorded_or_plain(*args: object, **kwargs: object) -> Any:
                 return graphs(*args, **kwargs)
@@ -119,16 +110,16 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
             return recorded_or_plain
 
         context.wrap_forward(root, wrapper, ledger)
-    ledger.set(torch.nn.Module, "__setattr__", telling_of_changes(torch.nn.Module.__setattr__, changed))
+    ledger.set(torch.nn.Module, "__setattr__", reporting_setattr(torch.nn.Module.__setattr__, callbacks))
     for optimizer in context.optimizers:
-        if not why_not(optimizer):
+        if not why_not_recordable(optimizer):
             graph = UpdateGraph(optimizer, optimizer.step)
-            ledger.call("recorded update", graph.forget)
-            ledger.set(optimizer, "step", _step_of(optimizer, graph), new=True)
+            ledger.call("recorded update", graph.discard)
+            ledger.set(optimizer, "step", _as_method(optimizer, graph), new=True)
     return ledger.restore
 
 
-def _step_of(optimizer: Optimizer, graph: UpdateGraph) -> Any:
+def _as_method(optimizer: Optimizer, graph: UpdateGraph) -> Any:
     """The graph as a method of the optimizer, which learning-rate schedulers wrap."""
 
     def step(self: Optimizer, closure: Callable[[], Any] | None = None) -> Any:

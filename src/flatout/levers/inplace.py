@@ -19,6 +19,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from flatout.levers.reasons import modules_of
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -28,18 +29,14 @@ if TYPE_CHECKING:
 
     from flatout.schema.program import Ledger, TrainingContext
 
-FROM_THEIR_OUTPUT = ("ReLU", "ReLU6", "Hardtanh", "LeakyReLU")
+OUTPUT_ONLY_GRADIENT = ("ReLU", "ReLU6", "Hardtanh", "LeakyReLU")
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if context.compiled_by_script:
         return Skip("the script compiles the model or a part of it, and the compiler places results itself")
-    if not _activations(context, context.roots):
-        if any(
-            isinstance(module, context.torch.jit.ScriptModule)
-            for root in context.roots
-            for module in root.modules()
-        ):
+    if not _activations(context):
+        if any(isinstance(module, context.torch.jit.ScriptModule) for module in modules_of(context)):
             return Skip(
                 "the model or a part of it is compiled by torch.jit, which does not read the inplace attribute of its layers"
             )
@@ -49,39 +46,36 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     return Options((True,))
 
 
-def _activations(context: TrainingContext, roots: list[Any]) -> list[Any]:
-    nn = context.torch.nn
-    kinds = tuple(getattr(nn, name) for name in FROM_THEIR_OUTPUT)
-    activations = {
-        id(m): m
-        for root in roots
-        for m in root.modules()
+def _activations(context: TrainingContext) -> list[Any]:
+    kinds = tuple(getattr(context.torch.nn, name) for name in OUTPUT_ONLY_GRADIENT)
+    return [
+        m
+        for m in modules_of(context)
         if type(m) in kinds and not m.inplace and getattr(m, "negative_slope", 1) > 0
-    }
-    return list(activations.values())
+    ]
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    activations = {id(m) for m in _activations(context, context.roots)}
+    activations = {id(m) for m in _activations(context)}
     for root in map(context.unwrap_ddp, context.roots):
-        context.wrap_forward(root, _trying_first(context, root, activations, ledger), ledger)
+        context.wrap_forward(root, _test_then_set(context, root, activations, ledger), ledger)
     return ledger.restore
 
 
-def _trying_first(context: TrainingContext, root: Module, activations: set[int], ledger: Ledger) -> Any:
+def _test_then_set(context: TrainingContext, root: Module, activations: set[int], ledger: Ledger) -> Any:
     """A wrapper whose first training call tests the activations on a copy of the model.
 
     It sets ``inplace`` where it is sound.
     """
-    mine = [position for position, module in enumerate(root.modules()) if id(module) in activations]
-    state = {"tried": False}
+    positions = [position for position, module in enumerate(root.modules()) if id(module) in activations]
+    status = {"tried": False}
 
     def wrapper(forward: Callable[..., Any]) -> Any:
         def in_place(*args: object, **kwargs: object) -> Any:
-            if not state["tried"] and root.training and context.torch.is_grad_enabled():
-                state["tried"] = True
+            if not status["tried"] and root.training and context.torch.is_grad_enabled():
+                status["tried"] = True
                 modules = list(root.modules())
-                for position in _sound(context, root, mine, args, kwargs):
+                for position in _exact_positions(context, root, positions, args, kwargs):
                     ledger.set(modules[position], "inplace", True)
             return forward(*args, **kwargs)
 
@@ -90,76 +84,73 @@ def _trying_first(context: TrainingContext, root: Module, activations: set[int],
     return wrapper
 
 
-def _sound(
-    context: TrainingContext, root: Module, places: list[int], args: object, kwargs: object
+def _exact_positions(
+    context: TrainingContext, root: Module, positions: list[int], args: object, kwargs: object
 ) -> list[int]:
     """The activations, by module position, that leave every output and gradient unchanged.
 
     A failing set is halved until the failing activations are found.
     """
-    plain = _played(context, root, [], args, kwargs)
+    plain = _run_copy(context, root, [], args, kwargs)
     if plain is None or not _same(
-        context.torch, plain, _played(context, root, [], args, kwargs)
+        context.torch, plain, _run_copy(context, root, [], args, kwargs)
     ):  # a nondeterministic model proves nothing
         return []
-    kept: list[int] = []
+    exact: list[int] = []
 
-    def add(some: list[int]) -> None:
-        if not some:
+    def add(group: list[int]) -> None:
+        if not group:
             return
-        if _same(context.torch, plain, _played(context, root, [*kept, *some], args, kwargs)):
-            kept.extend(some)
-        elif len(some) > 1:
-            add(some[: len(some) // 2])
-            add(some[len(some) // 2 :])
+        if _same(context.torch, plain, _run_copy(context, root, [*exact, *group], args, kwargs)):
+            exact.extend(group)
+        elif len(group) > 1:
+            add(group[: len(group) // 2])
+            add(group[len(group) // 2 :])
 
-    add(places)
-    return kept
+    add(positions)
+    return exact
 
 
-def _played(
-    context: TrainingContext, root: Module, places: list[int], args: object, kwargs: object
+def _run_copy(
+    context: TrainingContext, root: Module, positions: list[int], args: object, kwargs: object
 ) -> list[Any] | None:
     """The results of a copy of the model with these activations in place; None if autograd raises.
 
     They are outputs, tensors that the modules hold, inputs and gradients. The program's random state does not
     change.
     """
+    from flatout.kernels.graph_recording import tensors_of
+
     torch, paused = context.torch, context.paused
-    tree = torch.utils._pytree
     devices = [context.parameters[0].device] if context.device_type == "cuda" else []
     context.paused = True
     try:
         with torch.random.fork_rng(devices):
             device_copy = copy.deepcopy(root)
             modules = list(device_copy.modules())
-            for position in places:
+            for position in positions:
                 modules[position].inplace = True
-            given = tree.tree_map(
+            copied_inputs = torch.utils._pytree.tree_map(
                 lambda x: (
                     x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, torch.Tensor) else x
                 ),
                 (args, kwargs),
             )
-            outputs = _tensors(torch, device_copy(*given[0], **given[1]))
-            wanted = [out for out in outputs if out.requires_grad]
-            torch.autograd.backward(wanted, [out.detach().clone() for out in wanted])
-        inputs = _tensors(torch, given)
-        held = [
+            outputs = tensors_of(device_copy(*copied_inputs[0], **copied_inputs[1]))
+            differentiable = [out for out in outputs if out.requires_grad]
+            torch.autograd.backward(differentiable, [out.detach().clone() for out in differentiable])
+        inputs = tensors_of(copied_inputs)
+        attributes = [
             value for module in modules for value in vars(module).values() if isinstance(value, torch.Tensor)
         ]  # a loss may read them
         return [
-            *(tensor.detach() for tensor in (*outputs, *held, *inputs)),
+            *(tensor.detach() for tensor in (*outputs, *attributes, *inputs)),
             *(x.grad for x in (*inputs, *device_copy.parameters())),
         ]
     except Exception:  # a version error or a model that cannot be copied: leave the layer as it is
         return None
     finally:
         context.paused = paused
-
-
-def _tensors(torch: ModuleType, nest: object) -> list[Any]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(nest) if isinstance(leaf, torch.Tensor)]
 
 
 def _same(torch: ModuleType, plain: list[Any], other: list[Any] | None) -> bool:

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from flatout.schema.program import Ledger, TrainingContext
 
-OWN_ORDER = "the training DataLoader has a sampler ({name}) that may depend on earlier steps, so batches cannot be loaded ahead"
-FEWEST_BATCHES = 4  # shorter loaders do not repay the start of workers
+CUSTOM_SAMPLER = "the training DataLoader has a sampler ({name}) that may depend on earlier steps, so batches cannot be loaded ahead"
+MIN_BATCHES = 4  # shorter loaders do not repay the start of workers
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
@@ -38,11 +38,11 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
         return Options(({},))
     if not context.loaders:
         return Skip(NO_LOADER)
-    train = context.training_loader_numbers
+    training_numbers = context.training_loader_numbers
     usable = [
         loader
         for number, loader in enumerate(context.loaders)
-        if not loader["iterable"] and (number in train or not train)
+        if not loader["iterable"] and (number in training_numbers or not training_numbers)
     ]
     if not usable:
         return Skip(
@@ -50,26 +50,30 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
         )
     from flatout.data.streams import can_stand_in, has_own_order, own_order, seeds_itself
 
-    live = context.training_loaders
+    training_loaders = context.training_loaders
     pin: dict[str, Any] = {"pin": True} if context.device_type == "cuda" else {}
-    if live and all(has_own_order(loader.sampler, loader.batch_sampler) for loader in live):
-        return Skip(OWN_ORDER.format(name=own_order(live[0].sampler, live[0].batch_sampler)))
-    asked, cores, random = usable[0]["asked_workers"], max(1, facts.cores), context.data_is_random()
-    if random and asked >= cores and not any(map(seeds_itself, context.live_loaders)):
-        return Options(
-            tuple({"workers": n, **pin} for n in range(asked - 1, -1, -1) if can_stand_in(n, asked))[:4],
-            effect=Effect.EXACT,
+    if training_loaders and all(
+        has_own_order(loader.sampler, loader.batch_sampler) for loader in training_loaders
+    ):
+        return Skip(
+            CUSTOM_SAMPLER.format(
+                name=own_order(training_loaders[0].sampler, training_loaders[0].batch_sampler)
+            )
         )
-    counts = [n for n in dict.fromkeys((1, min(2, cores), cores // 2, cores, 0)) if n != asked and n >= 0]
+    requested, cores, random = usable[0]["asked_workers"], max(1, facts.cores), context.data_is_random()
+    if random and requested >= cores and not any(map(seeds_itself, context.live_loaders)):
+        counts = [n for n in range(requested - 1, -1, -1) if can_stand_in(n, requested)]
+        return Options(tuple({"workers": n, **pin} for n in counts[:4]), effect=Effect.EXACT)
+    counts = [n for n in dict.fromkeys((1, min(2, cores), cores // 2, cores, 0)) if n != requested and n >= 0]
     values: list[Value] = [{"workers": n} for n in counts]
     if pin:  # include the script's number: with 0, its own thread pins each batch
         values = [
             {"workers": n, **pin}
-            for n in dict.fromkeys((min(8, cores - 1), asked, *counts))
-            if n > 0 or n == asked
+            for n in dict.fromkeys((min(8, cores - 1), requested, *counts))
+            if n > 0 or n == requested
         ]
-    if asked:
-        values.append({"workers": asked, "persistent": True})
+    if requested:
+        values.append({"workers": requested, "persistent": True})
     return Options(tuple(values[:4]), effect=Effect.RESAMPLED if random else Effect.EXACT)
 
 
@@ -77,10 +81,10 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     assert isinstance(value, dict)
 
     def change(dataset: Dataset, arguments: dict[str, Any]) -> dict[str, Any]:
-        return _change(dataset, arguments, value)
+        return _worker_arguments(dataset, arguments, value)
 
     context.change_loaders(change, ledger)
-    context.feed_loaders(_feed, ledger)
+    context.feed_loaders(_replace_workers, ledger)
     if value.get("pin") and context.torch.cuda.is_available():
         from flatout.data.device import move_without_waiting
 
@@ -88,11 +92,10 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     return ledger.restore
 
 
-def _feed(loader: DataLoader, asked: dict[str, Any], feed: Any) -> Any:
-    """How to make the batches if fewer workers replace the requested workers."""
+def _replace_workers(loader: DataLoader, requested: dict[str, Any], feed: Any) -> Any:
     from flatout.data.streams import can_stand_in, seeds_itself
 
-    workers = asked.get("num_workers", 0)
+    workers = requested.get("num_workers", 0)
     if not can_stand_in(loader.num_workers, workers) or loader.batch_sampler is None or seeds_itself(loader):
         return feed
     from flatout.data.feed import Feed
@@ -102,7 +105,7 @@ def _feed(loader: DataLoader, asked: dict[str, Any], feed: Any) -> Any:
     return feed
 
 
-def _change(dataset: Dataset, arguments: dict[str, Any], value: dict[str, Any]) -> dict[str, Any]:
+def _worker_arguments(dataset: Dataset, arguments: dict[str, Any], value: dict[str, Any]) -> dict[str, Any]:
     """The arguments with which this loader is created.
 
     Loaders that are short or not map-style keep theirs.
@@ -116,22 +119,22 @@ def _change(dataset: Dataset, arguments: dict[str, Any], value: dict[str, Any]) 
         batches = len(dataset) / (arguments.get("batch_size") or 1)
     except TypeError:
         return arguments
-    if batches < FEWEST_BATCHES:
+    if batches < MIN_BATCHES:
         return arguments
     from flatout.data.streams import can_stand_in, has_own_order, without_workers
 
     if has_own_order(arguments.get("sampler"), arguments.get("batch_sampler")):
         return arguments
-    asked = arguments.get("num_workers", 0)
-    workers = int(value.get("workers", asked))
+    requested = arguments.get("num_workers", 0)
+    workers = int(value.get("workers", requested))
     if (
-        arguments.get("worker_init_fn") is not None and asked and not workers
+        arguments.get("worker_init_fn") is not None and requested and not workers
     ):  # it may open files or assign work to workers
         return arguments
     changed = {**arguments, "num_workers": workers} if workers else without_workers(arguments)
     if workers:
         changed["persistent_workers"] = arguments.get("persistent_workers", False) or not can_stand_in(
-            workers, asked
+            workers, requested
         )
         if "prefetch" in value:
             changed["prefetch_factor"] = int(value["prefetch"])
@@ -141,11 +144,11 @@ def _change(dataset: Dataset, arguments: dict[str, Any], value: dict[str, Any]) 
 
 
 def code(value: Value) -> str:
-    held: dict[str, Any] = value if isinstance(value, dict) else {}
-    arguments = f"num_workers={held.get('workers', 0)}"
-    arguments += ", persistent_workers=True" if held.get("workers") else ""
-    return f"DataLoader(..., {arguments}{', pin_memory=True' if held.get('pin') else ''})" + (
-        "  # and images.to(device, non_blocking=True)" if held.get("pin") else ""
+    settings: dict[str, Any] = value if isinstance(value, dict) else {}
+    arguments = f"num_workers={settings.get('workers', 0)}"
+    arguments += ", persistent_workers=True" if settings.get("workers") else ""
+    return f"DataLoader(..., {arguments}{', pin_memory=True' if settings.get('pin') else ''})" + (
+        "  # and images.to(device, non_blocking=True)" if settings.get("pin") else ""
     )
 
 

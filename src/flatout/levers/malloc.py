@@ -16,22 +16,17 @@ Sources: mallopt(3), section "M_MMAP_THRESHOLD"; gperftools, jemalloc and mimall
     performance tuning guide.
 """
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Value
+from flatout.schema.program import TrainingContext
 
-if TYPE_CHECKING:
-    from flatout.schema.program import TrainingContext
-
-ORDER = ("tcmalloc", "mimalloc", "jemalloc", "glibc")
+ALLOCATORS = ("tcmalloc", "mimalloc", "jemalloc", "glibc")
 FOUR_GB = str(4 * 2**30 - 1)
 # Settings that stop each allocator from returning freed pages, which the next step would fault in again.
-KEEPING = {
+KEEP_MEMORY = {
     "tcmalloc": {
         "TCMALLOC_LARGE_ALLOC_REPORT_THRESHOLD": str(2**62)
     },  # it keeps pages by default, but would report every large tensor
@@ -56,7 +51,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
         return Skip(f"the environment sets {name}, which configures malloc; unset it to measure allocators")
     if context is not None and context.device_type != "cpu":
         return Skip(f"the parameters are on {context.device_type}, whose memory malloc does not manage")
-    found = tuple(name for name in ORDER if name in facts.allocators)
+    found = tuple(name for name in ALLOCATORS if name in facts.allocators)
     return (
         Options(found)
         if found
@@ -85,13 +80,13 @@ def environment(facts: Facts, value: Value) -> dict[str, str]:
     if library is None:
         raise LookupError(f"{value} is not installed here")
     before = facts.environment.get("LD_PRELOAD", "")
-    return {"LD_PRELOAD": f"{library}:{before}" if before else library, **KEEPING[str(value)]}
+    return {"LD_PRELOAD": f"{library}:{before}" if before else library, **KEEP_MEMORY[str(value)]}
 
 
 def code(value: Value) -> str:
     if value == "glibc":
         return f"MALLOC_MMAP_THRESHOLD_={FOUR_GB} MALLOC_TRIM_THRESHOLD_={FOUR_GB} python train.py"
-    settings = "".join(f"{name}={setting} " for name, setting in KEEPING[str(value)].items())
+    settings = "".join(f"{name}={setting} " for name, setting in KEEP_MEMORY[str(value)].items())
     return f"{settings}LD_PRELOAD=/path/to/lib{value}.so python train.py"
 
 
@@ -102,6 +97,6 @@ LEVER = Lever(
     applies,
     code,
     environment=environment,
-    accepts=ORDER,
+    accepts=ALLOCATORS,
     page=__doc__,
 )

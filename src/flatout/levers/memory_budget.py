@@ -13,18 +13,12 @@ Sources: torch._functorch.config.activation_memory_budget; pytorch.org/blog, "Cu
     checkpointing techniques in PyTorch".
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from flatout.levers.reasons import COMPILED_ONCE, COMPILER_OFF, NO_ROOT
 from flatout.schema.accepted import Number
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
+from flatout.schema.program import Ledger, TrainingContext
 
 BUDGETS: tuple[Value, ...] = (0.7, 0.5, 0.3, 0.1)
 
@@ -45,9 +39,8 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     from torch._functorch import config
 
     dynamo = context.torch._dynamo
-    ledger.call(
-        "compiled code", dynamo.reset
-    )  # the option is read while compiling, so compiled code must be compiled again
+    # The option is read while compiling, so compiled code must be compiled again.
+    ledger.call("compiled code", dynamo.reset)
     ledger.set_flag(config, "activation_memory_budget", float(value))  # type: ignore[arg-type]
     dynamo.reset()
     return ledger.restore

@@ -11,20 +11,16 @@ Evidence: saved bytes of a small GPT 0.54 and 0.08 of the plain program's with h
 Sources: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; torch.utils.checkpoint documentation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from flatout.levers.reasons import COMPILER_CHOOSES, NO_ROOT, in_pieces
+from flatout.levers.reasons import COMPILER_CHOOSES, NO_ROOT, why_model_is_split
 from flatout.levers.recomputed_blocks import RecomputedBlock, repeated, spread, why_not
 from flatout.schema.accepted import Number, Table
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
+from flatout.schema.program import Ledger, TrainingContext
 
 NO_BLOCKS = "the model has no two blocks of the same class with at least two layers each"
 BLOCKS: tuple[Value, ...] = ({"blocks": 0.5}, {"blocks": 1.0})
@@ -37,7 +33,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
         return Skip(
             "the script differentiates twice (create_graph=True), which recomputed activations do not support"
         )
-    if why := in_pieces(context):
+    if why := why_model_is_split(context):
         return Skip(why)
     if not context.roots:
         return Skip(NO_ROOT)
@@ -75,7 +71,6 @@ def _recomputing(block: RecomputedBlock) -> Any:
 
 
 def _blocks(context: TrainingContext) -> tuple[list[Any], str]:
-    """The repeated blocks that may be computed twice, and why others may not."""
     blocks = [block for root in context.roots for block in repeated(context.torch, context.unwrap_ddp(root))]
     reasons = [why_not(context.torch, block) for block in blocks]
     return [block for block, reason in zip(blocks, reasons, strict=True) if not reason], next(
@@ -85,8 +80,8 @@ def _blocks(context: TrainingContext) -> tuple[list[Any], str]:
 
 def code(value: Value) -> str:
     share = value["blocks"] if isinstance(value, dict) else 1
-    some = "" if share == 1 else f"  # {share:.0%} of the blocks".replace("%", " %")
-    return f"x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False){some}"
+    comment = "" if share == 1 else f"  # {share:.0%} of the blocks".replace("%", " %")
+    return f"x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False){comment}"
 
 
 LEVER = Lever(

@@ -12,36 +12,36 @@ from contextlib import contextmanager, nullcontext
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from flatout.levers.reasons import HOOK_TABLES
+
 if TYPE_CHECKING:
     from torch.nn import Module
 
-FEWEST = 2
+MIN_SIBLINGS = 2
 
 
 def repeated(torch: ModuleType, root: Module) -> list[Any]:
     """The outermost repeated blocks of a module, in module order; no block is inside another."""
     lists = (torch.nn.ModuleList, torch.nn.Sequential)
-    return _groups(root, lambda module: isinstance(module, lists), set()) or _groups(
+    return _repeated_in(root, lambda module: isinstance(module, lists), set()) or _repeated_in(
         root, lambda module: True, set()
     )
 
 
-def _groups(module: Module, holds: Callable[[Any], bool], met: set[int]) -> list[Any]:
-    """Depth first: children that repeat, and repeated blocks inside those that do not."""
+def _repeated_in(module: Module, is_container: Callable[[Any], bool], visited: set[int]) -> list[Any]:
     blocks: list[Any] = []
-    children = [child for child in module.children() if id(child) not in met]
-    met.update(map(id, children))
+    children = [child for child in module.children() if id(child) not in visited]
+    visited.update(map(id, children))
     kinds = [type(child) for child in children if _is_block(child)]
     for child in children:
-        if holds(module) and _is_block(child) and kinds.count(type(child)) >= FEWEST:
+        if is_container(module) and _is_block(child) and kinds.count(type(child)) >= MIN_SIBLINGS:
             blocks.append(child)
         else:
-            blocks += _groups(child, holds, met)
+            blocks += _repeated_in(child, is_container, visited)
     return blocks
 
 
 def _is_block(module: Module) -> bool:
-    """Whether a module contains at least two computing modules and trainable parameters."""
     leaves = [part for part in module.modules() if not any(True for _ in part.children())]
     return len(leaves) >= 2 and any(p.requires_grad for p in module.parameters())
 
@@ -49,7 +49,7 @@ def _is_block(module: Module) -> bool:
 def spread(blocks: list[Any], share: float) -> list[Any]:
     """This share of the blocks, evenly distributed, at least one."""
     return [
-        block for at, block in enumerate(blocks) if int((at + 1) * share + 1e-9) > int(at * share + 1e-9)
+        block for i, block in enumerate(blocks) if int((i + 1) * share + 1e-9) > int(i * share + 1e-9)
     ] or blocks[:1]
 
 
@@ -58,17 +58,8 @@ def why_not(torch: ModuleType, block: Module) -> str:
     if any(isinstance(part, torch.jit.ScriptModule) for part in block.modules()):
         return "it is a compiled script (torch.jit)"
     for part in block.modules():
-        if part is not block and any(
-            map(
-                _is_scripts,
-                (
-                    *part._forward_hooks.values(),
-                    *part._forward_pre_hooks.values(),
-                    *part._backward_hooks.values(),
-                    *part._backward_pre_hooks.values(),
-                ),
-            )
-        ):
+        hooks = (hook for table in HOOK_TABLES for hook in getattr(part, table).values())
+        if part is not block and any(map(_is_scripts, hooks)):
             return f"the script has a hook on a {type(part).__name__} inside it, which would run twice"
         if type(part).__name__ == "SyncBatchNorm":
             return "its SyncBatchNorm would communicate with the other ranks twice"
@@ -90,7 +81,7 @@ class RecomputedBlock:
 
     def __init__(self, torch: ModuleType, block: Module, report: Callable[[str], None]) -> None:
         self.torch, self.block, self.report = torch, block, report
-        self.watched, self.why = False, ""
+        self.observed, self.why = False, ""
         self._norms = [
             part
             for part in block.modules()
@@ -101,26 +92,28 @@ class RecomputedBlock:
         torch = self.torch
         if self.why or not torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.jit.is_tracing():
             return forward(*args, **kwargs)
-        if not self.watched:
-            self.watched = True
-            return self._watch(forward, args, kwargs)
+        if not self.observed:
+            self.observed = True
+            return self._observe(forward, args, kwargs)
         from torch.utils.checkpoint import checkpoint
 
-        contexts = {"context_fn": lambda: (nullcontext(), self._statistics_at_rest())} if self._norms else {}
+        contexts = (
+            {"context_fn": lambda: (nullcontext(), self._temporary_statistics())} if self._norms else {}
+        )
         return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
 
-    def _watch(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        inputs = [thing for thing in (*args, *kwargs.values()) if isinstance(thing, self.torch.Tensor)]
-        versions, kept = [t._version for t in inputs], self._kept()
+    def _observe(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs = [value for value in (*args, *kwargs.values()) if isinstance(value, self.torch.Tensor)]
+        versions, before = [t._version for t in inputs], self._state()
         output = forward(*args, **kwargs)
         if [t._version for t in inputs] != versions:
             self.why = "it changes its own input in place"
-        elif self._kept() != kept:
+        elif self._state() != before:
             changed = next(
                 (
                     type(part).__name__
-                    for part, before, now in zip(self.block.modules(), kept, self._kept(), strict=True)
-                    if before != now
+                    for part, old, now in zip(self.block.modules(), before, self._state(), strict=True)
+                    if old != now
                 ),
                 "module",
             )
@@ -129,9 +122,8 @@ class RecomputedBlock:
             self.report(self.why)
         return output
 
-    def _kept(self) -> list[Any]:
-        """A record of each module's state, without parameters, modules and normalisation statistics."""
-        counted = {id(buffer) for norm in self._norms for buffer in norm.buffers(recurse=False)}
+    def _state(self) -> list[Any]:
+        statistics = {id(buffer) for norm in self._norms for buffer in norm.buffers(recurse=False)}
         return [
             (
                 tuple(
@@ -141,26 +133,26 @@ class RecomputedBlock:
                 tuple(
                     (name, id(buffer), buffer._version)
                     for name, buffer in part.named_buffers(recurse=False)
-                    if id(buffer) not in counted
+                    if id(buffer) not in statistics
                 ),
             )
             for part in self.block.modules()
         ]
 
     @contextmanager
-    def _statistics_at_rest(self) -> Iterator[None]:
+    def _temporary_statistics(self) -> Iterator[None]:
         """Update copies of running statistics while recomputing.
 
         The real ones have been updated already. In training, a normalisation computes with the batch's own
         statistics.
         """
-        moving = [(norm._buffers, dict(norm._buffers)) for norm in self._norms if norm.training]
+        originals = [(norm._buffers, dict(norm._buffers)) for norm in self._norms if norm.training]
         try:
-            for buffers, kept in moving:
+            for buffers, saved in originals:
                 buffers.update(
-                    {name: None if buffer is None else buffer.clone() for name, buffer in kept.items()}
+                    {name: None if buffer is None else buffer.clone() for name, buffer in saved.items()}
                 )
             yield
         finally:
-            for buffers, kept in moving:
-                buffers.update(kept)
+            for buffers, saved in originals:
+                buffers.update(saved)

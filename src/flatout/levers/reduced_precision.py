@@ -11,16 +11,11 @@ Evidence: oneDNN convolution backward 1.14-1.48x (Sapphire Rapids, pytorch pull 
 Sources: PyTorch documentation, "MKLDNN backend".
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
+from flatout.levers.tf32 import set_matmul_precision
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
+from flatout.schema.program import Ledger, TrainingContext
 
 FLAGS = ("amx_bf16", "avx512_bf16")
 
@@ -34,30 +29,22 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if not torch.backends.mkldnn.is_available():
         return Skip("this PyTorch was built without oneDNN")
     mkldnn = torch.backends.mkldnn
-    chosen = next(
+    precision = next(
         (
-            each.fp32_precision
-            for each in (mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
-            if each.fp32_precision != "none"
+            backend.fp32_precision
+            for backend in (mkldnn.matmul, mkldnn.conv, mkldnn.rnn)
+            if backend.fp32_precision != "none"
         ),
         None,
     )
-    if chosen is not None:  # "none" is the default; "ieee" is a choice of the program
-        return Skip(f"the program has already set the float32 precision of oneDNN to {chosen}")
+    if precision is not None:  # "none" is the default; "ieee" is a choice of the program
+        return Skip(f"the program has already set the float32 precision of oneDNN to {precision}")
     return Options((True,))
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    torch, mkldnn = context.torch, context.torch.backends.mkldnn
-    # The older flags for matrix products keep both families consistent. Otherwise reading the older flag
-    # raises.
-    for owner in (torch.backends.cuda.matmul, mkldnn.matmul):
-        ledger.set_flag(
-            owner, "fp32_precision", owner.fp32_precision
-        )  # undone last: setting "highest" leaves "ieee" behind
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("medium")
-    ledger.call("torch.set_float32_matmul_precision", lambda: torch.set_float32_matmul_precision(before))
+    mkldnn = context.torch.backends.mkldnn
+    set_matmul_precision(context.torch, "medium", ledger)
     for owner in (mkldnn.conv, mkldnn.rnn):
         ledger.set_flag(owner, "fp32_precision", "bf16")
     return ledger.restore

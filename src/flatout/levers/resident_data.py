@@ -30,35 +30,35 @@ if TYPE_CHECKING:
     from flatout.schema.program import Ledger, TrainingContext
 
 MIB = 2**20
-SHARE = 4  # use at most a quarter of the GPU's or the host's memory
+MEMORY_DIVISOR = 4  # use at most a quarter of the GPU's or the host's memory
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     gpu = facts.gpu(context.device.index)
     if gpu is None or (context.backwards and context.device_type != "cuda"):
         return Skip("the program does not train on a CUDA device")
-    most = gpu.memory_bytes // MIB // SHARE
+    gpu_mib = gpu.memory_bytes // MIB // MEMORY_DIVISOR
     if not context.backwards:  # no loader has been iterated yet; the rule checks each one
-        return Options(({"mib": most},))
+        return Options(({"mib": gpu_mib},))
     from flatout.data.feed import Feed, try_feeds
     from flatout.data.keeping import CacheBudget, CacheOptions
 
-    beside = facts.memory_bytes // MIB // SHARE
+    host_mib = facts.memory_bytes // MIB // MEMORY_DIVISOR
 
-    def kept(feed: Feed) -> None:
-        feed.batched, feed.keep = True, CacheOptions(CacheBudget(max(most, beside) * MIB))
+    def caching(feed: Feed) -> None:
+        feed.batched, feed.keep = True, CacheOptions(CacheBudget(max(gpu_mib, host_mib) * MIB))
 
-    feeds, why = try_feeds(context.training_loaders, kept, type(context.ledger)())
+    feeds, why = try_feeds(context.training_loaders, caching, type(context.ledger)())
     if why or all(feed.refusal or feed.keeps_nothing for feed in feeds):
         return Skip(why or feeds[0].refusal or feeds[0].keeps_nothing)
-    needed = sum(feed.store.bytes_of_all for feed in feeds if feed.store is not None)
-    whole = max(1, -(-needed // MIB))
-    if whole > max(most, beside):
+    needed_bytes = sum(feed.store.bytes_of_all for feed in feeds if feed.store is not None)
+    needed_mib = max(1, -(-needed_bytes // MIB))
+    if needed_mib > max(gpu_mib, host_mib):
         return Skip(
-            f"the data needs {whole} MiB, and the limit is {most} MiB on the GPU or {beside} MiB on the host"
+            f"the data needs {needed_mib} MiB, and the limit is {gpu_mib} MiB on the GPU or {host_mib} MiB on the host"
         )
-    values: list[Value] = [{"mib": whole}] if whole <= most else []
-    return Options((*values, {"mib": whole, "host": True}) if whole <= beside else tuple(values))
+    values: list[Value] = [{"mib": needed_mib}] if needed_mib <= gpu_mib else []
+    return Options((*values, {"mib": needed_mib, "host": True}) if needed_mib <= host_mib else tuple(values))
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
@@ -72,10 +72,8 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     torch = context.torch
     if not torch.cuda.is_available():
         raise LookupError("there is no CUDA device to make batches on")
-    device_copies, keep = (
-        DeviceCopies(),
-        CacheOptions(CacheBudget(value["mib"] * MIB), ahead=True, handed_on=context.handed_on),
-    )
+    device_copies = DeviceCopies()
+    keep = CacheOptions(CacheBudget(value["mib"] * MIB), ahead=True, handed_on=context.handed_on)
     return_device_copies(device_copies, ledger)
 
     def change(dataset: Dataset, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +83,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
             else arguments
         )
 
-    def resident(loader: DataLoader, asked: dict[str, Any], feed: Feed | None) -> Any:
+    def resident(loader: DataLoader, requested: dict[str, Any], feed: Feed | None) -> Any:
         feed = feed or Feed(loader)
         feed.batched, feed.keep = True, keep
         # The device of the optimizers' weights, or the current device if the script creates them later.
@@ -97,7 +95,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
         feed.resident = (
             None if feed.keeps_nothing else ResidentDevice(device, device_copies, bool(value.get("host")))
         )
-        feed.as_workers = asked.get("num_workers", 0) if not seeds_itself(loader) else 0
+        feed.as_workers = requested.get("num_workers", 0) if not seeds_itself(loader) else 0
         feed.listeners["keep"] = feed.listeners["batched"] = lambda sentence: context.report(
             "resident_data", sentence
         )

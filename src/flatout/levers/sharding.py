@@ -20,27 +20,21 @@ Sources: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Tr
     et al. 2023, "PyTorch FSDP"; torch documentation, "torch.distributed.fsdp.fully_shard".
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from flatout.distributed.absent import why_none
 from flatout.job.rank_environment import this_rank
 from flatout.schema.accepted import Table
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
+from flatout.schema.program import Ledger, TrainingContext
 
 NAME = "sharding"
-OVER = ("node", "all")
+SCOPES = ("node", "all")
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
-    here = this_rank()
-    if here is None or here.world_size < 2:
+    rank = this_rank()
+    if rank is None or rank.world_size < 2:
         return Skip(why_none(context.torch))
     if not context.torch.distributed.is_available():
         return Skip("this torch was built without torch.distributed")
@@ -52,20 +46,20 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     from flatout.distributed.sharding import Sharding
     from flatout.levers.recomputed_blocks import repeated
 
-    given = {} if value is True else value
-    assert isinstance(given, dict)
-    over = given.get("over", "node")
-    divided, here = context.data_parallel, this_rank()
-    if divided is None or here is None:
+    settings = {} if value is True else value
+    assert isinstance(settings, dict)
+    scope = settings.get("over", "node")
+    parallel, rank = context.data_parallel, this_rank()
+    if parallel is None or rank is None:
         raise LookupError("sharding requires data_parallel, which is not applied")
     ledger.set(
-        divided,
+        parallel,
         "sharding",
         Sharding(
             context.torch,
             context,
-            divided.here,
-            str(over),
+            parallel.here,
+            str(scope),
             lambda module: repeated(context.torch, module),
             ledger,
         ),
@@ -90,6 +84,6 @@ LEVER = Lever(
     apply=apply,
     after=("data_parallel",),
     needs=("data_parallel",),
-    accepts=(Table({"over": OVER}),),
+    accepts=(Table({"over": SCOPES}),),
     page=__doc__,
 )

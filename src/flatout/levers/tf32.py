@@ -12,18 +12,13 @@ Evidence: a 124M GPT 2.21x (one A100, torch 2.6, LLMs-from-scratch, chapter 5); 
 Sources: PyTorch documentation, "CUDA semantics", section "TensorFloat-32 on Ampere (and later) devices".
 """
 
-from __future__ import annotations
-
 from types import ModuleType
-from typing import TYPE_CHECKING
 
 from flatout.levers.reasons import NO_CUDA
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
+from flatout.schema.program import Ledger, TrainingContext
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
@@ -57,17 +52,20 @@ def _choice_of_the_script(torch: ModuleType) -> Skip | None:
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    torch = context.torch
+    set_matmul_precision(context.torch, "high", ledger)
+    return ledger.restore
+
+
+def set_matmul_precision(torch: ModuleType, precision: str, ledger: Ledger) -> None:
+    """Set torch's float32 matmul precision until the ledger is restored."""
     # The older flags keep both families consistent. With the newer ones alone, reading allow_tf32 or
     # get_float32_matmul_precision raises (torch 2.14): in the script, in flex attention, in max-autotune.
     for owner in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
-        ledger.set_flag(
-            owner, "fp32_precision", owner.fp32_precision
-        )  # undone last: setting "highest" leaves "ieee" behind
+        # Undone last: setting "highest" leaves "ieee" behind.
+        ledger.set_flag(owner, "fp32_precision", owner.fp32_precision)
     before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision(precision)
     ledger.call("torch.set_float32_matmul_precision", lambda: torch.set_float32_matmul_precision(before))
-    return ledger.restore
 
 
 def code(value: Value) -> str:

@@ -9,31 +9,26 @@ Evidence: measured on your program before it is kept. On most programs the defau
 Sources: PyTorch documentation, "CPU threading and TorchScript inference"; torch.set_num_threads.
 """
 
-from __future__ import annotations
-
 import os
-from typing import TYPE_CHECKING
 
 from flatout.schema.accepted import Number
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
+from flatout.schema.program import Ledger, TrainingContext
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
-    now = context.torch.get_num_threads()
-    if context.backwards and now != context.threads_at_import:
-        return Skip(f"the program has already set the number of threads to {now}")
-    if asked := facts.environment.get("OMP_NUM_THREADS"):
-        return Skip(f"the environment sets OMP_NUM_THREADS={asked}; unset it to measure this lever")
-    if now < 2:
+    current = context.torch.get_num_threads()
+    if context.backwards and current != context.threads_at_import:
+        return Skip(f"the program has already set the number of threads to {current}")
+    if requested := facts.environment.get("OMP_NUM_THREADS"):
+        return Skip(f"the environment sets OMP_NUM_THREADS={requested}; unset it to measure this lever")
+    if current < 2:
         return Skip("torch already uses one thread in this process, and this lever only reduces threads")
     if context.device_type != "cpu":
         return Skip(f"the parameters are on {context.device_type}, where CPU threads do not compute")
-    return Options(tuple(dict.fromkeys(n for n in (1, now // 2, now // 4) if 1 <= n < now)))
+    return Options(tuple(dict.fromkeys(n for n in (1, current // 2, current // 4) if 1 <= n < current)))
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:

@@ -127,7 +127,7 @@ class Sizer:
     def step_ends(self) -> None:
         assert self._search is not None
         end = self._clock.mark()
-        self._clock.settle()
+        self._clock.synchronize()
         fits = len(self.micro_batches.failed) == self._failed and self._room.left()
         ms = self._clock.elapsed_ms(self._start, end)
         try:

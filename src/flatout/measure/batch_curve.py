@@ -4,8 +4,6 @@ Times are milliseconds per sample, by size, process and turn. The processes of o
 interleaved.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Mapping, Sequence
 
@@ -13,119 +11,123 @@ from flatout.measure.statistics import Round, block_ms, compare, median, quantil
 from flatout.schema.batch import BatchPoint, BatchRecord
 from flatout.schema.records import CONFIDENCE, Ratio
 
-WORTH = 0.05  # a larger batch must gain more throughput than this to be worth its memory
-DRAWS = 600
+MIN_THROUGHPUT_GAIN = 0.05  # a larger batch must gain more throughput than this to be worth its memory
+BOOTSTRAP_DRAWS = 600
 
 Passes = Sequence[Mapping[int, Sequence[float]]]
 """By pass, by size, one time per turn. A pass omits the sizes that it did not measure."""
 
 
-def speed(passes: Passes, own: int, size: int) -> Ratio | None:
-    """Return the samples/s of this size, relative to the program's own size."""
+def speed(passes: Passes, own_size: int, size: int) -> Ratio | None:
+    """The samples/s of this size, relative to the program's own size."""
     pairs = [
-        [Round(a, b) for a, b in zip(each[own], each[size], strict=False)]
-        for each in passes
-        if own in each and size in each
+        [Round(a, b) for a, b in zip(times[own_size], times[size], strict=False)]
+        for times in passes
+        if own_size in times and size in times
     ]
     return compare(pairs) if any(pairs) else None
 
 
-def in_micro_batches(step_ms: float, optimizer_ms: float, samples: float, wanted: float) -> float:
-    """Return the milliseconds of a step of ``wanted`` samples, made of micro-batches and one update.
+def micro_batched_step_ms(
+    step_ms: float, optimizer_ms: float, step_samples: float, target_samples: float
+) -> float:
+    """The milliseconds of a step of ``target_samples`` samples, made of micro-batches and one update.
 
-    The micro-batches of a step of ``samples`` samples take ``step_ms``. Everything but the optimizer counts
-    once per micro-batch: data, forward, backward and the rest. A smaller last micro-batch costs its share.
+    ``step_ms`` is that of a step of ``step_samples`` samples. Everything but the optimizer counts once per
+    micro-batch: data, forward, backward and the rest. A smaller last micro-batch costs its share.
     """
     update_ms = min(optimizer_ms, step_ms)
-    return (step_ms - update_ms) * wanted / samples + update_ms
+    return (step_ms - update_ms) * target_samples / step_samples + update_ms
 
 
-def enough(
-    passes: Passes, sizes: Sequence[int], seed: int = 0, draws: int = DRAWS
+def smallest_near_best(
+    passes: Passes, sizes: Sequence[int], draws: int = BOOTSTRAP_DRAWS
 ) -> tuple[int, int, int] | None:
-    """Return the smallest of ``sizes`` with a throughput within WORTH of the best, and its interval.
+    """The smallest of ``sizes`` with a throughput within MIN_THROUGHPUT_GAIN of the best, and its interval.
 
     The interval is a bootstrap over passes, and over the turns of each process within them. None without
     measurements.
     """
-    sizes = sorted(size for size in sizes if any(each.get(size) for each in passes))
+    sizes = sorted(size for size in sizes if any(one_pass.get(size) for one_pass in passes))
     if not sizes:
         return None
-    centre = _smallest(
-        {size: median([block_ms(each[size]) for each in passes if each.get(size)]) for size in sizes}
-    )
-    rng = random.Random(seed)
-    found = []
+    centre = _smallest_near_best({size: median(_process_ms(passes, size)) for size in sizes})
+    rng = random.Random(0)
+    indices = []
     for _ in range(draws):
-        drawn = [passes[rng.randrange(len(passes))] for _ in passes]
+        resampled = [passes[rng.randrange(len(passes))] for _ in passes]
         curve = {}
         for size in sizes:
             times = [
-                block_ms([each[size][rng.randrange(len(each[size]))] for _ in each[size]])
-                for each in drawn
-                if each.get(size)
+                block_ms([one_pass[size][rng.randrange(len(one_pass[size]))] for _ in one_pass[size]])
+                for one_pass in resampled
+                if one_pass.get(size)
             ]
             if times:
                 curve[size] = median(times)
-        found.append(sizes.index(_smallest(curve)) if curve else sizes.index(centre))
+        indices.append(sizes.index(_smallest_near_best(curve)) if curve else sizes.index(centre))
     tail = (1 - CONFIDENCE) / 2
-    low, high = sizes[round(quantile(found, tail))], sizes[round(quantile(found, 1 - tail))]
+    low, high = sizes[round(quantile(indices, tail))], sizes[round(quantile(indices, 1 - tail))]
     return centre, min(low, centre), max(high, centre)
 
 
-def _smallest(ms_a_sample: Mapping[int, float]) -> int:
-    best = min(ms_a_sample.values())
-    return min(size for size, ms in ms_a_sample.items() if ms <= best * (1 + WORTH))
+def _process_ms(passes: Passes, size: int) -> list[float]:
+    return [block_ms(one_pass[size]) for one_pass in passes if one_pass.get(size)]
 
 
-def read(record: BatchRecord, passes: Passes, again: Sequence[Sequence[Round]]) -> None:
+def _smallest_near_best(ms_per_sample: Mapping[int, float]) -> int:
+    best = min(ms_per_sample.values())
+    return min(size for size, ms in ms_per_sample.items() if ms <= best * (1 + MIN_THROUGHPUT_GAIN))
+
+
+def fill_record(record: BatchRecord, passes: Passes, aa_rounds: Sequence[Sequence[Round]]) -> None:
     """Fill the speeds and choices of a record from the times of its passes.
 
-    ``again`` are the turns of the own size in two processes of each pass.
+    ``aa_rounds`` are the turns of the own size in two processes of each pass.
     """
     own = record.point(record.own)
     if own is None or own.step_ms is None or not own.samples_per_step:
         return
-    pairs = [pair for pair in again if pair]
+    pairs = [pair for pair in aa_rounds if pair]
     record.again = compare(pairs) if pairs else None
     for point in record.points:
-        _read(record, point, own, passes)
+        _fill_point(record, point, own, passes)
     fit = [point for point in record.points if point.fits and point.speed is not None]
     if not fit:
         return
     record.best = max(fit, key=lambda point: point.speed.median if point.speed else 0.0).size
-    found = enough(passes, [point.size for point in fit])
-    if found is not None:
-        record.enough, record.enough_low, record.enough_high = found
-    kept = [point for point in fit if point.kept_speed is not None]
-    if kept:
+    interval = smallest_near_best(passes, [point.size for point in fit])
+    if interval is not None:
+        record.enough, record.enough_low, record.enough_high = interval
+    with_kept = [point for point in fit if point.kept_speed is not None]
+    if with_kept:
         record.kept_best = max(
-            kept, key=lambda point: point.kept_speed.median if point.kept_speed else 0.0
+            with_kept, key=lambda point: point.kept_speed.median if point.kept_speed else 0.0
         ).size
 
 
-def _read(record: BatchRecord, point: BatchPoint, own: BatchPoint, passes: Passes) -> None:
-    times = [block_ms(each[point.size]) for each in passes if each.get(point.size)]
-    samples, whole = point.samples_per_step, own.samples_per_step
-    if not times or not samples or not whole:
+def _fill_point(record: BatchRecord, point: BatchPoint, own: BatchPoint, passes: Passes) -> None:
+    times = _process_ms(passes, point.size)
+    samples, own_samples = point.samples_per_step, own.samples_per_step
+    if not times or not samples or not own_samples:
         return
-    ms_a_sample = median(times)
+    ms_per_sample = median(times)
     point.processes = len(times)
-    point.step_ms, point.samples_per_s = ms_a_sample * samples, 1000 / ms_a_sample
-    alike = Ratio(1.0, 1.0, 1.0, len(times))
-    point.speed = alike if point is own else speed(passes, own.size, point.size)
+    point.step_ms, point.samples_per_s = ms_per_sample * samples, 1000 / ms_per_sample
+    unity = Ratio(1.0, 1.0, 1.0, len(times))
+    point.speed = unity if point is own else speed(passes, own.size, point.size)
     point.kept_micro_batches = (record.effective or own.size) / point.size
     optimizer_ms = point.optimizer_ms
     if optimizer_ms is None or point.kept_micro_batches < 1:
         point.kept_micro_batches = None
         return
 
-    def kept(ms: float) -> float:
-        return in_micro_batches(ms * samples, optimizer_ms, samples, whole) / whole
+    def kept_batch_ms(ms: float) -> float:
+        return micro_batched_step_ms(ms * samples, optimizer_ms, samples, own_samples) / own_samples
 
-    in_parts = [
-        {own.size: each[own.size], point.size: [kept(ms) for ms in each[point.size]]}
-        for each in passes
-        if own.size in each and point.size in each
+    micro_batched = [
+        {own.size: one_pass[own.size], point.size: [kept_batch_ms(ms) for ms in one_pass[point.size]]}
+        for one_pass in passes
+        if own.size in one_pass and point.size in one_pass
     ]
-    point.kept_speed = alike if point is own else speed(in_parts, own.size, point.size)
+    point.kept_speed = unity if point is own else speed(micro_batched, own.size, point.size)

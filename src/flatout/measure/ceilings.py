@@ -1,7 +1,5 @@
 """Store and load the ceilings that `flatout doctor --bench` measured."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from pathlib import Path
@@ -12,7 +10,7 @@ from flatout.schema.facts import Facts
 
 
 def machine_key(facts: Facts) -> str:
-    """Return twelve hex digits that identify the machine.
+    """Twelve hex digits that identify the machine.
 
     They depend on what affects the figures: the CPU, the cores available to this process, the GPUs, torch.
     """
@@ -20,18 +18,20 @@ def machine_key(facts: Facts) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 
-def place_of(key: str, folder: Path | None = None) -> Path:
-    """Return the file of a machine, below the user's cache folder (XDG_CACHE_HOME, else ~/.cache)."""
+def record_path(key: str, folder: Path | None = None) -> Path:
+    """The file of a machine, below the user's cache folder (XDG_CACHE_HOME, else ~/.cache)."""
     if folder is None:
-        given = os.environ.get("XDG_CACHE_HOME", "")
-        folder = (Path(given) if Path(given).is_absolute() else Path("~/.cache").expanduser()) / "flatout"
+        cache_home = os.environ.get("XDG_CACHE_HOME", "")
+        folder = (
+            Path(cache_home) if Path(cache_home).is_absolute() else Path("~/.cache").expanduser()
+        ) / "flatout"
     return folder / f"ceilings-{key}.json"
 
 
 def read(facts: Facts, folder: Path | None = None) -> CeilingsRecord | None:
-    """Return the record of this machine, or None if it is missing or unreadable."""
+    """The record of this machine, or None if it is missing or unreadable."""
     key = machine_key(facts)
-    data = read_json(place_of(key, folder))
+    data = read_json(record_path(key, folder))
     try:
         record = CeilingsRecord.from_json(data)
     except (TypeError, AttributeError):
@@ -40,10 +40,9 @@ def read(facts: Facts, folder: Path | None = None) -> CeilingsRecord | None:
 
 
 def load(facts: Facts, device: str = "cpu", folder: Path | None = None) -> dict[str, float] | None:
-    """Return the ceilings of ``device`` ("cpu" or "cuda") by ``plan.ceilings.NAMES``, or None if never
-    measured.
+    """The ceilings of ``device`` ("cpu" or "cuda") by name, or None if never measured.
 
-    Unavailable figures are missing. ``facts`` come from ``probe.machine.look()``.
+    Unavailable figures are missing.
     """
     record = read(facts, folder)
     return record.values(device) if record is not None else None
@@ -51,6 +50,6 @@ def load(facts: Facts, device: str = "cpu", folder: Path | None = None) -> dict[
 
 def save(record: CeilingsRecord, folder: Path | None = None) -> Path:
     """Write a record. Raises StorageError."""
-    path = place_of(record.key, folder)
+    path = record_path(record.key, folder)
     write_json(path, record.to_json())
     return path

@@ -25,7 +25,7 @@ class Clock(Protocol):
     def wait_for(self, mark: Any) -> None:
         """Wait until this mark has happened."""
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until all marks so far have happened."""
 
 
@@ -41,7 +41,7 @@ class HostClock:
     def wait_for(self, mark: int) -> None:
         pass
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         pass
 
 
@@ -70,28 +70,28 @@ class CudaClock:
     def wait_for(self, mark: Any) -> None:
         self._wait_for(mark)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self._wait(self._device)
 
 
 def clock_for(torch: ModuleType, device: Device) -> Clock:
-    """Return the clock for ``device``: a torch.device, or its type as a string."""
-    kind, own = (device, None) if isinstance(device, str) else (device.type, device)
-    return CudaClock(torch, own) if kind == "cuda" else HostClock()
+    """The clock for ``device``: a torch.device, or its type as a string."""
+    device_type, cuda_device = (device, None) if isinstance(device, str) else (device.type, device)
+    return CudaClock(torch, cuda_device) if device_type == "cuda" else HostClock()
 
 
 def seconds() -> float:
-    """Return the seconds of the host's monotonic clock, for budgets and deadlines."""
+    """The seconds of the host's monotonic clock, for budgets and deadlines."""
     return time.monotonic()
 
 
 def cpu_seconds() -> float:
-    """Return the CPU seconds of this process, all threads."""
+    """The CPU seconds of this process, all threads."""
     return time.process_time()
 
 
 def thread_seconds() -> float:
-    """Return the CPU seconds of the calling thread."""
+    """The CPU seconds of the calling thread."""
     return time.thread_time()
 
 
@@ -99,6 +99,6 @@ def sleep(for_s: float) -> None:
     time.sleep(for_s)
 
 
-def today() -> str:
-    """Return the current time in UTC, ISO 8601, to the second."""
+def utc_now() -> str:
+    """The current time in UTC, ISO 8601, to the second."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

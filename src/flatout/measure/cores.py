@@ -4,20 +4,18 @@ On shared machines each core has its own disturbance by other tenants. A program
 stays on one core, so two of them would see different ones. Linux only; elsewhere nothing moves.
 """
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from pathlib import Path
 
-PROCESSOR = 36  # of the fields of /proc/*/stat behind the name, counted from 0. Source: proc(5)
+PROCESSOR_FIELD = 36  # of the fields of /proc/*/stat behind the name, counted from 0. Source: proc(5)
 
 
 def current_core() -> int | None:
-    """Return the core on which the calling thread runs."""
+    """The core on which the calling thread runs."""
     try:
         text = Path("/proc/thread-self/stat").read_text(encoding="ascii", errors="replace")
-        return int(text.rpartition(")")[2].split()[PROCESSOR])
+        return int(text.rpartition(")")[2].split()[PROCESSOR_FIELD])
     except (OSError, ValueError, IndexError):
         return None
 
@@ -27,17 +25,16 @@ def move_to(core: int) -> None:
 
     It stays where it is if it may not run there, is bound to one core, or would be further from its memory.
     """
-    here = current_core()
-    if not hasattr(os, "sched_setaffinity") or here is None or here == core:
+    current = current_core()
+    if not hasattr(os, "sched_setaffinity") or current is None or current == core:
         return
     allowed = os.sched_getaffinity(0)
-    if core not in allowed or _memory_node(core) != _memory_node(here):
+    if core not in allowed or _numa_node(core) != _numa_node(current):
         return
     with suppress(OSError):  # the system has just taken that core away
         os.sched_setaffinity(0, {core})
     os.sched_setaffinity(0, allowed)
 
 
-def _memory_node(core: int) -> str:
-    """The name of the memory node of a core; empty if the system does not tell."""
+def _numa_node(core: int) -> str:
     return next((path.name for path in Path(f"/sys/devices/system/cpu/cpu{core}").glob("node*")), "")

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from flatout.schema.scale import Link
 
-OF_A_TREE = 0.9  # of the bandwidth: "busBw*.9" in NCCL's src/graph/tuning.cc, commit 01afd20
+TREE_SHARE = 0.9  # of the bandwidth: "busBw*.9" in NCCL's src/graph/tuning.cc, commit 01afd20
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class CollectiveCost:
     ms: float = 0.0
     latency_ms: float = 0.0
     wire_bytes: float = 0.0
-    how: str = "nothing"
+    algorithm: str = "nothing"
     link: str = ""
     busy_ms: float = 0.0
 
@@ -41,17 +41,19 @@ class CollectiveCost:
     def contention(self) -> float:
         return min(1.0, self.busy_ms / self.ms) if self.ms > 0 else 0.0
 
-    def and_then(self, other: CollectiveCost) -> CollectiveCost:
-        narrow = self if self.ms - self.latency_ms >= other.ms - other.latency_ms else other
-        ways = list(
-            dict.fromkeys(way for cost in (self, other) if cost.ms > 0 for way in cost.how.split(", "))
+    def plus(self, other: CollectiveCost) -> CollectiveCost:
+        limiting = self if self.ms - self.latency_ms >= other.ms - other.latency_ms else other
+        algorithms = list(
+            dict.fromkeys(
+                name for cost in (self, other) if cost.ms > 0 for name in cost.algorithm.split(", ")
+            )
         )
         return CollectiveCost(
             self.ms + other.ms,
             self.latency_ms + other.latency_ms,
             self.wire_bytes + other.wire_bytes,
-            ", ".join(ways) or "nothing",
-            narrow.link,
+            ", ".join(algorithms) or "nothing",
+            limiting.link,
             self.busy_ms + other.busy_ms,
         )
 
@@ -84,114 +86,102 @@ class Fabric:
         return per_node, math.ceil(devices / per_node)
 
     @property
-    def near(self) -> Link:
-        """Return the link inside a node."""
+    def intra_node(self) -> Link:
+        """The link inside a node."""
         return self.between if self.inside is None else self.inside
 
-    def out_bytes_per_s(self, per_node: int) -> float:
-        """Return the bandwidth of all cards of a node together."""
+    def node_bytes_per_s(self, per_node: int) -> float:
+        """The bandwidth of all cards of a node together."""
         return self.between.bandwidth_bytes_per_s * (self.between.cards or per_node)
 
     def in_node(self) -> Fabric:
-        """Return the fabric restricted to one node."""
-        return Fabric(replace(self.near, inside=True))
+        """The fabric restricted to one node."""
+        return Fabric(replace(self.intra_node, inside=True))
 
     def across(self, per_node: int) -> Fabric:
-        """Return the fabric between devices at the same position of each node.
+        """The fabric between devices at the same position of each node.
 
         All other positions communicate at the same time.
         """
         return Fabric(
-            replace(self.between, bandwidth_bytes_per_s=self.out_bytes_per_s(per_node) / per_node, cards=0)
+            replace(self.between, bandwidth_bytes_per_s=self.node_bytes_per_s(per_node) / per_node, cards=0)
         )
 
 
 def all_reduce(fabric: Fabric, devices: int, size_bytes: float) -> CollectiveCost:
-    """Return the cost of the fastest of ring, tree and hierarchical, as NCCL chooses."""
+    """The cost of the fastest of ring, tree and hierarchical, as NCCL chooses."""
     if devices < 2:
         return CollectiveCost()
     per_node, nodes = fabric.shape(devices)
-    found = [_ring(fabric, devices, size_bytes, rounds=2, how="ring")]
+    costs = [_ring(fabric, devices, size_bytes, rounds=2, algorithm="ring")]
     if nodes > 1:
-        found.append(_tree(fabric, devices, size_bytes))
+        costs.append(_tree(fabric, devices, size_bytes))
     if nodes > 1 and per_node > 1 and nodes * per_node == devices:
-        found.append(hierarchical(fabric, devices, size_bytes))
-    return min(found, key=lambda cost: cost.ms)
+        costs.append(hierarchical(fabric, devices, size_bytes))
+    return min(costs, key=lambda cost: cost.ms)
 
 
 def reduce_scatter(fabric: Fabric, devices: int, size_bytes: float) -> CollectiveCost:
-    """Return the cost of a reduce-scatter.
+    """The cost of a reduce-scatter.
 
     ``size_bytes`` is the whole tensor, of which each device keeps its part.
     """
-    return _ring(fabric, devices, size_bytes, rounds=1, how="reduce-scatter")
+    return _ring(fabric, devices, size_bytes, rounds=1, algorithm="reduce-scatter")
 
 
 def all_gather(fabric: Fabric, devices: int, size_bytes: float) -> CollectiveCost:
-    """Return the cost of an all-gather. ``size_bytes`` is the whole tensor."""
-    return _ring(fabric, devices, size_bytes, rounds=1, how="all-gather")
+    """The cost of an all-gather. ``size_bytes`` is the whole tensor."""
+    return _ring(fabric, devices, size_bytes, rounds=1, algorithm="all-gather")
 
 
 def hierarchical(fabric: Fabric, devices: int, size_bytes: float) -> CollectiveCost:
-    """Return the cost of an all-reduce in three steps. All nodes have the same number of devices."""
+    """The cost of an all-reduce in three steps. All nodes have the same number of devices."""
     per_node, nodes = fabric.shape(devices)
     first = reduce_scatter(fabric.in_node(), per_node, size_bytes)
-    middle = _ring(fabric.across(per_node), nodes, size_bytes / per_node, rounds=2, how="ring")
+    middle = _ring(fabric.across(per_node), nodes, size_bytes / per_node, rounds=2, algorithm="ring")
     last = all_gather(fabric.in_node(), per_node, size_bytes)
-    return replace(first.and_then(middle).and_then(last), how="hierarchical")
+    return replace(first.plus(middle).plus(last), algorithm="hierarchical")
 
 
-def _narrowest(fabric: Fabric, devices: int) -> tuple[float, Link]:
-    """Return the bandwidth in bytes per second of a ring through all devices, and its limiting link."""
+def _bottleneck(fabric: Fabric, devices: int) -> tuple[float, Link]:
+    """The bandwidth in bytes per second of a ring through all devices, and its limiting link."""
     per_node, nodes = fabric.shape(devices)
     if nodes == 1:
-        return fabric.near.bandwidth_bytes_per_s, fabric.near
-    out = fabric.out_bytes_per_s(per_node)
-    if per_node > 1 and fabric.near.bandwidth_bytes_per_s < out:
-        return fabric.near.bandwidth_bytes_per_s, fabric.near
-    return out, fabric.between
+        return fabric.intra_node.bandwidth_bytes_per_s, fabric.intra_node
+    node_bandwidth = fabric.node_bytes_per_s(per_node)
+    if per_node > 1 and fabric.intra_node.bandwidth_bytes_per_s < node_bandwidth:
+        return fabric.intra_node.bandwidth_bytes_per_s, fabric.intra_node
+    return node_bandwidth, fabric.between
 
 
-def _ring(fabric: Fabric, devices: int, size_bytes: float, rounds: int, how: str) -> CollectiveCost:
+def _ring(fabric: Fabric, devices: int, size_bytes: float, rounds: int, algorithm: str) -> CollectiveCost:
     if devices < 2:
         return CollectiveCost()
     per_node, nodes = fabric.shape(devices)
-    far = rounds * (nodes - 1) if per_node > 1 else rounds * (devices - 1)
-    near = rounds * (devices - 1) - far
-    latency_ms = (
-        _start_us(fabric, nodes) + far * fabric.between.latency_us + near * fabric.near.latency_us
-    ) / 1e3
-    bandwidth, link = _narrowest(fabric, devices)
-    wire = rounds * (devices - 1) / devices * size_bytes
-    return _cost(fabric, devices, latency_ms, 1e3 * wire / bandwidth, wire, how, link)
+    inter_hops = rounds * (nodes - 1) if per_node > 1 else rounds * (devices - 1)
+    intra_hops = rounds * (devices - 1) - inter_hops
+    hops_us = inter_hops * fabric.between.latency_us + intra_hops * fabric.intra_node.latency_us
+    wire_bytes = rounds * (devices - 1) / devices * size_bytes
+    return _cost(fabric, devices, hops_us, wire_bytes, wire_bytes, algorithm)
 
 
 def _tree(fabric: Fabric, devices: int, size_bytes: float) -> CollectiveCost:
     per_node, nodes = fabric.shape(devices)
-    hops_us = 2 * (
-        (per_node - 1) * fabric.near.latency_us + math.ceil(math.log2(nodes)) * fabric.between.latency_us
-    )
-    latency_ms = (_start_us(fabric, nodes) + hops_us) / 1e3
-    bandwidth, link = _narrowest(fabric, devices)
-    return _cost(
-        fabric,
-        devices,
-        latency_ms,
-        2e3 * size_bytes / (OF_A_TREE * bandwidth),
-        2 * (devices - 1) / devices * size_bytes,
-        "tree",
-        link,
-    )
+    inter_us = math.ceil(math.log2(nodes)) * fabric.between.latency_us
+    hops_us = 2 * ((per_node - 1) * fabric.intra_node.latency_us + inter_us)
+    wire_bytes = 2 * (devices - 1) / devices * size_bytes
+    return _cost(fabric, devices, hops_us, wire_bytes, 2 * size_bytes / TREE_SHARE, "tree")
 
 
 def _cost(
-    fabric: Fabric, devices: int, latency_ms: float, bytes_ms: float, wire_bytes: float, how: str, link: Link
+    fabric: Fabric, devices: int, hops_us: float, wire_bytes: float, bottleneck_bytes: float, algorithm: str
 ) -> CollectiveCost:
+    per_node, nodes = fabric.shape(devices)
+    start_us = fabric.between.start_us if nodes > 1 else fabric.intra_node.start_us
+    latency_ms = (start_us + hops_us) / 1e3
+    bandwidth, link = _bottleneck(fabric, devices)
+    bytes_ms = 1e3 * bottleneck_bytes / bandwidth
     # A byte occupies its device as long as the nearest link needs for it, even if later links are slower.
-    near = fabric.between if fabric.shape(devices)[0] == 1 else fabric.near
-    busy_ms = near.contention * min(bytes_ms, 1e3 * wire_bytes / near.bandwidth_bytes_per_s)
-    return CollectiveCost(latency_ms + bytes_ms, latency_ms, wire_bytes, how, link.name, busy_ms)
-
-
-def _start_us(fabric: Fabric, nodes: int) -> float:
-    return fabric.between.start_us if nodes > 1 else fabric.near.start_us
+    nearest = fabric.between if per_node == 1 else fabric.intra_node
+    busy_ms = nearest.contention * min(bytes_ms, 1e3 * wire_bytes / nearest.bandwidth_bytes_per_s)
+    return CollectiveCost(latency_ms + bytes_ms, latency_ms, wire_bytes, algorithm, link.name, busy_ms)

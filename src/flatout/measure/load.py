@@ -14,34 +14,34 @@ from flatout.measure.clock import sleep
 if TYPE_CHECKING:
     from torch import device as Device
 
-SPARE = 0.9  # usable share of the free memory; the rest is a reserve for growth
-CONTEXT_BYTES = 600 * 2**20  # of a CUDA context, in addition to what torch has reserved
+USABLE_SHARE = 0.9  # of the free memory; the rest is a reserve for growth
+CUDA_CONTEXT_BYTES = 600 * 2**20  # in addition to what torch has reserved
 
 
-def busy_cores(watch_s: float = 0.5) -> float | None:
-    """Return how many cores are busy, sampled over ``watch_s`` seconds.
+def busy_cores(sample_s: float = 0.5) -> float | None:
+    """How many cores are busy, sampled over ``sample_s`` seconds.
 
     Time taken by other guests of the host counts as busy, because this machine did not have it. The result is
     None if the kernel does not report it. Source: proc_stat(5).
     """
     try:
-        before = _busy_ticks()
-        sleep(watch_s)
-        return (_busy_ticks() - before) / os.sysconf("SC_CLK_TCK") / watch_s
+        ticks_before = _busy_ticks()
+        sleep(sample_s)
+        return (_busy_ticks() - ticks_before) / os.sysconf("SC_CLK_TCK") / sample_s
     except (OSError, ValueError):
         return None
 
 
 @dataclass(frozen=True)
-class Busy:
+class MachineLoad:
     """``cores`` that are busy, and the programs that use most of them: ``python (pid 123)``."""
 
     cores: float
     names: tuple[str, ...] = ()
 
 
-def busy_programs(watch_s: float = 0.25, most: int = 2) -> Busy | None:
-    """Return the programs that load the machine, sampled over ``watch_s`` seconds.
+def machine_load(sample_s: float) -> MachineLoad | None:
+    """The programs that load the machine, sampled over ``sample_s`` seconds.
 
     The result is None if the kernel does not report it. This process does not count. Time taken by other
     guests of the host counts, without a name.
@@ -49,28 +49,32 @@ def busy_programs(watch_s: float = 0.25, most: int = 2) -> Busy | None:
     import psutil  # imported here, because a measured program does not need it
 
     try:
-        before, used = _busy_ticks(), _cpu_seconds(psutil)
-        own = process_time()
-        sleep(watch_s)
-        cores = (_busy_ticks() - before) / os.sysconf("SC_CLK_TCK") / watch_s - (
-            process_time() - own
-        ) / watch_s
+        ticks_before, spent_before = _busy_ticks(), _cpu_seconds(psutil)
+        own_before_s = process_time()
+        sleep(sample_s)
+        own_s = process_time() - own_before_s
+        cores = ((_busy_ticks() - ticks_before) / os.sysconf("SC_CLK_TCK") - own_s) / sample_s
     except (OSError, ValueError):
         return None
     after = _cpu_seconds(psutil)
-    shares = {pid: (spent - used[pid][1], name) for pid, (name, spent) in after.items() if pid in used}
-    top = sorted(((share / watch_s, name, pid) for pid, (share, name) in shares.items()), reverse=True)[:most]
-    return Busy(max(0.0, cores), tuple(f"{name} (pid {pid})" for share, name, pid in top if share >= 0.2))
+    shares = {
+        pid: (spent - spent_before[pid][1], name)
+        for pid, (name, spent) in after.items()
+        if pid in spent_before
+    }
+    top = sorted(((share / sample_s, name, pid) for pid, (share, name) in shares.items()), reverse=True)[:2]
+    return MachineLoad(
+        max(0.0, cores), tuple(f"{name} (pid {pid})" for share, name, pid in top if share >= 0.2)
+    )
 
 
 def _cpu_seconds(psutil: ModuleType) -> dict[int, tuple[str, float]]:
-    """Return name and CPU seconds of each process except this one."""
-    found = {}
+    processes = {}
     for process in psutil.process_iter(["name", "cpu_times"]):
         times = process.info["cpu_times"]
         if times is not None and process.pid != os.getpid():
-            found[process.pid] = process.info["name"] or "?", times.user + times.system
-    return found
+            processes[process.pid] = process.info["name"] or "?", times.user + times.system
+    return processes
 
 
 def _busy_ticks() -> int:
@@ -81,7 +85,7 @@ def _busy_ticks() -> int:
 
 
 def peak_bytes(torch: ModuleType, device: Device) -> int:
-    """Return the peak memory of this process: on ``device`` if it is a CUDA device, else in RAM."""
+    """The peak memory of this process: on ``device`` if it is a CUDA device, else in RAM."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     import resource
@@ -90,21 +94,22 @@ def peak_bytes(torch: ModuleType, device: Device) -> int:
 
 
 def copies_that_fit(torch: ModuleType, device: Device, processes: int = 1) -> int:
-    """Return how many programs like this one fit at once, including this one: into ``device`` and into RAM.
+    """How many programs like this one fit at once, including this one: into ``device`` and into RAM.
 
     ``processes`` is the number of processes like this one that a program has (the ranks of this machine).
     """
-    copies = 1 + int(SPARE * available_bytes() // (max(1, resident_bytes()) * processes))
+    copies = 1 + int(USABLE_SHARE * available_bytes() // (max(1, resident_bytes()) * processes))
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         copies = min(
-            copies, 1 + int(SPARE * free // (torch.cuda.max_memory_reserved(device) + CONTEXT_BYTES))
+            copies,
+            1 + int(USABLE_SHARE * free // (torch.cuda.max_memory_reserved(device) + CUDA_CONTEXT_BYTES)),
         )
     return copies
 
 
 def available_bytes() -> int:
-    """Return the memory available without swapping.
+    """The memory available without swapping.
 
     Source: proc_meminfo(5), or a cgroup's limit if that is lower.
     """
@@ -128,7 +133,7 @@ def available_bytes() -> int:
 
 
 def resident_bytes(pid: int | str = "self") -> int:
-    """Return the memory of a process in RAM, or 1 if it is unknown. Source: proc_pid_statm(5)."""
+    """The memory of a process in RAM, or 1 if it is unknown. Source: proc_pid_statm(5)."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf(
             "SC_PAGE_SIZE"
@@ -138,7 +143,7 @@ def resident_bytes(pid: int | str = "self") -> int:
 
 
 def private_bytes(pid: int) -> int | None:
-    """Return the private memory of a process, or None if it is unknown. Source: proc_pid_smaps_rollup(5)."""
+    """The private memory of a process, or None if it is unknown. Source: proc_pid_smaps_rollup(5)."""
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii").splitlines()
         return 1024 * sum(

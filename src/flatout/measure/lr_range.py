@@ -6,21 +6,19 @@ The learning rate grows by a constant factor per step. Losses of single batches 
 smoothed by an exponential mean (corrected for its start), and slopes are taken over SPAN steps.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 
 from flatout.schema.lr_range import LrPoint
 
 SMOOTHING = 0.9  # weight of the previous mean at each step
-SPAN = 10  # steps for a slope
-GONE = 1.5  # the loss diverges at this multiple of the first losses
-LEAST_FALL = 0.02  # a smaller relative fall of the loss counts as noise
+SLOPE_STEPS = 10  # steps for a slope
+DIVERGENCE_FACTOR = 1.5  # the loss diverges at this multiple of the first losses
+MIN_RELATIVE_FALL = 0.02  # a smaller relative fall of the loss counts as noise
 
 
 def smoothed(losses: Sequence[float | None]) -> list[float | None]:
-    """Return the smoothed losses. They are None from the first loss that is not finite."""
+    """The smoothed losses. They are None from the first loss that is not finite."""
     mean, weight, means = 0.0, 0.0, list[float | None]()
     for loss in losses:
         if loss is None or not math.isfinite(loss):
@@ -31,29 +29,29 @@ def smoothed(losses: Sequence[float | None]) -> list[float | None]:
     return [*means, *[None] * (len(losses) - len(means))]
 
 
-def read(points: Sequence[LrPoint]) -> tuple[float | None, float | None, float | None]:
-    """Return the learning rates at which the smoothed loss falls fastest, is lowest, and diverges.
+def find_rates(points: Sequence[LrPoint]) -> tuple[float | None, float | None, float | None]:
+    """The learning rates at which the smoothed loss falls fastest, is lowest, and diverges.
 
     None if there is no such rate.
     """
     usable = [(point.lr, point.smooth) for point in points if point.smooth is not None and point.lr > 0]
-    stops = points[len(usable)].lr if len(usable) < len(points) else None
-    if len(usable) <= SPAN:
-        return None, None, stops
+    first_non_finite = points[len(usable)].lr if len(usable) < len(points) else None
+    if len(usable) <= SLOPE_STEPS:
+        return None, None, first_non_finite
     losses = [loss for _, loss in usable]
-    start, low_at = min(losses[:SPAN]), min(range(len(losses)), key=losses.__getitem__)
-    lowest = losses[low_at]
-    limit = lowest + (GONE - 1) * max(abs(start), start - lowest)
-    diverged = next((lr for lr, loss in usable[low_at:] if loss > limit), stops)
-    if start - lowest < LEAST_FALL * max(abs(start), 1e-12):
+    start, lowest_index = min(losses[:SLOPE_STEPS]), min(range(len(losses)), key=losses.__getitem__)
+    lowest = losses[lowest_index]
+    divergence_loss = lowest + (DIVERGENCE_FACTOR - 1) * max(abs(start), start - lowest)
+    diverged = next((lr for lr, loss in usable[lowest_index:] if loss > divergence_loss), first_non_finite)
+    if start - lowest < MIN_RELATIVE_FALL * max(abs(start), 1e-12):
         return None, None, diverged
-    ends = range(SPAN, max(low_at, SPAN) + 1)
-    steepest = max(ends, key=lambda end: losses[end - SPAN] - losses[end]) - SPAN // 2
-    return usable[steepest][0], usable[low_at][0], diverged
+    ends = range(SLOPE_STEPS, max(lowest_index, SLOPE_STEPS) + 1)
+    steepest = max(ends, key=lambda end: losses[end - SLOPE_STEPS] - losses[end]) - SLOPE_STEPS // 2
+    return usable[steepest][0], usable[lowest_index][0], diverged
 
 
 def suggest(steepest: float | None, lowest: float | None, diverged: float | None) -> tuple[float | None, str]:
-    """Return an initial learning rate, and the reason.
+    """An initial learning rate, and the reason.
 
     The lowest loss is at the edge of stability, so at most a third of that rate is suggested.
     """

@@ -3,8 +3,6 @@
 Pure bookkeeping. Time is the number of the event. The kind of a block may become known after its allocation.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 
@@ -14,13 +12,13 @@ TEMPORARY = "temporary"
 
 @dataclass(slots=True, eq=False)
 class MemoryBlock:
-    """A memory block. ``died`` is the event that freed it, or None while it lives."""
+    """A memory block. ``freed_at`` is the event that freed it, or None while it lives."""
 
     size_bytes: int
     kind: str
     module: str
-    born: int
-    died: int | None = None
+    allocated_at: int
+    freed_at: int | None = None
 
 
 @dataclass(frozen=True)
@@ -43,45 +41,45 @@ class MemoryBlockTracker:
         self.events = 0
         self.in_use_bytes = 0
         self._blocks: list[MemoryBlock] = []
-        self.begin()
+        self.reset_peak()
 
-    def begin(self) -> None:
+    def reset_peak(self) -> None:
         """Start the search for the peak."""
-        self._blocks = [block for block in self._blocks if block.died is None]
-        self._peak_bytes, self._peak_at = self.in_use_bytes, self.events
-        self._began = self.events
+        self._blocks = [block for block in self._blocks if block.freed_at is None]
+        self._peak_bytes, self._peak_event = self.in_use_bytes, self.events
+        self._start_event = self.events
 
-    def take(self, size_bytes: int, kind: str = TEMPORARY, module: str = "") -> MemoryBlock:
+    def allocate(self, size_bytes: int, kind: str = TEMPORARY, module: str = "") -> MemoryBlock:
         self.events += 1
         rounded = -(-size_bytes // self.rounding_bytes) * self.rounding_bytes
         block = MemoryBlock(rounded, kind, module, self.events)
         self._blocks.append(block)
         self.in_use_bytes += rounded
         if self.in_use_bytes > self._peak_bytes:
-            self._peak_bytes, self._peak_at = self.in_use_bytes, self.events
+            self._peak_bytes, self._peak_event = self.in_use_bytes, self.events
         return block
 
-    def give_back(self, block: MemoryBlock) -> None:
-        if block.died is None:
+    def free(self, block: MemoryBlock) -> None:
+        if block.freed_at is None:
             self.events += 1
-            block.died = self.events
+            block.freed_at = self.events
             self.in_use_bytes -= block.size_bytes
 
-    def outlived(self, kind: str, since: int) -> None:
+    def classify_survivors(self, kind: str, since: int) -> None:
         """Set the kind of the temporary blocks that were allocated after the event ``since`` and still live."""
         for block in reversed(self._blocks):
-            if block.born <= since:
+            if block.allocated_at <= since:
                 break
-            if block.died is None and block.kind == TEMPORARY:
+            if block.freed_at is None and block.kind == TEMPORARY:
                 block.kind = kind
 
     def peak(self) -> Peak:
-        """Return the peak since ``begin``."""
+        """The peak since ``reset_peak``."""
         kinds: Counter[str] = Counter()
-        for block in self._living(self._peak_at):
+        for block in self._live_blocks_at(self._peak_event):
             kinds[block.kind] += block.size_bytes
         modules: Counter[str] = Counter()
-        for block in self._living(self._fullest()):
+        for block in self._live_blocks_at(self._fullest_event()):
             if block.kind == "activations":
                 modules[block.module] += block.size_bytes
         return Peak(
@@ -90,24 +88,25 @@ class MemoryBlockTracker:
             {name: size for name, size in modules.most_common() if size},
         )
 
-    def _living(self, event: int) -> list[MemoryBlock]:
+    def _live_blocks_at(self, event: int) -> list[MemoryBlock]:
         return [
             block
             for block in self._blocks
-            if block.born <= event and (block.died is None or block.died > event)
+            if block.allocated_at <= event and (block.freed_at is None or block.freed_at > event)
         ]
 
-    def _fullest(self) -> int:
-        """Return the event after which the most activations live."""
-        changes = [(block.born, block.size_bytes) for block in self._blocks if block.kind == "activations"]
-        changes += [
-            (block.died, -block.size_bytes)
-            for block in self._blocks
-            if block.kind == "activations" and block.died is not None
+    def _fullest_event(self) -> int:
+        changes = [
+            (block.allocated_at, block.size_bytes) for block in self._blocks if block.kind == "activations"
         ]
-        total, most, event = 0, 0, self._began
-        for at, change in sorted(changes):
+        changes += [
+            (block.freed_at, -block.size_bytes)
+            for block in self._blocks
+            if block.kind == "activations" and block.freed_at is not None
+        ]
+        total, max_bytes, event = 0, 0, self._start_event
+        for changed_at, change in sorted(changes):
             total += change
-            if at <= self._began or total > most:
-                most, event = total, max(at, self._began)
+            if changed_at <= self._start_event or total > max_bytes:
+                max_bytes, event = total, max(changed_at, self._start_event)
         return event

@@ -3,8 +3,6 @@
 pytree takes dataclasses, other mappings and subclasses of lists and tuples for leaves. They are opened here.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -29,34 +27,36 @@ def tensors_in(nest: object) -> Iterator[Any]:
         return  # a nest that holds itself has no end
 
 
-def mapped(nest: object, change: Callable[[Any], Any], is_leaf: Callable[[Any], bool] | None = None) -> Any:
-    """Return the same nest in new containers, with ``change`` applied to each leaf.
+def mapped(
+    nest: object, transform: Callable[[Any], Any], is_leaf: Callable[[Any], bool] | None = None
+) -> Any:
+    """The same nest in new containers, with ``transform`` applied to each leaf.
 
     ``is_leaf``: which containers count as leaves.
     """
     from torch.utils._pytree import tree_map
 
-    def of(leaf: Any) -> Any:
+    def map_leaf(leaf: Any) -> Any:
         if is_leaf is not None and is_leaf(leaf):
-            return change(leaf)
+            return transform(leaf)
         if isinstance(leaf, Mapping):
-            again: Any = copy.copy(leaf)
+            copied: Any = copy.copy(leaf)
             for key in leaf:
-                again[key] = mapped(leaf[key], change, is_leaf)
-            return again
+                copied[key] = mapped(leaf[key], transform, is_leaf)
+            return copied
         if isinstance(leaf, (list, tuple)):
-            return type(leaf)(mapped(part, change, is_leaf) for part in leaf)
+            return type(leaf)(mapped(part, transform, is_leaf) for part in leaf)
         if _is_dataclass(leaf):
             parts = {
-                field.name: mapped(getattr(leaf, field.name), change, is_leaf)
+                field.name: mapped(getattr(leaf, field.name), transform, is_leaf)
                 for field in dataclasses.fields(leaf)
                 if field.init
             }
             return dataclasses.replace(leaf, **parts)
-        return change(leaf)
+        return transform(leaf)
 
-    return tree_map(of, nest, is_leaf=is_leaf)
+    return tree_map(map_leaf, nest, is_leaf=is_leaf)
 
 
-def _is_dataclass(thing: object) -> bool:
-    return dataclasses.is_dataclass(thing) and not isinstance(thing, type)
+def _is_dataclass(value: object) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)

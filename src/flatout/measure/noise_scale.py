@@ -17,8 +17,6 @@ gives the same B as a mean, as long as b is constant.
 Large models provide sums over groups of batches. Then only products between different groups are used.
 """
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Sequence
@@ -27,12 +25,12 @@ from dataclasses import dataclass
 from flatout.measure.statistics import quantile
 from flatout.schema.records import CONFIDENCE
 
-DRAWS = 500
-FEWEST_GROUPS = 8  # fewer groups give neither the gradient nor its spread
+BOOTSTRAP_DRAWS = 500
+MIN_GROUPS = 8  # fewer groups give neither the gradient nor its spread
 
 
 @dataclass(frozen=True)
-class Noise:
+class NoiseScale:
     """``value``, ``low`` and ``high`` are in units of ``batch``.
 
     None means unbounded: the gradient is not significant against its noise.
@@ -49,60 +47,60 @@ def noise_scale(
     products: Sequence[Sequence[float]],
     squares: Sequence[float],
     batch: float,
-    seed: int = 0,
-    draws: int = DRAWS,
-) -> Noise:
+    draws: int = BOOTSTRAP_DRAWS,
+) -> NoiseScale:
     """Estimate the noise scale with its interval.
 
     ``products[a][b]`` is the mean gradient of group a times that of group b. ``squares[a]`` is the mean of
     |g|^2 over the batches of group a. The interval is a bootstrap over groups; a group drawn twice is not
-    paired with itself. Raises ValueError for fewer than FEWEST_GROUPS groups.
+    paired with itself. Raises ValueError for fewer than MIN_GROUPS groups.
     """
     count = len(squares)
-    if count < FEWEST_GROUPS:
-        raise ValueError(f"{count} groups of gradients; at least {FEWEST_GROUPS} are required")
-    gradient, square = _moments(products, squares, [1] * count)
-    rng = random.Random(seed)
-    drawn = []
+    if count < MIN_GROUPS:
+        raise ValueError(f"{count} groups of gradients; at least {MIN_GROUPS} are required")
+    gradient, mean_square = _moments(products, squares, [1] * count)
+    rng = random.Random(0)
+    scales = []
     for _ in range(draws):
-        times = [0] * count
+        weights = [0] * count
         for _ in range(count):
-            times[rng.randrange(count)] += 1
-        drawn.append(_scale(*_moments(products, squares, times), batch))
-    drawn.sort()
+            weights[rng.randrange(count)] += 1
+        scales.append(_scale(*_moments(products, squares, weights), batch))
+    scales.sort()
     tail = (1 - CONFIDENCE) / 2
-    low, high = _rank(drawn, tail), _rank(drawn, 1 - tail)
-    value = _scale(gradient, square, batch)
-    return Noise(
+    low, high = _quantile(scales, tail), _quantile(scales, 1 - tail)
+    value = _scale(gradient, mean_square, batch)
+    return NoiseScale(
         value if math.isfinite(value) else None,
         min(low, value),
         max(high, value) if math.isfinite(max(high, value)) else None,
         gradient,
-        batch * (square - gradient),
+        batch * (mean_square - gradient),
     )
 
 
 def _moments(
-    products: Sequence[Sequence[float]], squares: Sequence[float], times: Sequence[int]
+    products: Sequence[Sequence[float]], squares: Sequence[float], weights: Sequence[int]
 ) -> tuple[float, float]:
-    """Return |G|^2 and the mean of |g|^2, each group weighted by ``times``."""
-    held = [(at, n) for at, n in enumerate(times) if n]
-    above = below = 0.0
-    for place, (a, n) in enumerate(held):
+    """Return |G|^2 and the mean of |g|^2, each group weighted by ``weights``."""
+    weighted = [(index, n) for index, n in enumerate(weights) if n]
+    numerator = denominator = 0.0
+    for position, (a, n) in enumerate(weighted):
         row = products[a]
-        for b, m in held[place + 1 :]:
-            above += n * m * row[b]
-            below += n * m
-    return above / below if below else 0.0, sum(n * squares[a] for a, n in held) / sum(times)
+        for b, m in weighted[position + 1 :]:
+            numerator += n * m * row[b]
+            denominator += n * m
+    mean_square = sum(n * squares[a] for a, n in weighted) / sum(weights)
+    return numerator / denominator if denominator else 0.0, mean_square
 
 
-def _scale(gradient: float, square: float, batch: float) -> float:
-    trace = max(0.0, batch * (square - gradient))
+def _scale(gradient: float, mean_square: float, batch: float) -> float:
+    trace = max(0.0, batch * (mean_square - gradient))
     return trace / gradient if gradient > 0 else math.inf
 
 
-def _rank(ordered: Sequence[float], q: float) -> float:
-    """Return a quantile of sorted values, the last of which may be infinite."""
+def _quantile(ordered: Sequence[float], q: float) -> float:
+    """A quantile of sorted values, the last of which may be infinite."""
     finite = [value for value in ordered if math.isfinite(value)]
     if len(finite) == len(ordered):
         return quantile(ordered, q)

@@ -4,102 +4,84 @@ Operations have self time, calls, FLOPs, bytes and the user's line. This module 
 kineto, because building torch's own event objects takes longer than the recorded steps.
 """
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 from flatout.measure.flops import flops_of
-from flatout.measure.profiler_events import (
-    SIZES,
-    Event,
-    Line,
-    Sum,
-    is_node,
-    kind_of,
-    merged,
-    moved_bytes,
-    union_ns,
-)
 from flatout.schema.findings import SourceLocation
 from flatout.schema.profile import IdleGap, Operation
 
-NAMES = {
-    "float": "float32",
-    "double": "float64",
-    "c10::BFloat16": "bfloat16",
-    "c10::Half": "float16",
-    "long int": "int64",
-    "long": "int64",
-    "int": "int32",
-    "short int": "int16",
-    "signed char": "int8",
-    "unsigned char": "uint8",
+# As the profiler writes them: torch's name, and bytes of an element.
+DTYPES = {
+    "float": ("float32", 4),
+    "double": ("float64", 8),
+    "c10::BFloat16": ("bfloat16", 2),
+    "c10::Half": ("float16", 2),
+    "long int": ("int64", 8),
+    "long": ("int64", 8),
+    "int": ("int32", 4),
+    "short int": ("int16", 2),
+    "signed char": ("int8", 1),
+    "unsigned char": ("uint8", 1),
+    "bool": ("bool", 1),
+    "c10::complex<float>": ("c10::complex<float>", 8),
+    "c10::complex<double>": ("c10::complex<double>", 16),
 }
 FLOATS = ("double", "float", "c10::BFloat16", "c10::Half")
 # Operators that view or allocate memory, without moving data.
-VIEWS = frozenset(
-    "aten::" + name
-    for name in (
-        "view",
-        "reshape",
-        "_reshape_alias",
-        "t",
-        "transpose",
-        "permute",
-        "expand",
-        "as_strided",
-        "unsqueeze",
-        "squeeze",
-        "slice",
-        "select",
-        "detach",
-        "detach_",
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "new_empty",
-        "new_empty_strided",
-        "resize_",
-        "alias",
-        "chunk",
-        "split",
-        "split_with_sizes",
-        "unbind",
-        "narrow",
-        "_unsafe_view",
-        "unfold",
-        "view_as",
-        "expand_as",
-        "numpy_T",
-        "movedim",
-        "flatten",
-        "unflatten",
-        "result_type",
-        "lift_fresh",
-        "set_",
-        "broadcast_to",
-    )
+VIEWS = re.compile(
+    "aten::(view|reshape|_reshape_alias|t|transpose|permute|expand|as_strided|unsqueeze|squeeze|slice|select|detach_?|"
+    "empty|empty_like|empty_strided|new_empty|new_empty_strided|resize_|alias|chunk|split|split_with_sizes|unbind|"
+    "narrow|_unsafe_view|unfold|view_as|expand_as|numpy_T|movedim|flatten|unflatten|result_type|lift_fresh|set_|"
+    "broadcast_to)"
 )
+STACK_LINE = re.compile(r"^(.*)\((\d+)\): (.*)$")
 # Kernel names of cuBLAS, cuDNN, CUTLASS, FlashAttention and Triton that run on Tensor Cores.
 TENSOR_CORES = re.compile(
     r"tensorop|[hi]mma|[swu]?gmma|s884|s1688|s16816|xmma|nvjet|flash_(fwd|bwd)|fmha|mma_|bf16gemm|h_sz|tf32",
     re.IGNORECASE,
 )
-MULTIPLIES = re.compile(r"mm$|convolution|attention|linear|matmul", re.IGNORECASE)
-OF_A_LOADER = "enumerate(DataLoader)"  # annotation of torch's loaders for fetching a batch
-WORK = ("computing", "copies", "communication")  # of a device
-SHAPES_KEPT = 3
-GAPS_KEPT = 8
-SHORTEST_GAP_NS = 5_000
+MATRIX_PRODUCTS = re.compile(r"mm$|convolution|attention|linear|matmul", re.IGNORECASE)
+LOADER_ANNOTATION = "enumerate(DataLoader)"  # annotation of torch's loaders for fetching a batch
+WORK_KINDS = ("computing", "copies", "communication")  # of a device
+MAX_SHAPES, MAX_GAPS = 3, 8  # in the result
+MIN_GAP_NS = 5_000
+
+Line = tuple[str, int, str]  # file, line, function
+CallLines = Mapping[tuple[str, tuple[tuple[int, ...], ...]], Sequence[Line | None]]
 
 
-Lines = Mapping[tuple[str, tuple[tuple[int, ...], ...]], Sequence[Line | None]]
+@dataclass
+class OperatorEvent:
+    name: str
+    start: int
+    end: int
+    thread: int
+    raw: Any
+    children_ns: int = 0
+    is_leaf: bool = True  # whether it does its work itself, without nested operators
+    flops: float | None = None  # also None if a nested operator accounts for them
+    device_ns: int = 0
+    tensor_core_ns: int = 0
+    line: Line | None = None
+
+
+@dataclass
+class OperatorTotals:
+    calls: int = 0
+    host_ns: int = 0
+    device_ns: int = 0
+    tensor_core_ns: int = 0
+    flops: float = 0.0
+    moved_bytes: float = 0.0
+    shapes: Counter[str] = field(default_factory=Counter)
+    lines: Counter[Line | None] = field(default_factory=Counter)
 
 
 @dataclass
@@ -131,168 +113,234 @@ class ProfilerRecording:
         self,
         events: Sequence[Any],
         steps: int,
-        lines: Lines,
-        place: Callable[[str, int, str], SourceLocation],
+        lines: CallLines,
+        locate: Callable[[str, int, str], SourceLocation],
     ) -> None:
-        self.steps, self.lines, self.place = max(1, steps), lines, place
-        self.operators: list[Event] = []
+        self.steps, self.lines, self.locate = max(1, steps), lines, locate
+        self.operators: list[OperatorEvent] = []
         self.kernels: list[Any] = []
-        self.device: dict[str, list[tuple[int, int]]] = defaultdict(list)
-        self.waits: list[tuple[int, int]] = []  # for data
+        self.device_spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
+        self.data_waits: list[tuple[int, int]] = []  # for data
         for event in events:
             kind = kind_of(event)
             if kind in ("kernel", "gpu_memcpy", "gpu_memset"):
                 self.kernels.append(event)
-                self.device[_work_of(kind, event.name())].append((event.start_ns(), event.end_ns()))
-            elif kind == "user_annotation" and event.name().startswith(OF_A_LOADER):
-                self.waits.append((event.start_ns(), event.end_ns()))
+                self.device_spans[_work_kind(kind, event.name())].append((event.start_ns(), event.end_ns()))
+            elif kind == "user_annotation" and event.name().startswith(LOADER_ANNOTATION):
+                self.data_waits.append((event.start_ns(), event.end_ns()))
             elif kind == "cpu_op" and not event.name().startswith("["):  # [memory] is an allocation
                 self.operators.append(
-                    Event(event.name(), event.start_ns(), event.end_ns(), event.start_thread_id(), event)
+                    OperatorEvent(
+                        event.name(), event.start_ns(), event.end_ns(), event.start_thread_id(), event
+                    )
                 )
         self.operators.sort(key=lambda e: (e.thread, e.start, -e.end))
 
-    def observed(self) -> RecordingResult:
+    def summarise(self) -> RecordingResult:
         outermost = self._nest()
         self._link_kernels()
-        sums: dict[tuple[str, str], Sum] = defaultdict(Sum)
+        sums: dict[tuple[str, str], OperatorTotals] = defaultdict(OperatorTotals)
         for event in self.operators:
             self._add(sums, event)
-        found = RecordingResult(self._operations(sums), len([e for e in outermost if "::" in e.name]))
+        result = RecordingResult(self._operations(sums), len([e for e in outermost if "::" in e.name]))
         thread = Counter(e.thread for e in outermost).most_common(1)
         spans = [(e.start, e.end) for e in self.operators if thread and e.thread == thread[0][0]]
-        found.operators_ns = union_ns(spans)
+        result.operators_ns = union_ns(spans)
         if spans:
-            spans += self.waits
-            found.python_share = 1 - union_ns(spans) / max(
+            spans += self.data_waits
+            result.python_share = 1 - union_ns(spans) / max(
                 1, max(end for _, end in spans) - min(start for start, _ in spans)
             )
         if self.kernels:
-            found.busy_ns = union_ns((k.start_ns(), k.end_ns()) for k in self.kernels)
-            found.device_ns = {work: union_ns(self.device[work]) for work in WORK if work in self.device}
-            found.gaps = self._gaps()
-        return found
+            result.busy_ns = union_ns((k.start_ns(), k.end_ns()) for k in self.kernels)
+            result.device_ns = {
+                work: union_ns(self.device_spans[work]) for work in WORK_KINDS if work in self.device_spans
+            }
+            result.gaps = self._gaps()
+        return result
 
     # -- nesting of operators, and their lines ---------------------------------------------------------------
 
-    def _nest(self) -> list[Event]:
+    def _nest(self) -> list[OperatorEvent]:
         """Derive child times and lines from the nesting.
 
         Returns the operators that no other operator called. Autograd nodes do not count as operators.
         """
-        turns: Counter[Any] = Counter()
-        open_: list[Event] = []
+        call_counts: Counter[Any] = Counter()
+        enclosing: list[OperatorEvent] = []
         outermost = []
         for event in self.operators:
-            while open_ and (open_[-1].thread != event.thread or open_[-1].end <= event.start):
-                open_.pop()
+            while enclosing and (enclosing[-1].thread != event.thread or enclosing[-1].end <= event.start):
+                enclosing.pop()
             key = event.name, tuple(tuple(shape) for shape in event.raw.shapes() if shape)
             known = self.lines.get(key)
             if known:
-                event.line = known[turns[key] % len(known)]
-                turns[key] += 1
-                for each in reversed(open_):  # a composite operator has the line of its first part
-                    each.line = each.line or event.line
-            event.line = event.line or (open_[-1].line if open_ else None)
+                event.line = known[call_counts[key] % len(known)]
+                call_counts[key] += 1
+                for parent in reversed(enclosing):  # a composite operator has the line of its first part
+                    parent.line = parent.line or event.line
+            event.line = event.line or (enclosing[-1].line if enclosing else None)
             event.flops = flops_of(
                 event.name, [list(shape) for shape in event.raw.shapes()], list(event.raw.concrete_inputs())
             )
             if event.flops is not None:
-                for each in open_:
-                    each.flops = None
-            if open_:
-                open_[-1].children_ns += event.end - event.start
-                if event.name not in VIEWS:
-                    for each in open_:
-                        each.works = False
-            if not is_node(event) and all(map(is_node, open_)):
+                for parent in enclosing:
+                    parent.flops = None
+            if enclosing:
+                enclosing[-1].children_ns += event.end - event.start
+                if not VIEWS.fullmatch(event.name):
+                    for parent in enclosing:
+                        parent.is_leaf = False
+            if not is_autograd_node(event) and all(map(is_autograd_node, enclosing)):
                 outermost.append(event)
-            open_.append(event)
+            enclosing.append(event)
         return outermost
 
     def _link_kernels(self) -> None:
-        by_number = {e.raw.correlation_id(): e for e in self.operators}
+        by_correlation = {e.raw.correlation_id(): e for e in self.operators}
         for kernel in self.kernels:
-            event = by_number.get(kernel.linked_correlation_id())
+            event = by_correlation.get(kernel.linked_correlation_id())
             if event is not None:
                 ns = kernel.end_ns() - kernel.start_ns()
                 event.device_ns += ns
-                event.core_ns += ns if TENSOR_CORES.search(kernel.name()) else 0
+                event.tensor_core_ns += ns if TENSOR_CORES.search(kernel.name()) else 0
 
     # -- sums ------------------------------------------------------------------------------------------------
 
-    def _add(self, sums: dict[tuple[str, str], Sum], event: Event) -> None:
+    def _add(self, sums: dict[tuple[str, str], OperatorTotals], event: OperatorEvent) -> None:
         dtypes, shapes = list(event.raw.dtypes()), [list(shape) for shape in event.raw.shapes()]
-        main = next(
-            (NAMES[d] for d in FLOATS if d in dtypes),
-            next((NAMES.get(d, d) for d in dtypes if d in SIZES), ""),
+        main_dtype = next(
+            (DTYPES[d][0] for d in FLOATS if d in dtypes),
+            next((DTYPES[d][0] for d in dtypes if d in DTYPES), ""),
         )
-        total = sums[event.name, main]
+        total = sums[event.name, main_dtype]
         total.calls += 1
         own_ns = max(0, event.end - event.start - event.children_ns)
         total.host_ns += own_ns
         total.device_ns += event.device_ns
-        total.core_ns += event.core_ns
+        total.tensor_core_ns += event.tensor_core_ns
         if any(shapes):
             total.shapes[" x ".join(str(tuple(shape)) for shape in shapes if shape)[:120]] += 1
         total.lines[event.line] += event.device_ns or own_ns
         total.flops += event.flops or 0.0
-        if (event.works or event.flops is not None) and event.name not in VIEWS and not is_node(event):
-            total.moved += moved_bytes(dtypes, shapes)
+        if (
+            (event.is_leaf or event.flops is not None)
+            and not VIEWS.fullmatch(event.name)
+            and not is_autograd_node(event)
+        ):
+            total.moved_bytes += operand_bytes(dtypes, shapes)
 
-    def _operations(self, sums: dict[tuple[str, str], Sum]) -> list[Operation]:
-        device = bool(self.kernels)
-        whole = sum(s.device_ns if device else s.host_ns for s in sums.values()) or 1
-        found = []
+    def _operations(self, sums: dict[tuple[str, str], OperatorTotals]) -> list[Operation]:
+        on_device = bool(self.kernels)
+        total_ns = sum(s.device_ns if on_device else s.host_ns for s in sums.values()) or 1
+        operations = []
         for (name, dtype), total in sums.items():
-            own = total.device_ns if device else total.host_ns
+            own_ns = total.device_ns if on_device else total.host_ns
             operation = Operation(
-                name, total.calls / self.steps, total.host_ns / 1e6 / self.steps, share=own / whole
+                name, total.calls / self.steps, total.host_ns / 1e6 / self.steps, share=own_ns / total_ns
             )
-            operation.device_ms = total.device_ns / 1e6 / self.steps if device else None
+            operation.device_ms = total.device_ns / 1e6 / self.steps if on_device else None
             operation.flops = total.flops / self.steps if total.flops else None
-            operation.moved_bytes = total.moved / self.steps if total.moved else None
+            operation.moved_bytes = total.moved_bytes / self.steps if total.moved_bytes else None
             operation.dtypes = [dtype] if dtype else []
-            operation.shapes = [shape for shape, _ in total.shapes.most_common(SHAPES_KEPT)]
-            if device and total.device_ns and MULTIPLIES.search(name):
-                operation.tensor_cores = 2 * total.core_ns > total.device_ns
+            operation.shapes = [shape for shape, _ in total.shapes.most_common(MAX_SHAPES)]
+            if on_device and total.device_ns and MATRIX_PRODUCTS.search(name):
+                operation.tensor_cores = 2 * total.tensor_core_ns > total.device_ns
             line = next((line for line, _ in total.lines.most_common() if line is not None), None)
-            operation.place = self.place(*line) if line is not None else None
-            found.append(operation)
-        return sorted(found, key=lambda o: -o.share)
+            operation.place = self.locate(*line) if line is not None else None
+            operations.append(operation)
+        return sorted(operations, key=lambda o: -o.share)
 
     # -- idle gaps of the device -----------------------------------------------------------------------------
 
     def _gaps(self) -> list[IdleGap]:
-        busy = merged((k.start_ns(), k.end_ns()) for k in self.kernels)
-        starts = [e.start for e in sorted(self.operators, key=lambda e: e.start)]
-        ordered = sorted(self.operators, key=lambda e: e.start)
+        busy_spans = merged((k.start_ns(), k.end_ns()) for k in self.kernels)
+        by_start = sorted(self.operators, key=lambda e: e.start)
+        starts = [e.start for e in by_start]
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
         lines: dict[str, Counter[Line | None]] = defaultdict(Counter)
-        for (_, before), (after, _) in pairwise(busy):
-            if after - before < SHORTEST_GAP_NS:
+        for (_, before), (after, _) in pairwise(busy_spans):
+            if after - before < MIN_GAP_NS:
                 continue
             middle = (before + after) // 2
-            at = bisect_right(starts, middle) - 1
-            under = next((e for e in reversed(ordered[max(0, at - 20) : at + 1]) if e.end >= middle), None)
-            name = under.name if under is not None else "python"
+            index = bisect_right(starts, middle) - 1
+            running = next(
+                (e for e in reversed(by_start[max(0, index - 20) : index + 1]) if e.end >= middle), None
+            )
+            name = running.name if running is not None else "python"
             sums[name][0] += (after - before) / 1e6
             sums[name][1] += 1
-            nearest = under or (ordered[at] if at >= 0 else None)
+            nearest = running or (by_start[index] if index >= 0 else None)
             lines[name][nearest.line if nearest else None] += after - before
-        found = []
+        gaps = []
         for name, (ms, calls) in sums.items():
             line = lines[name].most_common(1)[0][0]
-            found.append(
+            gaps.append(
                 IdleGap(
-                    name, ms / self.steps, calls / self.steps, self.place(*line) if line is not None else None
+                    name,
+                    ms / self.steps,
+                    calls / self.steps,
+                    self.locate(*line) if line is not None else None,
                 )
             )
-        return sorted(found, key=lambda gap: -gap.ms)[:GAPS_KEPT]
+        return sorted(gaps, key=lambda gap: -gap.ms)[:MAX_GAPS]
 
 
-def _work_of(kind: str, name: str) -> str:
-    """The kind of WORK of an event of the device. Kernels of NCCL and RCCL have names that begin with nccl."""
+def _work_kind(kind: str, name: str) -> str:
+    """The kind of work of an event of the device. Kernels of NCCL and RCCL have names that begin with nccl."""
     if kind != "kernel":
         return "copies"
     return "communication" if name.startswith("nccl") else "computing"
+
+
+def kind_of(event: Any) -> str:
+    """The activity under kineto's name. For an older torch it is derived from other properties."""
+    on_device = not str(event.device_type()).endswith(".CPU")
+    activity_type = getattr(event, "activity_type", None)
+    if activity_type is not None:
+        kind = str(activity_type())
+        return (
+            "kernel"
+            if kind == "concurrent_kernel"
+            else kind
+            if on_device == kind.startswith(("kernel", "gpu_"))
+            else ""
+        )
+    if event.is_user_annotation():
+        return "user_annotation"
+    if on_device:
+        return "kernel"
+    python = STACK_LINE.match(event.name()) or event.name().startswith(("nn.Module: ", "<built-in "))
+    return "python_function" if python else "cpu_op"
+
+
+def is_autograd_node(event: OperatorEvent) -> bool:
+    """Whether the event is a node of autograd's backward pass, which is no operator itself."""
+    return event.name.startswith("autograd::engine") or (event.raw.scope() == 1 and "::" not in event.name)
+
+
+def operand_bytes(dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> float:
+    """The bytes of all inputs, plus a result as large as the largest input.
+
+    This is an estimate, exact for elementwise operators.
+    """
+    input_bytes = [
+        prod(shape) * DTYPES[dtype][1]
+        for dtype, shape in zip(dtypes, shapes, strict=False)
+        if dtype in DTYPES and shape
+    ]
+    return float(sum(input_bytes) + max(input_bytes, default=0))
+
+
+def merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    disjoint: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if disjoint and start <= disjoint[-1][1]:
+            disjoint[-1] = disjoint[-1][0], max(end, disjoint[-1][1])
+        else:
+            disjoint.append((start, end))
+    return disjoint
+
+
+def union_ns(spans: Iterable[tuple[int, int]]) -> int:
+    return sum(end - start for start, end in merged(spans))

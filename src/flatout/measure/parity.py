@@ -1,7 +1,5 @@
 """Compare two runs: digests of batches and weights, and the distance between gradients."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 from collections.abc import Iterable
@@ -14,29 +12,29 @@ STATISTICS_SAMPLES = 64  # maximum number of samples per batch
 
 
 def digest(tensors: Iterable[Any], torch: ModuleType) -> str:
-    """Return sixteen hex digits over dtype, shape and bytes. The memory layout does not count.
+    """Sixteen hex digits over dtype, shape and bytes. The memory layout does not count.
 
     Of a tensor that is sharded over ranks, only this rank's part counts.
     """
-    sum_ = hashlib.blake2b(digest_size=8)
+    hasher = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         flat = getattr(tensor, "_local_tensor", tensor).detach()  # a DTensor
         flat = flat.values() if flat.is_nested else flat
         flat = flat.to_dense() if flat.layout != torch.strided else flat
         flat = flat if flat.is_meta else flat.cpu().contiguous()
-        sum_.update(f"{flat.dtype}{tuple(flat.shape)}".encode())
+        hasher.update(f"{flat.dtype}{tuple(flat.shape)}".encode())
         if flat.device.type == "cpu":  # a meta tensor has no bytes
-            sum_.update(ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size()))
-    return sum_.hexdigest()
+            hasher.update(ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size()))
+    return hasher.hexdigest()
 
 
-def batch_statistics(thing: object, torch: ModuleType) -> list[list[float]]:
-    """Return four numbers per sample, of the batch's first image-like or vector tensor.
+def batch_statistics(batch: object, torch: ModuleType) -> list[list[float]]:
+    """Four numbers per sample, of the batch's first image-like or vector tensor.
 
     They are the mean, the deviation, and the differences of means between left and right half and between top
     and bottom half. They detect a wrong constant, a missing flip, a missing crop.
     """
-    for tensor in tensors_in(thing):
+    for tensor in tensors_in(batch):
         if (
             tensor.is_nested
             or tensor.is_meta
@@ -47,21 +45,21 @@ def batch_statistics(thing: object, torch: ModuleType) -> list[list[float]]:
             continue
         x = tensor[:STATISTICS_SAMPLES].detach().float().cpu()
         width, height = x.shape[-1], x.shape[-2] if x.dim() > 2 else 1
-        flat = x.reshape(len(x), -1)
-        features = [flat.mean(1), flat.std(1) if flat.shape[1] > 1 else flat.new_zeros(len(flat))]
-        halves = x[..., : width // 2].reshape(len(x), -1).mean(1) - x[..., (width + 1) // 2 :].reshape(
-            len(x), -1
-        ).mean(1)
-        features.append(halves if width > 1 else flat.new_zeros(len(x)))
-        if height > 1:
-            features.append(
-                x[..., : height // 2, :].reshape(len(x), -1).mean(1)
-                - x[..., (height + 1) // 2 :, :].reshape(len(x), -1).mean(1)
-            )
-        else:
-            features.append(flat.new_zeros(len(x)))
+        flat, zeros = x.reshape(len(x), -1), x.new_zeros(len(x))
+        features = [
+            flat.mean(1),
+            flat.std(1) if flat.shape[1] > 1 else zeros,
+            _mean_difference(x[..., : width // 2], x[..., (width + 1) // 2 :]) if width > 1 else zeros,
+            _mean_difference(x[..., : height // 2, :], x[..., (height + 1) // 2 :, :])
+            if height > 1
+            else zeros,
+        ]
         return [[float(v) for v in row] for row in torch.stack(features, 1).tolist()]
     return []
+
+
+def _mean_difference(one: Any, other: Any) -> Any:
+    return one.flatten(1).mean(1) - other.flatten(1).mean(1)
 
 
 def relative_distance(a: list[Any], b: list[Any], torch: ModuleType) -> float:
@@ -69,15 +67,19 @@ def relative_distance(a: list[Any], b: list[Any], torch: ModuleType) -> float:
 
     The result is infinite if a value is not finite.
     """
-    above = below = 0.0
+    squared_error = squared_norm = 0.0
     for x, y in zip(a, b, strict=True):
         if x is None and y is None:
             continue
         if x is None or y is None:
             x, y = (torch.zeros_like(y) if x is None else x), (torch.zeros_like(x) if y is None else y)
         x, y = x.detach().to(torch.float64), y.detach().to(torch.float64)
-        above += float((x - y).square().sum())
-        below += float(y.square().sum())
-    if not above < float("inf"):
+        squared_error += float((x - y).square().sum())
+        squared_norm += float(y.square().sum())
+    if not squared_error < float("inf"):
         return float("inf")
-    return (above**0.5) / (below**0.5) if below > 0 else (0.0 if above == 0 else float("inf"))
+    return (
+        (squared_error**0.5) / (squared_norm**0.5)
+        if squared_norm > 0
+        else (0.0 if squared_error == 0 else float("inf"))
+    )

@@ -5,25 +5,26 @@ memory bandwidth (Williams, Waterman and Patterson, 2009). Both peaks are measur
 result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from flatout.schema.profile import Operation
 
-LAUNCH_US = 20.0  # a shorter call, far below both roofs, is dominated by its launch overhead
-FAR_BELOW = 0.25
+LAUNCH_OVERHEAD_US = 20.0  # a shorter call, far below both roofs, is dominated by its launch overhead
+FAR_BELOW_SHARE = 0.25
 
 
-def place_under_roof(
-    operations: Sequence[Operation], ceilings: Mapping[str, float], tf32: bool = False
-) -> None:
+def fill_roofline(operations: Sequence[Operation], ceilings: Mapping[str, float], tf32: bool = False) -> None:
     """Fill in ``roofline`` and ``limit`` of each operation.
 
     ``ceilings`` are by name, and empty if never measured.
     """
     for operation in operations:
         operation.roofline, operation.limit = _share(operation, ceilings, tf32)
+
+
+def _peak(operation: Operation, ceilings: Mapping[str, float], tf32: bool) -> float | None:
+    dtype = operation.dtypes[0] if operation.dtypes else "float32"
+    return ceilings.get(f"matmul_{'tf32' if tf32 and dtype == 'float32' else dtype}_flops")
 
 
 def _share(operation: Operation, ceilings: Mapping[str, float], tf32: bool) -> tuple[float | None, str]:
@@ -34,19 +35,18 @@ def _share(operation: Operation, ceilings: Mapping[str, float], tf32: bool) -> t
     memory_ms = operation.moved_bytes / bandwidth * 1000
     compute_ms = 0.0
     if operation.flops:
-        dtype = operation.dtypes[0] if operation.dtypes else "float32"
-        peak = ceilings.get(f"matmul_{'tf32' if tf32 and dtype == 'float32' else dtype}_flops")
+        peak = _peak(operation, ceilings, tf32)
         if peak is None:
             return None, "unknown"
         compute_ms = operation.flops / peak * 1000
     share = min(1.0, max(memory_ms, compute_ms) / own_ms)
-    if share < FAR_BELOW and 1000 * own_ms / max(operation.calls, 1e-9) < LAUNCH_US:
+    if share < FAR_BELOW_SHARE and 1000 * own_ms / max(operation.calls, 1e-9) < LAUNCH_OVERHEAD_US:
         return share, "launch"
     return share, "compute" if compute_ms > memory_ms else "memory"
 
 
 def flops_a_step(operations: Sequence[Operation]) -> float | None:
-    """Return the total of all counted FLOPs, or None if there are none."""
+    """The total of all counted FLOPs, or None if there are none."""
     known = [operation.flops for operation in operations if operation.flops]
     return sum(known) if known else None
 
@@ -54,15 +54,14 @@ def flops_a_step(operations: Sequence[Operation]) -> float | None:
 def utilisation(
     operations: Sequence[Operation], step_ms: float, ceilings: Mapping[str, float], tf32: bool = False
 ) -> float | None:
-    """Return the MFU: the ideal time of the counted FLOPs over the step time.
+    """The MFU: the ideal time of the counted FLOPs over the step time.
 
     The ideal time is at the measured peaks of the dtypes.
     """
     ideal_ms = 0.0
     for operation in operations:
         if operation.flops:
-            dtype = operation.dtypes[0] if operation.dtypes else "float32"
-            peak = ceilings.get(f"matmul_{'tf32' if tf32 and dtype == 'float32' else dtype}_flops")
+            peak = _peak(operation, ceilings, tf32)
             if peak is None:
                 return None
             ideal_ms += operation.flops / peak * 1000

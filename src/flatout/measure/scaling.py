@@ -20,17 +20,16 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from flatout.measure.links import CollectiveCost, Fabric, all_gather, all_reduce, reduce_scatter
-from flatout.measure.overlap import Task, finish_ms
 from flatout.schema.scale import ScalePoint, Timing
 
 MIB = 1 << 20
 FIRST_BUCKET_BYTES = MIB  # torch/csrc/distributed/c10d/reducer.hpp: kDefaultFirstBucketBytes
 BUCKET_BYTES = 25 * MIB  # bucket_cap_mb of DistributedDataParallel
-BLOCKS = (
+FSDP_BLOCKS = (
     32  # gathered by FSDP one after another: as many as in Llama 3 8B, or the number of gradients if lower
 )
 FIXED_SHARE = 0.1  # default share of a step's computation that does not shrink with the batch
-WELL = 0.95
+GOOD_EFFICIENCY = 0.95
 
 
 @dataclass(frozen=True)
@@ -50,10 +49,10 @@ class Workload:
     overlap: bool = True
 
 
-def evenly(total_bytes: float) -> tuple[float, ...]:
+def equal_tensors(total_bytes: float) -> tuple[float, ...]:
     """Return gradients in small equal pieces, if only their sum is known."""
-    pieces = max(1, round(4 * total_bytes / BUCKET_BYTES), min(100, int(total_bytes)))
-    return (total_bytes / pieces,) * pieces if total_bytes > 0 else ()
+    count = max(1, round(4 * total_bytes / BUCKET_BYTES), min(100, int(total_bytes)))
+    return (total_bytes / count,) * count if total_bytes > 0 else ()
 
 
 def buckets(tensors: Iterable[float]) -> list[float]:
@@ -61,29 +60,29 @@ def buckets(tensors: Iterable[float]) -> list[float]:
 
     A bucket is full at its limit.
     """
-    found, filling = list[float](), 0.0
+    full, partial = list[float](), 0.0
     for size in tensors:
-        filling += size
-        if filling >= (BUCKET_BYTES if found else FIRST_BUCKET_BYTES):
-            found, filling = [*found, filling], 0.0
-    return [*found, filling] if filling else found
+        partial += size
+        if partial >= (BUCKET_BYTES if full else FIRST_BUCKET_BYTES):
+            full, partial = [*full, partial], 0.0
+    return [*full, partial] if partial else full
 
 
 def at_batch(work: Workload, samples_share: float) -> Timing:
-    """Return the timing at this share of the measured batch.
+    """The timing at this share of the measured batch.
 
     The time of the optimizer does not depend on it, nor ``fixed_share`` of the other times.
     """
-    first, factor = work.timing, work.fixed_share + (1 - work.fixed_share) * samples_share
+    measured, factor = work.timing, work.fixed_share + (1 - work.fixed_share) * samples_share
     if samples_share == 1.0:
-        return first
-    times = {name: getattr(first, name) * factor for name in ("forward_ms", "backward_ms", "host_ms")}
-    samples = first.samples * samples_share if first.samples else None
-    return replace(first, samples=samples, **times)
+        return measured
+    times = {name: getattr(measured, name) * factor for name in ("forward_ms", "backward_ms", "host_ms")}
+    samples = measured.samples * samples_share if measured.samples else None
+    return replace(measured, samples=samples, **times)
 
 
-def scaled(timing: Timing, factor: float) -> Timing:
-    """Return the timing on a device that is ``factor`` times as fast. The host time does not change."""
+def on_faster_device(timing: Timing, factor: float) -> Timing:
+    """The timing on a device that is ``factor`` times as fast. The host time does not change."""
     return replace(
         timing,
         forward_ms=timing.forward_ms / factor,
@@ -106,18 +105,21 @@ def ddp(work: Workload, timing: Timing, fabric: Fabric, devices: int) -> Predict
 
     With several backward passes per step only the last one communicates, as under ``no_sync``.
     """
-    parts = buckets(work.tensors)
+    bucket_sizes = buckets(work.tensors)
     last_ms = timing.backward_ms / timing.passes
-    before = Task(timing.host_ms + timing.forward_ms + timing.backward_ms - last_ms)
-    whole = sum(parts) or 1.0
+    until_last_backward = Task(timing.host_ms + timing.forward_ms + timing.backward_ms - last_ms)
+    total_bytes = sum(bucket_sizes) or 1.0
     compute = [
-        before,
-        *(Task(last_ms * part / whole) for part in parts),
-        Task(timing.optimizer_ms, after=len(parts)),
+        until_last_backward,
+        *(Task(last_ms * size / total_bytes) for size in bucket_sizes),
+        Task(timing.optimizer_ms, after=len(bucket_sizes)),
     ]
-    costs = [all_reduce(fabric, devices, part) for part in parts]
-    first = 2 if work.overlap else 1 + len(parts)
-    wire = [_carry(cost, after=first + at if work.overlap else first) for at, cost in enumerate(costs)]
+    costs = [all_reduce(fabric, devices, size) for size in bucket_sizes]
+    first_after = 2 if work.overlap else 1 + len(bucket_sizes)
+    wire = [
+        _wire_task(cost, after=first_after + i if work.overlap else first_after)
+        for i, cost in enumerate(costs)
+    ]
     return PredictedStep(timing.step_ms, finish_ms(compute, wire), _sum(costs))
 
 
@@ -134,10 +136,10 @@ def hybrid(work: Workload, timing: Timing, fabric: Fabric, devices: int) -> Pred
     per_node, nodes = fabric.shape(devices)
     near, far = fabric.in_node(), fabric.across(per_node)
 
-    def leave(part: float) -> CollectiveCost:
-        return reduce_scatter(near, per_node, part).and_then(all_reduce(far, nodes, part / per_node))
+    def reduce_cost(part: float) -> CollectiveCost:
+        return reduce_scatter(near, per_node, part).plus(all_reduce(far, nodes, part / per_node))
 
-    return _sharded(work, timing, near, per_node, leave)
+    return _sharded(work, timing, near, per_node, reduce_cost)
 
 
 def local(work: Workload, timing: Timing, fabric: Fabric, devices: int) -> PredictedStep:
@@ -147,44 +149,47 @@ def local(work: Workload, timing: Timing, fabric: Fabric, devices: int) -> Predi
 
 
 def _sharded(
-    work: Workload, timing: Timing, gather: Fabric, members: int, leave: Callable[[float], CollectiveCost]
+    work: Workload,
+    timing: Timing,
+    gather: Fabric,
+    devices: int,
+    reduce_cost: Callable[[float], CollectiveCost],
 ) -> PredictedStep:
     """Predict a sharded step.
 
     Every pass gathers and scatters again, and each optimizer has a part of the parameters.
     """
-    count = max(1, min(BLOCKS, len(work.tensors)))
-    gathered = all_gather(gather, members, work.parameter_bytes / count)
-    left = leave(sum(work.tensors) / count)
+    count = max(1, min(FSDP_BLOCKS, len(work.tensors)))
+    gathered = all_gather(gather, devices, work.parameter_bytes / count)
+    reduced = reduce_cost(sum(work.tensors) / count)
     forward, backward = timing.forward_ms / timing.passes / count, timing.backward_ms / timing.passes / count
     host = timing.host_ms / timing.passes
     # Compute: the host, forward blocks, backward blocks. Wire: a gather per forward block; then a gather per
     # backward block, each except the first followed by the scatter of the previous block. A block is gathered
     # while the previous one computes, not earlier: two blocks are in memory at once.
-    compute = [Task(host), *(Task(forward, after=at + 1) for at in range(count))]
-    wire = [_carry(gathered, after=max(1, at)) for at in range(count)]
-    for at in range(count):
-        wire.append(_carry(gathered, after=count + at))
+    compute = [Task(host), *(Task(forward, after=block + 1) for block in range(count))]
+    wire = [_wire_task(gathered, after=max(1, block)) for block in range(count)]
+    for block in range(count):
+        wire.append(_wire_task(gathered, after=count + block))
         compute.append(Task(backward, after=len(wire)))
-        if at:
-            wire.append(_carry(left, after=1 + count + at))
-    wire.append(_carry(left, after=1 + 2 * count))
+        if block:
+            wire.append(_wire_task(reduced, after=1 + count + block))
+    wire.append(_wire_task(reduced, after=1 + 2 * count))
     total = timing.passes * finish_ms(compute, wire)
-    optimizer_ms = timing.optimizer_ms / members
-    cost = _sum([gathered] * 2 * count + [left] * count).times(timing.passes)
+    optimizer_ms = timing.optimizer_ms / devices
+    cost = _sum([gathered] * 2 * count + [reduced] * count).times(timing.passes)
     return PredictedStep(timing.step_ms - timing.optimizer_ms + optimizer_ms, total + optimizer_ms, cost)
 
 
-def _carry(cost: CollectiveCost, after: int) -> Task:
+def _wire_task(cost: CollectiveCost, after: int) -> Task:
     return Task(cost.ms, after, cost.contention)
 
 
 def _sum(costs: Sequence[CollectiveCost]) -> CollectiveCost:
-    """Return the total cost, under the link of the longest one."""
-    whole = CollectiveCost()
+    total = CollectiveCost()
     for cost in costs:
-        whole = whole.and_then(cost)
-    return replace(whole, link=max(costs, key=lambda cost: cost.ms).link) if costs else whole
+        total = total.plus(cost)
+    return replace(total, link=max(costs, key=lambda cost: cost.ms).link) if costs else total
 
 
 STEPS: dict[str, Callable[[Workload, Timing, Fabric, int], PredictedStep]] = {
@@ -197,7 +202,7 @@ STEPS: dict[str, Callable[[Workload, Timing, Fabric, int], PredictedStep]] = {
 
 def predict(work: Workload, fabric: Fabric, strategy: str, devices: int, scaling: str = "weak") -> ScalePoint:
     """Predict one point. For a single device it is the measured step, with any strategy."""
-    alone_ms = work.timing.step_ms
+    single_ms = work.timing.step_ms
     share = 1.0 / devices if scaling == "strong" else 1.0
     timing = at_batch(work, share)
     point = ScalePoint(strategy, devices, timing.samples)
@@ -211,7 +216,7 @@ def predict(work: Workload, fabric: Fabric, strategy: str, devices: int, scaling
     step = (
         STEPS[strategy](work, timing, fabric, devices)
         if devices > 1
-        else PredictedStep(alone_ms, alone_ms, CollectiveCost())
+        else PredictedStep(single_ms, single_ms, CollectiveCost())
     )
     overhead_ms = work.overhead * step.compute_ms if devices > 1 else 0.0
     point.step_ms, point.compute_ms, point.overhead_ms = (
@@ -220,15 +225,14 @@ def predict(work: Workload, fabric: Fabric, strategy: str, devices: int, scaling
         overhead_ms,
     )
     point.communication_ms, point.wire_bytes = step.cost.ms, step.cost.wire_bytes
-    point.collective = step.cost.how
+    point.collective = step.cost.algorithm
     point.exposed_ms = max(0.0, step.total_ms - step.compute_ms)
-    point.efficiency = alone_ms * share / point.step_ms if point.step_ms > 0 else None
-    point.bound = _bound(work, point, step, alone_ms * share)
+    point.efficiency = single_ms * share / point.step_ms if point.step_ms > 0 else None
+    point.bound = _bound(work, point, step, single_ms * share)
     return point
 
 
 def _bound(work: Workload, point: ScalePoint, step: PredictedStep, ideal_ms: float) -> str:
-    """Return a sentence on what limits the step."""
     if point.devices == 1:
         return "computing: a single device does not communicate"
     exposed, overhead, computing = (
@@ -243,7 +247,7 @@ def _bound(work: Workload, point: ScalePoint, step: PredictedStep, ideal_ms: flo
     )
     losses = {"exposed": exposed, "overhead": overhead, "batch": computing}
     worst = max(losses, key=lambda name: losses[name])
-    if (point.efficiency or 0.0) >= WELL or losses[worst] <= 0:
+    if (point.efficiency or 0.0) >= GOOD_EFFICIENCY or losses[worst] <= 0:
         return f"computing: {hidden}"
     if worst == "batch":
         size = (
@@ -256,10 +260,68 @@ def _bound(work: Workload, point: ScalePoint, step: PredictedStep, ideal_ms: flo
         return f"overhead: other devices slow computing by {work.overhead:.1%}; {hidden}"
     waits = f"{_share(exposed, point.step_ms)} of the step waits for communication"
     if step.cost.latency_ms > step.cost.ms / 2:
-        return f"latency: {waits}, mostly for hops rather than bytes ({step.cost.how})"
+        return f"latency: {waits}, mostly for hops rather than bytes ({step.cost.algorithm})"
     sent = (point.wire_bytes or 0.0) / 1e6
     return f"bandwidth of {step.cost.link}: {waits}, {sent:,.{0 if sent >= 10 else 2}f} MB from each device"
 
 
 def _share(part: float, whole: float | None) -> str:
     return f"{part / whole:.0%}" if whole else "nothing"
+
+
+# -- overlap of computation and communication ----------------------------------------------------------------
+# The computation of a device, and the communication of its links, are two queues that wait for each other.
+# Each runs its tasks one after another. A task starts once the given number of tasks of the other queue have
+# ended. While the links communicate, computation runs at ``1 - contention`` of its speed. A contention of 1
+# means that the device itself moves the bytes, 0 that other hardware does.
+
+
+@dataclass(frozen=True)
+class Task:
+    ms: float
+    after: int = 0  # number of tasks of the other queue that must have ended
+    contention: float = 0.0  # only for tasks of the links
+
+
+class Queue:
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self.tasks = list(tasks)
+        self.ended = 0
+        self.left_ms = self.tasks[0].ms if self.tasks else 0.0
+
+    @property
+    def done(self) -> bool:
+        return self.ended == len(self.tasks)
+
+    def ready(self, other: Queue) -> bool:
+        return not self.done and other.ended >= self.tasks[self.ended].after
+
+    def advance(self, ms: float) -> None:
+        """Advance the current task by ``ms``, at most what is left of it. Then the next task starts."""
+        self.left_ms -= ms
+        if self.left_ms <= 0:
+            self.ended += 1
+            self.left_ms = 0.0 if self.done else self.tasks[self.ended].ms
+
+
+def finish_ms(compute: Sequence[Task], wire: Sequence[Task]) -> float:
+    """The time at which both queues have ended. Raises ValueError if they deadlock."""
+    device, link = Queue(compute), Queue(wire)
+    now_ms = 0.0
+    while not (device.done and link.done):
+        computing, communicating = device.ready(link), link.ready(device)
+        if not computing and not communicating:
+            raise ValueError("the two queues wait for each other")
+        speed = 1.0 - link.tasks[link.ended].contention if communicating else 1.0
+        if not communicating or (computing and device.left_ms <= link.left_ms * speed):
+            elapsed_ms = device.left_ms / speed if device.left_ms else 0.0
+            if communicating:
+                link.left_ms = max(link.left_ms - elapsed_ms, 0.0)
+            device.advance(device.left_ms)
+        else:
+            elapsed_ms = link.left_ms
+            if computing:
+                device.left_ms -= elapsed_ms * speed
+            link.advance(link.left_ms)
+        now_ms += elapsed_ms
+    return now_ms

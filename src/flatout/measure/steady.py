@@ -1,7 +1,5 @@
 """Detect the end of a program's warm-up: allocator, caches, compiler and loader workers have settled."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from flatout.measure.statistics import median

@@ -273,14 +273,14 @@ class MemoryPredictor(Worker):
                 self.fake_execution.count_real(tensor)
 
     def _allocated(self, size_bytes: int, is_real: bool) -> MemoryBlock:
-        return self.blocks.take(
+        return self.blocks.allocate(
             size_bytes,
             self.real_kind if is_real else TEMPORARY,
             self.module_stack[-1] if self.module_stack else "outside the model",
         )
 
     def _freed(self, block: MemoryBlock) -> None:
-        self.blocks.give_back(block)
+        self.blocks.free(block)
 
     def _set_kind(self, tensors: list[Tensor], kind: str) -> None:
         assert self.fake_execution is not None
@@ -298,7 +298,7 @@ class MemoryPredictor(Worker):
         if self.module_stack:
             self.module_stack.pop()
         if not self.module_stack:
-            self.blocks.outlived("activations", self.forward_event)
+            self.blocks.classify_survivors("activations", self.forward_event)
 
     # -- the program's events
 
@@ -318,7 +318,7 @@ class MemoryPredictor(Worker):
         if (
             self.fake_execution is not None
         ):  # otherwise a model without modules, unknown until its first step ends
-            self.blocks.outlived("activations", self.step_event)
+            self.blocks.classify_survivors("activations", self.step_event)
 
     def backward_end(self) -> None:
         if self.fake_execution is not None:
@@ -364,7 +364,7 @@ class MemoryPredictor(Worker):
         self._run_commands()
 
     def _begin_step(self) -> None:
-        self.blocks.begin()
+        self.blocks.reset_peak()
         self.step_event = self.blocks.events
         self.batch_count = 0
 

@@ -240,7 +240,7 @@ class Worker(WorkerRecord):
             if self.active_probe.probe is None:
                 self.phases.step(start, now)
             else:
-                self.phases.leave_out()
+                self.phases.discard_spans()
                 self.active_probe.tick()
             self.block.append((start, now))
             self.block_samples += self.recorder.take_samples()
@@ -248,7 +248,7 @@ class Worker(WorkerRecord):
         elif self.replica is None:
             self.ticks_ms.append(self.clock.elapsed_ms(start, now))
             self.data_waits_ms.append(self.phases.waited_ms())
-            self.phases.forget()
+            self.phases.reset()
             if is_steady(self.ticks_ms, seconds() - (self.first_backward_s or 0.0), self.min_warmup_ticks):
                 self._warmed_up()
         if self.warm and self.ticks_left <= 0:
@@ -288,7 +288,7 @@ class Worker(WorkerRecord):
             self.block = []  # steps with a probe are not measured
             self.send({"replica": verdict})
         elif self.replica is None:
-            self.clock.settle()
+            self.clock.synchronize()
             ms = [self.clock.elapsed_ms(a, b) for a, b in self.block]
             self.block = []
             if self.active_probe.probe is not None:

@@ -54,8 +54,8 @@ def run_commands(worker: WorkerRecord) -> None:
         if name == "finish":
             finish(worker, bool(command.get("draws")))
         worker.send(_execute(worker, name, command))
-    worker.phases._open.clear()
-    worker.clock.settle()
+    worker.phases._started.clear()
+    worker.clock.synchronize()
     worker.tick_start = worker.clock.mark()
 
 

@@ -109,7 +109,7 @@ class WorkerRecord(Listener):
     def _claim(self) -> None:
         self.claimed = self.ranks.measurable and claim(str(self.folder.claim))
         if not self.claimed:
-            self.phases.forget()
+            self.phases.reset()
 
     def record(self, status: str, reason: str) -> TrialRecord:
         outcomes = [

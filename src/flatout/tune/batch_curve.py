@@ -14,7 +14,7 @@ from typing import Any
 
 from flatout.job.folder import JobFolder
 from flatout.launch.command import Command
-from flatout.measure.batch_curve import read
+from flatout.measure.batch_curve import fill_record
 from flatout.measure.clock import seconds
 from flatout.measure.load import available_bytes
 from flatout.measure.noise_scale import noise_scale
@@ -105,7 +105,7 @@ class BatchCurve:
                 "there was no time to interleave the programs, so each size was measured once, one after another: "
                 "the machine may have changed in between"
             )
-        read(self.record, self.passes, self.own_repeats)
+        fill_record(self.record, self.passes, self.own_repeats)
         self.record.status = "done"
         return self.record
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from flatout.measure.clock import seconds, sleep
-from flatout.measure.load import Busy, busy_programs
+from flatout.measure.load import MachineLoad, machine_load
 
 DISTURBING_CORES = 0.3  # cores kept busy by other processes; above this it is reported
 SAMPLE_S = 0.25
@@ -23,14 +23,14 @@ class Disturbance:
     """The load of other processes during one search: every sample of their busy cores and names."""
 
     cores: int
-    samples: list[Busy] = field(default_factory=list)
+    samples: list[MachineLoad] = field(default_factory=list)
 
-    def sample(self) -> Busy | None:
+    def sample(self) -> MachineLoad | None:
         """Take one sample; None if the kernel gives no figures.
 
         All programs of the search must be stopped.
         """
-        busy = busy_programs(SAMPLE_S)
+        busy = machine_load(SAMPLE_S)
         if busy is not None:
             self.samples.append(busy)
         return busy

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from flatout.job.folder import JobFolder
 from flatout.launch.command import Command
 from flatout.measure.clock import seconds
-from flatout.measure.lr_range import SPAN, read, smoothed, suggest
+from flatout.measure.lr_range import SLOPE_STEPS, find_rates, smoothed, suggest
 from flatout.measure.statistics import median
 from flatout.schema.errors import NothingMeasured, ProgramFailed
 from flatout.schema.facts import Facts
@@ -54,7 +54,7 @@ def lr_range(
         raise NothingMeasured(f"the learning rate cannot be raised: {recorded['why_not']}.")
     rates, losses, step_ms = recorded["lr"], recorded["losses"], recorded["ms"]
     if failed := recorded.get("failed"):
-        if len(step_ms) <= SPAN:
+        if len(step_ms) <= SLOPE_STEPS:
             raise ProgramFailed(f"the program fails at the learning rate {rates[-1]:.2g}: {failed}", 1)
         record.notes.append(
             f"the program failed at the learning rate {rates[-1]:.2g}, after {len(step_ms)} steps of the test: {failed}"
@@ -69,6 +69,6 @@ def lr_range(
     record.groups, record.optimizer = recorded["groups"], recorded["optimizer"]
     record.step_ms = median(step_ms) if step_ms else None
     record.points = [LrPoint(*point) for point in zip(rates, losses, smoothed(losses), strict=True)]
-    record.steepest, record.lowest, record.diverged = read(record.points)
+    record.steepest, record.lowest, record.diverged = find_rates(record.points)
     record.suggestion, record.why = suggest(record.steepest, record.lowest, record.diverged)
     record.status = "done"

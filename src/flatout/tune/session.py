@@ -11,7 +11,7 @@ from flatout.job.folder import JobFolder, read_json, write_json, write_whole
 from flatout.job.plan_file import read_plan
 from flatout.launch.command import Command
 from flatout.levers import TABLE
-from flatout.measure.clock import today
+from flatout.measure.clock import utc_now
 from flatout.schema.enums import Effect
 from flatout.schema.errors import PlanError, StorageError
 from flatout.schema.facts import Facts, untested
@@ -54,7 +54,7 @@ def open_session(
         os.getcwd(),
         key,
         flatout=__version__,
-        created=today(),
+        created=utc_now(),
         budget_s=budget_s,
         effects=effects,
         memory_limit_bytes=memory_limit_bytes,

@@ -37,7 +37,7 @@ for name, config in MODELS.items():
         torch.manual_seed(0)
         context, before, losses = (
             TrainingContext(torch, Listener(), Ledger()),
-            attention_deferred.COUNT[0],
+            attention_deferred.FUSED_COUNT[0],
             [],
         )
         model = getattr(transformers, name)(config)
@@ -53,5 +53,5 @@ for name, config in MODELS.items():
             optimizer.step()
             losses.append(loss.item())
         context.ledger.restore()
-        found.setdefault(name, []).append([losses, attention_deferred.COUNT[0] - before])
+        found.setdefault(name, []).append([losses, attention_deferred.FUSED_COUNT[0] - before])
 print(json.dumps(found))

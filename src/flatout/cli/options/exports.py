@@ -17,7 +17,7 @@ from flatout.cli.options.arguments import Duration, did_you_mean, writable
 from flatout.export.trackers import MODULES, wrong_target
 from flatout.job.folder import RUNS
 from flatout.launch.command import Command
-from flatout.measure.clock import today
+from flatout.measure.clock import utc_now
 from flatout.render.formatting import shell
 from flatout.schema.errors import UsageError
 from flatout.schema.run_summary import SummaryRequest
@@ -79,7 +79,7 @@ def summary_of(
             raise UsageError(f"jsonl takes no target: the figures are in {RUNS}/<run>/ of the job's folder.")
         if why := wrong_target(name, target):
             raise UsageError(f"{name}: {why}")
-    now = today()
+    now = utc_now()
     name = f"{''.join(c for c in now[:19] if c.isdigit() or c == 'T')}-{os.getpid()}"
     job = job_folder(cmd)
     folder = (writable(job, asked=False) if export else job).path.resolve() / RUNS

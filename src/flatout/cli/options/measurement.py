@@ -21,7 +21,7 @@ from flatout.cli.options.signals import stop_on_sigterm
 from flatout.compare.evaluate import MIN_PAIRS
 from flatout.job.folder import write_json, write_whole
 from flatout.launch.command import measurable, understand
-from flatout.measure.clock import today
+from flatout.measure.clock import utc_now
 from flatout.probe.machine import look
 from flatout.schema.errors import FlatoutError
 from flatout.schema.facts import Facts, untested
@@ -61,7 +61,7 @@ def header(typed: Iterable[str], facts: Facts) -> dict[str, Any]:
         "command": list(typed),
         "cwd": os.getcwd(),
         "flatout": __version__,
-        "created": today(),
+        "created": utc_now(),
         "versions": {"python": facts.python, **facts.versions},
         "untested": untested(facts.versions.get("torch", "")),
     }

@@ -12,7 +12,7 @@ from flatout.job.folder import json_lines
 from flatout.job.temporary import temporary_folder
 from flatout.launch.timed_commands import TimedCommand
 from flatout.measure.ceilings import machine_key
-from flatout.measure.clock import today
+from flatout.measure.clock import utc_now
 from flatout.schema.ceilings import Ceiling, CeilingsRecord
 from flatout.schema.errors import NothingMeasured
 from flatout.schema.facts import Facts
@@ -25,7 +25,7 @@ PYTHON = (sys.executable, "-P", "-m")
 def measure(facts: Facts, tell: Callable[[str], None]) -> CeilingsRecord:
     """Measures all ceilings; ``tell`` receives progress. Raises NothingMeasured if torch does not start."""
     record = CeilingsRecord(
-        key=machine_key(facts), created=today(), flatout=__version__, machine=_machine(facts)
+        key=machine_key(facts), created=utc_now(), flatout=__version__, machine=_machine(facts)
     )
     # Uses one thread per available core, whatever the shell sets: torch does not see a quota.
     environment = {**os.environ, "OMP_NUM_THREADS": str(facts.cores), "MKL_NUM_THREADS": str(facts.cores)}

@@ -14,7 +14,7 @@ from flatout.job.interpreter import is_own, program_python
 from flatout.job.temporary import remove, temporary
 from flatout.launch.environment import ENTERED, EXPLAIN, module_command, with_hook
 from flatout.launch.timed_commands import TimedCommand
-from flatout.measure.clock import seconds, today
+from flatout.measure.clock import seconds, utc_now
 from flatout.probe.snapshot import gather
 from flatout.schema.machine_snapshot import MachineSnapshot
 
@@ -63,7 +63,7 @@ class SnapshotTaker:
 
     def take(self, torch_limit_s: float = TORCH_LIMIT_S) -> MachineSnapshot:
         """Reads files below the root, then waits for the programs and the torch import up to their limits."""
-        snapshot = gather(MachineSnapshot(flatout=__version__, created=today()), self._root)
+        snapshot = gather(MachineSnapshot(flatout=__version__, created=utc_now()), self._root)
         until = seconds() + PROGRAM_LIMIT_S
         snapshot.runs = {
             name: asked.answer(max(until - seconds(), 0.1)) for name, asked in self._programs.items()

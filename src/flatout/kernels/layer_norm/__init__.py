@@ -11,8 +11,6 @@ Sources: Ba, Kiros and Hinton, Layer Normalization, 2016; Triton's tutorial "Lay
     of the backward pass.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

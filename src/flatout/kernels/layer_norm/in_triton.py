@@ -13,23 +13,13 @@ import triton.language as tl
 
 @triton.jit
 def _forward(
-    x,
-    weight,
-    bias,
-    y,
-    mean,
-    rstd,
-    width,
-    eps,
-    WEIGHT: tl.constexpr,
-    BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    x, weight, bias, y, mean, rstd, width, eps, WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
-    at = row * width + columns
-    v = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    offsets = row * width + columns
+    v = tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32)
     m = tl.sum(v, axis=0) / width
     centred = tl.where(inside, v - m, 0.0)
     r = 1.0 / tl.sqrt(tl.sum(centred * centred, axis=0) / width + eps)
@@ -40,46 +30,34 @@ def _forward(
         out = out * tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     if BIAS:
         out = out + tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + at, out.to(y.dtype.element_ty), mask=inside)
+    tl.store(y + offsets, out.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _backward(
-    dy,
-    x,
-    weight,
-    mean,
-    rstd,
-    dx,
-    partial,
-    rows,
-    width,
-    WEIGHT: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+def _backward(dy, x, weight, mean, rstd, dx, partial, rows, width, WEIGHT: tl.constexpr, BLOCK: tl.constexpr):
     program = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
-    of_weight = tl.zeros((BLOCK,), dtype=tl.float32)
-    of_bias = tl.zeros((BLOCK,), dtype=tl.float32)
+    grad_weight = tl.zeros((BLOCK,), dtype=tl.float32)
+    grad_bias = tl.zeros((BLOCK,), dtype=tl.float32)
     w = tl.full((BLOCK,), 1.0, dtype=tl.float32)
     if WEIGHT:
         w = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
     for row in range(program, rows, tl.num_programs(0)):
-        at = row * width + columns
-        g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
-        normal = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - tl.load(mean + row)) * tl.load(
-            rstd + row
-        )
+        offsets = row * width + columns
+        g = tl.load(dy + offsets, mask=inside, other=0.0).to(tl.float32)
+        normal = (
+            tl.load(x + offsets, mask=inside, other=0.0).to(tl.float32) - tl.load(mean + row)
+        ) * tl.load(rstd + row)
         normal = tl.where(inside, normal, 0.0)
-        of_weight += g * normal
-        of_bias += g
+        grad_weight += g * normal
+        grad_bias += g
         g = g * w
         d = g - normal * (tl.sum(g * normal, axis=0) / width) - tl.sum(g, axis=0) / width
         d = d * tl.load(rstd + row)
-        tl.store(dx + at, d.to(dx.dtype.element_ty), mask=inside)
-    tl.store(partial + program * 2 * width + columns, of_weight, mask=inside)
-    tl.store(partial + program * 2 * width + width + columns, of_bias, mask=inside)
+        tl.store(dx + offsets, d.to(dx.dtype.element_ty), mask=inside)
+    tl.store(partial + program * 2 * width + columns, grad_weight, mask=inside)
+    tl.store(partial + program * 2 * width + width + columns, grad_bias, mask=inside)
 
 
 def forward(

@@ -4,8 +4,6 @@
 everything below sees x as [R, N].
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from flatout.kernels.kernel import has_triton
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_WIDTH = 16384  # a row must fit into the registers of one program
-BLOCKS = 256  # most blocks of the backward pass: their partial sums take BLOCKS * N * 8 bytes
+MAX_BLOCKS = 256  # most blocks of the backward pass: their partial sums take BLOCKS * N * 8 bytes
 
 
 def layer_norm(
@@ -75,12 +73,12 @@ def backward(
 
     rows, width = flat.shape
     dx = torch.empty_like(flat)
-    partial = torch.empty((max(min(rows, BLOCKS), 1), 2, width), dtype=torch.float32, device=x.device)
+    partial = torch.empty((max(min(rows, MAX_BLOCKS), 1), 2, width), dtype=torch.float32, device=x.device)
     in_triton.backward(
         flat_dy, flat, None if weight is None else weight.contiguous(), mean, rstd, dx, partial
     )
-    of_weight, of_bias = partial.sum(0)
-    return dx.view(x.shape), of_weight.clone(), of_bias.clone()
+    grad_weight, grad_bias = partial.sum(0)
+    return dx.view(x.shape), grad_weight.clone(), grad_bias.clone()
 
 
 def best(x: Tensor) -> str:
@@ -98,20 +96,20 @@ def _plain_forward(
     shape: torch.Size, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     # On a CPU, torch returns statistics of bfloat16 rows in bfloat16, too coarse for a gradient.
-    sums = torch.promote_types(x.dtype, torch.float32)
-    wide = (None if tensor is None else tensor.to(sums) for tensor in (weight, bias))
-    y, mean, rstd = torch.ops.aten.native_layer_norm(x.to(sums), (x.shape[-1],), *wide, eps)
+    sum_dtype = torch.promote_types(x.dtype, torch.float32)
+    wide = (None if tensor is None else tensor.to(sum_dtype) for tensor in (weight, bias))
+    y, mean, rstd = torch.ops.aten.native_layer_norm(x.to(sum_dtype), (x.shape[-1],), *wide, eps)
     return y.to(x.dtype).view(shape), mean.flatten(), rstd.flatten()
 
 
 def _plain_backward(
     shape: torch.Size, dy: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    sums, width = mean.dtype, x.shape[-1]
-    scale = x.new_ones(width, dtype=sums) if weight is None else weight.to(sums)
-    dx, of_weight, of_bias = torch.ops.aten.native_layer_norm_backward(
-        dy.to(sums),
-        x.to(sums),
+    sum_dtype, width = mean.dtype, x.shape[-1]
+    scale = x.new_ones(width, dtype=sum_dtype) if weight is None else weight.to(sum_dtype)
+    dx, grad_weight, grad_bias = torch.ops.aten.native_layer_norm_backward(
+        dy.to(sum_dtype),
+        x.to(sum_dtype),
         (width,),
         mean[:, None],
         rstd[:, None],
@@ -119,7 +117,7 @@ def _plain_backward(
         torch.zeros_like(scale),
         (True, True, True),
     )
-    return dx.to(x.dtype).view(shape), of_weight, of_bias
+    return dx.to(x.dtype).view(shape), grad_weight, grad_bias
 
 
 _forward = torch.library.custom_op("flatout::layer_norm", forward, mutates_args=())
@@ -135,8 +133,8 @@ def _(x, weight, bias, eps, implementation):
 
 @_backward.register_fake
 def _(dy, x, weight, mean, rstd, implementation):
-    of_weight, of_bias = (x.new_empty(x.shape[-1], dtype=mean.dtype) for _ in range(2))
-    return x.new_empty(x.shape), of_weight, of_bias
+    grad_weight, grad_bias = (x.new_empty(x.shape[-1], dtype=mean.dtype) for _ in range(2))
+    return x.new_empty(x.shape), grad_weight, grad_bias
 
 
 def _setup(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -149,12 +147,12 @@ def _setup(ctx: FunctionCtx, inputs: tuple[Any, ...], output: tuple[Tensor, ...]
 
 def _gradient(ctx: FunctionCtx, dy: Tensor, *_: object) -> Any:
     x, weight, mean, rstd = ctx.saved_tensors
-    dx, of_weight, of_bias = torch.ops.flatout.layer_norm_backward(
+    dx, grad_weight, grad_bias = torch.ops.flatout.layer_norm_backward(
         dy, x, weight, mean, rstd, ctx.implementation
     )
-    of_weight = None if weight is None else of_weight.to(weight.dtype)
-    of_bias = None if ctx.bias_dtype is None else of_bias.to(ctx.bias_dtype)
-    return dx, of_weight, of_bias, None, None
+    grad_weight = None if weight is None else grad_weight.to(weight.dtype)
+    grad_bias = None if ctx.bias_dtype is None else grad_bias.to(ctx.bias_dtype)
+    return dx, grad_weight, grad_bias, None, None
 
 
 _forward.register_autograd(_gradient, setup_context=_setup)

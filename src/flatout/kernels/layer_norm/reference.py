@@ -3,16 +3,11 @@
 y = (x - mean(x)) / sqrt(var(x) + eps) * weight + bias      var without Bessel's correction
 """
 
-from __future__ import annotations
-
 import torch
 
 
 def layer_norm(
-    x: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    bias: torch.Tensor | None = None,
-    eps: float = 1e-5,
+    x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None, eps: float = 1e-5
 ) -> torch.Tensor:
     """y. x [..., N]; weight, bias [N]."""
     centred = x - x.mean(-1, keepdim=True)

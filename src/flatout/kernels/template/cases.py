@@ -27,7 +27,7 @@ def cases() -> list[Case]:
             partial(_inputs, shape=shape, dtype=dtype, scale=scale),
             dtype,
             ("a", "b"),
-            inside=2.0,
+            inner_roundings=2.0,
         )
         for shape, dtype, scale in SMALL
     ]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-WAYS = {  # the file of each and the package that it requires; likely fastest first
+IMPLEMENTATIONS = {  # the file of each and the package that it requires; likely fastest first
     "triton": (".in_triton", "triton"),
     "cuda": (".in_cuda", "torch"),
 }
@@ -31,33 +31,33 @@ def silu_mul(a: Tensor, b: Tensor, implementation: str = "") -> Tensor:
 
 
 def forward(a: Tensor, b: Tensor, implementation: str) -> Tensor:
-    way = implementation or best(a)
+    name = implementation or best(a)
     a, b = a.contiguous(), b.contiguous()
-    if way == "plain":
+    if name == "plain":
         return torch.nn.functional.silu(a) * b
     y = torch.empty_like(a)
     if y.numel():
-        import_module(WAYS[way][0], __package__).forward(a, b, y)
+        import_module(IMPLEMENTATIONS[name][0], __package__).forward(a, b, y)
     return y
 
 
 def backward(g: Tensor, a: Tensor, b: Tensor, implementation: str) -> tuple[Tensor, Tensor]:
-    way = implementation or best(a)
+    name = implementation or best(a)
     g, a, b = g.contiguous(), a.contiguous(), b.contiguous()
-    if way == "plain":
+    if name == "plain":
         s = torch.sigmoid(a)
         return g * b * s * (1 + a * (1 - s)), g * a * s
-    of_a, of_b = torch.empty_like(a), torch.empty_like(b)
+    grad_a, grad_b = torch.empty_like(a), torch.empty_like(b)
     if a.numel():
-        import_module(WAYS[way][0], __package__).backward(g, a, b, of_a, of_b)
-    return of_a, of_b
+        import_module(IMPLEMENTATIONS[name][0], __package__).backward(g, a, b, grad_a, grad_b)
+    return grad_a, grad_b
 
 
 def best(a: Tensor) -> str:
     """The best implementation for this tensor; on a CPU, torch's own operations."""
     if not a.is_cuda or a.dtype not in HALVES_AND_SINGLE:
         return "plain"
-    return next((way for way, (_, package) in WAYS.items() if find_spec(package)), "plain")
+    return next((name for name, (_, package) in IMPLEMENTATIONS.items() if find_spec(package)), "plain")
 
 
 _forward = torch.library.custom_op("silu_mul::forward", forward, mutates_args=())

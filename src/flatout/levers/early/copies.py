@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.cuda import Event
 
-MOST_COPIES = 64  # of unread values
-MOST_LOOKS = 256  # reads of the allocator's segments, in total
+MAX_COPIES = 64  # of unread values
+MAX_SNAPSHOTS = 256  # reads of the allocator's segments, in total
 
 
 class HostCopy:
@@ -31,27 +31,27 @@ class HostCopy:
     ``host`` is valid after ``wait`` returns. ``stream`` is the handle of the computing stream.
     """
 
-    __slots__ = ("_mark", "host", "key", "original", "stream", "version")
+    __slots__ = ("_event", "host", "key", "original", "stream", "version")
 
-    def __init__(self, key: tuple[str, Any], tensor: Tensor, host: Tensor, stream: int, mark: Event) -> None:
-        self.key, self.host, self.stream, self._mark = key, host, stream, mark
+    def __init__(self, key: tuple[str, Any], tensor: Tensor, host: Tensor, stream: int, event: Event) -> None:
+        self.key, self.host, self.stream, self._event = key, host, stream, event
         self.original, self.version = weakref.ref(tensor), tensor._version
 
     def wait(self) -> None:
-        if self._mark is not None:
-            self._mark.synchronize()
-            self._mark = None
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
 
 
 class HostCopies:
-    """Copies by address. ``begin`` takes one-element CUDA values; ``of`` returns a tensor's valid copy."""
+    """Copies by address. ``begin`` takes one-element CUDA values; ``valid_copy`` returns a tensor's valid copy."""
 
     def __init__(self, torch: ModuleType) -> None:
         self.torch = torch
-        self.held: dict[int, HostCopy] = {}
+        self.by_address: dict[int, HostCopy] = {}
         self.segments = Segments(torch)
         self.streams: dict[int, Any] = {}  # handle -> a stream of the script
-        self._sides: dict[
+        self._copy_streams: dict[
             tuple[int, int], Any
         ] = {}  # device, thread -> the copying stream; an entered stream belongs to one thread
 
@@ -63,84 +63,85 @@ class HostCopies:
         """
         by_device: dict[int, list[tuple[Any, Any]]] = {}
         for key, tensor in values:
-            if self.of(tensor) is None:
+            if self.valid_copy(tensor) is None:
                 by_device.setdefault(tensor.device.index, []).append((key, tensor))
-        for device, some in by_device.items():
-            self._begin_on(device, some)
+        for device, pairs in by_device.items():
+            self._begin_on(device, pairs)
 
     def _begin_on(self, device: int, values: list[tuple[Any, Any]]) -> None:
-        torch, stream = self.torch, self.current(device)
+        torch, stream = self.torch, self.current_stream(device)
         values = [
             (key, tensor) for key, tensor in values if self.segments.stream_of(tensor.data_ptr()) == stream
         ]
-        if not values or self._captures(device):
+        if not values or self._is_capturing(device):
             return
-        place = device, threading.get_ident()
-        if place not in self._sides:
-            self._sides[place] = torch.cuda.Stream(device)
-        side = self._sides[place]
+        key_ = device, threading.get_ident()
+        if key_ not in self._copy_streams:
+            self._copy_streams[key_] = torch.cuda.Stream(device)
+        copy_stream = self._copy_streams[key_]
         if stream not in self.streams:
             self.streams[stream] = torch.cuda.current_stream(device)
-        with side:
-            side.wait_stream(self.streams[stream])
-            hosts = []
+        with copy_stream:
+            copy_stream.wait_stream(self.streams[stream])
+            host_tensors = []
             for _, tensor in values:
                 value = tensor.detach()
-                hosts.append(
+                host_tensors.append(
                     torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True).copy_(
                         value, non_blocking=True
                     )
                 )
-                value.record_stream(side)
-            mark = side.record_event()
-        for (key, tensor), host in zip(values, hosts, strict=True):
-            self.held.pop(tensor.data_ptr(), None)  # the newest comes last
-            self.held[tensor.data_ptr()] = HostCopy(key, tensor, host, stream, mark)
-        while len(self.held) > MOST_COPIES:
-            self.held.pop(next(iter(self.held)))
+                value.record_stream(copy_stream)
+            event = copy_stream.record_event()
+        for (key, tensor), host in zip(values, host_tensors, strict=True):
+            self.by_address.pop(tensor.data_ptr(), None)  # the newest comes last
+            self.by_address[tensor.data_ptr()] = HostCopy(key, tensor, host, stream, event)
+        while len(self.by_address) > MAX_COPIES:
+            self.by_address.pop(next(iter(self.by_address)))
 
-    def current(self, device: int) -> int:
+    def current_stream(self, device: int) -> int:
         """The handle of the device's current stream in this thread."""
         return int(self.torch._C._cuda_getCurrentRawStream(device))
 
-    def _captures(self, device: int) -> bool:
+    def _is_capturing(self, device: int) -> bool:
         cuda = self.torch.cuda
         with cuda.device(device):
             return bool(cuda.is_current_stream_capturing())
 
-    def of(self, tensor: Tensor) -> HostCopy | None:
+    def valid_copy(self, tensor: Tensor) -> HostCopy | None:
         """The valid copy of this tensor or of one that shares its memory; None if there is none."""
         try:
             address = tensor.data_ptr()
         except RuntimeError:  # a tensor without memory; the read itself reports it
             return None
-        copy = self.held.get(address)
+        copy = self.by_address.get(address)
         if copy is None:
             return None
         original = copy.original()
         if original is None or original.data_ptr() != address or original._version != copy.version:
-            del self.held[address]
+            del self.by_address[address]
             return None
         if tensor is original:
             return copy
         # A view shares the write count of its original; ``tensor.data`` has its own. If both are zero,
         # neither was written.
-        written = copy.version or tensor.is_inference() or tensor._version
+        is_written = copy.version or tensor.is_inference() or tensor._version
         return (
             None
-            if written or tensor.dtype != original.dtype or tensor.numel() != 1 or tensor.is_neg()
+            if is_written or tensor.dtype != original.dtype or tensor.numel() != 1 or tensor.is_neg()
             else copy
         )
 
-    def written(self, memory: Iterable[Any]) -> None:
+    def drop_overwritten(self, memory: Iterable[Any]) -> None:
         """Drop the copies of these tensors: they are about to be written without a count."""
         for tensor in memory:
             storage = tensor.untyped_storage()
-            for address in [each for each in self.held if 0 <= each - storage.data_ptr() < storage.nbytes()]:
-                del self.held[address]
+            start = storage.data_ptr()
+            for address in [a for a in self.by_address if start <= a < start + storage.nbytes()]:
+                del self.by_address[address]
 
     def clear(self) -> None:
-        self.held.clear()
+        self.by_address.clear()
 
 
 class Segments:
@@ -153,32 +154,32 @@ class Segments:
         self.torch = torch
         self._starts: list[int] = []
         self._segments: list[tuple[int, int, int | None]] = []  # start, end, stream
-        self._looks = 0
+        self._snapshots = 0
 
     def stream_of(self, address: int) -> int | None:
-        found = self._find(address)
-        if found is None and self._looks < MOST_LOOKS:
-            self._look()
-            found = self._find(address)
-        return found[2] if found is not None else None
+        segment = self._find(address)
+        if segment is None and self._snapshots < MAX_SNAPSHOTS:
+            self._read_segments()
+            segment = self._find(address)
+        return segment[2] if segment is not None else None
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop the map: memory may have returned to the device and be reserved for another stream."""
         self._starts, self._segments = [], []
 
     def _find(self, address: int) -> tuple[int, int, int | None] | None:
-        at = bisect_right(self._starts, address) - 1
-        return self._segments[at] if at >= 0 and address < self._segments[at][1] else None
+        index = bisect_right(self._starts, address) - 1
+        return self._segments[index] if index >= 0 and address < self._segments[index][1] else None
 
-    def _look(self) -> None:
-        self._looks += 1
-        found = [
+    def _read_segments(self) -> None:
+        self._snapshots += 1
+        segments = [
             (
-                each["address"],
-                each["address"] + each["total_size"],
-                each["stream"] if tuple(each["segment_pool_id"]) == (0, 0) else None,
+                segment["address"],
+                segment["address"] + segment["total_size"],
+                segment["stream"] if tuple(segment["segment_pool_id"]) == (0, 0) else None,
             )
-            for each in self.torch.cuda.memory_snapshot()
+            for segment in self.torch.cuda.memory_snapshot()
         ]
-        self._segments = sorted(found, key=lambda segment: segment[0])
+        self._segments = sorted(segments, key=lambda segment: segment[0])
         self._starts = [segment[0] for segment in self._segments]

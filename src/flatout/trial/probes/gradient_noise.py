@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.guard.suspended_optimizer import suspend_optimizer
 from flatout.measure.load import available_bytes
 from flatout.measure.nests import tensors_in
-from flatout.measure.noise_scale import FEWEST_GROUPS
+from flatout.measure.noise_scale import MIN_GROUPS
 from flatout.measure.parity import digest
 from flatout.schema.sizes import size
 from flatout.trial.probes.probe import Probe, ProbeUnavailable
@@ -37,9 +37,9 @@ class GradientNoiseProbe(Probe):
         self.parameters = self.context.parameters
         gradient_bytes = 4 * sum(p.numel() for p in self.parameters)
         self.max_groups = min(MAX_GROUPS, int(MEMORY_SHARE * available_bytes() // max(1, gradient_bytes)))
-        if self.max_groups < FEWEST_GROUPS:
+        if self.max_groups < MIN_GROUPS:
             raise ProbeUnavailable(
-                f"{FEWEST_GROUPS} gradients of this model, {size(FEWEST_GROUPS * gradient_bytes)}, do not fit into the memory that is free"
+                f"{MIN_GROUPS} gradients of this model, {size(MIN_GROUPS * gradient_bytes)}, do not fit into the memory that is free"
             )
         self.group_size = math.ceil(
             self.ticks * max(1, self.context.backwards_in_last_step) / self.max_groups
@@ -168,11 +168,11 @@ class GradientNoiseProbe(Probe):
         if digest(self.parameters, self.torch) != self.weights:
             raise ProbeUnavailable("the program changes its weights outside its optimizer")
         full = [i for i, count in enumerate(self.counts) if count == self.group_size]
-        if len(full) < FEWEST_GROUPS:
+        if len(full) < MIN_GROUPS:
             not_finite = f", and {self.not_finite} were not finite" if self.not_finite else ""
             raise ProbeUnavailable(
                 f"{self.ticks} steps gave gradients of {sum(self.counts)} whole batches of one size{not_finite}; "
-                f"at least {FEWEST_GROUPS * self.group_size} are needed"
+                f"at least {MIN_GROUPS * self.group_size} are needed"
             )
         sums = [self.sums[i].div_(self.group_size) for i in full]
         products = self.torch.zeros(len(sums), len(sums), dtype=self.torch.float64, device="cpu")

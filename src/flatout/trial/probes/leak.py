@@ -6,8 +6,8 @@ from typing import Any
 
 from flatout.agent.leak_finder import LeakFinder
 from flatout.measure.load import resident_bytes
-from flatout.measure.memory import allocations, at, running_totals
-from flatout.measure.trend import chance_of_growth, grows_evenly, keeps_growing, slope
+from flatout.measure.memory import allocations, bytes_at, running_totals
+from flatout.measure.statistics import grows_evenly, growth_p_value, keeps_growing, slope
 from flatout.schema.profile import MemoryGrowth
 from flatout.trial.probes.allocations import AllocationRecorder, block_bytes
 
@@ -56,7 +56,7 @@ class LeakProbe(AllocationRecorder):
         if self.context.device_type != "cuda":
             events = self.events()
             offset, totals = self.clock_offset_ns(events), running_totals(allocations(events, None), 0)
-            series = [float(at(totals, end + offset, 0)) for end in self.tick_ends]
+            series = [float(bytes_at(totals, end + offset, 0)) for end in self.tick_ends]
         series, resident = series[SETTLING_TICKS:], self.resident
         growth = slope(series)
         grows = keeps_growing(series, MAX_CHANCE) and growth >= MIN_BYTES
@@ -66,7 +66,7 @@ class LeakProbe(AllocationRecorder):
             grows = grows or grows_evenly(series, MIN_BYTES)
         leak = MemoryGrowth(
             growth,
-            chance_of_growth(series),
+            growth_p_value(series),
             grows or bool(holder and holder.graph),
             series=series,
             steps=len(series),
@@ -78,7 +78,7 @@ class LeakProbe(AllocationRecorder):
         has_grown = max(resident, default=0) - min(resident, default=0) > MIN_RESIDENT_BYTES
         host = MemoryGrowth(
             slope(resident),
-            chance_of_growth(resident),
+            growth_p_value(resident),
             keeps_growing(resident, MAX_CHANCE) and has_grown,
             series=resident,
             steps=len(resident),

@@ -33,7 +33,7 @@ class LineProbe(Probe):
         self.recorded: list[Counter[Line]] = []
         self.phases: set[Line] = set()  # lines on which a phase begins
         self.timer.__enter__()
-        self.timer.adopt(sys._getframe(1))
+        self.timer.trace_running(sys._getframe(1))
         self.ledger.call("tracing of lines", lambda: self.timer.__exit__())
         for owner in (self.torch.optim.Optimizer, self.torch.nn.Module):
             self.ledger.set(owner, "zero_grad", self._as_phase(owner.zero_grad))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.agent.frames import place_of
 from flatout.agent.ledger import Ledger
 from flatout.agent.lines import OperatorLines
-from flatout.measure.memory import MemoryMoment, allocations, at, running_totals, seen
+from flatout.measure.memory import MemoryMoment, allocations, bytes_at, running_totals, step_memory
 from flatout.measure.nests import tensors_in
 from flatout.trial.probes.allocations import AllocationRecorder, storage_bytes
 
@@ -213,9 +213,9 @@ class MemoryProbe(AllocationRecorder):
         moments = [MemoryMoment(m.ns + offset, m.kinds, m.modules) for m in self.moments]
         start, end = self.tick_ends[-2] + offset, self.tick_ends[-1] + offset
         changes = allocations(events, self.context.device.index if self.tools.on_device else None)
-        shift = self.start_bytes[-2] - at(running_totals(changes, 0), start, 0)
+        shift = self.start_bytes[-2] - bytes_at(running_totals(changes, 0), start, 0)
         totals = running_totals(changes, shift)
-        memory = seen("device" if self.tools.on_device else "host", totals, shift, moments, start, end)
+        memory = step_memory("device" if self.tools.on_device else "host", totals, shift, moments, start, end)
         peak_ns = max(
             (pair for pair in totals if start <= pair[0] <= end), key=lambda pair: pair[1], default=(start, 0)
         )[0]

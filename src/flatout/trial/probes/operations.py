@@ -56,7 +56,7 @@ class OperationsProbe(Probe):
         }
         recorded = ProfilerRecording(
             profile.profiler.kineto_results.events(), self.active, lines, place_at
-        ).observed()
+        ).summarise()
         self.recorded = {
             "operations": [operation.to_json() for operation in recorded.operations],
             "operators": recorded.operators / self.active,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from flatout.measure.memory import allocations, at, reserved_for_graphs, running_totals
+from flatout.measure.memory import allocations, bytes_at, reserved_for_graphs, running_totals
 from flatout.trial.probes.allocations import AllocationRecorder
 from flatout.trial.probes.leak import SETTLING_TICKS
 
@@ -73,7 +73,7 @@ class PeakMemoryProbe(AllocationRecorder):
         totals = running_totals(allocations(events, None), 0)
         peak = 0
         for tick in self.windows:
-            shift = tick.bytes_before - at(totals, tick.start + offset, 0)
+            shift = tick.bytes_before - bytes_at(totals, tick.start + offset, 0)
             within = [total for ns, total in totals if tick.step <= ns - offset <= tick.end]
             peak = max(peak, tick.bytes_before, shift + max(within, default=-shift))
         return {"peak_bytes": peak}
