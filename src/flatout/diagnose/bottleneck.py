@@ -13,7 +13,7 @@ SHORT_US = 10.0  # a shorter call is mostly launch overhead
 WIDE = 0.3  # of the step: a what-if whose interval is wider says nothing
 BY_WHAT_IF = {"data": "loader", "copy": "copies", "optimizer": "optimizer"}
 OF_PYTHON = ("syncs", "logging", "gc")
-WITHOUT = {
+WHAT_IF_TEXTS = {
     "loader": "batches prepared in advance",
     "copies": "batches on the device already",
     "optimizer": "an optimizer that does nothing",
@@ -90,13 +90,13 @@ def _evidence(profile: ProfileRecord, bound: str) -> str:
     name = BY_WHAT_IF.get(bound)
     what_if = next((w for w in profile.what_ifs if w.name == name and w.ratio is not None), None)
     if what_if is not None and what_if.ratio is not None and gain_of(profile, what_if.name) is not None:
-        return f"with {WITHOUT[what_if.name]} it is {what_if.ratio.sentence()} as fast"
+        return f"with {WHAT_IF_TEXTS[what_if.name]} it is {what_if.ratio.sentence()} as fast"
     if bound == "data":
         return "the step waited for the loader"
     if bound == "python":
         gains = {name: gain for name in OF_PYTHON if (gain := gain_of(profile, name))}
         best = max(gains, key=lambda each: gains[each], default=None)
-        info = f"; {WITHOUT[best]} would save {gains[best]:.0%}" if best else ""
+        info = f"; {WHAT_IF_TEXTS[best]} would save {gains[best]:.0%}" if best else ""
         return f"{profile.python_ms or 0:.2f} ms outside operators{info}"
     if bound == "launch":
         calls = f"{profile.operators_a_step:.0f} operators" if profile.operators_a_step else "its operators"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from flatout.diagnose.gains import found
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding
 from flatout.schema.profile import MemoryGrowth, ProfileRecord
@@ -23,4 +22,4 @@ def growing(rule: Rule, profile: ProfileRecord, leak: MemoryGrowth, how: str) ->
         evidence.append(
             f"at this rate it fills the machine's {size(float(free))} in {f'{60 * hours:.0f} minutes' if hours < 2 else f'{hours:.0f} hours'}"
         )
-    return found(rule, said, leak.place, evidence=evidence)
+    return rule.profile_finding(said, leak.place, evidence=evidence)

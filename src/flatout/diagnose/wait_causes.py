@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from enum import Enum
 
-from flatout.diagnose.gains import OFTEN, TIMED, certain_gain, how, measured, without
+from flatout.diagnose.gains import (
+    HOW_BY_TIME,
+    MIN_REPEATS,
+    certain_gain,
+    how_by_what_if,
+    speedup_without,
+    was_measured,
+)
 from flatout.schema.profile import LoaderSeen, ProfileRecord
 from flatout.schema.records import Ratio
 
@@ -27,14 +34,14 @@ def cause(profile: ProfileRecord, loader: LoaderSeen) -> WaitCause | None:
     """The narrowest cause of the wait for this loader, or None if the wait is negligible."""
     if gain_without_wait(profile, loader) is None:
         return None
-    if loader.made >= OFTEN and loader.begun <= loader.made + 1:
+    if loader.made >= MIN_REPEATS and loader.begun <= loader.made + 1:
         return WaitCause.REMADE
     if crowded(profile, loader):
         return WaitCause.CROWDED
     if (
         loader.workers
         and not loader.persistent_workers
-        and loader.begun >= OFTEN
+        and loader.begun >= MIN_REPEATS
         and begin_ms(profile, loader) > MOST_OF_IT * loader.wait_ms
     ):
         return WaitCause.RESTARTED
@@ -62,19 +69,19 @@ def gain_without_wait(profile: ProfileRecord, loader: LoaderSeen) -> Ratio | Non
     """
     total = sum(each.wait_ms for each in profile.loaders)
     mine = loader.wait_ms / total if total > 0 else 1.0 / max(1, len(profile.loaders))
-    waited = max(loader.wait_ms, begin_ms(profile, loader) if loader.begun >= OFTEN else 0.0)
-    alone = without(profile, waited, LEAST) if loader.wait_ms else None
+    waited = max(loader.wait_ms, begin_ms(profile, loader) if loader.begun >= MIN_REPEATS else 0.0)
+    alone = speedup_without(profile, waited, LEAST) if loader.wait_ms else None
     if alone is None:
         return None
     ratio = certain_gain(profile, "loader")
     if ratio is not None:
         return ratio if mine > MOST_OF_IT and ratio.median >= LEAST else None
-    return None if measured(profile, "loader") else alone
+    return None if was_measured(profile, "loader") else alone
 
 
 def how_known(profile: ProfileRecord) -> str:
     return (
-        how("loader")
+        how_by_what_if("loader")
         if certain_gain(profile, "loader")
-        else TIMED.replace("these calls", "the wait for data")
+        else HOW_BY_TIME.replace("these calls", "the wait for data")
     )

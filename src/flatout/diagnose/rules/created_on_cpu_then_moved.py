@@ -59,7 +59,7 @@ MAKERS = {
 SAME = {"zeros", "ones", "empty", "full", "eye"}  # these values are the same on every device
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check_source(program: ScriptProgram) -> Iterator[Finding]:
     seen = set()
     for source, call, library in _often(program):
         if (
@@ -174,4 +174,6 @@ def _edits(source: SourceFile, moved: ast.Call, made: ast.Call, where: str) -> l
     return [*argument, *without_call(source, moved)] if argument else []
 
 
-RULE = Rule("FL111", "made_on_host_then_moved", Severity.TIME, __doc__, look=look, fix_changes="")
+RULE = Rule(
+    "FL111", "made_on_host_then_moved", Severity.TIME, __doc__, check_source=check_source, fix_changes=""
+)

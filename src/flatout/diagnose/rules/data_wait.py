@@ -16,14 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import found, of_step
+from flatout.diagnose.gains import share_of_step
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.wait_causes import WaitCause, cause, gain_without_wait, how_known
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     for loader in profile.loaders:
         if cause(profile, loader) is not WaitCause.WAIT:
             continue
@@ -32,9 +32,8 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
         ]
         if loader.fetch_ms is not None:
             evidence.append(f"fetching a batch takes {loader.fetch_ms:.1f} ms inside the data set")
-        yield found(
-            RULE,
-            f"waiting for data takes {of_step(profile, loader.wait_ms)}",
+        yield RULE.profile_finding(
+            f"waiting for data takes {share_of_step(profile, loader.wait_ms)}",
             loader.place,
             evidence=evidence,
             predicted=gain_without_wait(profile, loader),
@@ -46,7 +45,7 @@ RULE = Rule(
     "FL150",
     "data_wait",
     Severity.TIME,
-    __doc__ or "",
-    judge=judge,
+    __doc__,
+    check_profile=check_profile,
     levers=("loader", "cached_prefix", "batched_transforms", "resident_data", "device_prefetch"),
 )

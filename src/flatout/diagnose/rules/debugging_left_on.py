@@ -30,7 +30,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
-from flatout.diagnose.gains import event_of, found
+from flatout.diagnose.gains import event_of
 from flatout.diagnose.rewrites import without_statement
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
@@ -48,7 +48,7 @@ ALWAYS = (
 )
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check_source(program: ScriptProgram) -> Iterator[Finding]:
     if not program.step_loops:
         return
     for event in program.events:
@@ -73,12 +73,12 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             )
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     if not profile.settings.get("anomaly"):
         return
     _, _, places = event_of(profile, "anomaly")
-    yield found(
-        RULE, "anomaly detection is enabled in every step", places[0] if places else None, others=places[1:]
+    yield RULE.profile_finding(
+        "anomaly detection is enabled in every step", places[0] if places else None, others=places[1:]
     )
 
 
@@ -87,8 +87,8 @@ RULE = Rule(
     "debugging_left_on",
     Severity.TIME,
     __doc__,
-    look=look,
-    judge=judge,
+    check_source=check_source,
+    check_profile=check_profile,
     levers=("debug_off",),
     fix_changes="",
 )

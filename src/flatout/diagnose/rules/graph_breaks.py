@@ -21,19 +21,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import found
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     seen = profile.compiled
     if seen is None or not seen.breaks or seen.recompiles > seen.breaks:
         return
     times = "once" if seen.breaks == 1 else f"{seen.breaks} times"
-    yield found(
-        RULE,
+    yield RULE.profile_finding(
         f"the graph breaks {times}; {seen.graphs} graphs were compiled",
         seen.places[0] if seen.places else None,
         evidence=seen.reasons[:4],
@@ -41,4 +39,11 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     )
 
 
-RULE = Rule("FL156", "graph_breaks", Severity.TIME, __doc__ or "", judge=judge, replaced_by=("recompiles",))
+RULE = Rule(
+    "FL156",
+    "graph_breaks",
+    Severity.TIME,
+    __doc__,
+    check_profile=check_profile,
+    replaced_by=("recompiles",),
+)

@@ -27,7 +27,7 @@ from flatout.schema.profile import ProfileRecord
 LEAST_BYTES = 2**20  # per step; recording alone takes a few hundred KB per step
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     grows, tensors = profile.host_growth, profile.leak
     if (
         grows is not None
@@ -42,8 +42,8 @@ RULE = Rule(
     "FL252",
     "host_growth",
     Severity.MEMORY,
-    __doc__ or "",
-    judge=judge,
-    before=Severity.TIME,
+    __doc__,
+    check_profile=check_profile,
+    sort_before=Severity.TIME,
     replaced_by=("leak", "loss_kept_with_graph", "slowing_down", "recompiles"),
 )

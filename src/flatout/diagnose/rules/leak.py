@@ -21,7 +21,7 @@ from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     if profile.leak is not None and profile.leak.leaking and not profile.leak.graph:
         yield growing(RULE, profile, profile.leak, "")
 
@@ -30,8 +30,8 @@ RULE = Rule(
     "FL251",
     "leak",
     Severity.MEMORY,
-    __doc__ or "",
-    judge=judge,
-    before=Severity.TIME,
+    __doc__,
+    check_profile=check_profile,
+    sort_before=Severity.TIME,
     replaced_at_its_line_by=("slowing_down",),
 )

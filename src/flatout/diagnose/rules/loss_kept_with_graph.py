@@ -44,7 +44,7 @@ from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check_source(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.steps:
         for event in loop.events:
             for reaper, kept in _held(program, loop, event):
@@ -230,7 +230,7 @@ def _outlives(program: ScriptProgram, loop: StepLoop, event: ProgramEvent, reape
     return True
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     if profile.leak is not None and profile.leak.leaking and profile.leak.graph:
         yield growing(RULE, profile, profile.leak, "with its graph")
 
@@ -240,8 +240,8 @@ RULE = Rule(
     "loss_kept_with_graph",
     Severity.MEMORY,
     __doc__,
-    look=look,
-    judge=judge,
+    check_source=check_source,
+    check_profile=check_profile,
     fix_changes="",
-    before=Severity.TIME,
+    sort_before=Severity.TIME,
 )

@@ -37,7 +37,7 @@ from flatout.probe.script import SourceFile
 from flatout.schema.findings import Edit, Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check_source(program: ScriptProgram) -> Iterator[Finding]:
     if program.mentions("fill_uninitialized_memory"):
         return
     for source, call in program.calls("torch.use_deterministic_algorithms"):
@@ -60,5 +60,11 @@ def _edits(source: SourceFile, call: ast.Call) -> list[Edit]:
 
 
 RULE = Rule(
-    "FL120", "memory_filled_for_nothing", Severity.TIME, __doc__, look=look, fix_changes="", weight=-1
+    "FL120",
+    "memory_filled_for_nothing",
+    Severity.TIME,
+    __doc__,
+    check_source=check_source,
+    fix_changes="",
+    weight=-1,
 )

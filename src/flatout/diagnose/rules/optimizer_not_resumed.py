@@ -60,7 +60,7 @@ READERS = ("print", "len", "type", "isinstance", "list", "sorted")
 DICTS = ("ckpt", "check", "state", "saved", "snapshot", "resume", "dict", "data")
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check_source(program: ScriptProgram) -> Iterator[Finding]:
     reads = [(source, node) for source, node, key in entries_read(program) if key in POSITIONS]
     saves = optimizer_saves(program)
     for source, function, parameter in _unused(program):
@@ -260,4 +260,4 @@ def _resumes(program: ScriptProgram, source: SourceFile, node: ast.expr) -> bool
     return bool(names & (starts | counted))
 
 
-RULE = Rule("FL044", "optimizer_not_resumed", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL044", "optimizer_not_resumed", Severity.WRONG, __doc__, check_source=check_source)
