@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 
 from flatout.cli.options.json_output import json_option, print_json
-from flatout.diagnose.explain import Explanation, explain_text, lines
+from flatout.diagnose.explain import Explanation, explain_text, format_lines
 from flatout.diagnose.failures import TABLE
 from flatout.diagnose.kind import FailureKind
 from flatout.diagnose.logs import gather
@@ -99,7 +99,7 @@ def _is_path(word: str) -> bool:
 
 
 def _paragraph(info: Explanation) -> str:
-    first, *others = lines(info.finding, info.ranks)
+    first, *others = format_lines(info.finding, info.ranks)
     return "\n".join([f"{info.finding.rule} {info.finding.name}: {first}", *others])
 
 

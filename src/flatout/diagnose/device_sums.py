@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import copy
 
-from flatout.diagnose.rewrites import apply_edits, around, in_text, replace
+from flatout.diagnose.rewrites import apply_edits, replace, to_file_lines, wrap
 from flatout.probe.names import Binding
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
@@ -48,7 +48,7 @@ def device_sum(program: ScriptProgram, loop: StepLoop, event: ProgramEvent) -> l
     for read in reads:
         holder = source.parent(read)
         if not (isinstance(holder, ast.Call) and source.code(holder.func) == "float"):
-            edits += around(source, read, "float(", ")")
+            edits += wrap(source, read, "float(", ")")
     return edits if _as_expected(source, call, kept, reads, edits) else []
 
 
@@ -192,7 +192,7 @@ def _as_expected(
     """Whether the edits change just these nodes: in a format string, the place of a name may be wrong."""
     if len({source.cell(node.lineno)[0] for node in [call, *reads]}) > 1:
         return False  # in other cells of a notebook
-    text = apply_edits(source.text, in_text(source, source.place(call).file, edits))
+    text = apply_edits(source.text, to_file_lines(source, source.place(call).file, edits))
     if text is None:
         return False
     memo: dict[int, ast.AST] = {}

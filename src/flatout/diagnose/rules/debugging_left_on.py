@@ -31,7 +31,7 @@ import ast
 from collections.abc import Iterable, Iterator
 
 from flatout.diagnose.gains import event_of
-from flatout.diagnose.rewrites import without_statement
+from flatout.diagnose.rewrites import remove_statement
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
@@ -69,7 +69,7 @@ def check_source(program: ScriptProgram) -> Iterator[Finding]:
                 f"`{event.source.code(call)}` is enabled for the whole training",
                 event.place,
                 "# remove it, or make it optional",
-                edits=without_statement(event.source, call) if dotted in SWITCHES else [],
+                edits=remove_statement(event.source, call) if dotted in SWITCHES else [],
             )
 
 

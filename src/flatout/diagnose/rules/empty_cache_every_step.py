@@ -28,7 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from flatout.diagnose.gains import HOW_BY_TIME, event_of, share_of_step, speedup_without
-from flatout.diagnose.rewrites import without_statement
+from flatout.diagnose.rewrites import remove_statement
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.synchronize_every_step import every_step
 from flatout.probe.program import ScriptProgram
@@ -50,7 +50,7 @@ def check_source(program: ScriptProgram) -> Iterator[Finding]:
             f"`{event.source.code(event.node)}` frees memory in every {when} that the next one must allocate again",
             event.place,
             f"# remove {event.source.code(event.node)}",
-            edits=without_statement(event.source, event.node),
+            edits=remove_statement(event.source, event.node),
             weight=weight,
         )
 

@@ -31,7 +31,7 @@ import ast
 from collections.abc import Iterable, Iterator
 
 from flatout.diagnose.gains import event_of
-from flatout.diagnose.rewrites import inside_with
+from flatout.diagnose.rewrites import wrap_in_with
 from flatout.diagnose.rule import Rule
 from flatout.probe.evaluation_loops import modes_of_model
 from flatout.probe.inner_gradients import needs_gradients
@@ -118,7 +118,7 @@ def _edits(event: ProgramEvent, loop: LoopVisit) -> list[Edit]:
     same_file = source is event.source and source.place(top).file == event.place.file
     if doubts or not torch or not same_file or not isinstance(top, (ast.For, ast.While)):
         return []
-    return inside_with(source, top, "torch.no_grad()")
+    return wrap_in_with(source, top, "torch.no_grad()")
 
 
 def _switched_by_call(program: ScriptProgram) -> bool:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from flatout.diagnose.rewrites import without_attribute
+from flatout.diagnose.rewrites import remove_attribute
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
@@ -42,7 +42,7 @@ def check_source(program: ScriptProgram) -> Iterator[Finding]:
                 f"`{source.code(owner)}.forward` skips every hook of the module",
                 source.place(call),
                 f"{source.code(owner)}({shown})",
-                edits=without_attribute(source, call.func),
+                edits=remove_attribute(source, call.func),
             )
 
 

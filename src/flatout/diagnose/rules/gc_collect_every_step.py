@@ -39,7 +39,7 @@ from flatout.diagnose.gains import (
     share_of_step,
     speedup_without,
 )
-from flatout.diagnose.rewrites import without_statement
+from flatout.diagnose.rewrites import remove_statement
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.synchronize_every_step import every_step
 from flatout.probe.program import ScriptProgram
@@ -53,7 +53,7 @@ def check_source(program: ScriptProgram) -> Iterator[Finding]:
             f"`gc.collect()` visits every object of the program in every {when}",
             event.place,
             "# remove it, or collect once per epoch",
-            edits=without_statement(event.source, event.node),
+            edits=remove_statement(event.source, event.node),
             weight=weight,
         )
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from flatout.diagnose.rewrites import without_argument
+from flatout.diagnose.rewrites import remove_argument
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.probe.step_loops import ProgramEvent, StepLoop
@@ -59,7 +59,7 @@ def check_source(program: ScriptProgram) -> Iterator[Finding]:
                 "this is the only backward pass of the loop, and it keeps the whole graph for a second one",
                 passes[0].place,
                 shown,
-                edits=without_argument(passes[0].source, call, "retain_graph")
+                edits=remove_argument(passes[0].source, call, "retain_graph")
                 if _made_in_the_step(program, passes[0])
                 else [],
             )

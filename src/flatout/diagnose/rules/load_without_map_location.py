@@ -25,7 +25,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from flatout.diagnose.rewrites import with_argument
+from flatout.diagnose.rewrites import add_argument
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
@@ -62,7 +62,7 @@ def check_source(program: ScriptProgram) -> Iterator[Finding]:
                 "this checkpoint loads only on a machine that has the device it was saved from",
                 source.place(call),
                 f'torch.load({source.code(call.args[0])}, map_location="cpu"{rest})',
-                edits=with_argument(source, call, 'map_location="cpu"')
+                edits=add_argument(source, call, 'map_location="cpu"')
                 if _only_copied(program, source, call)
                 else [],
             )

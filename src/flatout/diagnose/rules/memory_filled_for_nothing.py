@@ -30,7 +30,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from flatout.diagnose.rewrites import after_statement
+from flatout.diagnose.rewrites import add_statement_after
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
@@ -56,7 +56,7 @@ def _edits(source: SourceFile, call: ast.Call) -> list[Edit]:
     if not isinstance(call.func, ast.Attribute) or source.dotted(call.func.value) != "torch":
         return []
     name = f"{source.code(call.func.value)}.utils.deterministic.fill_uninitialized_memory"
-    return after_statement(source, call, f"{name} = False")
+    return add_statement_after(source, call, f"{name} = False")
 
 
 RULE = Rule(

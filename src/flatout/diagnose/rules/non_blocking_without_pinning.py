@@ -28,7 +28,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from flatout.diagnose.rewrites import with_argument
+from flatout.diagnose.rewrites import add_argument
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.pinned_and_blocking import batches_moved, pins
 from flatout.probe.program import ScriptProgram
@@ -64,7 +64,7 @@ def _edits(event: ProgramEvent, loader: ValueOrigin) -> list[Edit]:
         or source.place(call).file != event.place.file
     ):
         return []
-    return with_argument(source, call, "pin_memory=True")
+    return add_argument(source, call, "pin_memory=True")
 
 
 def _options(call: ast.AST) -> set[str | None]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from flatout.diagnose.rewrites import around
+from flatout.diagnose.rewrites import wrap
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
@@ -91,7 +91,7 @@ def check_source(program: ScriptProgram) -> Iterator[Finding]:
                 f"`{source.code(call)}` returns a new tensor, which is discarded; `{source.code(owner)}` does not change",
                 source.place(node),
                 f"{source.code(owner)} = {source.code(call)}",
-                edits=around(source, call, f"{source.code(owner)} = ", ""),
+                edits=wrap(source, call, f"{source.code(owner)} = ", ""),
             )
 
 

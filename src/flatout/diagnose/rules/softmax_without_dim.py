@@ -25,7 +25,7 @@ import ast
 from collections.abc import Iterator
 
 from flatout.diagnose.dimensions import dimensions
-from flatout.diagnose.rewrites import with_argument
+from flatout.diagnose.rewrites import add_argument
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
@@ -55,7 +55,7 @@ def _edits(program: ScriptProgram, source: SourceFile, call: ast.Call) -> list[E
     count = dimensions(program, source, call.args[0]) if len(call.args) == 1 else None
     if count is None:
         return []
-    return with_argument(source, call, f"dim={0 if count in (1, 3) else 1}")
+    return add_argument(source, call, f"dim={0 if count in (1, 3) else 1}")
 
 
 RULE = Rule(

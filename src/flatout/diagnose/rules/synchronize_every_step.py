@@ -26,7 +26,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from flatout.diagnose.rewrites import without_statement
+from flatout.diagnose.rewrites import remove_statement
 from flatout.diagnose.rule import Rule
 from flatout.probe.evaluation_loops import over_batches
 from flatout.probe.program import ScriptProgram
@@ -52,7 +52,7 @@ def check_source(program: ScriptProgram) -> Iterator[Finding]:
             f"`{event.source.code(event.node)}` makes the host wait for the device in every {when}",
             event.place,
             f"# remove {event.source.code(event.node)}, or time every hundredth step",
-            edits=[] if _needed(program, event) else without_statement(event.source, event.node),
+            edits=[] if _needed(program, event) else remove_statement(event.source, event.node),
             weight=weight,
         )
 

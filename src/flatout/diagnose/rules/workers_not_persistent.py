@@ -37,7 +37,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from flatout.diagnose.gains import share_of_step
-from flatout.diagnose.rewrites import with_argument
+from flatout.diagnose.rewrites import add_argument
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.wait_causes import WaitCause, begin_ms, cause, gain_without_wait, how_known
 from flatout.probe.names import FUNCTIONS
@@ -75,7 +75,7 @@ def check_source(program: ScriptProgram) -> Iterator[Finding]:
                 edits: list[Edit] = []
                 if _option(call, "persistent_workers") is None:
                     code = f"{code[:-1]}, persistent_workers=True)"
-                    edits = with_argument(origin.source, call, "persistent_workers=True")
+                    edits = add_argument(origin.source, call, "persistent_workers=True")
                 said = f"this loader restarts its {workers.value!r} workers in every epoch"
                 yield RULE.finding(said, origin.source.place(call), code, edits=edits)
     yield from _data_modules(program, seen)

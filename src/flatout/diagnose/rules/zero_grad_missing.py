@@ -28,7 +28,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from flatout.diagnose.rewrites import after_statement
+from flatout.diagnose.rewrites import add_statement_after
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.probe.step_loops import ProgramEvent, StepLoop
@@ -57,7 +57,7 @@ def _edits(program: ScriptProgram, step: ProgramEvent) -> list[Edit]:
     )
     if uncalled or step.subject is None:
         return []
-    return after_statement(step.source, step.node, f"{step.source.code(step.subject)}.zero_grad()")
+    return add_statement_after(step.source, step.node, f"{step.source.code(step.subject)}.zero_grad()")
 
 
 def uncleared(program: ScriptProgram) -> Iterator[tuple[StepLoop, ProgramEvent]]:
