@@ -8,9 +8,11 @@ from flatout.schema.profile import MemoryGrowth, ProfileRecord
 from flatout.schema.sizes import size
 
 
-def growing(rule: Rule, profile: ProfileRecord, leak: MemoryGrowth, how: str) -> Finding:
-    held = f", held by {leak.holder}" if leak.holder else ""
-    said = f"{size(leak.bytes_a_step)} more after each {profile.unit}{held}" + (f", {how}" if how else "")
+def growth_finding(rule: Rule, profile: ProfileRecord, leak: MemoryGrowth, how: str) -> Finding:
+    holder = f", held by {leak.holder}" if leak.holder else ""
+    message = f"{size(leak.bytes_a_step)} more after each {profile.unit}{holder}" + (
+        f", {how}" if how else ""
+    )
     evidence = [
         f"the probability of such a trend without a leak is {leak.chance:.1g}, over {leak.steps or len(leak.series)} steps"
     ]
@@ -22,4 +24,4 @@ def growing(rule: Rule, profile: ProfileRecord, leak: MemoryGrowth, how: str) ->
         evidence.append(
             f"at this rate it fills the machine's {size(float(free))} in {f'{60 * hours:.0f} minutes' if hours < 2 else f'{hours:.0f} hours'}"
         )
-    return rule.profile_finding(said, leak.place, evidence=evidence)
+    return rule.profile_finding(message, leak.place, evidence=evidence)

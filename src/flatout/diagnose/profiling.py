@@ -15,7 +15,7 @@ from typing import Any
 
 from flatout.diagnose.bottleneck import name_bottleneck
 from flatout.diagnose.profiled_program import SETTLING_TICKS, ProfiledProgram
-from flatout.diagnose.ranking import judge, placed
+from flatout.diagnose.ranking import locate_causes, profile_findings
 from flatout.diagnose.what_ifs import TABLE as WHAT_IFS
 from flatout.measure.clock import seconds
 from flatout.measure.roofline import flops_a_step, place_under_roof, utilisation
@@ -78,10 +78,10 @@ def run_profile(program: ProfiledProgram) -> ProfileRecord:
             "the operators' share of this machine's peak is unknown: `flatout doctor --bench` measures the peak"
         )
     record.bound, record.bound_why = name_bottleneck(record)
-    record.findings = judge(record)
+    record.findings = profile_findings(record)
     if program.command.script is not None and record.findings:
         with suppress(OSError, Unreadable):
-            record.findings = placed(record.findings, ScriptProgram.read(program.command.script))
+            record.findings = locate_causes(record.findings, ScriptProgram.read(program.command.script))
     record.status = "done"
     return record
 

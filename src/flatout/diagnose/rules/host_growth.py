@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.memory_growth import growing
+from flatout.diagnose.memory_growth import growth_finding
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
@@ -35,7 +35,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
         and grows.bytes_a_step >= LEAST_BYTES
         and not (tensors is not None and tensors.leaking)
     ):
-        yield growing(RULE, profile, grows, "")
+        yield growth_finding(RULE, profile, grows, "")
 
 
 RULE = Rule(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.memory_growth import growing
+from flatout.diagnose.memory_growth import growth_finding
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
@@ -23,7 +23,7 @@ from flatout.schema.profile import ProfileRecord
 
 def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     if profile.leak is not None and profile.leak.leaking and not profile.leak.graph:
-        yield growing(RULE, profile, profile.leak, "")
+        yield growth_finding(RULE, profile, profile.leak, "")
 
 
 RULE = Rule(

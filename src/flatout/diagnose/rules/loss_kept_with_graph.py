@@ -32,7 +32,7 @@ import ast
 from collections.abc import Iterable, Iterator
 
 from flatout.diagnose.losses import graph_of, loss_given
-from flatout.diagnose.memory_growth import growing
+from flatout.diagnose.memory_growth import growth_finding
 from flatout.diagnose.rewrites import insert_after
 from flatout.diagnose.rule import Rule
 from flatout.probe.contexts import without_gradients
@@ -232,7 +232,7 @@ def _outlives(program: ScriptProgram, loop: StepLoop, event: ProgramEvent, reape
 
 def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     if profile.leak is not None and profile.leak.leaking and profile.leak.graph:
-        yield growing(RULE, profile, profile.leak, "with its graph")
+        yield growth_finding(RULE, profile, profile.leak, "with its graph")
 
 
 RULE = Rule(
