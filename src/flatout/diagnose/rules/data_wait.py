@@ -18,14 +18,14 @@ from collections.abc import Iterable
 
 from flatout.diagnose.gains import share_of_step
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.wait_causes import WaitCause, cause, gain_without_wait, how_known
+from flatout.diagnose.wait_causes import WaitCause, gain_without_wait, how_measured, wait_cause
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 
 def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     for loader in profile.loaders:
-        if cause(profile, loader) is not WaitCause.WAIT:
+        if wait_cause(profile, loader) is not WaitCause.WAIT:
             continue
         evidence = [
             f"the loader over {loader.dataset or 'its data set'} has {loader.workers} workers and batches of {loader.batch_size}"
@@ -37,7 +37,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
             loader.place,
             evidence=evidence,
             predicted=gain_without_wait(profile, loader),
-            how=how_known(profile),
+            how=how_measured(profile),
         )
 
 

@@ -35,7 +35,7 @@ from collections.abc import Iterable, Iterator
 
 from flatout.diagnose.gains import share_of_step
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.wait_causes import WaitCause, cause, gain_without_wait, how_known
+from flatout.diagnose.wait_causes import WaitCause, gain_without_wait, how_measured, wait_cause
 from flatout.probe.program import ScriptProgram
 from flatout.probe.step_loops import ProgramEvent, StepLoop
 from flatout.schema.findings import Finding, Severity
@@ -92,7 +92,7 @@ def _changes(event: ProgramEvent) -> bool:
 
 def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     for loader in profile.loaders:
-        if cause(profile, loader) is not WaitCause.REMADE:
+        if wait_cause(profile, loader) is not WaitCause.REMADE:
             continue
         said = f"this line has created {loader.made} loaders for {loader.batches or profile.steps} batches"
         evidence = [
@@ -104,7 +104,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
             loader.place,
             evidence=evidence,
             predicted=gain_without_wait(profile, loader),
-            how=how_known(profile),
+            how=how_measured(profile),
         )
 
 

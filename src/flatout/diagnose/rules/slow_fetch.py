@@ -24,14 +24,14 @@ from collections.abc import Iterable
 
 from flatout.diagnose.gains import share_of_step
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.wait_causes import WaitCause, cause, gain_without_wait, how_known
+from flatout.diagnose.wait_causes import WaitCause, gain_without_wait, how_measured, wait_cause
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 
 def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     for loader in profile.loaders:
-        if cause(profile, loader) is not WaitCause.SLOW_FETCH or loader.slow_place is None:
+        if wait_cause(profile, loader) is not WaitCause.SLOW_FETCH or loader.slow_place is None:
             continue
         evidence = [f"waiting for data takes {share_of_step(profile, loader.wait_ms)}"]
         if loader.fetch_ms is not None:
@@ -49,7 +49,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
             loader.slow_place,
             evidence=evidence,
             predicted=gain_without_wait(profile, loader),
-            how=how_known(profile),
+            how=how_measured(profile),
             others=[loader.place] if loader.place else [],
         )
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 from flatout.diagnose.gains import share_of_step
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.wait_causes import crowded, gain_without_wait, how_known
+from flatout.diagnose.wait_causes import gain_without_wait, has_too_many_workers, how_measured
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 from flatout.schema.sizes import size
@@ -26,7 +26,7 @@ from flatout.schema.sizes import size
 
 def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     for loader in profile.loaders:
-        if not crowded(profile, loader):
+        if not has_too_many_workers(profile, loader):
             continue
         # torch itself warns from one worker per core on; the cost is reported if it was measured.
         evidence = [f"waiting for data takes {share_of_step(profile, loader.wait_ms)}"]
@@ -37,7 +37,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
             loader.place,
             evidence=evidence,
             predicted=gain_without_wait(profile, loader),
-            how=how_known(profile),
+            how=how_measured(profile),
         )
 
 

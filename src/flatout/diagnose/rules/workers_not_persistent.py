@@ -39,7 +39,13 @@ from collections.abc import Iterable, Iterator
 from flatout.diagnose.gains import share_of_step
 from flatout.diagnose.rewrites import add_argument
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.wait_causes import WaitCause, begin_ms, cause, gain_without_wait, how_known
+from flatout.diagnose.wait_causes import (
+    WaitCause,
+    gain_without_wait,
+    how_measured,
+    iterator_start_ms,
+    wait_cause,
+)
 from flatout.probe.names import FUNCTIONS
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
@@ -145,16 +151,16 @@ def _persistent(call: ast.Call) -> bool:
 
 def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     for loader in profile.loaders:
-        if cause(profile, loader) is not WaitCause.RESTARTED:
+        if wait_cause(profile, loader) is not WaitCause.RESTARTED:
             continue
         epochs = f"{loader.begun} times for {loader.batches or profile.steps} batches"
         said = f"{loader.workers} workers were started {epochs}, {loader.start_ms:.0f} ms each time until the first batch"
         yield RULE.profile_finding(
             said,
             loader.place,
-            evidence=[f"this takes {share_of_step(profile, begin_ms(profile, loader))}"],
+            evidence=[f"this takes {share_of_step(profile, iterator_start_ms(profile, loader))}"],
             predicted=gain_without_wait(profile, loader),
-            how=how_known(profile),
+            how=how_measured(profile),
         )
 
 
