@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from flatout.diagnose.explain import explain_text, format_lines
 from flatout.diagnose.failures import TABLE
-from flatout.diagnose.logs import gather
+from flatout.diagnose.logs import condense
 from flatout.diagnose.tracebacks import read_failures
 
 ROOT = Path(__file__).parent.parent.parent
@@ -291,10 +291,10 @@ def test_an_endless_log_keeps_its_tracebacks():
         yield from OOM.splitlines()
         yield from (f"[rank1]: waiting {at}" for at in range(100_000))
 
-    text = gather(io.StringIO("\n".join(log())))
+    text = condense(io.StringIO("\n".join(log())))
     assert len(text.splitlines()) < 10_000
     assert [one.finding.rule for one in explain_text(text)] == ["FE040"]
-    assert max(map(len, gather(io.StringIO("x" * 300_000)).splitlines())) <= 1 << 14
+    assert max(map(len, condense(io.StringIO("x" * 300_000)).splitlines())) <= 1 << 14
 
 
 def test_terminal_control_sequences_are_removed():

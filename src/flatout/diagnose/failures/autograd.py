@@ -25,13 +25,13 @@ def operation(node: str) -> str:
 
 def forward_call(failure: FailureRecord) -> SourceLocation | None:
     """The user's line in the "Traceback of forward call" that anomaly mode prints as a warning."""
-    from flatout.diagnose.tracebacks import FRAME, is_mine
+    from flatout.diagnose.tracebacks import FRAME, is_user_file
 
     reported, place, lines = False, None, failure.around
     for number, line in enumerate(lines):
         reported = reported or "Traceback of forward call" in line or "Error detected in" in line
         frame = FRAME.match(line) if reported else None
-        if frame is not None and is_mine(frame["file"]):
+        if frame is not None and is_user_file(frame["file"]):
             text = lines[number + 1].strip() if number + 1 < len(lines) else ""
             place = SourceLocation(frame["file"], int(frame["line"]), 0, frame["function"] or "", text)
     return place

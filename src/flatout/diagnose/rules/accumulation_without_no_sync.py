@@ -118,4 +118,4 @@ def _of_a_launcher(program: ScriptProgram, backward: ProgramEvent) -> str:
     return ""
 
 
-RULE = Rule("FL116", "accumulation_without_no_sync", Severity.TIME, __doc__, check_source=check_source)
+RULE = Rule("FL116", "accumulation_without_no_sync", Severity.TIME, __doc__, check_source)

@@ -191,4 +191,4 @@ def _over_weights(source: SourceFile, loop: ast.For) -> bool:
     return any(word in text.lower() for text in texts for word in WORDS)
 
 
-RULE = Rule("FL121", "average_in_small_operations", Severity.TIME, __doc__, check_source=check_source)
+RULE = Rule("FL121", "average_in_small_operations", Severity.TIME, __doc__, check_source)

@@ -80,4 +80,4 @@ def _is_batch_size(program: ScriptProgram, source: SourceFile, loader: ast.AST, 
     return True
 
 
-RULE = Rule("FL024", "average_over_full_batches", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL024", "average_over_full_batches", Severity.WRONG, __doc__, check_source)

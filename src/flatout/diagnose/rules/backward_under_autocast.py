@@ -46,4 +46,4 @@ def check_source(program: ScriptProgram) -> Iterator[Finding]:
                 )
 
 
-RULE = Rule("FL309", "backward_under_autocast", Severity.FRAGILE, __doc__, check_source=check_source)
+RULE = Rule("FL309", "backward_under_autocast", Severity.FRAGILE, __doc__, check_source)

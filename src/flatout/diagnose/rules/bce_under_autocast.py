@@ -60,4 +60,4 @@ def under_autocast(event: ProgramEvent) -> bool:
     return not (isinstance(enabled, ast.Constant) and enabled.value is False)
 
 
-RULE = Rule("FL308", "bce_under_autocast", Severity.FRAGILE, __doc__, check_source=check_source)
+RULE = Rule("FL308", "bce_under_autocast", Severity.FRAGILE, __doc__, check_source)

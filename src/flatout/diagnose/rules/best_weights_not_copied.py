@@ -202,4 +202,4 @@ def _used_later(program: ScriptProgram, event: ProgramEvent, target: ast.expr) -
     return False
 
 
-RULE = Rule("FL032", "best_weights_not_copied", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL032", "best_weights_not_copied", Severity.WRONG, __doc__, check_source)

@@ -173,7 +173,7 @@ RULE = Rule(
     "bias_before_batchnorm",
     Severity.TIME,
     __doc__,
-    check_source=check_source,
+    check_source,
     fix_changes="other initial weights, because no biases are drawn; checkpoints have no such biases",
     weight=-1,
 )

@@ -69,7 +69,7 @@ RULE = Rule(
     "call_without_parentheses",
     Severity.WRONG,
     __doc__,
-    check_source=check_source,
+    check_source,
     fix_changes="the call takes effect",
     weight=-1,
 )

@@ -60,4 +60,4 @@ def check_source(program: ScriptProgram) -> Iterator[Finding]:
                 )
 
 
-RULE = Rule("FL007", "clip_in_the_wrong_place", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL007", "clip_in_the_wrong_place", Severity.WRONG, __doc__, check_source)

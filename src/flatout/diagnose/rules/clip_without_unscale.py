@@ -79,4 +79,4 @@ def check_source(program: ScriptProgram) -> Iterator[Finding]:
             )
 
 
-RULE = Rule("FL008", "clip_without_unscale", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL008", "clip_without_unscale", Severity.WRONG, __doc__, check_source)

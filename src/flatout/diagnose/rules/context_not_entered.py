@@ -54,4 +54,4 @@ def check_source(program: ScriptProgram) -> Iterator[Finding]:
             )
 
 
-RULE = Rule("FL029", "context_thrown_away", Severity.WRONG, __doc__, check_source=check_source, weight=-1)
+RULE = Rule("FL029", "context_thrown_away", Severity.WRONG, __doc__, check_source, weight=-1)

@@ -174,6 +174,4 @@ def _edits(source: SourceFile, moved: ast.Call, made: ast.Call, where: str) -> l
     return [*argument, *remove_call(source, moved)] if argument else []
 
 
-RULE = Rule(
-    "FL111", "made_on_host_then_moved", Severity.TIME, __doc__, check_source=check_source, fix_changes=""
-)
+RULE = Rule("FL111", "made_on_host_then_moved", Severity.TIME, __doc__, check_source, fix_changes="")

@@ -67,4 +67,4 @@ def _gathered(program: ScriptProgram, origin: ValueOrigin) -> bool:
     )
 
 
-RULE = Rule("FL307", "data_parallel_loss", Severity.FRAGILE, __doc__, check_source=check_source)
+RULE = Rule("FL307", "data_parallel_loss", Severity.FRAGILE, __doc__, check_source)

@@ -83,7 +83,7 @@ RULE = Rule(
     "data_parallel_used",
     Severity.TIME,
     __doc__,
-    check_source=check_source,
-    check_profile=check_profile,
+    check_source,
+    check_profile,
     weight=-1,
 )

@@ -87,8 +87,8 @@ RULE = Rule(
     "debugging_left_on",
     Severity.TIME,
     __doc__,
-    check_source=check_source,
-    check_profile=check_profile,
+    check_source,
+    check_profile,
     levers=("debug_off",),
     fix_changes="",
 )

@@ -61,4 +61,4 @@ def check_source(program: ScriptProgram) -> Iterator[Finding]:
                 )
 
 
-RULE = Rule("FL310", "deterministic_with_benchmark", Severity.FRAGILE, __doc__, check_source=check_source)
+RULE = Rule("FL310", "deterministic_with_benchmark", Severity.FRAGILE, __doc__, check_source)

@@ -81,4 +81,4 @@ def check_source(program: ScriptProgram) -> Iterator[Finding]:
                 )
 
 
-RULE = Rule("FL023", "dropout_always_on", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL023", "dropout_always_on", Severity.WRONG, __doc__, check_source)

@@ -187,4 +187,4 @@ def _is_trained(program: ScriptProgram, event: ProgramEvent) -> bool:
     )
 
 
-RULE = Rule("FL015", "eval_mode_missing", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL015", "eval_mode_missing", Severity.WRONG, __doc__, check_source)

@@ -64,4 +64,4 @@ def _directly(read: FileRead) -> bool:
     return any(above is read.entry for above in read.source.parents(read.call))
 
 
-RULE = Rule("FL124", "file_read_for_each_sample", Severity.TIME, __doc__, check_source=check_source)
+RULE = Rule("FL124", "file_read_for_each_sample", Severity.TIME, __doc__, check_source)

@@ -75,4 +75,4 @@ def is_half(source: SourceFile, call: ast.Call) -> bool:
     return on_cuda and (kind is None or source.dotted(kind) in ("torch.float16", "torch.half"))
 
 
-RULE = Rule("FL010", "float16_without_scaler", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL010", "float16_without_scaler", Severity.WRONG, __doc__, check_source)

@@ -51,6 +51,6 @@ RULE = Rule(
     "forward_called",
     Severity.FRAGILE,
     __doc__,
-    check_source=check_source,
+    check_source,
     fix_changes="the hooks of the module run, if it has any",
 )

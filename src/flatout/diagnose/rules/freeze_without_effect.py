@@ -109,4 +109,4 @@ def _read(source: SourceFile, name: str) -> bool:
     )
 
 
-RULE = Rule("FL034", "freeze_without_effect", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL034", "freeze_without_effect", Severity.WRONG, __doc__, check_source)

@@ -99,4 +99,4 @@ def _changes(source: SourceFile, loader: ast.expr, loop: StepLoop) -> bool:
     return source is loop.source and bool(names & bound)
 
 
-RULE = Rule("FL117", "fresh_iterator_every_step", Severity.TIME, __doc__, check_source=check_source)
+RULE = Rule("FL117", "fresh_iterator_every_step", Severity.TIME, __doc__, check_source)

@@ -78,8 +78,8 @@ RULE = Rule(
     "gc_collect_every_step",
     Severity.TIME,
     __doc__,
-    check_source=check_source,
-    check_profile=check_profile,
+    check_source,
+    check_profile,
     levers=("gc_pause",),
     fix_changes="",
 )

@@ -90,4 +90,4 @@ def has_workers(loader: ast.Call) -> bool:
     return workers is not None and not (isinstance(workers, ast.Constant) and not workers.value)
 
 
-RULE = Rule("FL014", "generator_copied_to_workers", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL014", "generator_copied_to_workers", Severity.WRONG, __doc__, check_source)

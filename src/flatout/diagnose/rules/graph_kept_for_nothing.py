@@ -109,6 +109,4 @@ def _carried(loop: StepLoop) -> bool:
     return False
 
 
-RULE = Rule(
-    "FL203", "graph_kept_for_nothing", Severity.MEMORY, __doc__, check_source=check_source, fix_changes=""
-)
+RULE = Rule("FL203", "graph_kept_for_nothing", Severity.MEMORY, __doc__, check_source, fix_changes="")

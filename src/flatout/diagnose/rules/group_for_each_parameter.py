@@ -82,4 +82,4 @@ def _each_parameter(source: SourceFile, node: ast.AST, name: str) -> bool:
     return False
 
 
-RULE = Rule("FL119", "group_for_each_parameter", Severity.TIME, __doc__, check_source=check_source)
+RULE = Rule("FL119", "group_for_each_parameter", Severity.TIME, __doc__, check_source)

@@ -98,4 +98,4 @@ def _leaves(outer: ast.AST, inner: ast.For) -> bool:
     )
 
 
-RULE = Rule("FL031", "iterator_used_up", Severity.WRONG, __doc__, check_source=check_source, weight=-1)
+RULE = Rule("FL031", "iterator_used_up", Severity.WRONG, __doc__, check_source, weight=-1)

@@ -55,4 +55,4 @@ def _is(node: ast.AST, text: str) -> bool:
     return isinstance(node, ast.Constant) and str(node.value) == text
 
 
-RULE = Rule("FL113", "launch_blocking", Severity.TIME, __doc__, check_source=check_source)
+RULE = Rule("FL113", "launch_blocking", Severity.TIME, __doc__, check_source)

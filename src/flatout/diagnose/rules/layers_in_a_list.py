@@ -173,4 +173,4 @@ def _registered(klass: ast.ClassDef, statement: ast.AST, name: str) -> bool:
     return False
 
 
-RULE = Rule("FL021", "layers_in_a_list", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL021", "layers_in_a_list", Severity.WRONG, __doc__, check_source)

@@ -53,4 +53,4 @@ def check_source(program: ScriptProgram) -> Iterator[Finding]:
                 )
 
 
-RULE = Rule("FL022", "layers_made_in_forward", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL022", "layers_made_in_forward", Severity.WRONG, __doc__, check_source)

@@ -189,4 +189,4 @@ def _loader(loop: StepLoop) -> str:
     return loop.source.code(over) if over is not None else "loader"
 
 
-RULE = Rule("FL042", "leftover_gradients", Severity.WRONG, __doc__, check_source=check_source, weight=-1)
+RULE = Rule("FL042", "leftover_gradients", Severity.WRONG, __doc__, check_source, weight=-1)

@@ -39,4 +39,4 @@ def check_source(program: ScriptProgram) -> Iterator[Finding]:
             )
 
 
-RULE = Rule("FL304", "load_runs_code", Severity.FRAGILE, __doc__, check_source=check_source)
+RULE = Rule("FL304", "load_runs_code", Severity.FRAGILE, __doc__, check_source)

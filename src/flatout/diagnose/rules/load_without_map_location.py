@@ -144,6 +144,4 @@ def _loaded_again(program: ScriptProgram) -> set[int]:
     return found
 
 
-RULE = Rule(
-    "FL303", "load_without_map_location", Severity.FRAGILE, __doc__, check_source=check_source, fix_changes=""
-)
+RULE = Rule("FL303", "load_without_map_location", Severity.FRAGILE, __doc__, check_source, fix_changes="")

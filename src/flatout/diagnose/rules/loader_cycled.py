@@ -53,6 +53,4 @@ def check_source(program: ScriptProgram) -> Iterator[Finding]:
             )
 
 
-RULE = Rule(
-    "FL206", "loader_cycled", Severity.MEMORY, __doc__, check_source=check_source, sort_before=Severity.TIME
-)
+RULE = Rule("FL206", "loader_cycled", Severity.MEMORY, __doc__, check_source, sort_before=Severity.TIME)

@@ -113,7 +113,7 @@ RULE = Rule(
     "loader_made_in_loop",
     Severity.TIME,
     __doc__,
-    check_source=check_source,
-    check_profile=check_profile,
+    check_source,
+    check_profile,
     levers=("loader",),
 )

@@ -31,7 +31,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
-from flatout.diagnose.losses import graph_of, loss_given
+from flatout.diagnose.losses import call_with_loss, graph_of
 from flatout.diagnose.memory_growth import growth_finding
 from flatout.diagnose.rewrites import insert_after
 from flatout.diagnose.rule import Rule
@@ -86,7 +86,7 @@ def _indirectly(
             f"{name} = {name}.detach()  # before it is kept",
         )
         return
-    call = loss_given(program, loop, event.source, kept)
+    call = call_with_loss(program, loop, event.source, kept)
     if call is not None and not _made_in_each_pass(program, loop, call):
         yield RULE.finding(
             f"`{into}` keeps the loss that `{call.source.code(given_by(call))}` gives it, with its whole graph: "
@@ -240,8 +240,8 @@ RULE = Rule(
     "loss_kept_with_graph",
     Severity.MEMORY,
     __doc__,
-    check_source=check_source,
-    check_profile=check_profile,
+    check_source,
+    check_profile,
     fix_changes="",
     sort_before=Severity.TIME,
 )

@@ -76,4 +76,4 @@ def _info(backward: ProgramEvent) -> bool:
     )
 
 
-RULE = Rule("FL019", "loss_made_a_leaf", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL019", "loss_made_a_leaf", Severity.WRONG, __doc__, check_source)

@@ -95,4 +95,4 @@ def scaled_down(source: SourceFile, loss: ast.AST, depth: int = 0) -> bool:
     return any(scaled_down(source, name, depth + 1) for name in names)
 
 
-RULE = Rule("FL005", "loss_not_divided", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL005", "loss_not_divided", Severity.WRONG, __doc__, check_source)

@@ -65,4 +65,4 @@ def check_source(program: ScriptProgram) -> Iterator[Finding]:
                 return
 
 
-RULE = Rule("FL305", "main_guard_missing", Severity.FRAGILE, __doc__, check_source=check_source)
+RULE = Rule("FL305", "main_guard_missing", Severity.FRAGILE, __doc__, check_source)

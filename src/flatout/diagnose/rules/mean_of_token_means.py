@@ -227,4 +227,4 @@ def _pads(program: ScriptProgram) -> bool:
     return False
 
 
-RULE = Rule("FL038", "mean_of_token_means", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL038", "mean_of_token_means", Severity.WRONG, __doc__, check_source)

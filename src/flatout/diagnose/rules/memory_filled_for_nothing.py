@@ -64,7 +64,7 @@ RULE = Rule(
     "memory_filled_for_nothing",
     Severity.TIME,
     __doc__,
-    check_source=check_source,
+    check_source,
     fix_changes="",
     weight=-1,
 )

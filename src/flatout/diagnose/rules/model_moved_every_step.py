@@ -59,4 +59,4 @@ def check_source(program: ScriptProgram) -> Iterator[Finding]:
                 )
 
 
-RULE = Rule("FL107", "model_moved_every_step", Severity.TIME, __doc__, check_source=check_source)
+RULE = Rule("FL107", "model_moved_every_step", Severity.TIME, __doc__, check_source)

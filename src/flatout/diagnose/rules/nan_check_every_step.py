@@ -78,4 +78,4 @@ def check_source(program: ScriptProgram) -> Iterator[Finding]:
                 )
 
 
-RULE = Rule("FL102", "nan_check_every_step", Severity.TIME, __doc__, check_source=check_source)
+RULE = Rule("FL102", "nan_check_every_step", Severity.TIME, __doc__, check_source)

@@ -45,4 +45,4 @@ def check_source(program: ScriptProgram) -> Iterator[Finding]:
             )
 
 
-RULE = Rule("FL018", "nll_loss_without_log", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL018", "nll_loss_without_log", Severity.WRONG, __doc__, check_source)

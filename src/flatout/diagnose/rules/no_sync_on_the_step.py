@@ -177,4 +177,4 @@ def _leaves_out(node: ast.expr) -> bool:
     return isinstance(target, ast.Attribute) and target.attr in NO_SYNC
 
 
-RULE = Rule("FL037", "no_sync_on_the_step", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL037", "no_sync_on_the_step", Severity.WRONG, __doc__, check_source)

@@ -76,7 +76,7 @@ RULE = Rule(
     "non_blocking_without_pinning",
     Severity.TIME,
     __doc__,
-    check_source=check_source,
+    check_source,
     levers=("loader", "device_prefetch"),
     fix_changes="",
 )

@@ -104,4 +104,4 @@ def _always(source: SourceFile, call: ast.Call, function: ast.AST) -> bool:
     return False
 
 
-RULE = Rule("FL122", "number_copied_to_device", Severity.TIME, __doc__, check_source=check_source)
+RULE = Rule("FL122", "number_copied_to_device", Severity.TIME, __doc__, check_source)

@@ -187,6 +187,6 @@ RULE = Rule(
     "one_sample_at_a_time",
     Severity.TIME,
     __doc__,
-    check_source=check_source,
-    check_profile=check_profile,
+    check_source,
+    check_profile,
 )

@@ -75,6 +75,6 @@ RULE = Rule(
     "optimizer_made_every_step",
     Severity.WRONG,
     __doc__,
-    check_source=check_source,
-    check_profile=check_profile,
+    check_source,
+    check_profile,
 )

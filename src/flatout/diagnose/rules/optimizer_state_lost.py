@@ -151,4 +151,4 @@ def _loaded_again(run: list[ProgramEvent], made: ProgramEvent) -> bool:
     )
 
 
-RULE = Rule("FL041", "optimizer_state_lost", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL041", "optimizer_state_lost", Severity.WRONG, __doc__, check_source)

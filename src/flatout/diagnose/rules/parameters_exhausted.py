@@ -95,4 +95,4 @@ def _one_after_the_other(source: SourceFile, first: ast.AST, second: ast.AST) ->
     return not apart and not deferred
 
 
-RULE = Rule("FL033", "parameters_used_up", Severity.WRONG, __doc__, check_source=check_source, weight=-1)
+RULE = Rule("FL033", "parameters_used_up", Severity.WRONG, __doc__, check_source, weight=-1)

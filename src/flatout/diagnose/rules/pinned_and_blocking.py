@@ -159,7 +159,7 @@ RULE = Rule(
     "pinned_and_blocking",
     Severity.TIME,
     __doc__,
-    check_source=check_source,
+    check_source,
     levers=("device_prefetch",),
     fix_changes="",
 )

@@ -85,4 +85,4 @@ def _handed_on(program: ScriptProgram, source: SourceFile, name: str) -> bool:
     return False
 
 
-RULE = Rule("FL025", "profiler_step_missing", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL025", "profiler_step_missing", Severity.WRONG, __doc__, check_source)

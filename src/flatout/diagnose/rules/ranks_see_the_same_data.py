@@ -89,4 +89,4 @@ def check_source(program: ScriptProgram) -> Iterator[Finding]:
                 )
 
 
-RULE = Rule("FL035", "ranks_see_the_same_data", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL035", "ranks_see_the_same_data", Severity.WRONG, __doc__, check_source)

@@ -122,4 +122,4 @@ def _reads(program: ScriptProgram, source: SourceFile, call: ast.Call) -> bool:
     )
 
 
-RULE = Rule("FL123", "read_in_compiled_code", Severity.TIME, __doc__, check_source=check_source)
+RULE = Rule("FL123", "read_in_compiled_code", Severity.TIME, __doc__, check_source)

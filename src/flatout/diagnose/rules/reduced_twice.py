@@ -192,4 +192,4 @@ def _sets(node: ast.AST, name: str) -> bool:
     )
 
 
-RULE = Rule("FL043", "reduced_twice", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL043", "reduced_twice", Severity.WRONG, __doc__, check_source)

@@ -100,7 +100,7 @@ RULE = Rule(
     "result_thrown_away",
     Severity.WRONG,
     __doc__,
-    check_source=check_source,
+    check_source,
     fix_changes="the name is the new tensor from here on",
     weight=-1,
 )

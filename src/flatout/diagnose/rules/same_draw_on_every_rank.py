@@ -157,4 +157,4 @@ def _uses(function: ast.AST, name: str) -> list[ast.Name]:
     ]
 
 
-RULE = Rule("FL039", "same_draw_on_every_rank", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL039", "same_draw_on_every_rank", Severity.WRONG, __doc__, check_source)

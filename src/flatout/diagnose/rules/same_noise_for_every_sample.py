@@ -78,4 +78,4 @@ def _constant(seed: ast.expr) -> bool:
     )
 
 
-RULE = Rule("FL036", "same_noise_for_every_sample", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL036", "same_noise_for_every_sample", Severity.WRONG, __doc__, check_source)

@@ -90,4 +90,4 @@ def _outer(source: SourceFile, name: ast.Name, own: set[str]) -> bool:
     )
 
 
-RULE = Rule("FL013", "same_seed_in_workers", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL013", "same_seed_in_workers", Severity.WRONG, __doc__, check_source)

@@ -68,4 +68,4 @@ def _leaves_early(event: ProgramEvent) -> bool:
     )
 
 
-RULE = Rule("FL313", "saved_by_every_rank", Severity.FRAGILE, __doc__, check_source=check_source)
+RULE = Rule("FL313", "saved_by_every_rank", Severity.FRAGILE, __doc__, check_source)

@@ -105,4 +105,4 @@ def _scaler(event: ProgramEvent) -> str:
     return event.source.code(scale.value) if isinstance(scale, ast.Attribute) else "scaler"
 
 
-RULE = Rule("FL009", "scaler_on_one_side", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL009", "scaler_on_one_side", Severity.WRONG, __doc__, check_source)

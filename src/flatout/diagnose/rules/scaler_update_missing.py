@@ -51,4 +51,4 @@ def check_source(program: ScriptProgram) -> Iterator[Finding]:
                 )
 
 
-RULE = Rule("FL301", "scaler_update_missing", Severity.FRAGILE, __doc__, check_source=check_source)
+RULE = Rule("FL301", "scaler_update_missing", Severity.FRAGILE, __doc__, check_source)

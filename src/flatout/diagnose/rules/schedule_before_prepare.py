@@ -118,4 +118,4 @@ def _uses(node: ast.AST, names: set[str], lengths: list[ast.Call]) -> bool:
     return node in lengths or (isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node) in names)
 
 
-RULE = Rule("FL046", "schedule_before_prepare", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL046", "schedule_before_prepare", Severity.WRONG, __doc__, check_source)

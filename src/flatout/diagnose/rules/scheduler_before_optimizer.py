@@ -144,4 +144,4 @@ def _optimizers(source: SourceFile, made: ast.AST) -> Iterator[tuple[SourceFile,
         yield from ((source, each) for each in named or made.args[:1])
 
 
-RULE = Rule("FL011", "scheduler_before_optimizer", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL011", "scheduler_before_optimizer", Severity.WRONG, __doc__, check_source)

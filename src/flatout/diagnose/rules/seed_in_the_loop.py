@@ -70,4 +70,4 @@ def _new_run(program: ScriptProgram, loop: StepLoop, around: ast.AST) -> bool:
     )
 
 
-RULE = Rule("FL026", "seed_in_the_loop", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL026", "seed_in_the_loop", Severity.WRONG, __doc__, check_source)

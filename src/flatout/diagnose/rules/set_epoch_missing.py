@@ -171,4 +171,4 @@ def _named_loader(source: SourceFile, loader: ast.expr) -> bool:
     return any("DataLoader" in each for each in annotations) or "loader" in ast.unparse(loader).lower()
 
 
-RULE = Rule("FL012", "set_epoch_missing", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL012", "set_epoch_missing", Severity.WRONG, __doc__, check_source)

@@ -225,4 +225,4 @@ def _of_module(program: ScriptProgram, source: SourceFile, model: ast.AST, depth
     return found or {""}
 
 
-RULE = Rule("FL017", "softmax_before_cross_entropy", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL017", "softmax_before_cross_entropy", Severity.WRONG, __doc__, check_source)

@@ -58,6 +58,4 @@ def _edits(program: ScriptProgram, source: SourceFile, call: ast.Call) -> list[E
     return add_argument(source, call, f"dim={0 if count in (1, 3) else 1}")
 
 
-RULE = Rule(
-    "FL314", "softmax_without_dim", Severity.FRAGILE, __doc__, check_source=check_source, fix_changes=""
-)
+RULE = Rule("FL314", "softmax_without_dim", Severity.FRAGILE, __doc__, check_source, fix_changes="")

@@ -51,4 +51,4 @@ def check_source(program: ScriptProgram) -> Iterator[Finding]:
             )
 
 
-RULE = Rule("FL006", "step_before_backward", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL006", "step_before_backward", Severity.WRONG, __doc__, check_source)

@@ -197,4 +197,4 @@ def _by_one(node: ast.AST) -> bool:
     return isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add) and _number(node.value) == 1
 
 
-RULE = Rule("FL040", "step_off_by_one", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL040", "step_off_by_one", Severity.WRONG, __doc__, check_source)

@@ -102,6 +102,4 @@ def every_step(program: ScriptProgram, *dotted: str) -> Iterator[tuple[ProgramEv
                 yield event, when, weight
 
 
-RULE = Rule(
-    "FL103", "synchronize_every_step", Severity.TIME, __doc__, check_source=check_source, fix_changes=""
-)
+RULE = Rule("FL103", "synchronize_every_step", Severity.TIME, __doc__, check_source, fix_changes="")

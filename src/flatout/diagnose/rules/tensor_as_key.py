@@ -96,6 +96,4 @@ def _new_tensor(program: ScriptProgram, source: SourceFile, binding: Binding) ->
     )
 
 
-RULE = Rule(
-    "FL207", "tensor_as_key", Severity.MEMORY, __doc__, check_source=check_source, sort_before=Severity.TIME
-)
+RULE = Rule("FL207", "tensor_as_key", Severity.MEMORY, __doc__, check_source, sort_before=Severity.TIME)

@@ -67,4 +67,4 @@ def _is_copy(source: SourceFile, call: ast.Call) -> bool:
     return own and len(call.args) == 1 and not call.keywords
 
 
-RULE = Rule("FL311", "tensor_of_tensor", Severity.FRAGILE, __doc__, check_source=check_source, fix_changes="")
+RULE = Rule("FL311", "tensor_of_tensor", Severity.FRAGILE, __doc__, check_source, fix_changes="")

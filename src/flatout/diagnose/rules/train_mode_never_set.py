@@ -172,4 +172,4 @@ def _of_a_library(program: ScriptProgram) -> bool:
     )
 
 
-RULE = Rule("FL045", "train_mode_never_set", Severity.WRONG, __doc__, check_source=check_source, weight=-1)
+RULE = Rule("FL045", "train_mode_never_set", Severity.WRONG, __doc__, check_source, weight=-1)

@@ -109,6 +109,6 @@ RULE = Rule(
     "train_mode_not_restored",
     Severity.WRONG,
     __doc__,
-    check_source=check_source,
-    check_profile=check_profile,
+    check_source,
+    check_profile,
 )

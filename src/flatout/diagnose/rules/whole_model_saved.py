@@ -49,4 +49,4 @@ def check_source(program: ScriptProgram) -> Iterator[Finding]:
             )
 
 
-RULE = Rule("FL302", "whole_model_saved", Severity.FRAGILE, __doc__, check_source=check_source)
+RULE = Rule("FL302", "whole_model_saved", Severity.FRAGILE, __doc__, check_source)

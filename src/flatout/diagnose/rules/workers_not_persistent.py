@@ -169,8 +169,8 @@ RULE = Rule(
     "workers_not_kept",
     Severity.TIME,
     __doc__,
-    check_source=check_source,
-    check_profile=check_profile,
+    check_source,
+    check_profile,
     levers=("loader",),
     fix_changes="later epochs draw other random numbers, because their loader draws no new seed",
 )

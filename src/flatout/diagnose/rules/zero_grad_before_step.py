@@ -67,4 +67,4 @@ def _dropping(program: ScriptProgram, loop: StepLoop, step: ProgramEvent) -> Pro
     return None
 
 
-RULE = Rule("FL003", "zero_grad_before_step", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL003", "zero_grad_before_step", Severity.WRONG, __doc__, check_source)

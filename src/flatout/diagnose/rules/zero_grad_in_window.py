@@ -197,4 +197,4 @@ def _own(zero: ProgramEvent, step: ProgramEvent) -> bool:
     ) and ast.dump(zero.subject) == ast.dump(step.subject)  # type: ignore[arg-type]
 
 
-RULE = Rule("FL004", "zero_grad_in_window", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL004", "zero_grad_in_window", Severity.WRONG, __doc__, check_source)

@@ -110,6 +110,6 @@ RULE = Rule(
     "zero_grad_missing",
     Severity.WRONG,
     __doc__,
-    check_source=check_source,
+    check_source,
     fix_changes="each step follows the gradients of its own batches",
 )

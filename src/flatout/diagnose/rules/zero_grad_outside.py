@@ -51,4 +51,4 @@ def check_source(program: ScriptProgram) -> Iterator[Finding]:
             )
 
 
-RULE = Rule("FL002", "zero_grad_outside", Severity.WRONG, __doc__, check_source=check_source)
+RULE = Rule("FL002", "zero_grad_outside", Severity.WRONG, __doc__, check_source)
