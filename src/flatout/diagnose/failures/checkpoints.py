@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import re
 
-from flatout.diagnose.kind import RUNTIME, Diagnosis, form, kind, known, match_message, runs_in
+from flatout.diagnose.kind import (
+    RUNTIME_ERROR,
+    Diagnosis,
+    Form,
+    frame_matches,
+    kind,
+    match_message,
+    pattern_kind,
+)
 from flatout.schema.failure import FailureRecord
 
 WRAPPERS = {
@@ -47,7 +55,7 @@ def checkpoint_keys(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict
     """
-    match = match_message(failure, RUNTIME, STATE)
+    match = match_message(failure, RUNTIME_ERROR, STATE)
     if match is None:
         return None
     missing, unexpected = _keys(match["rest"], "Missing"), _keys(match["rest"], "Unexpected")
@@ -102,7 +110,7 @@ def checkpoint_sizes(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict
     """
-    match = match_message(failure, RUNTIME, STATE)
+    match = match_message(failure, RUNTIME_ERROR, STATE)
     size = r"(?:torch\.Size\()?\[?([\d, ]*)\]?\)?"
     sizes = re.findall(
         rf"size mismatch for ([\w.]+): copying a param with shape {size} from checkpoint, the shape in current model is {size}",
@@ -152,15 +160,15 @@ def broken_checkpoint(failure: FailureRecord) -> Diagnosis | None:
     )
     if match is None:
         return None
-    thrown, loads = match.thrown, runs_in(failure, LOADS)
-    names, message = set(thrown.names), thrown.message
+    error, loads = match.error, frame_matches(failure, LOADS)
+    names, message = set(error.names), error.message
     common = message.startswith(
         ("Ran out of input", "unpickling stack", "pickle data", "invalid load key", "File is not")
     )
     if (
         (names and not {"RuntimeError", "UnpicklingError"} & names and not loads)
         or (not message and "EOFError" not in names)
-        or (common and thrown.frames and not loads)
+        or (common and error.frames and not loads)
     ):
         return None
     key = match["key"].strip("'") or (chr(match.number("number")) if 0 < match.number("number") < 128 else "")
@@ -180,17 +188,17 @@ def broken_checkpoint(failure: FailureRecord) -> Diagnosis | None:
 
 def _opens_an_archive(failure: FailureRecord) -> bool:
     """Whether torch was opening an archive. For a file that is too short it reports only a failed seek."""
-    return any(thrown.frames and "PyTorchFileReader" in thrown.frames[-1].text for thrown in failure.chain)
+    return any(error.frames and "PyTorchFileReader" in error.frames[-1].text for error in failure.chain)
 
 
-writing_failed = known(
+writing_failed = pattern_kind(
     "FE096",
     "writing-failed",
     """The checkpoint could not be written completely.
     The disk, the quota or the file size limit is full. torch reports it as a position in the archive, not as a
     full disk. The file's previous content is lost.
     https://github.com/pytorch/pytorch/issues/112196""",
-    form(
+    Form(
         "the checkpoint could not be written completely: the disk, a quota or the file size limit is full; the old file is lost",
         f"df -h . ; df -i . ; ulimit -f   # free space, free files, largest file size\n{WHOLE_FILE}",
         r"\[enforce fail at inline_container\.cc:\d+\] ?\.? ?(?:PytorchStreamWriter failed|unexpected pos \d+ vs \d+)",
@@ -198,5 +206,5 @@ writing_failed = known(
         r"(?P<disk>\[Errno (?:28|122|27)\] .+)",
     ),
     types=("RuntimeError", "OSError"),
-    when=lambda failure, match: not match["disk"] or runs_in(failure, "torch/serialization"),
+    when=lambda failure, match: not match["disk"] or frame_matches(failure, "torch/serialization"),
 )

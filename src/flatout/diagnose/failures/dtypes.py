@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from flatout.diagnose.kind import (
-    RUNTIME,
+    RUNTIME_ERROR,
     Diagnosis,
+    Form,
     describe_tensors,
-    form,
     kind,
-    known,
     layer,
     match_message,
-    on_own_line,
+    pattern_kind,
     tensor_name,
+    tensors_on_line,
 )
 from flatout.schema.failure import FailureRecord
 
@@ -53,8 +53,8 @@ LOSSES = (
 
 def _in_loss(failure: FailureRecord) -> str:
     """The loss function that was running or that the failing line calls."""
-    for thrown in failure.chain:
-        for frame in reversed(thrown.frames):
+    for error in failure.chain:
+        for frame in reversed(error.frames):
             if frame.function in LOSSES:
                 return frame.function
     text = failure.own.text if failure.own else ""
@@ -76,7 +76,7 @@ def two_dtypes(failure: FailureRecord) -> Diagnosis | None:
     """
     match = match_message(
         failure,
-        RUNTIME,
+        RUNTIME_ERROR,
         rf"mat1 and mat2 must have the same dtype, but got (?P<got>{TYPE}) and (?P<wants>{TYPE})",
         rf"expected (?:scalar type|m1 and m2 to have the same dtype, but got:) (?P<wants>{TYPE}) (?:but found|!=) (?P<got>{TYPE})",
         rf"Input type \((?:torch\.)?(?:cuda\.)?(?P<got>{TYPE})\) and (?:weight|bias) type \((?:torch\.)?(?:cuda\.)?(?P<wants>{TYPE})\) should be the same",
@@ -92,7 +92,7 @@ def two_dtypes(failure: FailureRecord) -> Diagnosis | None:
     if got == wants:
         return None
     cast = CASTS.get(wants, f"to({wants.lower()})")
-    tensors = on_own_line(failure) or failure.tensors
+    tensors = tensors_on_line(failure) or failure.tensors
     name = next(
         (
             tensor.name
@@ -153,23 +153,23 @@ def target_dtype(failure: FailureRecord) -> Diagnosis | None:
         r"Expected floating point type for target with class probabilities, got (?P<got>\w+)(?P<probabilities>)",
     )
     loss = _in_loss(failure)
-    if match is None or (match.thrown.message.startswith("expected scalar type") and not loss):
+    if match is None or (match.error.message.startswith("expected scalar type") and not loss):
         return None
-    backward = match.thrown.message.startswith("Found dtype")
+    backward = match.error.message.startswith("Found dtype")
     if (
         backward
-        and not any("backward" in frame.function or "backward" in frame.text for frame in match.thrown.frames)
-        and match.thrown.frames
+        and not any("backward" in frame.function or "backward" in frame.text for frame in match.error.frames)
+        and match.error.frames
     ):
         return None
-    classes = loss in ("cross_entropy", "nll_loss") and "probabilities" not in match.thrown.message
+    classes = loss in ("cross_entropy", "nll_loss") and "probabilities" not in match.error.message
     wants = "long" if classes else "float"
     if not loss and not backward and match["wants"]:
         wants = "long" if match["wants"] == "Long" else "float"
     target = next(
         (
             tensor.name
-            for tensor in on_own_line(failure)
+            for tensor in tensors_on_line(failure)
             if ("float" in tensor.dtype) == (wants == "long") and tensor.name.isidentifier()
         ),
         "target",
@@ -178,18 +178,18 @@ def target_dtype(failure: FailureRecord) -> Diagnosis | None:
     return Diagnosis(
         f"the loss{f' `{loss}`' if loss else ''} got `{target}` as {got} and needs {_common(wants)}",
         f"{target} = {target}.{wants}()",
-        describe_tensors(on_own_line(failure)),
+        describe_tensors(tensors_on_line(failure)),
     )
 
 
-no_such_operation = known(
+no_such_operation = pattern_kind(
     "FE012",
     "no-such-operation",
     """The operation does not support this dtype on this device.
     A model converted for a GPU (`.half()`) runs on the CPU, or the program takes a mean or a norm of integers.
     On the CPU bfloat16 supports more operations than float16.
     https://docs.pytorch.org/docs/stable/amp.html""",
-    form(
+    Form(
         "`{what}` does not support {dtype} on this device[[ in {layer}]]",
         "x = x.float()                                            # for this operation; convert back with .to(dtype) afterwards\n"
         'model.float()                                            # on the CPU, keep the model in float32 or use torch.autocast("cpu")',
@@ -199,25 +199,25 @@ no_such_operation = known(
         r"(?P<what>[\w.]+): (?:Low precision dtypes not supported|Expected a floating point or complex tensor as input)\. Got (?P<dtype>\w+)",
     ),
     types=("RuntimeError", "NotImplementedError"),
-    tensors=True,
+    show_tensors=True,
     when=lambda failure, match: "loss" not in match["what"] and not _in_loss(failure),
     values=lambda _, match: {"dtype": _common(match["dtype"])},
 )
 
 
-numpy_has_no_bfloat16 = known(
+numpy_has_no_bfloat16 = pattern_kind(
     "FE014",
     "numpy-has-no-bfloat16",
     """A bfloat16 tensor was converted to NumPy.
     The output of a model in bfloat16 or under autocast is converted to an array for a metric or a plot.
     https://docs.pytorch.org/docs/stable/generated/torch.Tensor.numpy.html""",
-    form(
+    Form(
         "`{tensor|x}` is {dtype}, which NumPy does not support",
         "{tensor|x}.detach().float().cpu().numpy()",
         r"Got unsupported ScalarType (?P<dtype>\w+)",
     ),
     types=("TypeError", "RuntimeError"),
-    tensors=True,
+    show_tensors=True,
     values=lambda failure, match: {
         "dtype": match["dtype"].lower(),
         **tensor_name(failure, lambda tensor: tensor.dtype == match["dtype"].lower()),

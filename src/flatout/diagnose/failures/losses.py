@@ -5,19 +5,19 @@ from __future__ import annotations
 import re
 
 from flatout.diagnose.kind import (
-    RUNTIME,
+    RUNTIME_ERROR,
     Diagnosis,
+    Form,
     MessageMatch,
     describe_tensors,
-    form,
+    frame_matches,
     kind,
-    known,
     layer,
     match_message,
-    on_own_line,
-    runs_in,
+    pattern_kind,
     search_log,
     shape,
+    tensors_on_line,
 )
 from flatout.schema.failure import FailureRecord, TensorSeen
 
@@ -50,7 +50,7 @@ def batch_of(failure: FailureRecord) -> str:
 
 def user_names(failure: FailureRecord, tensors: list[TensorSeen]) -> list[TensorSeen]:
     """The tensors by the user's own names first, then by torch's (`input`, `target`)."""
-    return [*on_own_line(failure), *tensors]
+    return [*tensors_on_line(failure), *tensors]
 
 
 @kind("FE030", "index-out-of-range")
@@ -87,7 +87,7 @@ def index_out_of_range(failure: FailureRecord) -> Diagnosis | None:
         else None
     )
     bad = out_of_range(user_names(failure, failure.tensors), rows)
-    name = layer(failure) or ("the embedding" if "self" in match.thrown.message else "the table")
+    name = layer(failure) or ("the embedding" if "self" in match.error.message else "the table")
     if bad is None and not match["index"]:
         return Diagnosis(
             f"{name} was indexed with a row that it does not have"
@@ -180,7 +180,7 @@ def _sizes(_: FailureRecord, match: MessageMatch) -> dict[str, str]:
     return {name: shape(match[name]) for name in ("got", "wants") if match[name]}
 
 
-target_shape = known(
+target_shape = pattern_kind(
     "FE032",
     "target-shape",
     """The labels have the wrong shape for the loss.
@@ -188,74 +188,76 @@ target_shape = known(
     features, or tokens and logits were not flattened together. For `logits` of NxC (or NxCxHxW)
     `cross_entropy` needs labels of N (or NxHxW), or probabilities of the same shape as the logits.
     https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html""",
-    form(
+    Form(
         "the loss got {got} rows of logits and {wants} labels",
         "x = x.flatten(1)   # keeps the batch, unlike x.view(-1, features)\n"
         "F.cross_entropy(logits.flatten(0, 1), target.flatten())   # sequences: NxTxC and NxT",
         r"Expected input batch_size \((?P<got>\d+)\) to match target batch_size \((?P<wants>\d+)\)",
     ),
-    form(
+    Form(
         "the labels have one dimension too many: the loss needs one class number per sample",
         "target = target.squeeze(1)   # labels of Nx1\ntarget = target.argmax(1)    # one-hot labels of NxC",
         r"(?:(?:0D or 1D|1D) target tensor expected, )?multi-target not supported",
     ),
-    form(
+    Form(
         "the loss got labels of {got} and needs {wants}",
         "F.cross_entropy(logits.transpose(1, 2), target)   # classes are the second dimension: NxCxT with NxT",
         rf"Expected target size (?P<wants>{SIZE}), got (?P<got>{SIZE})",
         rf"size mismatch \(got input: (?P<got>{SIZE}),? target: (?P<wants>{SIZE})\)",
         r"input and target batch or spatial sizes don't match: target (?P<wants>\[.*?\]), input (?P<got>\[.*?\])",
     ),
-    form(
+    Form(
         "the loss needs labels of NxHxW for logits of NxCxHxW",
         "target = target.squeeze(1)   # labels of Nx1xHxW",
         r"only batches of spatial targets supported \([^)]*\)",
     ),
-    form(
+    Form(
         "the loss needs logits of NxC and got a single row",
         "logits = logits.unsqueeze(0)   # one sample: add its batch",
         ONE_ROW,
     ),
     types=("ValueError", "RuntimeError", "IndexError"),
-    tensors=True,
-    when=lambda failure, match: match.pattern != ONE_ROW or runs_in(failure, ":(?:cross_entropy|nll_loss)$"),
+    show_tensors=True,
+    when=lambda failure, match: (
+        match.pattern != ONE_ROW or frame_matches(failure, ":(?:cross_entropy|nll_loss)$")
+    ),
     values=_sizes,
 )
 
-binary_target_shape = known(
+binary_target_shape = pattern_kind(
     "FE033",
     "binary-target-shape",
     """The targets of a binary loss differ in shape from the output.
     A network with one output gives Nx1, and the labels are N. The loss needs exactly equal shapes.
     https://docs.pytorch.org/docs/stable/generated/torch.nn.BCEWithLogitsLoss.html""",
-    form(
+    Form(
         "the targets are {got} and the output is {wants}; the loss needs equal shapes",
         "target[:, None].float()   # or output.squeeze(1)\ntarget.view_as(output)    # if both have as many elements",
         rf"Target size \((?P<got>{SIZE})\) must be the same as input size \((?P<wants>{SIZE})\)",
         rf"Using a target size \((?P<got>{SIZE})\) that is different to the input size \((?P<wants>{SIZE})\) is (?:deprecated|likely)",
     ),
     types=("ValueError",),
-    tensors=True,
+    show_tensors=True,
     values=_sizes,
 )
 
-not_a_probability = known(
+not_a_probability = pattern_kind(
     "FE034",
     "not-a-probability",
     """The input of a binary loss is not a probability.
     The sigmoid is missing, or the output is NaN. The form of the loss with logits is also more accurate.
     https://docs.pytorch.org/docs/stable/generated/torch.nn.BCEWithLogitsLoss.html""",
-    form(
+    Form(
         "the input of a binary loss is outside [0, 1]: it is not a probability (or it is NaN)",
         "F.binary_cross_entropy_with_logits(logits, target)   # and no sigmoid before it",
         r"all elements of input should be between 0 and 1",
     ),
-    form(
+    Form(
         "the targets of a binary loss are outside [0, 1]",
         "target = target / target.max()   # or read the right column of the data",
         r"all elements of target should be between 0 and 1",
     ),
-    tensors=True,
+    show_tensors=True,
 )
 
 ASSERTED = (
@@ -281,7 +283,7 @@ def device_side_assert(failure: FailureRecord) -> Diagnosis | None:
     """
     match = match_message(
         failure,
-        RUNTIME,
+        RUNTIME_ERROR,
         r"(?:CUDA|HIP) error: device-side assert triggered",
     )
     asserted = search_log(failure, ASSERTED)
@@ -339,8 +341,8 @@ def device_side_assert(failure: FailureRecord) -> Diagnosis | None:
 
 def _logits(failure: FailureRecord) -> int | None:
     """The number of classes: the second size of the loss's input."""
-    for thrown in failure.chain:
-        for frame in reversed(thrown.frames):
+    for error in failure.chain:
+        for frame in reversed(error.frames):
             if frame.function in ("cross_entropy", "nll_loss"):
                 outputs = next(
                     (tensor for tensor in frame.tensors if tensor.name == "input" and len(tensor.shape) > 1),

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from flatout.diagnose.kind import (
-    RUNTIME,
-    SHORT,
+    MESSAGE_END,
+    RUNTIME_ERROR,
     Diagnosis,
+    Form,
     MessageMatch,
-    form,
     kind,
-    known,
     layer,
     match_message,
+    pattern_kind,
 )
 from flatout.schema.failure import FailureRecord
 from flatout.schema.sizes import size
@@ -62,7 +62,7 @@ def gpu_out_of_memory(failure: FailureRecord) -> Diagnosis | None:
     """
     match = match_message(
         failure,
-        RUNTIME,
+        RUNTIME_ERROR,
         rf"CUDA out of memory\. Tried to allocate (?P<needed>{AMOUNT})\. GPU (?P<gpu>\d+) has a total capac\w+ of (?P<total>{AMOUNT}) of which "
         rf"(?P<free>{AMOUNT}) is free\.(?:.*?this process has (?P<process>{AMOUNT}) memory in use\.)?(?:.*?Of the allocated memory "
         rf"(?P<allocated>{AMOUNT}) is allocated "
@@ -75,7 +75,7 @@ def gpu_out_of_memory(failure: FailureRecord) -> Diagnosis | None:
         rf"MPS backend out of memory \(MPS allocated: (?P<allocated>{AMOUNT}).*?Tried to allocate (?P<needed>{AMOUNT})",
         rf"HIP out of memory\. Tried to allocate (?P<needed>{AMOUNT})\. GPU (?P<gpu>\d+) has a total capac\w+ of (?P<total>{AMOUNT}) of "
         rf"which (?P<free>{AMOUNT}) is free",
-        rf"(?:CUDA|HIP|MPS backend) out of memory{SHORT}",
+        rf"(?:CUDA|HIP|MPS backend) out of memory{MESSAGE_END}",
     )
     if match is None:
         return None
@@ -187,7 +187,7 @@ def _request(_: FailureRecord, match: MessageMatch) -> dict[str, str]:
 
 
 BARE = r"$"
-host_out_of_memory = known(
+host_out_of_memory = pattern_kind(
     "FE041",
     "host-out-of-memory",
     """The host's memory is full or limited.
@@ -195,7 +195,7 @@ host_out_of_memory = known(
     wrong (a product of two large sizes). Or the limit of a container or shell (`ulimit -v`) is below the
     machine's memory.
     https://docs.pytorch.org/docs/stable/notes/faq.html#my-model-reports-cuda-runtime-error-2-out-of-memory""",
-    form(
+    Form(
         "the host's memory is full or limited: {needed|more than the system can give} were requested[[ for an array of {form}]][[ in {layer}]]",
         "free -g; cat /sys/fs/cgroup/memory.max; ulimit -v   # the machine's memory and the limits of this process\n"
         'numpy.load(path, mmap_mode="r")                     # reads the data as it is used\n'
@@ -208,6 +208,6 @@ host_out_of_memory = known(
         BARE,
     ),
     types=("RuntimeError", "MemoryError", "_ArrayMemoryError", "OSError"),
-    when=lambda _, match: match.pattern != BARE or "MemoryError" in match.thrown.names,
+    when=lambda _, match: match.pattern != BARE or "MemoryError" in match.error.names,
     values=_request,
 )
