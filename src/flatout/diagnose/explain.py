@@ -56,7 +56,7 @@ def explain_text(text: str) -> list[Explanation]:
             explanations.append(existing)
         if failure.rank is not None and failure.rank not in existing.ranks:
             existing.ranks.append(failure.rank)
-    if not explanations and (symptom := symptoms.of_log(text.split("\n"))) is not None:
+    if not explanations and (symptom := symptoms.log_symptom(text.split("\n"))) is not None:
         return [Explanation(_sanitized(symptom))]
     secondary = {kind.code for kind in TABLE if kind.secondary}
     if any(e.finding.rule == loading.no_main_guard.code for e in explanations):

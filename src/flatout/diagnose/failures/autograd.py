@@ -18,7 +18,7 @@ from flatout.schema.failure import FailureRecord
 from flatout.schema.findings import SourceLocation
 
 
-def operation(node: str) -> str:
+def operation_name(node: str) -> str:
     """The operation behind an autograd node: ``ExpBackward0`` gives ``Exp``."""
     return re.sub(r"Backward\d*$", "", node)
 
@@ -27,10 +27,10 @@ def forward_call(failure: FailureRecord) -> SourceLocation | None:
     """The user's line in the "Traceback of forward call" that anomaly mode prints as a warning."""
     from flatout.diagnose.tracebacks import FRAME, is_user_file
 
-    reported, place, lines = False, None, failure.around
+    in_report, place, lines = False, None, failure.around
     for number, line in enumerate(lines):
-        reported = reported or "Traceback of forward call" in line or "Error detected in" in line
-        frame = FRAME.match(line) if reported else None
+        in_report = in_report or "Traceback of forward call" in line or "Error detected in" in line
+        frame = FRAME.match(line) if in_report else None
         if frame is not None and is_user_file(frame["file"]):
             text = lines[number + 1].strip() if number + 1 < len(lines) else ""
             place = SourceLocation(frame["file"], int(frame["line"]), 0, frame["function"] or "", text)
@@ -103,16 +103,16 @@ def changed_in_place(failure: FailureRecord) -> Diagnosis | None:
     )
     if match is None:
         return None
-    weight = r"(?:AsStrided|T)Backward0\b"
+    weight_node = r"(?:AsStrided|T)Backward0\b"
     size = f" ({match['size']})" if match["size"] else ""
-    of = f"the result of `{operation(match['node'])}`{size}" if match["node"] else f"a tensor{size}"
-    if re.match(weight, match["node"]):
-        of = f"a weight{size}"
+    changed = f"the result of `{operation_name(match['node'])}`{size}" if match["node"] else f"a tensor{size}"
+    if re.match(weight_node, match["node"]):
+        changed = f"a weight{size}"
     times = match.number("now") - match.number("then")
     place = forward_call(failure)
-    step = re.match(weight, match["node"]) or search_log(failure, rf"\b{weight}")
+    step = re.match(weight_node, match["node"]) or search_log(failure, rf"\b{weight_node}")
     return Diagnosis(
-        f"{of} was modified in place{f', {times} times' if times > 1 else ''} after the forward pass had saved it for the gradient",
+        f"{changed} was modified in place{f', {times} times' if times > 1 else ''} after the forward pass had saved it for the gradient",
         (
             "optimizer.step()            # only after all backward passes of this forward pass\n"
             if step
@@ -185,20 +185,20 @@ def first_nan(failure: FailureRecord) -> Diagnosis | None:
     )
     if match is None:
         return None
-    name, place = operation(match["node"]), forward_call(failure)
-    otherwise = "keep the argument of this operation away from points where its gradient is infinite"
+    name, place = operation_name(match["node"]), forward_call(failure)
+    default_fix = "keep the argument of this operation away from points where its gradient is infinite"
     return Diagnosis(
         f"the gradient of `{name}` is the first that is NaN" + (f" ({place.sentence()})" if place else ""),
-        f"{NAN_FIXES.get(name, otherwise)}   # at the singularity the gradient is infinite, and 0 times infinity is NaN",
+        f"{NAN_FIXES.get(name, default_fix)}   # at the singularity the gradient is infinite, and 0 times infinity is NaN",
         place=place,
     )
 
 
-IN_ORDER = (
+SCALER_ORDER = (
     "scaler.scale(loss).backward()      # every batch\n# and once per step:\nscaler.unscale_(optimizer); "
     "clip_grad_norm_(model.parameters(), 1.0)\nscaler.step(optimizer); scaler.update()"
 )
-WRONG = "the gradient scaler was called out of order: "
+OUT_OF_ORDER = "the gradient scaler was called out of order: "
 scaler_out_of_order = pattern_kind(
     "FE068",
     "scaler-out-of-order",
@@ -207,27 +207,29 @@ scaler_out_of_order = pattern_kind(
     gradient. A scaler needs one call each per step, after the last backward pass of the accumulation.
     https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-clipping""",
     Form(
-        WRONG + "`unscale_` was called twice before `update`",
-        IN_ORDER,
+        OUT_OF_ORDER + "`unscale_` was called twice before `update`",
+        SCALER_ORDER,
         r"unscale_\(\) has already been called on this optimizer since the last update\(\)",
     ),
     Form(
-        WRONG + "`unscale_` was called after `step`",
-        IN_ORDER,
+        OUT_OF_ORDER + "`unscale_` was called after `step`",
+        SCALER_ORDER,
         r"unscale_\(\) is being called after step\(\)",
     ),
     Form(
-        WRONG + "`step` was called twice before `update`",
-        IN_ORDER,
+        OUT_OF_ORDER + "`step` was called twice before `update`",
+        SCALER_ORDER,
         r"step\(\) has already been called since the last update\(\)",
     ),
     Form(
-        WRONG + "`step` was called before any backward pass: no parameter of this optimizer has a gradient",
-        IN_ORDER,
+        OUT_OF_ORDER
+        + "`step` was called before any backward pass: no parameter of this optimizer has a gradient",
+        SCALER_ORDER,
         r"No inf checks were recorded (?:for this optimizer|prior to update)",
     ),
     Form(
-        WRONG + "the parameters themselves are float16; a scaler needs float32 parameters under autocast",
+        OUT_OF_ORDER
+        + "the parameters themselves are float16; a scaler needs float32 parameters under autocast",
         "model.float()   # weights in float32, float16 only inside torch.autocast",
         r"Attempting to unscale FP16 gradients",
     ),

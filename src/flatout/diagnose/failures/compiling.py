@@ -7,7 +7,7 @@ import re
 from flatout.diagnose.kind import Diagnosis, Form, MessageMatch, kind, match_message, pattern_kind, search_log
 from flatout.schema.failure import FailureRecord
 
-INDEX = "https://download.pytorch.org/whl/cu128"
+WHEEL_INDEX = "https://download.pytorch.org/whl/cu128"
 
 
 @kind("FE100", "recompile-limit")
@@ -72,13 +72,13 @@ no_compiler = pattern_kind(
 )
 
 
-REBUILD = (
-    f"pip install --force-reinstall torch torchvision torchaudio --index-url {INDEX}   # one release, together\n"
+REINSTALL = (
+    f"pip install --force-reinstall torch torchvision torchaudio --index-url {WHEEL_INDEX}   # one release, together\n"
     "pip install --no-build-isolation --no-cache-dir --force-reinstall {package|EXTENSION}                                      # rebuilds an extension"
 )
 
 
-def _library(_: FailureRecord, match: MessageMatch) -> dict[str, str]:
+def _library_and_package(_: FailureRecord, match: MessageMatch) -> dict[str, str]:
     """The library without its folder, and the package that holds it."""
     path = match["library"]
     folder = re.search(r"(?:site|dist)-packages/(\w+)", path)
@@ -95,7 +95,7 @@ extension_does_not_fit = pattern_kind(
     https://github.com/pytorch/vision#installation""",
     Form(
         "{library} was built for another torch (it needs `{symbol}`): the package[[ {package}]] does not fit torch[[ {torch}]]",
-        REBUILD,
+        REINSTALL,
         r"(?P<library>[^\s:]+\.(?:so|pyd)[\w.]*): undefined symbol: (?P<symbol>\w*(?:c10|torch|at\d|_ZN|Py|cu[A-Z]|nccl|cudnn)\w*)",
     ),
     Form(
@@ -105,12 +105,12 @@ extension_does_not_fit = pattern_kind(
     ),
     Form(
         "`{operator}` is missing: the package {package} does not fit torch[[ {torch}]]",
-        REBUILD,
+        REINSTALL,
         r"operator (?P<operator>(?:torchvision|torchaudio|torchcodec|torch_\w+|flash_attn|xformers)::\w+) does not exist",
     ),
     Form(
         "{library|a compiled extension} was built for another torch: the package[[ {package}]] does not fit torch[[ {torch}]]",
-        REBUILD,
+        REINSTALL,
         r"Couldn't load custom C\+\+ ops\.",
         r"Could not load this library: (?P<library>\S+)",
         r"Detected that PyTorch and (?P<package>torch\w+) were compiled with different CUDA(?: major)? versions",
@@ -122,7 +122,7 @@ extension_does_not_fit = pattern_kind(
         r"(?P<library>lib(?:cu|nccl|nv|torch|c10)[\w.-]*\.so[\w.]*): cannot open shared object file",
     ),
     types=("ImportError", "OSError", "RuntimeError", "AttributeError"),
-    values=_library,
+    values=_library_and_package,
 )
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from flatout.diagnose.kind import Form, pattern_kind
 
-BLOCKING = "CUDA_LAUNCH_BLOCKING=1 python train.py            # shows the real line"
-SMALLER = "nvidia-smi                                        # is the memory full? then use a smaller batch"
-OWN_LIBRARY = "unset LD_LIBRARY_PATH                             # another library may hide torch's own"
+SHOW_LINE = "CUDA_LAUNCH_BLOCKING=1 python train.py            # shows the real line"
+CHECK_MEMORY = (
+    "nvidia-smi                                        # is the memory full? then use a smaller batch"
+)
+HIDE_OTHER_LIBRARY = (
+    "unset LD_LIBRARY_PATH                             # another library may hide torch's own"
+)
 
 cudnn_error = pattern_kind(
     "FE050",
@@ -23,20 +27,20 @@ cudnn_error = pattern_kind(
     ),
     Form(
         "cuDNN reports {status|no algorithm found}[[ in {layer}]]; most often the GPU's memory is full",
-        f"{SMALLER}\n{BLOCKING}\n{OWN_LIBRARY}",
+        f"{CHECK_MEMORY}\n{SHOW_LINE}\n{HIDE_OTHER_LIBRARY}",
         r"cuDNN error: (?P<status>\w*(?:NOT_INITIALIZED|ALLOC_FAILED|INTERNAL_ERROR)\w*)",
         r"(?P<status>GET was unable to find an engine to execute this computation)",
         r"Unable to find a valid cuDNN algorithm to run convolution",
     ),
     Form(
         "cuDNN reports {status}[[ in {layer}]]; most often an earlier kernel failed, or the sizes are not supported",
-        f"{BLOCKING}\n{OWN_LIBRARY}",
+        f"{SHOW_LINE}\n{HIDE_OTHER_LIBRARY}",
         r"(?:cuDNN|miopen) error: (?P<status>\w+)",
         r"cuDNN Frontend error: (?P<status>[^\n]+)",
     ),
 )
 
-CUBLAS = r"CUDA error: (?P<status>CUBLAS_STATUS_(?:{}\w*)) when calling `?(?P<call>\w+)"
+CUBLAS_ERROR = r"CUDA error: (?P<status>CUBLAS_STATUS_(?:{}\w*)) when calling `?(?P<call>\w+)"
 cublas_error = pattern_kind(
     "FE051",
     "cublas-error",
@@ -47,18 +51,18 @@ cublas_error = pattern_kind(
     https://docs.nvidia.com/cuda/cublas/#cublasstatus-t""",
     Form(
         "cuBLAS reports {status} in `{call}`[[ in {layer}]]; most often the GPU's memory is full",
-        f"{SMALLER}\n{BLOCKING}",
-        CUBLAS.format("ALLOC_FAILED|NOT_INITIALIZED"),
+        f"{CHECK_MEMORY}\n{SHOW_LINE}",
+        CUBLAS_ERROR.format("ALLOC_FAILED|NOT_INITIALIZED"),
     ),
     Form(
         "cuBLAS reports {status} in `{call}`[[ in {layer}]]; most often a cuBLAS other than torch's own is loaded",
-        f"{OWN_LIBRARY}\n{BLOCKING}",
-        CUBLAS.format("INVALID_VALUE|NOT_SUPPORTED"),
+        f"{HIDE_OTHER_LIBRARY}\n{SHOW_LINE}",
+        CUBLAS_ERROR.format("INVALID_VALUE|NOT_SUPPORTED"),
     ),
     Form(
         "cuBLAS reports {status} in `{call}`[[ in {layer}]]; most often an earlier kernel failed: a label or a token out of range",
-        f"model.cpu()(batch.cpu())                          # the CPU names an index that is out of range\n{BLOCKING}",
-        CUBLAS.format(""),
+        f"model.cpu()(batch.cpu())                          # the CPU names an index that is out of range\n{SHOW_LINE}",
+        CUBLAS_ERROR.format(""),
     ),
 )
 
@@ -72,7 +76,7 @@ illegal_memory_access = pattern_kind(
     https://docs.nvidia.com/compute-sanitizer/ComputeSanitizer/index.html""",
     Form(
         "a kernel read or wrote outside of its memory[[ ({layer} was running when the GPU reported it)]]; the real error may be before the line below",
-        f"{BLOCKING}\ncompute-sanitizer python train.py                 # names the kernel\n"
+        f"{SHOW_LINE}\ncompute-sanitizer python train.py                 # names the kernel\n"
         "run one step on the CPU                           # the CPU names an index that is out of range",
         r".{0,120}?(?:CUDA|HIP|Triton) [Ee]rror(?: \[CUDA\])?: (?:an illegal memory access was encountered|misaligned address)",
         r"\w+: failed to synchronize: cudaErrorIllegalAddress",
@@ -94,7 +98,7 @@ gpu_fault = pattern_kind(
     Form(
         "the GPU or its driver reports: {what}",
         "dmesg | grep -i xid                               # names the fault\n"
-        f"nvidia-smi -q -d ECC,PAGE_RETIREMENT,TEMPERATURE  # shows memory errors and the temperature\n{BLOCKING}",
+        f"nvidia-smi -q -d ECC,PAGE_RETIREMENT,TEMPERATURE  # shows memory errors and the temperature\n{SHOW_LINE}",
         r"CUDA error: (?P<what>uncorrectable (?:ECC|NVLink) error encountered|unspecified launch failure|the launch timed out and was terminated|GPU is lost|"
         r"hardware stack error|unknown error|device not ready)",
     ),

@@ -18,7 +18,7 @@ from flatout.diagnose.kind import (
 from flatout.schema.failure import FailureRecord
 
 DEVICE = r"[a-z]+(?::\d+)?"
-BOTH = ("RuntimeError", "AssertionError")
+ERRORS = ("RuntimeError", "AssertionError")
 
 # Uses of CUDA that `--device` cannot redirect. Each row: name, pattern of where it shows (file:function of a
 # frame, or the user's line), pattern of its message, reason, next command.
@@ -103,20 +103,21 @@ def not_redirected(failure: FailureRecord) -> Diagnosis | None:
     if not device or device.startswith("cuda"):
         return None
     for error in failure.chain:
-        own = error.own.text if error.own is not None else ""
-        if error.raised_by_user and "cuda" in own:
+        user_line = error.own.text if error.own is not None else ""
+        if error.raised_by_user and "cuda" in user_line:
             return Diagnosis(
                 f"the script compares a device with cuda, but under --device {device} its tensors are on {device}",
                 "change or remove this line: a tensor reports its real device",
             )
-        places = [own, *(f"{frame.file}:{frame.function}" for frame in error.frames if not frame.mine)]
-        for what, where, message, why, fix in () if error.raised_by_user else NOT_REDIRECTED:
-            if any(re.search(where, place) for place in places) or re.match(
-                message, error.message, re.DOTALL
+        frame_places = [
+            user_line,
+            *(f"{frame.file}:{frame.function}" for frame in error.frames if not frame.mine),
+        ]
+        for use, place_pattern, message_pattern, why, fix in () if error.raised_by_user else NOT_REDIRECTED:
+            if any(re.search(place_pattern, place) for place in frame_places) or re.match(
+                message_pattern, error.message, re.DOTALL
             ):
-                return Diagnosis(
-                    f"--device {device} cannot redirect {what}: {why}", fix.format(device=device)
-                )
+                return Diagnosis(f"--device {device} cannot redirect {use}: {why}", fix.format(device=device))
     return None
 
 
@@ -147,22 +148,22 @@ def two_devices(failure: FailureRecord) -> Diagnosis | None:
     )
     if match is None:
         return None
-    one, other = match["one"] or match["one2"] or "cpu", match["other"] or match["other2"] or "cpu"
+    expected, actual = match["one"] or match["one2"] or "cpu", match["other"] or match["other2"] or "cpu"
     if match["kind"] or match["kind2"]:
-        one, other = ("cuda", "cpu") if match["weight2"] else ("cpu", "cuda")
-    where = f" in {layer(failure)}" if layer(failure) else ""
+        expected, actual = ("cuda", "cpu") if match["weight2"] else ("cpu", "cuda")
+    in_layer = f" in {layer(failure)}" if layer(failure) else ""
     tensors = tensors_on_line(failure) or failure.tensors
-    culprit = next((tensor.name for tensor in tensors if tensor.device == other), match["name"])
-    inside = failure.module
+    misplaced = next((tensor.name for tensor in tensors if tensor.device == actual), match["name"])
+    module = failure.module
     fix = (
-        f"{culprit} = {culprit}.to({one!r})"
-        if culprit and culprit.isidentifier() and one != "meta"
+        f"{misplaced} = {misplaced}.to({expected!r})"
+        if misplaced and misplaced.isidentifier() and expected != "meta"
         else "x = x.to(next(model.parameters()).device)"
     )
-    if inside and inside.path and culprit in ("input", "x", ""):
-        fix = f"{inside.path}.to(device) and, for the batch, x = x.to(device), with the same device"
-    which = "two devices" if match["short"] else f"{one} and on {other}"
-    return Diagnosis(f"an operation{where} got tensors on {which}", fix, describe_tensors(tensors, 6))
+    if module and module.path and misplaced in ("input", "x", ""):
+        fix = f"{module.path}.to(device) and, for the batch, x = x.to(device), with the same device"
+    devices = "two devices" if match["short"] else f"{expected} and on {actual}"
+    return Diagnosis(f"an operation{in_layer} got tensors on {devices}", fix, describe_tensors(tensors, 6))
 
 
 NO_GPU_FIX = (
@@ -190,7 +191,7 @@ no_gpu = pattern_kind(
         r"Unexpected error from cudaGetDeviceCount\(\)\.",
         r"CUDA driver initialization failed, you might not have a CUDA gpu",
     ),
-    types=BOTH,
+    types=ERRORS,
 )
 
 no_cuda_build = pattern_kind(
@@ -207,7 +208,7 @@ no_cuda_build = pattern_kind(
         r"Torch not compiled with CUDA enabled",
         r"PyTorch is not linked with support for cuda devices",
     ),
-    types=BOTH,
+    types=ERRORS,
 )
 
 
@@ -226,7 +227,7 @@ driver_too_old = pattern_kind(
         r"CUDA error: CUDA driver version is insufficient for CUDA runtime version",
         r"CUDA error: (?:the provided PTX was compiled with an unsupported toolchain|system has unsupported display driver / cuda driver combination)",
     ),
-    types=BOTH,
+    types=ERRORS,
     values=lambda _, match: (
         {
             "supports": f"{number // 1000}.{number % 1000 // 10}",
@@ -272,7 +273,7 @@ no_such_device = pattern_kind(
         'torch.load(path, map_location="cuda:0")   # or "cpu"',
         r"Attempting to deserialize object on CUDA device (?P<number>\d+) but torch\.cuda\.device_count\(\) is (?P<count>\d+)",
     ),
-    types=BOTH,
+    types=ERRORS,
     values=lambda failure, _: {"rank": "" if failure.rank is None else str(failure.rank)},
 )
 

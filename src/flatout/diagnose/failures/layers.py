@@ -10,15 +10,15 @@ from flatout.schema.failure import FailureRecord
 SIZE = r"(?:torch\.Size\()?\[[-\d, x]*\]\)?"
 
 
-def _channels(_: FailureRecord, match: MessageMatch) -> dict[str, str]:
-    numbers = re.findall(r"\d+", match["size"])
+def _channel_texts(_: FailureRecord, match: MessageMatch) -> dict[str, str]:
+    sizes = re.findall(r"\d+", match["size"])
     fix = f"nn.Conv2d({match['got']}, ...)   # or convert the input to {match['wants']} channels"
-    if numbers and numbers[-1] == match["wants"] != match["got"]:
+    if sizes and sizes[-1] == match["wants"] != match["got"]:
         fix = "x = x.permute(0, 3, 1, 2)   # the channels are last (NHWC); torch expects them second"
     elif (match["wants"], match["got"]) == ("3", "1"):
         fix = "x = x.expand(-1, 3, -1, -1)   # grey images for a colour network, or nn.Conv2d(1, ...)"
-    weight = f"a convolution (weight {shape(match['weight'])})" if match["weight"] else ""
-    return {"size": shape(match["size"]), "conv": weight or match["conv"], "fix": fix}
+    convolution = f"a convolution (weight {shape(match['weight'])})" if match["weight"] else ""
+    return {"size": shape(match["size"]), "conv": convolution or match["conv"], "fix": fix}
 
 
 convolution_input = pattern_kind(
@@ -42,7 +42,7 @@ convolution_input = pattern_kind(
         rf"Expected \d-dimensional input for \d-dimensional weight (?P<weight>{SIZE}), but got \d-dimensional input of size (?P<size>{SIZE}) instead",
     ),
     show_tensors=True,
-    values=_channels,
+    values=_channel_texts,
 )
 
 batch_norm_width = pattern_kind(
@@ -84,11 +84,11 @@ batch_norm_of_one = pattern_kind(
 )
 
 
-def _widths(_: FailureRecord, match: MessageMatch) -> dict[str, str]:
-    got, wants = (shape(match[name]) if match[name] else "" for name in ("got", "wants"))
+def _width_texts(_: FailureRecord, match: MessageMatch) -> dict[str, str]:
+    actual, expected = (shape(match[name]) if match[name] else "" for name in ("got", "wants"))
     if match["form"]:  # as many of the last sizes as the layer normalises
-        got = "x".join(got.split("x")[-len(wants.split("x")) :])
-    return {"got": got, "wants": wants}
+        actual = "x".join(actual.split("x")[-len(expected.split("x")) :])
+    return {"got": actual, "wants": expected}
 
 
 layer_width = pattern_kind(
@@ -121,5 +121,5 @@ layer_width = pattern_kind(
     ),
     types=("RuntimeError", "ValueError", "AssertionError"),
     show_tensors=True,
-    values=_widths,
+    values=_width_texts,
 )

@@ -16,7 +16,7 @@ from flatout.diagnose.kind import (
 from flatout.schema.failure import ExceptionRecord, FailureRecord
 
 
-def _carried(failure: FailureRecord) -> tuple[ExceptionRecord, ExceptionRecord] | None:
+def _nested_error(failure: FailureRecord) -> tuple[ExceptionRecord, ExceptionRecord] | None:
     """The exception of another process, and the exception of this process that contains it."""
     for inner, outer in zip(failure.chain, failure.chain[1:], strict=False):
         if inner.link == "carried":
@@ -37,44 +37,50 @@ def error_in_a_worker(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/data.html
     """
-    carried = _carried(failure)
-    if carried is None:
+    nested = _nested_error(failure)
+    if nested is None:
         return None
-    inner, outer = carried
-    where = re.match(
+    inner, outer = nested
+    worker_match = re.match(
         r"Caught \w+ in (?P<where>DataLoader worker process \d+|replica \d+ on device \d+|pin memory thread for device \w+)\.",
         outer.message,
     )
-    process = re.search(r"-- Process (?P<where>\d+) terminated with the following error", outer.message)
-    if where is None and process is None:
+    process_match = re.search(r"-- Process (?P<where>\d+) terminated with the following error", outer.message)
+    if worker_match is None and process_match is None:
         return None
-    name = where["where"] if where else f"process {process['where']}" if process else ""
-    own = inner.own
-    line = f" at {own.place().sentence()}" if own else ""
+    name = (
+        worker_match["where"]
+        if worker_match
+        else f"process {process_match['where']}"
+        if process_match
+        else ""
+    )
+    frame = inner.own
+    line = f" at {frame.place().sentence()}" if frame else ""
     first = inner.message.split("\n")[0][:160]
     return Diagnosis(
         f"{inner.type.rpartition('.')[2]} in {name}{line}" + (f": {first}" if first else ""),
         "DataLoader(..., num_workers=0)   # runs the same code in this process, where a debugger can stop at it"
-        if where
+        if worker_match
         else "fix the named line; it runs in every process",
         [],
-        own.place() if own else None,
+        frame.place() if frame else None,
     )
 
 
-WORKER = r"DataLoader worker \(pid\(?s?\)? (?P<pid>[\d, ]+)\) "
-NO_WORKERS = "DataLoader(..., num_workers=0)                      # does the code itself fail?"
-ENDED_FIX = (
-    f"{NO_WORKERS}\n"
+WORKER_ENDED = r"DataLoader worker \(pid\(?s?\)? (?P<pid>[\d, ]+)\) "
+WITHOUT_WORKERS = "DataLoader(..., num_workers=0)                      # does the code itself fail?"
+WORKER_FIX = (
+    f"{WITHOUT_WORKERS}\n"
     'DataLoader(..., multiprocessing_context="spawn")    # for a library that is not fork-safe; cv2.setNumThreads(0) for OpenCV'
 )
-OF_MEMORY = "dmesg -T | grep -i oom; cat /sys/fs/cgroup/memory.events   # was memory the cause? then use fewer workers"
-HANDED_OVER = r"(?:\[Errno \d+\] (?:Connection|Broken pipe|No such file)|$)"
+CHECK_OOM = "dmesg -T | grep -i oom; cat /sys/fs/cgroup/memory.events   # was memory the cause? then use fewer workers"
+CONNECTION_LOST = r"(?:\[Errno \d+\] (?:Connection|Broken pipe|No such file)|$)"
 
 
-def _is_end_of_worker(failure: FailureRecord, match: MessageMatch) -> bool:
+def _is_worker_end(failure: FailureRecord, match: MessageMatch) -> bool:
     """Whether no other kind says more: a missing main guard. A tensor may wait for a worker that is gone."""
-    if match.pattern == HANDED_OVER:
+    if match.pattern == CONNECTION_LOST:
         return frame_matches(failure, ":(?:rebuild_storage_fd|_try_get_data)$")
     return not failure.facts.get("unguarded")
 
@@ -89,48 +95,48 @@ worker_ended = pattern_kind(
     https://github.com/pytorch/pytorch/issues/8976""",
     Form(
         "loader worker {pid} was ended by SIGKILL: the OOM killer, or a user",
-        f"{OF_MEMORY}\n{ENDED_FIX}",
-        WORKER + r"is killed by signal: Killed",
+        f"{CHECK_OOM}\n{WORKER_FIX}",
+        WORKER_ENDED + r"is killed by signal: Killed",
     ),
     Form(
         "loader worker {pid} was ended by {signal}",
-        ENDED_FIX,
-        WORKER + r"is killed by signal: (?P<signal>(?!Bus error)\w[\w ]*)",
+        WORKER_FIX,
+        WORKER_ENDED + r"is killed by signal: (?P<signal>(?!Bus error)\w[\w ]*)",
     ),
     Form(
         "loader worker {pid} was ended by a signal; the end of the message names it",
-        ENDED_FIX,
-        rf"{WORKER}is killed by signal{MESSAGE_END}",
+        WORKER_FIX,
+        rf"{WORKER_ENDED}is killed by signal{MESSAGE_END}",
     ),
     Form(
         "loader worker {pid} ended unexpectedly with exit code {code}",
-        ENDED_FIX,
-        WORKER + r"exited unexpectedly with exit code (?P<code>\d+)",
+        WORKER_FIX,
+        WORKER_ENDED + r"exited unexpectedly with exit code (?P<code>\d+)",
     ),
     Form(
         "loader worker {pid} ended unexpectedly, without an exception",
-        ENDED_FIX,
-        WORKER + r"exited unexpectedly",
+        WORKER_FIX,
+        WORKER_ENDED + r"exited unexpectedly",
     ),
     Form(
         "the pin memory thread ended unexpectedly, without an exception",
-        ENDED_FIX,
+        WORKER_FIX,
         r"Pin memory thread exited unexpectedly",
     ),
     Form(
         "process {process} was ended by {name}",
-        f"{OF_MEMORY}\n{NO_WORKERS}",
+        f"{CHECK_OOM}\n{WITHOUT_WORKERS}",
         r"process (?P<process>\d+) terminated with signal (?P<name>SIG\w+)",
     ),
     Form(
         "process {process} ended unexpectedly with exit code {code}",
-        NO_WORKERS,
+        WITHOUT_WORKERS,
         r"process (?P<process>\d+) terminated with exit code (?P<code>\d+)",
     ),
     Form(
         "a loader worker ended while it passed on a batch (the reason was not reported)",
-        f"{NO_WORKERS}\n{OF_MEMORY}",
-        HANDED_OVER,
+        f"{WITHOUT_WORKERS}\n{CHECK_OOM}",
+        CONNECTION_LOST,
     ),
     types=(
         "RuntimeError",
@@ -141,12 +147,14 @@ worker_ended = pattern_kind(
         "EOFError",
         "FileNotFoundError",
     ),
-    when=_is_end_of_worker,
+    when=_is_worker_end,
 )
 
-COLLATES = ":(?:default_collate|collate_tensor_fn|collate|fetch)$"
-PAD = "collate_fn=lambda rows: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)   # for sequences"
-TO_ONE_SIZE = (
+COLLATE_FRAMES = ":(?:default_collate|collate_tensor_fn|collate|fetch)$"
+PAD_SEQUENCES = (
+    "collate_fn=lambda rows: torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)   # for sequences"
+)
+RESIZE_IMAGES = (
     "transforms.Resize((224, 224)); image.convert('RGB')   # for images: one size, one number of channels"
 )
 samples_of_other_sizes = pattern_kind(
@@ -158,20 +166,20 @@ samples_of_other_sizes = pattern_kind(
     https://docs.pytorch.org/docs/stable/data.html#dataloader-collate-fn""",
     Form(
         "sample 0[[ of batch {batch}]] is {one} and sample {at} is {other}: they cannot be stacked into one tensor",
-        f"{TO_ONE_SIZE}\n{PAD}",
+        f"{RESIZE_IMAGES}\n{PAD_SEQUENCES}",
         r"stack expects each tensor to be equal size, but got (?P<one>\[[\d, ]*\]) at entry 0 and (?P<other>\[[\d, ]*\]) at entry (?P<at>\d+)",
     ),
     Form(
         "the samples[[ of batch {batch}]] are lists of different lengths (or share memory that cannot grow): they cannot be stacked into one tensor",
-        PAD,
+        PAD_SEQUENCES,
         r"(?P<lists>each element in list of batch should be of equal size)",
         r"Trying to resize storage that is not resizable",
     ),
-    when=lambda failure, match: bool(match["lists"]) or frame_matches(failure, COLLATES),
+    when=lambda failure, match: bool(match["lists"]) or frame_matches(failure, COLLATE_FRAMES),
     values=lambda failure, _: {"batch": "" if failure.batch is None else str(failure.batch + 1)},
 )
 
-INFERS = r"Could not infer dtype of (?P<type>\w+)"
+DTYPE_INFERENCE = r"Could not infer dtype of (?P<type>\w+)"
 uncollatable_sample = pattern_kind(
     "FE073",
     "uncollatable-sample",
@@ -186,13 +194,13 @@ uncollatable_sample = pattern_kind(
         "DataLoader(..., collate_fn=...)   # a function that handles this type; or return tensors from __getitem__",
         r"(?:default_collate: )?batch must contain .{5,60}?; found <class '(?P<type>[\w.]+)'>",
         r"default_collate: batch must contain .{5,60}?; found (?P<type>\S+)",
-        INFERS,
+        DTYPE_INFERENCE,
     ),
     types=("TypeError", "RuntimeError"),
-    when=lambda failure, match: match.pattern != INFERS or frame_matches(failure, COLLATES),
+    when=lambda failure, match: match.pattern != DTYPE_INFERENCE or frame_matches(failure, COLLATE_FRAMES),
 )
 
-AT_THE_TOP = "def at_the_top_of_the_module(x): ...   # instead of a lambda or a nested function; functools.partial for arguments"
+TOP_LEVEL_FUNCTION = "def at_the_top_of_the_module(x): ...   # instead of a lambda or a nested function; functools.partial for arguments"
 cannot_be_pickled = pattern_kind(
     "FE074",
     "cannot-be-pickled",
@@ -202,7 +210,7 @@ cannot_be_pickled = pattern_kind(
     https://docs.python.org/3/library/pickle.html#what-can-be-pickled-and-unpickled""",
     Form(
         "`{what}` cannot be pickled, and a spawned process receives everything pickled",
-        AT_THE_TOP,
+        TOP_LEVEL_FUNCTION,
         r"Can't (?:pickle|get) local object '(?P<what>[^']+)'",
         r"Can't pickle <(?:function|class) '?(?P<what>[^'>]+?)'?(?: at 0x[0-9a-f]+)?>: .+",
         r"Can't pickle local object (?P<what><.+?>)(?: at 0x|$|>)",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal as signals
 
-from flatout.diagnose.failures.memory import spelled
+from flatout.diagnose.failures.memory import amount
 from flatout.diagnose.kind import Diagnosis, kind, match_message, search_log
 from flatout.schema.failure import FailureRecord
 
@@ -44,7 +44,7 @@ def killed(failure: FailureRecord) -> Diagnosis | None:
         return None
     oom_kills = failure.facts.get("oom_kills")
     memory = (
-        f", which held {spelled(int(oom['rss']) * 1024)}"
+        f", which held {amount(int(oom['rss']) * 1024)}"
         if oom and "rss" in oom.groupdict() and oom["rss"]
         else ""
     )

@@ -50,11 +50,11 @@ def matrix_sizes(failure: FailureRecord) -> Diagnosis | None:
     a, b, c, d = (match[part] for part in "abcd")
     weight = failure.module.parameters.get("weight", []) if failure.module else []
     if len(weight) == 2 and layer(failure):
-        arrives, wants = b, str(weight[1])
+        actual, expected = b, str(weight[1])
         return Diagnosis(
-            f"{layer(failure)} expects {wants} features and got {arrives}",
+            f"{layer(failure)} expects {expected} features and got {actual}",
             f"{failure.module.path if failure.module else 'layer'} = "
-            f"nn.Linear({arrives}, {weight[0]})   # or nn.LazyLinear({weight[0]})\n"
+            f"nn.Linear({actual}, {weight[0]})   # or nn.LazyLinear({weight[0]})\n"
             f"x = x.flatten(1)   # if the batch was flattened into the features: the first size must stay the batch",
             tensor_lines(failure),
         )
@@ -63,24 +63,24 @@ def matrix_sizes(failure: FailureRecord) -> Diagnosis | None:
             "a matrix product got sizes that do not match", "print(a.shape, b.shape)", tensor_lines(failure)
         )
     first, second = (f"{a}x{b}", f"{c}x{d}") if a and d else (f"size {b}", f"size {c}")
-    hint = (
+    fix = (
         "a @ b.T   # if the second matrix is stored transposed"
         if d == b
         else f"nn.Linear({b}, {d or '...'})   # if this is a linear layer"
     )
     return Diagnosis(
         f"a product of {first} and {second}{' in ' + layer(failure) if layer(failure) else ''}: {b} and {c} must be equal",
-        hint,
+        fix,
         tensor_lines(failure),
     )
 
 
-def _names(failure: FailureRecord, _: MessageMatch) -> dict[str, str]:
+def _tensor_names(failure: FailureRecord, _: MessageMatch) -> dict[str, str]:
     tensors = tensors_on_line(failure)[:3]
     return {"names": " and ".join(f"`{tensor.name}` ({shape(str(tensor.shape))})" for tensor in tensors)}
 
 
-ONE_MORE = (
+BROADCAST_FIX = (
     "small[:, None]            # add a dimension of 1 to the smaller tensor in the right position\n"
     "buffer[: batch.size(0)]   # if one has the full batch size and this is the last batch"
 )
@@ -93,24 +93,24 @@ broadcast = pattern_kind(
     https://docs.pytorch.org/docs/stable/notes/broadcasting.html""",
     Form(
         "{names|two tensors}: sizes {a} and {b} of dimension {dim} do not broadcast",
-        ONE_MORE,
+        BROADCAST_FIX,
         r"The size of tensor a \((?P<a>\d+)\) must match the size of tensor b \((?P<b>\d+)\) at non-singleton dimension (?P<dim>\d+)",
         r"The expanded size of the tensor \((?P<a>\d+)\) must match the existing size \((?P<b>\d+)\) at non-singleton dimension (?P<dim>\d+)",
     ),
     Form(
         "{out|an index} and {wide} do not broadcast",
-        ONE_MORE,
+        BROADCAST_FIX,
         r"output with shape (?P<out>\[[\d, ]*\]) doesn't match the broadcast shape (?P<wide>\[[\d, ]*\])",
         r"shape mismatch: (?:value tensor of shape (?P<out>\[[\d, ]*\]) cannot be broadcast to indexing result of shape|indexing tensors "
         r"could not be broadcast together with shapes) (?P<wide>\[.*?\])",
     ),
     Form(
         "{names|two tensors} do not broadcast",
-        ONE_MORE,
+        BROADCAST_FIX,
         r"Attempting to broadcast a dimension of length (?P<b>\d+) at -?\d+",
     ),
     show_tensors=True,
-    values=_names,
+    values=_tensor_names,
 )
 
 concatenation = pattern_kind(
