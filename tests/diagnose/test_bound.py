@@ -2,7 +2,7 @@
 
 import pytest
 
-from flatout.diagnose.bottleneck import removed_share, name_bottleneck, shares
+from flatout.diagnose.bottleneck import name_bottleneck, removed_share, shares
 from flatout.schema.profile import IdleGap, Operation, ProfileRecord, WhatIf
 from flatout.schema.records import PhaseTime, Ratio
 

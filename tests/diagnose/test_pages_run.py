@@ -61,4 +61,6 @@ def test_every_program_runs_to_its_end(tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     said = [line for line in done.stdout.splitlines() if line != "ran"]
     assert said == []
-    assert done.stdout.count("ran") > len([rule for rule in TABLE if rule.check_source]), "most of them need no GPU"
+    assert done.stdout.count("ran") > len([rule for rule in TABLE if rule.check_source]), (
+        "most of them need no GPU"
+    )
