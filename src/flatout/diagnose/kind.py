@@ -120,7 +120,7 @@ def pattern_kind(
     """
 
     def diagnose(failure: FailureRecord) -> Diagnosis | None:
-        match = match_message(failure, types, *(pattern for form in forms for pattern in form.patterns))
+        match = match_message(failure, *(text for form in forms for text in form.patterns), types=types)
         if match is None or (when is not None and not when(failure, match)):
             return None
         form = next(form for form in forms if match.pattern in form.patterns)
@@ -191,7 +191,9 @@ class MessageMatch:
         return int(self[name]) if self[name].lstrip("-").isdigit() else 0
 
 
-def match_message(failure: FailureRecord, types: Sequence[str], *patterns: str) -> MessageMatch | None:
+def match_message(
+    failure: FailureRecord, *patterns: str, types: Sequence[str] = RUNTIME_ERROR
+) -> MessageMatch | None:
     """The first exception in the chain with a known type and message.
 
     Its type is one of ``types`` or unknown, and its message begins like one of ``patterns``.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 from flatout.diagnose.kind import (
-    RUNTIME_ERROR,
     Diagnosis,
     Form,
     kind,
@@ -95,7 +94,6 @@ def changed_in_place(failure: FailureRecord) -> Diagnosis | None:
     """
     match = match_message(
         failure,
-        RUNTIME_ERROR,
         r"one of the variables needed for gradient computation has been modified by an inplace operation"
         r"(?:: \[(?P<type>[\w.]+) (?P<size>\[[\d, ]*\])\](?:, which is output (?P<out>\d+) of (?P<node>\w+))?,? is at version "
         r"(?P<now>\d+); expected version (?P<then>\d+))?",
@@ -180,7 +178,6 @@ def first_nan(failure: FailureRecord) -> Diagnosis | None:
     """
     match = match_message(
         failure,
-        RUNTIME_ERROR,
         r"Function '(?P<node>\w+)' returned nan values in its (?P<out>\d+)(?:st|nd|rd|th) output",
     )
     if match is None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 from flatout.diagnose.kind import (
-    RUNTIME_ERROR,
     Diagnosis,
     Form,
     frame_matches,
@@ -55,7 +54,7 @@ def checkpoint_keys(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict
     """
-    match = match_message(failure, RUNTIME_ERROR, LOADING_FAILED)
+    match = match_message(failure, LOADING_FAILED)
     if match is None:
         return None
     missing, unexpected = _keys(match["rest"], "Missing"), _keys(match["rest"], "Unexpected")
@@ -110,7 +109,7 @@ def checkpoint_sizes(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict
     """
-    match = match_message(failure, RUNTIME_ERROR, LOADING_FAILED)
+    match = match_message(failure, LOADING_FAILED)
     size = r"(?:torch\.Size\()?\[?([\d, ]*)\]?\)?"
     sizes = re.findall(
         rf"size mismatch for ([\w.]+): copying a param with shape {size} from checkpoint, the shape in current model is {size}",
@@ -142,7 +141,6 @@ def broken_checkpoint(failure: FailureRecord) -> Diagnosis | None:
     """
     match = match_message(
         failure,
-        ("RuntimeError", "UnpicklingError", "EOFError", "BadZipFile", "OSError", "ValueError"),
         r"PytorchStreamReader failed (?:reading (?:zip archive|file \S+?)|locating file \S+?):? ?(?P<why>[\w .]+)",
         r"invalid load key, (?P<key>'.{1,6}?')\.",
         r"(?P<empty>Ran out of input)",
@@ -157,6 +155,7 @@ def broken_checkpoint(failure: FailureRecord) -> Diagnosis | None:
         r"File is not a zip file",
         r"Invalid magic number; corrupt file\?",
         r".{0,60}Error while deserializing header: (?P<why>\w+)",
+        types=("RuntimeError", "UnpicklingError", "EOFError", "BadZipFile", "OSError", "ValueError"),
     )
     if match is None:
         return None

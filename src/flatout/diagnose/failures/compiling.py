@@ -24,9 +24,9 @@ def recompile_limit(failure: FailureRecord) -> Diagnosis | None:
     """
     match = match_message(
         failure,
-        ("FailOnRecompileLimitHit", "RecompileLimitExceeded", "RecompileError", "Unsupported"),
         r"(?:Hard failure due to \w+|Dynamo recompile limit exceeded|Dynamo failed to recompile|(?:recompile_limit|cache_size_limit) reached"
         r"|Recompiling function)",
+        types=("FailOnRecompileLimitHit", "RecompileLimitExceeded", "RecompileError", "Unsupported"),
     )
     config = search_log(failure, r"torch\._dynamo hit config\.(?P<name>\w+) \((?P<limit>\d+)\)")
     if match is not None and not match.error.type.startswith("torch._dynamo."):

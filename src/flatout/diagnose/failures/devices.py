@@ -137,7 +137,6 @@ def two_devices(failure: FailureRecord) -> Diagnosis | None:
     """
     match = match_message(
         failure,
-        ("RuntimeError", "NotImplementedError"),
         rf"Expected all tensors to be on the same device, but (?:found at least two devices, (?P<one>{DEVICE}) and (?P<other>{DEVICE})"
         rf"|got (?P<name>\w+) is on (?P<other2>{DEVICE}), different from other tensors on (?P<one2>{DEVICE}))",
         rf"(?P<short>Expected all tensors) to be on the same device(?:, but found at least two devices)?{MESSAGE_END}",
@@ -145,6 +144,7 @@ def two_devices(failure: FailureRecord) -> Diagnosis | None:
         r"Input type \(torch\.cuda\.(?P<kind>\w+Tensor)\) and (?:weight|bias) type \(torch\.(?P=kind)\)",
         r"Input type \(torch\.(?P<kind2>\w+Tensor)\) and (?:weight|bias) type \(torch\.(?P<weight2>cuda)\.(?P=kind2)\)",
         r"Unhandled FakeTensor Device Propagation for [\w.]+, found two different devices (?P<one>\S+), (?P<other>[a-z]+(?::\d+)?)",
+        types=("RuntimeError", "NotImplementedError"),
     )
     if match is None:
         return None

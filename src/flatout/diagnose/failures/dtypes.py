@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from flatout.diagnose.kind import (
-    RUNTIME_ERROR,
     Diagnosis,
     Form,
     describe_tensors,
@@ -76,7 +75,6 @@ def two_dtypes(failure: FailureRecord) -> Diagnosis | None:
     """
     match = match_message(
         failure,
-        RUNTIME_ERROR,
         rf"mat1 and mat2 must have the same dtype, but got (?P<got>{DTYPE}) and (?P<wants>{DTYPE})",
         rf"expected (?:scalar type|m1 and m2 to have the same dtype, but got:) (?P<wants>{DTYPE}) (?:but found|!=) (?P<got>{DTYPE})",
         rf"Input type \((?:torch\.)?(?:cuda\.)?(?P<got>{DTYPE})\) and (?:weight|bias) type \((?:torch\.)?(?:cuda\.)?(?P<wants>{DTYPE})\) should be the same",
@@ -142,7 +140,6 @@ def target_dtype(failure: FailureRecord) -> Diagnosis | None:
     """
     match = match_message(
         failure,
-        ("RuntimeError", "NotImplementedError"),
         rf"Found dtype (?P<got>{DTYPE}) but expected (?P<wants>{DTYPE})",
         rf"expected target dtype to be (?P<wants>Long) or Byte, but got (?P<got>{DTYPE})",
         rf"result type (?P<wants>{DTYPE}) can't be cast to the desired output type (?P<got>{DTYPE})",
@@ -151,6 +148,7 @@ def target_dtype(failure: FailureRecord) -> Diagnosis | None:
         rf"(?:nll_loss\w*|multi_margin_loss\w*)[^\n]{{0,80}}Expected (?:object of scalar type|dtype) (?P<wants>{DTYPE}) but got (?:scalar "
         rf"type )?(?P<got>{DTYPE})",
         r"Expected floating point type for target with class probabilities, got (?P<got>\w+)(?P<probabilities>)",
+        types=("RuntimeError", "NotImplementedError"),
     )
     loss = _in_loss(failure)
     if match is None or (match.error.message.startswith("expected scalar type") and not loss):

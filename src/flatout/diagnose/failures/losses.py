@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 from flatout.diagnose.kind import (
-    RUNTIME_ERROR,
     Diagnosis,
     Form,
     MessageMatch,
@@ -69,10 +68,10 @@ def index_out_of_range(failure: FailureRecord) -> Diagnosis | None:
     """
     match = match_message(
         failure,
-        ("IndexError", "RuntimeError"),
         r"index out of range in self",
         r"index out of range: Tried to access index (?P<index>-?\d+) out of table with (?P<last>\d+) rows",
         r"index (?P<index>-?\d+) is out of bounds for dimension (?P<dim>\d+) with size (?P<size>\d+)",
+        types=("IndexError", "RuntimeError"),
     )
     if match is None:
         return None
@@ -126,9 +125,9 @@ def label_out_of_range(failure: FailureRecord) -> Diagnosis | None:
     """
     match = match_message(
         failure,
-        ("IndexError", "RuntimeError"),
         r"Target (?P<label>-?\d+) is out of bounds",
         r"Class values must be (?:smaller than num_classes|non-negative)(?P<hot>)",
+        types=("IndexError", "RuntimeError"),
     )
     if match is None:
         return None
@@ -279,7 +278,6 @@ def device_side_assert(failure: FailureRecord) -> Diagnosis | None:
     """
     match = match_message(
         failure,
-        RUNTIME_ERROR,
         r"(?:CUDA|HIP) error: device-side assert triggered",
     )
     assertion = search_log(failure, ASSERTION)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from flatout.diagnose.kind import (
     MESSAGE_END,
-    RUNTIME_ERROR,
     Diagnosis,
     Form,
     MessageMatch,
@@ -62,7 +61,6 @@ def gpu_out_of_memory(failure: FailureRecord) -> Diagnosis | None:
     """
     match = match_message(
         failure,
-        RUNTIME_ERROR,
         rf"CUDA out of memory\. Tried to allocate (?P<needed>{AMOUNT})\. GPU (?P<gpu>\d+) has a total capac\w+ of (?P<total>{AMOUNT}) of which "
         rf"(?P<free>{AMOUNT}) is free\.(?:.*?this process has (?P<process>{AMOUNT}) memory in use\.)?(?:.*?Of the allocated memory "
         rf"(?P<allocated>{AMOUNT}) is allocated "

@@ -7,7 +7,6 @@ import re
 from flatout.diagnose.kind import (
     DISTRIBUTED_ERRORS,
     MESSAGE_END,
-    RUNTIME_ERROR,
     Diagnosis,
     Form,
     MessageMatch,
@@ -183,7 +182,6 @@ def nccl_timeout(failure: FailureRecord) -> Diagnosis | None:
     """
     raised = match_message(
         failure,
-        RUNTIME_ERROR,
         NCCL_TIMEOUT,
         rf"(?:NCCL (?:collective (?:operation )?)?time-?out|Watchdog caught collective operation timeout){MESSAGE_END}",
     )
@@ -334,9 +332,9 @@ def a_rank_failed(failure: FailureRecord) -> Diagnosis | None:
     """
     match = match_message(
         failure,
-        ("ChildFailedError", "Exception"),
         r"\s*=*\s*(?P<name>\S[^\n]*?) FAILED.*?Root Cause \(first observed failure\):.*?rank\s*: (?P<rank>\d+) \(local_rank: (?P<local>\d+)\)"
         r"\s*exitcode\s*: (?P<code>-?\d+) \(pid: (?P<pid>\d+)\)(?:.*?traceback\s*: (?P<trace>[^\n]*))?",
+        types=("ChildFailedError", "Exception"),
     )
     if match is None:
         return None

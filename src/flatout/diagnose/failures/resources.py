@@ -93,11 +93,11 @@ def shared_memory_too_small(failure: FailureRecord) -> Diagnosis | None:
     """
     match = match_message(
         failure,
-        ("RuntimeError", "OSError"),
         r"DataLoader worker \(pid(?:\(s\))? (?P<pid>[\d, ]+)\) is killed by signal: Bus error\.?",
         r"unable to (?:write to|mmap|resize|allocate|open).{0,120}?(?:shared memory|/torch_\w+).{0,160}?(?:No space left on device|Cannot "
         r"allocate memory|Bad address)",
         r"ERROR: Unexpected bus error encountered in worker\. This might be caused by insufficient shared memory \(shm\)",
+        types=("RuntimeError", "OSError"),
     )
     warning = search_log(
         failure,

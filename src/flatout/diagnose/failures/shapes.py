@@ -36,7 +36,6 @@ def matrix_sizes(failure: FailureRecord) -> Diagnosis | None:
     """
     match = match_message(
         failure,
-        ("RuntimeError", "ValueError"),
         r"mat1 and mat2 shapes cannot be multiplied \((?P<a>\d+)x(?P<b>\d+) and (?P<c>\d+)x(?P<d>\d+)\)",
         rf"mat1 and mat2 shapes cannot be multiplied{MESSAGE_END}",
         r"mat1 dim 1 must match mat2 dim 0",
@@ -44,6 +43,7 @@ def matrix_sizes(failure: FailureRecord) -> Diagnosis | None:
         r"a and b must have same reduction dim, but got \[(?P<a>\S+), (?P<b>\S+)\] X \[(?P<c>\S+), (?P<d>\S+)\]",
         r"Expected size for first two dimensions of batch2 tensor to be: \[(?P<e>\d+), (?P<b>\d+)\] but got: \[(?P<f>\d+), (?P<c>\d+)\]",
         r"inconsistent tensor size, expected tensor \[(?P<b>\d+)\] and src \[(?P<c>\d+)\] to have the same number of elements",
+        types=("RuntimeError", "ValueError"),
     )
     if match is None:
         return None
