@@ -24,4 +24,4 @@ def growth_finding(rule: Rule, profile: ProfileRecord, leak: MemoryGrowth, how: 
         evidence.append(
             f"at this rate it fills the machine's {size(float(free))} in {f'{60 * hours:.0f} minutes' if hours < 2 else f'{hours:.0f} hours'}"
         )
-    return rule.profile_finding(message, leak.place, evidence=evidence)
+    return rule.profile_finding(message, [leak.place], evidence=evidence)

@@ -84,12 +84,13 @@ class Rule:
         return Finding(self.code, self.name, self.severity.value, message, place, **{**defaults, **fields})
 
     def profile_finding(
-        self, message: str, place: SourceLocation | None = None, fix: str = "", how: str = "", **fields: Any
+        self, message: str, places: Sequence[SourceLocation | None] = (), how: str = "", **fields: Any
     ) -> Finding:
-        """A Finding in a profile. Its fix is the page's if none is given."""
+        """A Finding in a profile, at the first of ``places``. Its fix is the page's if none is given."""
         fields["how"] = how if fields.get("predicted") else ""
-        fix = fix or _unwrapped(self.section("How to fix it"))
-        return self.finding(message, place, fix, weight=0, **fields)
+        fields["others"] = [place for place in places[1:] if place is not None]
+        fields.setdefault("fix", _unwrapped(self.section("How to fix it")))
+        return self.finding(message, places[0] if places else None, weight=0, **fields)
 
 
 def section(page: str, name: str) -> str:

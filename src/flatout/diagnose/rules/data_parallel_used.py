@@ -73,9 +73,7 @@ def _of_several_devices(source: SourceFile, call: ast.Call) -> bool:
 def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     calls, _, places = event_of(profile, "data_parallel")
     if calls or (profile.settings.get("modules") or {}).get("DataParallel"):
-        yield RULE.profile_finding(
-            "the model is called through DataParallel", places[0] if places else None, others=places[1:]
-        )
+        yield RULE.profile_finding("the model is called through DataParallel", places)
 
 
 RULE = Rule(

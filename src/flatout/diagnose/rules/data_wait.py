@@ -34,7 +34,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
             evidence.append(f"fetching a batch takes {loader.fetch_ms:.1f} ms inside the data set")
         yield RULE.profile_finding(
             f"waiting for data takes {share_of_step(profile, loader.wait_ms)}",
-            loader.place,
+            [loader.place],
             evidence=evidence,
             predicted=gain_without_wait(profile, loader),
             how=how_measured(profile),

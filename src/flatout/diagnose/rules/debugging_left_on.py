@@ -77,9 +77,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     if not profile.settings.get("anomaly"):
         return
     _, _, places = event_of(profile, "anomaly")
-    yield RULE.profile_finding(
-        "anomaly detection is enabled in every step", places[0] if places else None, others=places[1:]
-    )
+    yield RULE.profile_finding("anomaly detection is enabled in every step", places)
 
 
 RULE = Rule(

@@ -50,7 +50,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     evidence = [f"{o.name}: {100 * o.share:.0f} % of the operators' time" for o in doubles[:5]]
     yield RULE.profile_finding(
         f"{100 * share:.0f} % of the operators' time is spent on float64",
-        place,
+        [place],
         evidence=evidence,
         predicted=Ratio(ratio, ratio, ratio, max(1, profile.steps)),
         how="estimate: these operators at twice the speed",

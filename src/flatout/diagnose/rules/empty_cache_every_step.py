@@ -66,10 +66,9 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     idle = " (without a GPU it has no effect)" if profile.device == "cpu" else ""
     yield RULE.profile_finding(
         f"empty_cache() is called {calls:.3g} times per {profile.unit} and takes {share_of_step(profile, ms)}{idle}",
-        places[0] if places else None,
+        places,
         predicted=speedup_without(profile, ms),
         how=HOW_BY_TIME,
-        others=places[1:],
     )
 
 

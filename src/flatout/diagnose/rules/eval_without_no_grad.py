@@ -239,7 +239,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     calls, _, places = event_of(profile, "eval_with_grad")
     if calls and places:
         said = f"the model was called {calls:.3g} times per {profile.unit} in evaluation mode with gradients enabled"
-        yield RULE.profile_finding(said, places[0], others=places[1:])
+        yield RULE.profile_finding(said, places)
 
 
 RULE = Rule(

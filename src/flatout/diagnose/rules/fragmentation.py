@@ -34,7 +34,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     if memory.retries:
         yield RULE.profile_finding(
             f"the allocator had to free its cache and retry {memory.retries} times",
-            memory.peak_place,
+            [memory.peak_place],
             evidence=[
                 f"{size(unused)} of {size(memory.reserved_bytes or 0)} reserved memory was unused at the peak"
             ],
@@ -42,7 +42,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     elif memory.reserved_bytes and unused > LOOSE * memory.reserved_bytes and _scarce(profile):
         yield RULE.profile_finding(
             f"{size(unused)} of {size(memory.reserved_bytes)} reserved memory was unused at the peak",
-            memory.peak_place,
+            [memory.peak_place],
         )
 
 

@@ -65,10 +65,9 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
         ratio = certain_gain(profile, "gc")
         yield RULE.profile_finding(
             f"gc.collect() is called {calls:.3g} times per {profile.unit} and takes {share_of_step(profile, ms)}",
-            places[0] if places else None,
+            places,
             predicted=ratio or timed,
             how=how_by_what_if("gc") if ratio else HOW_BY_TIME,
-            others=places[1:],
             levers=(),
         )
 

@@ -29,10 +29,9 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     if calls >= EACH:
         yield RULE.profile_finding(
             f"filling gradients with zeros takes {share_of_step(profile, ms)}",
-            places[0] if places else None,
+            places,
             predicted=speedup_without(profile, ms),
             how=HOW_BY_TIME,
-            others=places[1:],
         )
 
 

@@ -33,9 +33,8 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     times = "once" if seen.breaks == 1 else f"{seen.breaks} times"
     yield RULE.profile_finding(
         f"the graph breaks {times}; {seen.graphs} graphs were compiled",
-        seen.places[0] if seen.places else None,
+        seen.places,
         evidence=seen.reasons[:4],
-        others=seen.places[1:],
     )
 
 

@@ -243,7 +243,6 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     )
     if not seen or ratio is None:
         return
-    first = seen[0]
     evidence = [
         f"{c.place.sentence()}: {c.kind}, {c.calls:.3g} times per {profile.unit}, {format_ms(c.ms)}"
         for c in seen[:6]
@@ -251,11 +250,10 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     ]
     yield RULE.profile_finding(
         f"waiting for values takes {share_of_step(profile, total)}, most of it here",
-        first.place,
+        [c.place for c in seen],
         evidence=evidence,
         predicted=ratio,
         how=how_by_what_if("syncs") if what_if else HOW_BY_TIME,
-        others=[c.place for c in seen[1:] if c.place],
     )
 
 

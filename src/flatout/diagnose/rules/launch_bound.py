@@ -32,7 +32,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     place = next((gap.place for gap in gaps if gap.place), None)
     yield RULE.profile_finding(
         f"the device waits for the host for {share_of_step(profile, profile.idle_ms)}",
-        place,
+        [place],
         evidence=evidence,
         predicted=speedup_without(profile, profile.idle_ms),
         how="estimate: the device without its gaps",

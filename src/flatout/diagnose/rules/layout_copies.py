@@ -41,7 +41,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     ]
     yield RULE.profile_finding(
         f"copying takes {100 * share:.0f} % of the operators' time",
-        next((o.place for o in copies if o.place), None),
+        [next((o.place for o in copies if o.place), None)],
         evidence=evidence,
         predicted=Ratio(ratio, ratio, ratio, max(1, profile.steps)),
         how="estimate: the operators without these copies",

@@ -101,7 +101,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
         ]
         yield RULE.profile_finding(
             said,
-            loader.place,
+            [loader.place],
             evidence=evidence,
             predicted=gain_without_wait(profile, loader),
             how=how_measured(profile),

@@ -52,11 +52,10 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
         return
     yield RULE.profile_finding(
         f"{seen[0][1].split(',')[0]} and similar calls take {share_of_step(profile, total)}",
-        seen[0][2],
+        [place for _, _, place in seen],
         evidence=[f"{place.sentence()}: {what}, {format_ms(ms)}" for ms, what, place in seen[:4] if place],
         predicted=ratio,
         how=how_by_what_if("logging") if what_if else HOW_BY_TIME,
-        others=[p for _, _, p in seen[1:] if p],
     )
 
 

@@ -44,7 +44,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
         for name, amount in sorted(memory.by_module.items(), key=lambda part: -part[1])[:3]
     ]
     yield RULE.profile_finding(
-        f"the peak is {size(memory.peak_bytes)} of {size(total)}", memory.peak_place, evidence=evidence
+        f"the peak is {size(memory.peak_bytes)} of {size(total)}", [memory.peak_place], evidence=evidence
     )
 
 

@@ -28,7 +28,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     calls, _, places = event_of(profile, "loss_not_finite")
     if calls > 0:
         share = f"{100 * min(1.0, calls):.0f} % of the losses are NaN or infinite"
-        yield RULE.profile_finding(share, places[0] if places else None, others=places[1:])
+        yield RULE.profile_finding(share, places)
 
 
 RULE = Rule("FL050", "not_finite", Severity.WRONG, __doc__, check_profile=check_profile)

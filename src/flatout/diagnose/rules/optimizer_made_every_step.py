@@ -67,7 +67,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     _, _, places = event_of(profile, "make_optimizer")
     made = calls_at_busiest_line(profile, "make_optimizer")
     if places and made >= MIN_REPEATS:
-        yield RULE.profile_finding(f"this line has created {made} optimizers", places[0])
+        yield RULE.profile_finding(f"this line has created {made} optimizers", places[:1])
 
 
 RULE = Rule(

@@ -60,7 +60,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     _, _, places = event_of(profile, "make_optimizer")
     yield RULE.profile_finding(
         f"the optimizer {takes}",
-        places[0] if places else None,
+        places[:1],
         evidence=evidence,
         predicted=ratio,
         how=how_by_what_if("optimizer") if ratio is what_if else HOW_BY_TIME,

@@ -32,10 +32,9 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
         return
     yield RULE.profile_finding(
         f"`{places[0].text}` takes {share_of_step(profile, ms)}",
-        places[0],
+        places,
         predicted=ratio,
         how="the step without this line, by its measured time",
-        others=places[1:],
     )
 
 

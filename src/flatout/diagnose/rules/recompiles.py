@@ -31,9 +31,8 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
         return
     yield RULE.profile_finding(
         f"{seen.recompiles} recompilations so far; compiling took {seen.ms / 1000:.1f} s",
-        seen.places[0] if seen.places else None,
+        seen.places,
         evidence=seen.reasons[:4],
-        others=seen.places[1:],
     )
 
 

@@ -42,7 +42,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     kind = "pageable" if first.pinned is False else "blocking"
     yield RULE.profile_finding(
         f"{kind} copies move {size(first.sized_bytes)} per {profile.unit} to the device in {format_ms(total)}",
-        first.place,
+        [c.place for c in seen],
         evidence=[
             f"{c.place.sentence()}: pinned {c.pinned}, non_blocking {c.non_blocking}"
             for c in seen[:4]
@@ -50,7 +50,6 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
         ],
         predicted=ratio,
         how=how_by_what_if("copies") if what_if else HOW_BY_TIME,
-        others=[c.place for c in seen[1:] if c.place],
     )
 
 

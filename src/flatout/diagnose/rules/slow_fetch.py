@@ -46,11 +46,10 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
         share = f"{100 * (loader.slow_share or 0):.0f} % of the fetching time is spent in `{loader.slow_place.text}`"
         yield RULE.profile_finding(
             share,
-            loader.slow_place,
+            [loader.slow_place, loader.place],
             evidence=evidence,
             predicted=gain_without_wait(profile, loader),
             how=how_measured(profile),
-            others=[loader.place] if loader.place else [],
         )
 
 

@@ -38,7 +38,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     said = f"the time per {profile.unit} grew from {format_ms(medians[0])} to {format_ms(medians[-1])} over {len(profile.step_ms_list)} measurements"
     yield RULE.profile_finding(
         said,
-        place,
+        [place],
         evidence=["medians of equal blocks: " + ", ".join(format_ms(m) for m in medians)],
         predicted=Ratio(ratio, ratio, ratio, len(profile.step_ms_list)),
         how="the first steps of this run versus the last; the step time keeps growing",

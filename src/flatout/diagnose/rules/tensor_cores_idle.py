@@ -35,7 +35,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
         return
     yield RULE.profile_finding(
         f"operators that could use Tensor Cores take {100 * share:.0f} % of the device's time, but none of them does",
-        idle[0].place,
+        [idle[0].place],
         evidence=[f"{o.name} {', '.join(o.dtypes)}: {100 * o.share:.0f} %" for o in idle[:4]],
     )
 

@@ -37,7 +37,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
         # This is often so slow that there was no time to measure it.
         yield RULE.profile_finding(
             f"torch runs on {threads} threads, but the program may use only {cores} cores",
-            places[0] if places else None,
+            places[:1],
         )
     if not gains or not threads:
         return
@@ -47,7 +47,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     )
     yield RULE.profile_finding(
         f"torch runs on {threads} threads of {cores} cores; {other} are faster",
-        places[0] if places else None,
+        places[:1],
         evidence=[f"{name}: {ratio.sentence()}"],
         predicted=ratio,
         how=how_by_what_if(name),

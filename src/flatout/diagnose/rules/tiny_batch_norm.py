@@ -38,7 +38,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     _, _, places = event_of(profile, "forward")
     yield RULE.profile_finding(
         f"{layers} batch normalisation layers receive {samples} samples at a time",
-        places[0] if places else None,
+        places[:1],
     )
 
 

@@ -50,7 +50,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     if ratio >= MIN_GAIN:
         yield RULE.profile_finding(
             f"a {profile.unit} of {format_ms(step)} calls {calls:.0f} operators of {each_us:.0f} us each",
-            busiest.place if busiest else None,
+            [busiest.place if busiest else None],
             evidence=[profile.bound_why, *evidence] if profile.bound_why else evidence,
             predicted=Ratio(ratio, ratio, ratio, max(1, profile.steps)),
             how=f"estimate: the host's time outside arithmetic, {FLOOR_US:g} us per operator",

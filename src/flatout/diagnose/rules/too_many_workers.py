@@ -34,7 +34,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
             evidence.append(f"the workers hold {size(loader.worker_bytes)} of memory")
         yield RULE.profile_finding(
             f"{loader.workers} workers share {profile.settings.get('cores')} cores with the program",
-            loader.place,
+            [loader.place],
             evidence=evidence,
             predicted=gain_without_wait(profile, loader),
             how=how_measured(profile),

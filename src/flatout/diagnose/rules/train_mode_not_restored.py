@@ -100,7 +100,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     _, _, places = event_of(profile, "forward")
     yield RULE.profile_finding(
         f"all {asleep} modules are in evaluation mode during training, including {', '.join(concerned)}",
-        places[0] if places else None,
+        places[:1],
     )
 
 

@@ -157,7 +157,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
         said = f"{loader.workers} workers were started {epochs}, {loader.start_ms:.0f} ms each time until the first batch"
         yield RULE.profile_finding(
             said,
-            loader.place,
+            [loader.place],
             evidence=[f"this takes {share_of_step(profile, iterator_start_ms(profile, loader))}"],
             predicted=gain_without_wait(profile, loader),
             how=how_measured(profile),
