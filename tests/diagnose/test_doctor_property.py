@@ -75,7 +75,7 @@ def test_a_check_that_breaks_is_not_fine(monkeypatch):
     def broken(snapshot):
         raise KeyError("x")
 
-    monkeypatch.setattr(doctor, "TABLE", (dataclasses.replace(TABLE[0], ask=broken), *TABLE[1:]))
+    monkeypatch.setattr(doctor, "TABLE", (dataclasses.replace(TABLE[0], function=broken), *TABLE[1:]))
     first, *others = doctor.examine(healthy())
     assert (first.verdict, first.seen) == ("not seen", "bug in flatout: KeyError: 'x'")
     assert {check.verdict for check in others} == {"ok"}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from flatout.diagnose.rule import section
+from flatout.diagnose.rule import Rule, section
 from flatout.schema.findings import Finding
 from flatout.schema.machine_snapshot import CheckResult, MachineSnapshot, Verdict
 
@@ -47,9 +47,7 @@ class MachineCheck:
     needs: tuple[str, ...] = ()
     gpu: bool = False  # runs only if there is a GPU
 
-    @property
-    def title(self) -> str:
-        return self.page.strip().splitlines()[0].rstrip(".")
+    title = Rule.title
 
     def section(self, name: str) -> str:
         return section(self.page, name)

@@ -50,7 +50,7 @@ LAYERS = {
 NORMS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"}
 
 
-def check_source(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source, call in program.calls("torch.nn.Sequential"):
         for layer, norm in zip(call.args, call.args[1:], strict=False):
             if (
@@ -173,7 +173,7 @@ RULE = Rule(
     "bias_before_batchnorm",
     Severity.TIME,
     __doc__,
-    check_source,
+    check,
     fix_changes="other initial weights, because no biases are drawn; checkpoints have no such biases",
     weight=-1,
 )

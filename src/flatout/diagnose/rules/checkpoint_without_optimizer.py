@@ -40,7 +40,7 @@ from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
 
 
-def check_source(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     made = [
         origin
         for source in program.sources
@@ -100,4 +100,4 @@ def has_state(optimizer: ast.Call) -> bool:
     return name != "SGD" or any(k.arg == "momentum" for k in optimizer.keywords)
 
 
-RULE = Rule("FL312", "checkpoint_without_optimizer", Severity.FRAGILE, __doc__, check_source)
+RULE = Rule("FL312", "checkpoint_without_optimizer", Severity.FRAGILE, __doc__, check)

@@ -32,7 +32,7 @@ from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     timed, (calls, _, _) = speedup_without(profile, profile.gc_ms), event_of(profile, "gc_collect")
     ratio = certain_gain(profile, "gc")
     # A collector that takes no time cannot explain the gain. Calls by the program belong to another rule.
@@ -55,7 +55,7 @@ RULE = Rule(
     "collecting_garbage",
     Severity.TIME,
     __doc__,
-    check_profile=check_profile,
+    check_profile=check,
     levers=("gc_pause",),
     replaced_by=("host_growth",),
 )

@@ -59,7 +59,7 @@ MAKERS = {
 SAME = {"zeros", "ones", "empty", "full", "eye"}  # these values are the same on every device
 
 
-def check_source(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     seen = set()
     for source, call, library in _often(program):
         if (
@@ -174,4 +174,4 @@ def _edits(source: SourceFile, moved: ast.Call, made: ast.Call, where: str) -> l
     return [*argument, *remove_call(source, moved)] if argument else []
 
 
-RULE = Rule("FL111", "made_on_host_then_moved", Severity.TIME, __doc__, check_source, fix_changes="")
+RULE = Rule("FL111", "made_on_host_then_moved", Severity.TIME, __doc__, check, fix_changes="")

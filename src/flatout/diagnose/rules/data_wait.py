@@ -23,7 +23,7 @@ from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     for loader in profile.loaders:
         if wait_cause(profile, loader) is not WaitCause.WAIT:
             continue
@@ -46,6 +46,6 @@ RULE = Rule(
     "data_wait",
     Severity.TIME,
     __doc__,
-    check_profile=check_profile,
+    check_profile=check,
     levers=("loader", "cached_prefix", "batched_transforms", "resident_data", "device_prefetch"),
 )

@@ -28,7 +28,7 @@ PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "convoluti
 FASTER = 2.0  # float32 versus float64 when memory or vector width is the limit
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     casts = [
         o
         for o in profile.operations
@@ -61,4 +61,4 @@ def _double(operation: Operation) -> bool:
     return any(name in kind for kind in operation.dtypes for name in ("float64", "double", "complex128"))
 
 
-RULE = Rule("FL157", "double_precision", Severity.TIME, __doc__, check_profile=check_profile)
+RULE = Rule("FL157", "double_precision", Severity.TIME, __doc__, check_profile=check)

@@ -37,7 +37,7 @@ NAMES = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "fea
 CLASSES = {"Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout"}
 
 
-def check_source(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source, klass in program.modules_defined():
         for call in (
             node
@@ -81,4 +81,4 @@ def check_source(program: ScriptProgram) -> Iterator[Finding]:
                 )
 
 
-RULE = Rule("FL023", "dropout_always_on", Severity.WRONG, __doc__, check_source)
+RULE = Rule("FL023", "dropout_always_on", Severity.WRONG, __doc__, check)

@@ -56,7 +56,7 @@ MODES = {
 }
 
 
-def check_source(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     yield from _switched_back(program)
     switched = any(event.kind in ("eval", "train") for event in program.events if event.kind == "eval")
     if switched or not program.step_loops or program.mentions("LightningModule", "Trainer", "eval"):
@@ -187,4 +187,4 @@ def _is_trained(program: ScriptProgram, event: ProgramEvent) -> bool:
     )
 
 
-RULE = Rule("FL015", "eval_mode_missing", Severity.WRONG, __doc__, check_source)
+RULE = Rule("FL015", "eval_mode_missing", Severity.WRONG, __doc__, check)

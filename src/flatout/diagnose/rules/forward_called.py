@@ -29,7 +29,7 @@ from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
 
 
-def check_source(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source, call in program.method_calls("forward"):
         assert isinstance(call.func, ast.Attribute)
         owner = call.func.value
@@ -51,6 +51,6 @@ RULE = Rule(
     "forward_called",
     Severity.FRAGILE,
     __doc__,
-    check_source,
+    check,
     fix_changes="the hooks of the module run, if it has any",
 )

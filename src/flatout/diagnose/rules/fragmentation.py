@@ -26,7 +26,7 @@ from flatout.schema.sizes import size
 LOOSE = 0.25  # share of the reserved memory that is unused at the peak
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     memory = profile.memory
     if memory is None or memory.where != "device":
         return
@@ -59,6 +59,6 @@ RULE = Rule(
     "fragmentation",
     Severity.MEMORY,
     __doc__,
-    check_profile=check_profile,
+    check_profile=check,
     levers=("allocator",),
 )

@@ -24,7 +24,7 @@ from flatout.schema.profile import ProfileRecord
 EACH = 0.2  # minimum share of the steps
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     calls, ms, places = event_of(profile, "zero_grad_to_zero")
     if calls >= EACH:
         yield RULE.profile_finding(
@@ -35,4 +35,4 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
         )
 
 
-RULE = Rule("FL174", "gradients_zeroed", Severity.TIME, __doc__, check_profile=check_profile)
+RULE = Rule("FL174", "gradients_zeroed", Severity.TIME, __doc__, check_profile=check)

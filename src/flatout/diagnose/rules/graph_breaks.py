@@ -26,7 +26,7 @@ from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     seen = profile.compiled
     if seen is None or not seen.breaks or seen.recompiles > seen.breaks:
         return
@@ -43,6 +43,6 @@ RULE = Rule(
     "graph_breaks",
     Severity.TIME,
     __doc__,
-    check_profile=check_profile,
+    check_profile=check,
     replaced_by=("recompiles",),
 )

@@ -34,7 +34,7 @@ from flatout.probe.value_paths import is_given
 from flatout.schema.findings import Finding, Severity
 
 
-def check_source(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         passes = loop.of("backward")
         calls = [event for event in loop.of("call") if isinstance(event.node, ast.Call)]
@@ -109,4 +109,4 @@ def _carried(loop: StepLoop) -> bool:
     return False
 
 
-RULE = Rule("FL203", "graph_kept_for_nothing", Severity.MEMORY, __doc__, check_source, fix_changes="")
+RULE = Rule("FL203", "graph_kept_for_nothing", Severity.MEMORY, __doc__, check, fix_changes="")

@@ -27,7 +27,7 @@ from flatout.schema.profile import ProfileRecord
 LEAST_BYTES = 2**20  # per step; recording alone takes a few hundred KB per step
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     grows, tensors = profile.host_growth, profile.leak
     if (
         grows is not None
@@ -43,7 +43,7 @@ RULE = Rule(
     "host_growth",
     Severity.MEMORY,
     __doc__,
-    check_profile=check_profile,
+    check_profile=check,
     sort_before=Severity.TIME,
     replaced_by=("leak", "loss_kept_with_graph", "slowing_down", "recompiles"),
 )

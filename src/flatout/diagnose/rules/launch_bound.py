@@ -22,7 +22,7 @@ from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     if profile.device == "cpu" or profile.bound != "launch" or not profile.idle_ms:
         return
     gaps = sorted(profile.idle_gaps, key=lambda gap: -gap.ms)
@@ -44,6 +44,6 @@ RULE = Rule(
     "launch_bound",
     Severity.TIME,
     __doc__,
-    check_profile=check_profile,
+    check_profile=check,
     levers=("compile", "fused_ops", "fused_optimizer"),
 )

@@ -27,7 +27,7 @@ COPYING = ("aten::copy_", "aten::clone", "aten::contiguous", "aten::_to_copy")
 MUCH = 0.2  # of the operators' time; views, slices and transposed products always copy a few per cent
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     # Copies without a line of the user's code belong to a library or a compiler.
     copies = sorted((o for o in profile.operations if o.name in COPYING and o.place), key=lambda o: -o.share)
     share = sum(o.share for o in copies)
@@ -65,7 +65,7 @@ RULE = Rule(
     "layout_copies",
     Severity.TIME,
     __doc__,
-    check_profile=check_profile,
+    check_profile=check,
     levers=("channels_last", "compile"),
     replaced_by=(
         "data_wait",

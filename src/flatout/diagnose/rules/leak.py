@@ -21,7 +21,7 @@ from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     if profile.leak is not None and profile.leak.leaking and not profile.leak.graph:
         yield growth_finding(RULE, profile, profile.leak, "")
 
@@ -31,7 +31,7 @@ RULE = Rule(
     "leak",
     Severity.MEMORY,
     __doc__,
-    check_profile=check_profile,
+    check_profile=check,
     sort_before=Severity.TIME,
     replaced_at_its_line_by=("slowing_down",),
 )

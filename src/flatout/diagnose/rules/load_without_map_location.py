@@ -34,7 +34,7 @@ from flatout.schema.findings import Finding, Severity
 COPYING = {"Module", "Optimizer", "Scheduler", "GradScaler"}  # their `load_state_dict` keeps their device
 
 
-def check_source(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     if not program.uses_device or program.mentions("offload_to_cpu", "cpu_offload"):
         return
     if any(
@@ -144,4 +144,4 @@ def _loaded_again(program: ScriptProgram) -> set[int]:
     return found
 
 
-RULE = Rule("FL303", "load_without_map_location", Severity.FRAGILE, __doc__, check_source, fix_changes="")
+RULE = Rule("FL303", "load_without_map_location", Severity.FRAGILE, __doc__, check, fix_changes="")

@@ -36,7 +36,7 @@ from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     printed = [
         (c.ms, f"print, {c.calls:.3g} times per {profile.unit}", c.place)
         for c in synchronisations(profile, "print")
@@ -59,4 +59,4 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     )
 
 
-RULE = Rule("FL163", "logging_cost", Severity.TIME, __doc__, check_profile=check_profile)
+RULE = Rule("FL163", "logging_cost", Severity.TIME, __doc__, check_profile=check)

@@ -37,7 +37,7 @@ from flatout.probe.script import SourceFile
 from flatout.schema.findings import Edit, Finding, Severity
 
 
-def check_source(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     if program.mentions("fill_uninitialized_memory"):
         return
     for source, call in program.calls("torch.use_deterministic_algorithms"):
@@ -64,7 +64,7 @@ RULE = Rule(
     "memory_filled_for_nothing",
     Severity.TIME,
     __doc__,
-    check_source,
+    check,
     fix_changes="",
     weight=-1,
 )

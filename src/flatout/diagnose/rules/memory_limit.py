@@ -27,7 +27,7 @@ from flatout.schema.sizes import size
 CLOSE = 0.9  # same threshold as PyTorch's TensorBoard plugin
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     memory = profile.memory
     total = profile.ceilings.get("memory_bytes") or next(
         (g.get("memory_bytes") for g in profile.machine.get("gpus") or () if isinstance(g, dict)), None
@@ -53,6 +53,6 @@ RULE = Rule(
     "memory_limit",
     Severity.MEMORY,
     __doc__,
-    check_profile=check_profile,
+    check_profile=check,
     levers=("autocast", "allocator"),
 )

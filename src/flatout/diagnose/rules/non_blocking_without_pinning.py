@@ -38,7 +38,7 @@ from flatout.probe.values import ValueOrigin
 from flatout.schema.findings import Edit, Finding, Severity
 
 
-def check_source(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     pinned_elsewhere = program.mentions("pin_memory")  # a collate function may pin
     for event, loader in batches_moved(program):
         assert isinstance(event.node, ast.Call)
@@ -76,7 +76,7 @@ RULE = Rule(
     "non_blocking_without_pinning",
     Severity.TIME,
     __doc__,
-    check_source,
+    check,
     levers=("loader", "device_prefetch"),
     fix_changes="",
 )

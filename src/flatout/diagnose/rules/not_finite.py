@@ -24,11 +24,11 @@ from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     calls, _, places = event_of(profile, "loss_not_finite")
     if calls > 0:
         share = f"{100 * min(1.0, calls):.0f} % of the losses are NaN or infinite"
         yield RULE.profile_finding(share, places)
 
 
-RULE = Rule("FL050", "not_finite", Severity.WRONG, __doc__, check_profile=check_profile)
+RULE = Rule("FL050", "not_finite", Severity.WRONG, __doc__, check_profile=check)

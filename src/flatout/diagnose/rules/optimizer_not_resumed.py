@@ -60,7 +60,7 @@ READERS = ("print", "len", "type", "isinstance", "list", "sorted")
 DICTS = ("ckpt", "check", "state", "saved", "snapshot", "resume", "dict", "data")
 
 
-def check_source(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     reads = [(source, node) for source, node, key in checkpoint_reads(program) if key in POSITION_KEYS]
     saves = optimizer_entries(program)
     for source, function, parameter in _unused(program):
@@ -261,4 +261,4 @@ def _resumes(program: ScriptProgram, source: SourceFile, node: ast.expr) -> bool
     return bool(names & (starts | counted))
 
 
-RULE = Rule("FL044", "optimizer_not_resumed", Severity.WRONG, __doc__, check_source)
+RULE = Rule("FL044", "optimizer_not_resumed", Severity.WRONG, __doc__, check)

@@ -36,7 +36,7 @@ FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 MUCH = 1.15  # a fused optimizer, or one with few parameters, rarely takes more than this
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     phase = profile.phases.get("optimizer")
     what_if = certain_gain(profile, "optimizer")
     own = speedup_without(profile, phase.share * (profile.mean_step_ms or 0.0)) if phase else what_if
@@ -73,6 +73,6 @@ RULE = Rule(
     "optimizer_share",
     Severity.TIME,
     __doc__,
-    check_profile=check_profile,
+    check_profile=check,
     levers=("fused_optimizer",),
 )

@@ -38,7 +38,7 @@ from flatout.probe.values import ValueOrigin
 from flatout.schema.findings import Finding, Severity
 
 
-def check_source(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for event, loader in batches_moved(program):
         assert isinstance(event.node, ast.Call)
         if pins(loader) is True and not non_blocking(event.node):
@@ -159,7 +159,7 @@ RULE = Rule(
     "pinned_and_blocking",
     Severity.TIME,
     __doc__,
-    check_source,
+    check,
     levers=("device_prefetch",),
     fix_changes="",
 )

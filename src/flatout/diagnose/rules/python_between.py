@@ -25,7 +25,7 @@ from flatout.schema.profile import ProfileRecord
 MUCH = 1.15  # users expect a cheap metric in each step
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     _, ms, places = event_of(profile, "between")
     ratio = speedup_without(profile, ms)
     if ratio is None or ratio.median < MUCH or not places:
@@ -43,7 +43,7 @@ RULE = Rule(
     "python_between",
     Severity.TIME,
     __doc__,
-    check_profile=check_profile,
+    check_profile=check,
     replaced_at_its_line_by=(
         "logging_cost",
         "gc_collect_every_step",

@@ -25,7 +25,7 @@ from flatout.schema.profile import ProfileRecord
 A_FEW = 2  # the first change of a size makes it dynamic, as intended
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     seen = profile.compiled
     if seen is None or seen.recompiles <= A_FEW:
         return
@@ -36,4 +36,4 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     )
 
 
-RULE = Rule("FL155", "recompiles", Severity.TIME, __doc__, check_profile=check_profile)
+RULE = Rule("FL155", "recompiles", Severity.TIME, __doc__, check_profile=check)

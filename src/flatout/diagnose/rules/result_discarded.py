@@ -71,7 +71,7 @@ PURE = {
 }
 
 
-def check_source(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source, node in program.nodes(ast.Expr):
         call = node.value if isinstance(node, ast.Expr) else None
         if (
@@ -100,7 +100,7 @@ RULE = Rule(
     "result_thrown_away",
     Severity.WRONG,
     __doc__,
-    check_source,
+    check,
     fix_changes="the name is the new tensor from here on",
     weight=-1,
 )

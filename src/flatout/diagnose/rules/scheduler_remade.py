@@ -25,11 +25,11 @@ from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     _, _, places = event_of(profile, "make_scheduler")
     made = calls_at_busiest_line(profile, "make_scheduler")
     if places and made >= MIN_REPEATS:
         yield RULE.profile_finding(f"this line has created {made} schedulers", places[:1])
 
 
-RULE = Rule("FL053", "scheduler_remade", Severity.WRONG, __doc__, check_profile=check_profile)
+RULE = Rule("FL053", "scheduler_remade", Severity.WRONG, __doc__, check_profile=check)

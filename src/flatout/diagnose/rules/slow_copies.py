@@ -31,7 +31,7 @@ from flatout.schema.profile import ProfileRecord
 from flatout.schema.sizes import size
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     seen = [c for c in synchronisations(profile, "to device") if c.pinned is False or c.non_blocking is False]
     total = sum(c.ms for c in seen)
     what_if = certain_gain(profile, "copies")
@@ -58,6 +58,6 @@ RULE = Rule(
     "slow_copies",
     Severity.TIME,
     __doc__,
-    check_profile=check_profile,
+    check_profile=check,
     levers=("device_prefetch", "loader", "resident_data"),
 )

@@ -29,7 +29,7 @@ from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     for loader in profile.loaders:
         if wait_cause(profile, loader) is not WaitCause.SLOW_FETCH or loader.slow_place is None:
             continue
@@ -58,7 +58,7 @@ RULE = Rule(
     "slow_fetch",
     Severity.TIME,
     __doc__,
-    check_profile=check_profile,
+    check_profile=check,
     levers=("cached_prefix", "batched_transforms", "loader", "resident_data"),
     replaced_at_its_line_by=("host_growth",),
 )

@@ -29,7 +29,7 @@ BLOCKS = 6
 GROWN = 1.15  # the last block over the first
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     medians = blocks(profile.step_ms_list)
     if medians is None or medians != sorted(medians) or medians[-1] < GROWN * medians[0]:
         return
@@ -56,4 +56,4 @@ def blocks(times: Sequence[float]) -> list[float] | None:
     return [quantile(sorted(times[at * length : (at + 1) * length]), 0.5) for at in range(BLOCKS)]
 
 
-RULE = Rule("FL170", "slowing_down", Severity.TIME, __doc__, check_profile=check_profile)
+RULE = Rule("FL170", "slowing_down", Severity.TIME, __doc__, check_profile=check)

@@ -35,7 +35,7 @@ FUNCTIONS = ("torch.nn.functional.softmax", "torch.nn.functional.log_softmax", "
 MODULES = ("torch.nn.Softmax", "torch.nn.LogSoftmax", "torch.nn.Softmin")
 
 
-def check_source(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for names, before in ((FUNCTIONS, 1), (MODULES, 0)):
         for source, call in program.calls(*names):
             if len(call.args) <= before and not any(
@@ -58,4 +58,4 @@ def _edits(program: ScriptProgram, source: SourceFile, call: ast.Call) -> list[E
     return add_argument(source, call, f"dim={0 if count in (1, 3) else 1}")
 
 
-RULE = Rule("FL314", "softmax_without_dim", Severity.FRAGILE, __doc__, check_source, fix_changes="")
+RULE = Rule("FL314", "softmax_without_dim", Severity.FRAGILE, __doc__, check, fix_changes="")

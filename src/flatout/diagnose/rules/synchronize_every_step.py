@@ -42,7 +42,7 @@ NAMES = (
 )
 
 
-def check_source(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     found = list(every_step(program, *NAMES))
     for event, when, weight in found:
         pair = [other for other, _, each in found if each == weight and other.loops == event.loops]
@@ -102,4 +102,4 @@ def every_step(program: ScriptProgram, *dotted: str) -> Iterator[tuple[ProgramEv
                 yield event, when, weight
 
 
-RULE = Rule("FL103", "synchronize_every_step", Severity.TIME, __doc__, check_source, fix_changes="")
+RULE = Rule("FL103", "synchronize_every_step", Severity.TIME, __doc__, check, fix_changes="")

@@ -27,7 +27,7 @@ from flatout.schema.profile import ProfileRecord
 MUCH = 0.1  # of the operators' time
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     able = sorted((o for o in profile.operations if o.tensor_cores is not None), key=lambda o: -o.share)
     idle = [o for o in able if not o.tensor_cores]
     share = sum(o.share for o in idle)
@@ -45,6 +45,6 @@ RULE = Rule(
     "tensor_cores_idle",
     Severity.TIME,
     __doc__,
-    check_profile=check_profile,
+    check_profile=check,
     levers=("tf32", "autocast"),
 )

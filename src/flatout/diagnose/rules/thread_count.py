@@ -25,7 +25,7 @@ from flatout.schema.profile import ProfileRecord
 MUCH = 1.1  # smaller gains vary with the other load of the machine
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     threads, cores = profile.settings.get("threads"), profile.settings.get("cores")
     gains = [
         (ratio, name)
@@ -59,7 +59,7 @@ RULE = Rule(
     "thread_count",
     Severity.TIME,
     __doc__,
-    check_profile=check_profile,
+    check_profile=check,
     levers=("threads",),
     replaced_by=("too_many_workers",),
 )

@@ -26,7 +26,7 @@ from flatout.schema.profile import ProfileRecord
 FEW = 4
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     layers = sum(
         count
         for name, count in (profile.settings.get("modules") or {}).items()
@@ -52,4 +52,4 @@ def _samples(profile: ProfileRecord) -> Iterable[int]:
                     yield int(first[1])
 
 
-RULE = Rule("FL350", "tiny_batch_norm", Severity.FRAGILE, __doc__, check_profile=check_profile)
+RULE = Rule("FL350", "tiny_batch_norm", Severity.FRAGILE, __doc__, check_profile=check)

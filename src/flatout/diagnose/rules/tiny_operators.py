@@ -29,7 +29,7 @@ TINY_US = 60.0  # per call, including its callees
 FLOOR_US = 5.0  # cost of a call that computes nothing
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     calls, each_us, step = profile.operators_a_step, profile.operator_us, profile.step_ms
     if (
         not calls
@@ -62,7 +62,7 @@ RULE = Rule(
     "tiny_operators",
     Severity.TIME,
     __doc__,
-    check_profile=check_profile,
+    check_profile=check,
     levers=("compile", "fused_ops"),
     replaced_by=("host_sync_every_step", "data_wait", "slow_fetch", "python_between"),
 )

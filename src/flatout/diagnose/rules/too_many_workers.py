@@ -24,7 +24,7 @@ from flatout.schema.profile import ProfileRecord
 from flatout.schema.sizes import size
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     for loader in profile.loaders:
         if not has_too_many_workers(profile, loader):
             continue
@@ -41,6 +41,4 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
         )
 
 
-RULE = Rule(
-    "FL166", "too_many_workers", Severity.TIME, __doc__, check_profile=check_profile, levers=("loader",)
-)
+RULE = Rule("FL166", "too_many_workers", Severity.TIME, __doc__, check_profile=check, levers=("loader",))

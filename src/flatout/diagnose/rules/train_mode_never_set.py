@@ -52,7 +52,7 @@ NO_GRAD = ("torch.no_grad", "torch.inference_mode")
 STEPS = ("step", "scaler_step")
 
 
-def check_source(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     if _sets_training(program) or _of_a_library(program):
         return
     for loop in program.steps:
@@ -172,4 +172,4 @@ def _of_a_library(program: ScriptProgram) -> bool:
     )
 
 
-RULE = Rule("FL045", "train_mode_never_set", Severity.WRONG, __doc__, check_source, weight=-1)
+RULE = Rule("FL045", "train_mode_never_set", Severity.WRONG, __doc__, check, weight=-1)

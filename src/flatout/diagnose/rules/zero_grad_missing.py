@@ -35,7 +35,7 @@ from flatout.probe.step_loops import ProgramEvent, StepLoop
 from flatout.schema.findings import Edit, Finding, Severity
 
 
-def check_source(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for loop, step in uncleared(program):
         if not [event for event in [*loop.around, *loop.apart] if event.kind == "zero_grad"]:
             name = step.source.code(step.subject) if step.subject is not None else "optimizer"
@@ -110,6 +110,6 @@ RULE = Rule(
     "zero_grad_missing",
     Severity.WRONG,
     __doc__,
-    check_source,
+    check,
     fix_changes="each step follows the gradients of its own batches",
 )
