@@ -61,16 +61,14 @@ def _fetching_call(program: ScriptProgram, source: SourceFile, statement: ast.Au
             value = value.left
         elif _is_number(program, source, value.left):
             value = value.right
-    if not isinstance(value, ast.Call) or value.keywords:
-        return None
-    if isinstance(value.func, ast.Attribute) and value.func.attr == "item" and not value.args:
-        tensor: ast.expr = value.func.value
-    elif isinstance(value.func, ast.Name) and value.func.id == "float" and len(value.args) == 1:
-        tensor = value.args[0]
-        if source.names.lookup(value.func) or not isinstance(tensor, (ast.Name, ast.Attribute)):
+    match value:
+        case ast.Call(ast.Attribute(tensor, "item"), [], []):
+            pass
+        case ast.Call(ast.Name("float") as name, [(ast.Name() | ast.Attribute()) as tensor], []):
+            if source.names.lookup(name):
+                return None
+        case _:
             return None
-    else:
-        return None
     methods = {node.attr for node in ast.walk(tensor) if isinstance(node, ast.Attribute)}
     simple = isinstance(tensor, (ast.Name, ast.Attribute, ast.Call, ast.Subscript))
     return value if simple and not methods & READ_METHODS else None
@@ -79,17 +77,15 @@ def _fetching_call(program: ScriptProgram, source: SourceFile, statement: ast.Au
 def _is_loss(program: ScriptProgram, loop: StepLoop, source: SourceFile, tensor: ast.expr) -> bool:
     """Whether a tensor is the loss of a backward pass, or comes from a loss function: it has a float dtype."""
     while True:
-        if isinstance(tensor, ast.Attribute) and tensor.attr == "data":
-            tensor = tensor.value
-        elif (
-            isinstance(tensor, ast.Call)
-            and isinstance(tensor.func, ast.Attribute)
-            and tensor.func.attr in ("detach", "mean", "sum")
-            and not source.dotted(tensor.func)
-        ):
-            tensor = tensor.func.value
-        else:
-            break
+        match tensor:
+            case ast.Attribute(inner, "data"):
+                tensor = inner
+            case ast.Call(ast.Attribute(inner, "detach" | "mean" | "sum") as method):
+                if source.dotted(method):
+                    break
+                tensor = inner
+            case _:
+                break
     for event in loop.of("backward"):
         loss = event.subject
         while isinstance(loss, ast.BinOp) and isinstance(loss.op, ast.Div):
@@ -122,15 +118,14 @@ def _is_number(program: ScriptProgram, source: SourceFile, node: ast.expr) -> bo
             and _is_number(program, origin.source, origin.node)
             for origin in origins
         )
-    if isinstance(node, ast.Constant):
-        return type(node.value) in NUMBER_TYPES
-    if isinstance(node, ast.Subscript):
-        return isinstance(node.value, ast.Attribute) and node.value.attr == "shape"
-    if not isinstance(node, ast.Call):
-        return False
-    if isinstance(node.func, ast.Name):
-        return node.func.id == "len" and not source.names.lookup(node.func)
-    return isinstance(node.func, ast.Attribute) and node.func.attr == "size" and len(node.args) == 1
+    match node:
+        case ast.Constant(value):
+            return type(value) in NUMBER_TYPES
+        case ast.Subscript(ast.Attribute(attr="shape")) | ast.Call(ast.Attribute(attr="size"), [_]):
+            return True
+        case ast.Call(ast.Name("len") as name):
+            return not source.names.lookup(name)
+    return False
 
 
 def _uses(program: ScriptProgram, source: SourceFile, total: ast.Name) -> list[ast.Name] | None:
@@ -172,9 +167,10 @@ def _in_every_step(source: SourceFile, loop: StepLoop, read: ast.Name) -> bool:
 
 
 def _is_detached(tensor: ast.expr) -> bool:
-    if isinstance(tensor, ast.Call):
-        return isinstance(tensor.func, ast.Attribute) and tensor.func.attr == "detach"
-    return isinstance(tensor, ast.Attribute) and tensor.attr == "data"
+    match tensor:
+        case ast.Call(ast.Attribute(attr="detach")) | ast.Attribute(attr="data"):
+            return True
+    return False
 
 
 def _may_lack_float64(program: ScriptProgram) -> bool:

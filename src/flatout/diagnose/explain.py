@@ -95,13 +95,8 @@ def format_lines(finding: Finding, ranks: Sequence[int] = ()) -> list[str]:
     )
     output = [f"{prefix}{finding.said}."]
     if finding.place:
-        output.append(
-            f"  at     {finding.place.sentence()}"
-            + (f": {finding.place.text[:160]}" if finding.place.text else "")
-        )
-    output += [f"  {'' if number else 'seen':6} {line}" for number, line in enumerate(finding.evidence)]
-    output += [
-        f"  {'' if number else 'fix':6} {line}" for number, line in enumerate(finding.fix.split("\n")) if line
-    ]
-    output.append(f"  more   flatout explain {finding.rule}")
-    return output
+        text = f": {finding.place.text[:160]}" if finding.place.text else ""
+        output.append(f"  at     {finding.place.sentence()}{text}")
+    for label, lines in (("seen", finding.evidence), ("fix", finding.fix.split("\n"))):
+        output += [f"  {'' if number else label:6} {line}" for number, line in enumerate(lines) if line]
+    return [*output, f"  more   flatout explain {finding.rule}"]

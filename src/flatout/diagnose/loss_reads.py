@@ -121,24 +121,20 @@ def _is_tensor(source: SourceFile, function: ast.AST, node: ast.expr, depth: int
     """Return whether a value is computed by tensor operations from the parameters of the function."""
     if depth > 6:
         return False
-    if isinstance(node, ast.Compare):
-        return _is_tensor(source, function, node.left, depth + 1)
-    if isinstance(node, ast.BinOp):
-        return _is_tensor(source, function, node.left, depth + 1) or _is_tensor(
-            source, function, node.right, depth + 1
-        )
-    if isinstance(node, (ast.UnaryOp, ast.Subscript)):
-        inner = node.operand if isinstance(node, ast.UnaryOp) else node.value
-        return _is_tensor(source, function, inner, depth + 1)
-    if isinstance(node, ast.Call):
-        dotted = source.dotted(node.func)
-        if dotted:
-            return dotted.startswith("torch.")
-        return (
-            isinstance(node.func, ast.Attribute)
-            and node.func.attr not in ("size", "dim", "numel", "numpy", "tolist", "item", "cpu")
-            and _is_tensor(source, function, node.func.value, depth + 1)
-        )
+    match node:
+        case ast.Compare(left=inner) | ast.UnaryOp(operand=inner) | ast.Subscript(value=inner):
+            return _is_tensor(source, function, inner, depth + 1)
+        case ast.BinOp(left, _, right):
+            return any(_is_tensor(source, function, side, depth + 1) for side in (left, right))
+        case ast.Call(func):
+            dotted = source.dotted(func)
+            if dotted:
+                return dotted.startswith("torch.")
+            return (
+                isinstance(func, ast.Attribute)
+                and func.attr not in ("size", "dim", "numel", "numpy", "tolist", "item", "cpu")
+                and _is_tensor(source, function, func.value, depth + 1)
+            )
     if not isinstance(node, ast.Name):
         return False
     bindings = source.names.reaching(node)
