@@ -25,7 +25,7 @@ def checkpoint_reads(program: ScriptProgram) -> Iterator[tuple[SourceFile, ast.e
 
 
 def entry_of(node: ast.AST) -> tuple[ast.expr, str] | None:
-    """Return the dict and the key that an expression reads, if the key is a text."""
+    """The dict and the key that an expression reads, if the key is a text."""
     match node:
         case ast.Subscript(owner, ast.Constant(str(key)), ast.Load()) | ast.Call(
             ast.Attribute(owner, "get" | "pop"), [ast.Constant(str(key)), *_]
@@ -35,7 +35,7 @@ def entry_of(node: ast.AST) -> tuple[ast.expr, str] | None:
 
 
 def optimizer_entries(program: ScriptProgram) -> list[tuple[SourceFile, ast.Call]]:
-    """Return the ``optimizer.state_dict()`` that become entries of a dict, if the program saves anything."""
+    """The ``optimizer.state_dict()`` that become entries of a dict, if the program saves anything."""
     if not any(program.calls("torch.save")):
         return []
     return [
@@ -52,7 +52,7 @@ def is_optimizer(program: ScriptProgram, source: SourceFile, node: ast.expr) -> 
 
 
 def _is_dict_value(source: SourceFile, call: ast.Call) -> bool:
-    """Return whether a call gives the value of a dict: in its text, as a keyword, or by ``saved["key"] =``."""
+    """Whether a call gives the value of a dict: in its text, as a keyword, or by ``saved["key"] =``."""
     value: ast.AST = call
     parent = source.parent(call)
     while isinstance(parent, ast.IfExp):

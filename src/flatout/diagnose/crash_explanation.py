@@ -10,7 +10,7 @@ from flatout.schema.failure import FailureRecord
 
 
 def explain(error: BaseException) -> list[str]:
-    """Return the lines that explain an error; none if the failure is unknown. The crash report calls this."""
+    """The lines that explain an error; none if the failure is unknown. The crash report calls this."""
     failure = look(error)
     ranks = [failure.rank] if failure.rank is not None and (failure.world_size or 0) > 1 else []
     return _explained(failure, ranks)

@@ -21,7 +21,7 @@ NUMBER_TYPES = (int, float)
 
 
 def device_sum(program: ScriptProgram, loop: StepLoop, event: ProgramEvent) -> list[Edit]:
-    """Return the edits for a value that a step fetches; none if they could change a number that is shown."""
+    """The edits for a value that a step fetches; none if they could change a number that is shown."""
     source, call = event.source, event.node
     statement = source.statement(call)
     if (
@@ -174,7 +174,6 @@ def _is_detached(tensor: ast.expr) -> bool:
 
 
 def _may_lack_float64(program: ScriptProgram) -> bool:
-    """Whether the program may use a device that has no float64."""
     return program.mentions("mps", "xpu", "accelerator") or any(
         isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value[:3] in ("mps", "xpu")
         for _, node in program.nodes(ast.Constant)

@@ -43,7 +43,7 @@ KEEPING_LAYERS = {
 
 
 def dimensions(program: ScriptProgram, source: SourceFile, node: ast.expr, depth: int = 0) -> int | None:
-    """Return the number, or None if the source does not show it."""
+    """The number, or None if the source does not show it."""
     if depth > MAX_DEPTH:
         return None
     if isinstance(node, ast.Name):
@@ -65,19 +65,15 @@ def dimensions(program: ScriptProgram, source: SourceFile, node: ast.expr, depth
         return None
     if name in KEEP_DIMENSIONS and values:
         return dimensions(program, source, values[0], depth + 1)
-    if name == "flatten" and len(values) == 2 and _is_one(values[1]):
+    if name == "flatten" and len(values) == 2 and getattr(values[1], "value", None) == 1:
         return 2
     if name in ("view", "reshape") and not node.keywords:
         return _sizes_given(values[1:])
     return _sizes_given(node.args) if name in FACTORIES and dotted else None
 
 
-def _is_one(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value == 1
-
-
 def _sizes_given(sizes: list[ast.expr]) -> int | None:
-    """Return the number of sizes. A single one may be a tuple, or a type."""
+    """The number of sizes. A single one may be a tuple, or a type."""
     if len(sizes) == 1 and isinstance(sizes[0], (ast.Tuple, ast.List)):
         sizes = sizes[0].elts
     elif len(sizes) == 1 and not isinstance(sizes[0], (ast.UnaryOp, ast.Constant)):
@@ -96,7 +92,7 @@ def _dimensions_of_name(program: ScriptProgram, source: SourceFile, node: ast.Na
 
 
 def _sizes_unpacked(source: SourceFile, node: ast.Name) -> int | None:
-    """Return the number of names that take the sizes of a parameter: ``n, c, h, w = x.size()``."""
+    """The number of names that take the sizes of a parameter: ``n, c, h, w = x.size()``."""
     scope = source.function(node)
     if scope is None or len(source.names.lookup(node)) != 1:
         return None

@@ -13,7 +13,7 @@ NEUTRAL_CONTEXTS = ("torch.", "contextlib.nullcontext", "tqdm.", "warnings.")
 
 
 def evaluates_in_training_mode(program: ScriptProgram, event: ProgramEvent) -> bool:
-    """Return whether a call evaluates a model in the mode that the training loop has set, as far as visible.
+    """Whether a call evaluates a model in the mode that the training loop has set, as far as visible.
 
     The layers are unknown, so the program must show that it thinks of modes: it calls ``train()`` on the model.
     """
@@ -38,26 +38,26 @@ def evaluates_in_training_mode(program: ScriptProgram, event: ProgramEvent) -> b
         unknown
         and between_epochs
         and "Loss" not in program.values.kinds(event.source, model)
-        and any(_is_plain_train(program, other_event, event) for other_event in program.events)
+        and any(_is_plain_train(program, call, event) for call in program.events)
         and not _may_set_mode(event)
     )
 
 
-def _is_plain_train(program: ScriptProgram, mode_call: ProgramEvent, event: ProgramEvent) -> bool:
-    """Return whether this is ``model.train()`` of the same model, in the same run."""
+def _is_plain_train(program: ScriptProgram, call: ProgramEvent, event: ProgramEvent) -> bool:
+    """Whether this is ``model.train()`` of the same model, in the same run."""
     assert isinstance(event.node, ast.Call)
     return (
-        mode_call.kind == "train"
-        and mode_call.subject is not None
-        and mode_call.root is event.root
-        and not getattr(mode_call.node, "args", None)
-        and not getattr(mode_call.node, "keywords", None)
-        and program.values.same(mode_call.source, mode_call.subject, event.source, event.node.func) is True
+        call.kind == "train"
+        and call.subject is not None
+        and call.root is event.root
+        and not getattr(call.node, "args", None)
+        and not getattr(call.node, "keywords", None)
+        and program.values.same(call.source, call.subject, event.source, event.node.func) is True
     )
 
 
 def _may_set_mode(event: ProgramEvent) -> bool:
-    """Return whether a context or a call on the way may set the mode: ``with evaluating(model):``."""
+    """Whether a context or a call on the way may set the mode: ``with evaluating(model):``."""
     for source, block in event.blocks:
         if not source.dotted(block.func if isinstance(block, ast.Call) else block).startswith(
             NEUTRAL_CONTEXTS

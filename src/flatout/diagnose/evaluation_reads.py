@@ -49,7 +49,7 @@ def evaluation_reads(
 
 
 def _only_collects(source: SourceFile, call: ast.AST) -> bool:
-    """Return whether the statement only adds the value to a total, or to the values of the other batches."""
+    """Whether the statement only adds the value to a total, or to the values of the other batches."""
     statement = source.statement(call)
     if isinstance(statement, ast.AugAssign):
         return True

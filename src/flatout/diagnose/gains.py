@@ -56,7 +56,6 @@ def event_of(profile: ProfileRecord, name: str) -> tuple[float, float, list[Sour
 
 
 def calls_at_busiest_line(profile: ProfileRecord, name: str) -> int:
-    """The count at the busiest line, over the whole run."""
     return int((profile.events.get(name) or {}).get("most") or 0)
 
 

@@ -87,7 +87,7 @@ def _names(node: ast.AST) -> set[str]:
 
 
 def _limits_memory(loop: ast.For) -> bool:
-    """Return whether a loop limits memory on purpose, or may end early."""
+    """Whether a loop limits memory on purpose, or may end early."""
     text = ast.unparse(loop.iter).lower()
     return (
         any(name in text for name in ("chunk", "split", "micro", "mini"))
@@ -99,7 +99,7 @@ def _limits_memory(loop: ast.For) -> bool:
 def _is_stateless_submodule(
     program: ScriptProgram, source: SourceFile, function: ast.expr, depth: int = 0
 ) -> bool:
-    """Return whether a call runs a layer that has no state: ``self.encoder(...)``."""
+    """Whether a call runs a layer that has no state: ``self.encoder(...)``."""
     if (
         not isinstance(function, ast.Attribute)
         or not isinstance(function.value, ast.Name)
@@ -142,7 +142,7 @@ def _sets_attribute(function: ast.AST) -> bool:
 
 
 def _is_slice(node: ast.expr, loop_names: set[str]) -> bool:
-    """Return whether this is ``x[t]`` or ``x[:, t]`` for the variable ``t`` of the loop."""
+    """Whether this is ``x[t]`` or ``x[:, t]`` for the variable ``t`` of the loop."""
     if not isinstance(node, ast.Subscript) or not isinstance(node.value, (ast.Name, ast.Attribute)):
         return False
     parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
@@ -150,7 +150,7 @@ def _is_slice(node: ast.expr, loop_names: set[str]) -> bool:
 
 
 def _is_independent(loop: ast.For, node: ast.AST, loop_names: set[str], depth: int = 0) -> bool:
-    """Return whether a value of one pass depends on no other pass."""
+    """Whether a value of one pass depends on no other pass."""
     if depth > 4:
         return False
     assigned = [
@@ -189,7 +189,7 @@ def _collected(
     statement: ast.stmt,
     call: ast.Call,
 ) -> bool:
-    """Return whether the results have one shape: they become the entries of one tensor."""
+    """Whether the results have one shape: they become the entries of one tensor."""
     results = {id(call)}
     names = _names(statement.targets[0]) if isinstance(statement, ast.Assign) else set()
 
@@ -225,7 +225,7 @@ def _is_stacked(source: SourceFile, function: ast.AST, name: str) -> bool:
 
 
 def _is_allocated(program: ScriptProgram, source: SourceFile, name: ast.Name) -> bool:
-    """Return whether a name is a tensor that is allocated before it is filled."""
+    """Whether a name is a tensor that is allocated before it is filled."""
     origins = program.origins(source, name)
     return bool(origins) and all(
         isinstance(origin.node, ast.Call)
@@ -238,7 +238,7 @@ def _is_allocated(program: ScriptProgram, source: SourceFile, name: ast.Name) ->
 
 
 def _indexed(node: ast.expr) -> tuple[ast.expr, set[str]]:
-    """Return the tensor and the names of the indices of ``x[i][j]`` or ``x[i, j]``."""
+    """The tensor and the names of the indices of ``x[i][j]`` or ``x[i, j]``."""
     indices: set[str] = set()
     while isinstance(node, ast.Subscript):
         for index in node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]:
@@ -248,13 +248,13 @@ def _indexed(node: ast.expr) -> tuple[ast.expr, set[str]]:
 
 
 def _counter(loop: ast.For) -> set[str]:
-    """Return the name that counts the passes: ``i`` of ``for i in range(n)`` or ``for i, x in enumerate(xs)``."""
+    """The name that counts the passes: ``i`` of ``for i in range(n)`` or ``for i, x in enumerate(xs)``."""
     first = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) and loop.target.elts else loop.target
     return {first.id} if isinstance(first, ast.Name) else set()
 
 
 def _runs_over_tensor(loop: ast.For) -> bool:
-    """Return whether a loop may run over a dimension of a tensor: ``enumerate(x)``, ``range(x.size(0))``."""
+    """Whether a loop may run over a dimension of a tensor: ``enumerate(x)``, ``range(x.size(0))``."""
     match loop.iter:
         case (
             ast.Call(func=ast.Name(id="enumerate"), args=[ast.Name()])
@@ -265,7 +265,7 @@ def _runs_over_tensor(loop: ast.For) -> bool:
 
 
 def _values_computed(loop: ast.For, value: ast.expr) -> list[ast.expr]:
-    """Return a value and the values of this loop's names in it."""
+    """A value and the values of this loop's names in it."""
     names = _names(value)
     return [
         value,

@@ -69,7 +69,7 @@ def _loss_functions(program: ScriptProgram) -> Iterator[tuple[SourceFile, ast.AS
 
 
 def _runs_rarely(source: SourceFile, node: ast.AST, function: ast.AST) -> bool:
-    """Return whether a node is in an arm for debugging or evaluation."""
+    """Whether a node is in an arm for debugging or evaluation."""
     return isinstance(source.statement(node), ast.Assert) or any(
         mentions(parent.test, (*SWITCHES, "training", "log", "random", "%"))
         for parent in source.parents(node)
@@ -78,7 +78,7 @@ def _runs_rarely(source: SourceFile, node: ast.AST, function: ast.AST) -> bool:
 
 
 def _tested_tensor(test: ast.expr) -> ast.expr | None:
-    """Return the tensor ``x`` of a test ``x.sum() > 0``, ``x.any()`` or ``x.max() == 0``."""
+    """The tensor ``x`` of a test ``x.sum() > 0``, ``x.any()`` or ``x.max() == 0``."""
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test = test.operand
     match test:
@@ -92,7 +92,7 @@ def _tested_tensor(test: ast.expr) -> ast.expr | None:
 
 
 def _selects(function: ast.AST, guard: ast.AST, mask: ast.expr) -> bool:
-    """Return whether entries are selected by the mask, or by a mask in the arm: that waits in any case."""
+    """Whether entries are selected by the mask, or by a mask in the arm: that waits in any case."""
     by_mask = any(
         isinstance(node, ast.Subscript)
         and any(
@@ -118,7 +118,7 @@ def _reduction_read(call: ast.Call) -> ast.Call | None:
 
 
 def _is_tensor(source: SourceFile, function: ast.AST, node: ast.expr, depth: int = 0) -> bool:
-    """Return whether a value is computed by tensor operations from the parameters of the function."""
+    """Whether a value is computed by tensor operations from the parameters of the function."""
     if depth > 6:
         return False
     match node:
@@ -150,7 +150,7 @@ def _is_tensor(source: SourceFile, function: ast.AST, node: ast.expr, depth: int
 
 
 def _is_tensor_parameter(source: SourceFile, function: ast.AST, node: ast.Name, parameter: ast.AST) -> bool:
-    """Return whether a parameter is a tensor: torch's functions use it, or its annotation says so."""
+    """Whether a parameter is a tensor: torch's functions use it, or its annotation says so."""
     annotation = getattr(parameter, "annotation", None)
     if annotation is not None:
         return "Tensor" in ast.unparse(annotation)

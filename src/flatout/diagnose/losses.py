@@ -31,7 +31,7 @@ DIFFERENTIABLE = {"horovod.torch.allreduce"}
 
 
 def graph_of(program: ScriptProgram, loop: StepLoop, event: ProgramEvent, value: ast.expr) -> ast.expr | None:
-    """Return the loss in a value that is stored, if it still has its graph, alone or scaled by numbers."""
+    """The loss in a value that is stored, if it still has its graph, alone or scaled by numbers."""
     match value:
         case ast.BinOp(op=ast.Mult() | ast.Div()):
             return graph_of(program, loop, event, value.left) or graph_of(program, loop, event, value.right)
@@ -54,7 +54,7 @@ def graph_of(program: ScriptProgram, loop: StepLoop, event: ProgramEvent, value:
 
 
 def _computing_call(program: ScriptProgram, source: SourceFile, node: ast.expr) -> int:
-    """Return the id of the only call that computes a value in this function, or 0 if there is none or several."""
+    """The id of the only call that computes a value in this function, or 0 if there is none or several."""
     if isinstance(node, ast.Name) and any(binding.how != "assign" for binding in source.names.reaching(node)):
         return 0
     origins = program.origins(source, node)
@@ -65,7 +65,7 @@ def _computing_call(program: ScriptProgram, source: SourceFile, node: ast.expr) 
 
 
 def _summand_calls(program: ScriptProgram, backward: ProgramEvent) -> set[int]:
-    """Return the ids of the calls that compute the loss of a backward pass, or terms that it is the sum of."""
+    """The ids of the calls that compute the loss of a backward pass, or terms that it is the sum of."""
     assert backward.subject is not None
     queue = [(backward.source, backward.subject)]
     calls: set[int] = set()
@@ -89,7 +89,7 @@ def _summand_calls(program: ScriptProgram, backward: ProgramEvent) -> set[int]:
 def call_with_loss(
     program: ScriptProgram, loop: StepLoop, source: SourceFile, node: ast.AST, depth: int = 0
 ) -> ProgramEvent | None:
-    """Return the call in this loop that passes the loss, with its graph, for the parameter in an expression."""
+    """The call in this loop that passes the loss, with its graph, for the parameter in an expression."""
     if depth > 6:
         return None
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div)):
@@ -126,7 +126,7 @@ def call_with_loss(
 
 
 def _value_set(source: SourceFile, node: ast.Attribute) -> ast.expr | None:
-    """Return what an attribute of ``self`` was set to earlier in the same function: ``self.value = value``."""
+    """What an attribute of ``self`` was set to earlier in the same function: ``self.value = value``."""
     function = source.function(node)
     values = [
         statement.value
@@ -139,7 +139,7 @@ def _value_set(source: SourceFile, node: ast.Attribute) -> ast.expr | None:
 
 
 def _is_detached(event: ProgramEvent, stored: ast.expr) -> bool:
-    """Return whether the name gets a value without a graph before it is stored: ``loss = loss.item()``."""
+    """Whether the name gets a value without a graph before it is stored: ``loss = loss.item()``."""
     for binding in event.source.names.reaching(stored) if isinstance(stored, ast.Name) else ():
         match binding.value:
             case (

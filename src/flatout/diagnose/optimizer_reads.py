@@ -5,16 +5,16 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from flatout.diagnose.independent_loops import LOOPS
 from flatout.probe.device_values import on_device
 from flatout.probe.each_step import called
-from flatout.probe.names import COMPREHENSIONS, FUNCTIONS
+from flatout.probe.names import FUNCTIONS
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 from flatout.probe.step_loops import COUNTS, SWITCHES, mentions
 
 READ_METHODS = {"item", "tolist", "cpu", "numpy", "nonzero"}
 CASTS = {"float", "int", "bool"}
-LOOPS = (ast.For, ast.AsyncFor, ast.While, *COMPREHENSIONS)
 
 
 def optimizer_reads(program: ScriptProgram) -> Iterator[tuple[SourceFile, ast.expr, ast.expr, bool]]:
@@ -78,7 +78,7 @@ def _step_functions(
 
 
 def _is_line_search(source: SourceFile, function: ast.AST) -> bool:
-    """Return whether a loop evaluates the closure again and again."""
+    """Whether a loop evaluates the closure again and again."""
     return any(
         isinstance(node, ast.Call)
         and "closure" in (getattr(node.func, "id", ""), getattr(node.func, "attr", ""))
@@ -88,7 +88,7 @@ def _is_line_search(source: SourceFile, function: ast.AST) -> bool:
 
 
 def _tensor_read(source: SourceFile, node: ast.AST) -> ast.expr | None:
-    """Return the tensor whose value a node fetches: by a method, a conversion, or as a condition."""
+    """The tensor whose value a node fetches: by a method, a conversion, or as a condition."""
     if isinstance(node, ast.Call):
         dotted = source.dotted(node.func)
         match node:
@@ -111,7 +111,7 @@ def _tensor_read(source: SourceFile, node: ast.AST) -> ast.expr | None:
 
 
 def _runs_rarely(source: SourceFile, node: ast.AST, function: ast.AST) -> bool:
-    """Return whether a node is in an error, or in an arm for debugging or for one step in many."""
+    """Whether a node is in an error, or in an arm for debugging or for one step in many."""
     child = node
     for parent in source.parents(node):
         if parent is function:

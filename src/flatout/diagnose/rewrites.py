@@ -82,7 +82,7 @@ def _remove_from_dot(source: SourceFile, attribute: ast.Attribute, last: ast.exp
 
 
 def _has_own_lines(source: SourceFile, statement: ast.stmt) -> bool:
-    """Return whether a statement has its lines for itself, but for a comment."""
+    """Whether a statement has its lines for itself, but for a comment."""
     (first, column), (last, end) = _start(source, statement), _end(source, statement)
     before, after = source.lines[first - 1][:column].strip(), source.lines[last - 1][end:].strip()
     return not before and (not after or after.startswith("#"))
@@ -152,7 +152,7 @@ def to_file_lines(source: SourceFile, file: str, edits: list[Edit]) -> list[Edit
 
 
 def apply_edits(text: str, edits: list[Edit]) -> str | None:
-    """Return the text with all edits; None if two overlap, or if the result is no Python source."""
+    """The text with all edits; None if two overlap, or if the result is no Python source."""
     changed = replace_spans(text, edits)
     try:
         ast.parse(changed or "")
@@ -162,7 +162,7 @@ def apply_edits(text: str, edits: list[Edit]) -> str | None:
 
 
 def replace_spans(text: str, edits: list[Edit]) -> str | None:
-    """Return the text with all edits; None if two overlap."""
+    """The text with all edits; None if two overlap."""
     starts = [0]
     for line in _lines(text):
         starts.append(starts[-1] + len(line))

@@ -11,7 +11,7 @@ from flatout.schema.scale import Link, ScaleRecord, Timing
 
 
 def timing_of(profile: ProfileRecord) -> Timing:
-    """Return the phases' times from their shares, so that they add up to the step.
+    """The phases' times from their shares, so that they add up to the step.
 
     Raises NothingMeasured if a step does not consist of phases."""
     if profile.unit != "step":
@@ -82,7 +82,7 @@ def predict_points(record: ScaleRecord, strategies: list[str], devices: list[int
 
 
 def _assumptions(record: ScaleRecord, strategies: list[str]) -> list[str]:
-    """Return notes on the assumptions: values that were given or assumed, not measured."""
+    """Notes on the assumptions: values that were given or assumed, not measured."""
     notes = []
     if record.compute_scale != 1.0:
         notes.append(

@@ -85,21 +85,14 @@ def machine_check(
 
 
 def has_input(snapshot: MachineSnapshot, need: str) -> bool:
-    """Whether the snapshot holds an input."""
     kind, _, name = need.partition(" ")
-    match kind:
-        case "file":
-            return snapshot.files.get(name) is not None
-        case "folder":
-            return snapshot.folders.get(name) is not None
-        case "run":
-            return name in snapshot.runs
-        case "disk":
-            return name in snapshot.disks
-        case "torch":
-            return isinstance(snapshot.torch.get(name), dict)
-        case "python":
-            return snapshot.python.get(name) is not None
+    if kind == "run":
+        return name in snapshot.runs
+    if kind == "torch":
+        return isinstance(snapshot.torch.get(name), dict)
+    fields = {"file": "files", "folder": "folders", "disk": "disks", "python": "python"}
+    if kind in fields:
+        return getattr(snapshot, fields[kind]).get(name) is not None
     return getattr(snapshot, need) not in (None, "")  # an empty environment is valid
 
 

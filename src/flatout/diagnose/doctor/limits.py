@@ -27,7 +27,6 @@ MIN_MEMORY_BYTES = 4 * 2**30
 
 
 def _allowed_cores(snapshot: MachineSnapshot) -> list[int] | None:
-    """The cores that this process may run on."""
     return numbers(status(snapshot.text("/proc/self/status"), "Cpus_allowed_list"))
 
 

@@ -66,7 +66,6 @@ def killed(failure: FailureRecord) -> Diagnosis | None:
 
 
 def _has_no_exception(failure: FailureRecord) -> bool:
-    """Whether the text holds no Python exception of this process."""
     return all(not error.frames and not error.type for error in failure.chain)
 
 
