@@ -92,18 +92,18 @@ def call_with_loss(
     """The call in this loop that passes the loss, with its graph, for the parameter in an expression."""
     if depth > 6:
         return None
-    if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.Mult, ast.Div)):
-        return call_with_loss(program, loop, source, node.left, depth + 1) or call_with_loss(
-            program, loop, source, node.right, depth + 1
-        )
-    if isinstance(node, ast.Call):
-        if source.dotted(node.func) in DIFFERENTIABLE and node.args:
-            return call_with_loss(program, loop, source, node.args[0], depth + 1)
-        if isinstance(node.func, ast.Attribute) and node.func.attr in KEEPS_GRAPH:
-            return call_with_loss(program, loop, source, node.func.value, depth + 1)
-    if isinstance(node, ast.Attribute):
-        value = _value_set(source, node)
-        return call_with_loss(program, loop, source, value, depth + 1) if value is not None else None
+    match node:
+        case ast.BinOp(left, ast.Mult() | ast.Div(), right):
+            return call_with_loss(program, loop, source, left, depth + 1) or call_with_loss(
+                program, loop, source, right, depth + 1
+            )
+        case ast.Call(func, [value, *_]) if source.dotted(func) in DIFFERENTIABLE:
+            return call_with_loss(program, loop, source, value, depth + 1)
+        case ast.Call(ast.Attribute(value, method)) if method in KEEPS_GRAPH:
+            return call_with_loss(program, loop, source, value, depth + 1)
+        case ast.Attribute():
+            stored = _value_set(source, node)
+            return call_with_loss(program, loop, source, stored, depth + 1) if stored is not None else None
     bindings = source.names.reaching(node) if isinstance(node, ast.Name) else []
     if len(bindings) != 1:
         return None

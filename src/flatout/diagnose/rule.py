@@ -12,7 +12,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity, SourceLocation
@@ -33,6 +33,8 @@ class Rule:
     severity; below 0 are rules about any line, or about what matters only on some machines. A finding is dropped
     if a rule of ``replaced_by`` reports anything, or one of ``replaced_at_its_line_by`` something near its line.
     """
+
+    sections: ClassVar[Sequence[str]] = SECTIONS
 
     code: str
     name: str
@@ -59,10 +61,6 @@ class Rule:
         if not self.fix_changes:
             return "`flatout fix` makes the edit where it is certain; all losses stay the same, bit for bit."
         return f"`flatout fix --all` makes the edit where it is certain. It changes: {self.fix_changes}."
-
-    @property
-    def sections(self) -> Sequence[str]:
-        return SECTIONS
 
     def section(self, name: str) -> str:
         """The text below one heading of the page, without its indent, or one of the two programs of Example.

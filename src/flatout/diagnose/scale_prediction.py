@@ -7,7 +7,7 @@ from flatout.measure.scaling import Workload, evenly, predict, scaled
 from flatout.schema.errors import NothingMeasured
 from flatout.schema.profile import ProfileRecord
 from flatout.schema.records import PHASES
-from flatout.schema.scale import Link, ScaleRecord, Timing
+from flatout.schema.scale import ScaleRecord, Timing
 
 
 def timing_of(profile: ProfileRecord) -> Timing:
@@ -105,12 +105,6 @@ def _assumptions(record: ScaleRecord, strategies: list[str]) -> list[str]:
         notes.append(
             f"local SGD averages parameters every {record.local_steps} steps: its results differ from those of the other strategies"
         )
-    return (
-        [*notes, "link rates are those stated by their vendors and NCCL, without other traffic"]
-        if not _is_custom(record.network)
-        else notes
-    )
-
-
-def _is_custom(link: Link | None) -> bool:
-    return link is not None and "=" in link.name
+    if record.network is None or "=" not in record.network.name:  # not a link given by its figures
+        notes.append("link rates are those stated by their vendors and NCCL, without other traffic")
+    return notes

@@ -25,16 +25,18 @@ MIN_GXX = (9,)  # the oldest g++ with complete C++17 (according to GCC's status 
 CONTAINER = 'docker run --rm -it -v "$PWD":/work -w /work pytorch/pytorch bash'
 MIN_FREE_BYTES, LOW_FREE_BYTES = 2**30, 10 * 2**30
 OFF_VALUES = ("", "0", "off", "false")
+SLOW_PYTHON = "slows every line of Python down"
+SLOW_GRADIENTS = "gradients take a slower path"
 # What a variable does if it is on. A pattern in place of None is that of its value.
 SLOW_SWITCHES: dict[str, tuple[str | None, str]] = {
-    "PYTHONDEVMODE": (None, "slows every line of Python down"),
-    "PYTHONTRACEMALLOC": (None, "slows every line of Python down"),
-    "PYTHONMALLOC": (r".*debug|malloc", "slows every line of Python down"),
+    "PYTHONDEVMODE": (None, SLOW_PYTHON),
+    "PYTHONTRACEMALLOC": (None, SLOW_PYTHON),
+    "PYTHONMALLOC": (r".*debug|malloc", SLOW_PYTHON),
     "CUDA_LAUNCH_BLOCKING": (None, "the processor waits for every kernel"),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": (None, "each allocation on the GPU is a call into the driver"),
-    "NCCL_P2P_DISABLE": (None, "gradients take a slower path"),
-    "NCCL_SHM_DISABLE": (None, "gradients take a slower path"),
-    "NCCL_IB_DISABLE": (None, "gradients take a slower path"),
+    "NCCL_P2P_DISABLE": (None, SLOW_GRADIENTS),
+    "NCCL_SHM_DISABLE": (None, SLOW_GRADIENTS),
+    "NCCL_IB_DISABLE": (None, SLOW_GRADIENTS),
     "NCCL_DEBUG": (r"(?i)trace", "NCCL writes a line for every message"),
     "TORCHDYNAMO_DISABLE": (None, "torch.compile does nothing"),
     "TORCH_COMPILE_DISABLE": (None, "torch.compile does nothing"),

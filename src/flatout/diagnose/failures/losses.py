@@ -24,17 +24,15 @@ SIZE = r"torch\.Size\(\[[\d, ]*\]\)|\[[\d, ]*\]"
 SINGLE_ROW = r"Dimension out of range \(expected to be in range of \[-1, 0\], but got 1\)"
 
 
-def out_of_range(
-    tensors: list[TensorSeen], below: int | None, lowest: int = 0
-) -> tuple[TensorSeen, int, list[int]] | None:
-    """The first integer tensor with an entry outside [lowest, below), with that entry and its position.
+def out_of_range(tensors: list[TensorSeen], below: int | None) -> tuple[TensorSeen, int, list[int]] | None:
+    """The first integer tensor with an entry outside [0, below), with that entry and its position.
 
     Skips -100, torch's value for "ignore".
     """
     for tensor in tensors:
         if tensor.high is not None and below is not None and tensor.high >= below:
             return tensor, tensor.high, tensor.where_high
-        if tensor.low is not None and tensor.low < lowest and tensor.low != -100:
+        if tensor.low is not None and tensor.low < 0 and tensor.low != -100:
             return tensor, tensor.low, tensor.where_low
     return None
 

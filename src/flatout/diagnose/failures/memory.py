@@ -98,12 +98,13 @@ def gpu_out_of_memory(failure: FailureRecord) -> Diagnosis | None:
         else f"more was requested{in_layer} than is available"
     )
     free_text = f", and {amount(free)} of {amount(total)} are free" if total and free is not None else ""
-    evidence = _evidence(failure, match, total, free, allocated, unallocated)
-    fixes = _fixes(needed, free, unallocated)
     return Diagnosis(
         f"the GPU's memory is full: {request}{free_text}",
-        "\n".join(fixes),
-        [*evidence, *_fitting_samples(failure, needed, free, unallocated)],
+        "\n".join(_fixes(needed, free, unallocated)),
+        [
+            *_evidence(failure, match, total, free, allocated, unallocated),
+            *_fitting_samples(failure, needed, free, unallocated),
+        ],
         levers=("allocator", "autocast"),
     )
 

@@ -96,8 +96,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
         return next_cached
 
     around(context.torch, "batch", wrap, ledger)
-    undo: Undo = ledger.restore
-    return undo
+    return ledger.restore
 
 
 def _rebuilt(batch: object, copied: Callable[[Any], Any]) -> Any:
