@@ -76,6 +76,6 @@ def test_a_check_that_breaks_is_not_fine(monkeypatch):
         raise KeyError("x")
 
     monkeypatch.setattr(doctor, "TABLE", (dataclasses.replace(TABLE[0], function=broken), *TABLE[1:]))
-    first, *others = doctor.examine(healthy())
+    first, *others = doctor.run_checks(healthy())
     assert (first.verdict, first.seen) == ("not seen", "bug in flatout: KeyError: 'x'")
     assert {check.verdict for check in others} == {"ok"}
