@@ -74,10 +74,13 @@ def dimensions(program: ScriptProgram, source: SourceFile, node: ast.expr, depth
 
 def _sizes_given(sizes: list[ast.expr]) -> int | None:
     """The number of sizes. A single one may be a tuple, or a type."""
-    if len(sizes) == 1 and isinstance(sizes[0], (ast.Tuple, ast.List)):
-        sizes = sizes[0].elts
-    elif len(sizes) == 1 and not isinstance(sizes[0], (ast.UnaryOp, ast.Constant)):
-        return None
+    match sizes:
+        case [ast.Tuple(elts=elements) | ast.List(elts=elements)]:
+            sizes = elements
+        case [ast.UnaryOp() | ast.Constant()]:
+            pass
+        case [_]:
+            return None
     return None if any(isinstance(size, ast.Starred) for size in sizes) else len(sizes)
 
 
@@ -96,13 +99,10 @@ def _sizes_unpacked(source: SourceFile, node: ast.Name) -> int | None:
     scope = source.function(node)
     if scope is None or len(source.names.lookup(node)) != 1:
         return None
+    sizes = (f"{node.id}.size()", f"{node.id}.shape")
     for statement in scope.body:
-        if not isinstance(statement, ast.Assign) or not isinstance(statement.targets[0], ast.Tuple):
-            continue
-        if (
-            source.code(statement.value) in (f"{node.id}.size()", f"{node.id}.shape")
-            and statement.lineno <= node.lineno
-        ):
-            names = statement.targets[0].elts
-            return None if any(isinstance(name, ast.Starred) for name in names) else len(names)
+        match statement:
+            case ast.Assign([ast.Tuple(names), *_], value) if source.code(value) in sizes:
+                if statement.lineno <= node.lineno:
+                    return None if any(isinstance(name, ast.Starred) for name in names) else len(names)
     return None

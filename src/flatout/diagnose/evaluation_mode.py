@@ -65,11 +65,10 @@ def _may_set_mode(event: ProgramEvent) -> bool:
             return True
     for frame in event.frames:
         for node in ast.walk(frame):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-                func = node.value.func
-                name = func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
-                if name.startswith(HOOK_PREFIXES) or any(
-                    part in name.replace("model", "") for part in MODE_WORDS
-                ):
-                    return True
+            match node:
+                case ast.Expr(ast.Call(ast.Attribute(attr=name) | ast.Name(name))):
+                    if name.startswith(HOOK_PREFIXES) or any(
+                        word in name.replace("model", "") for word in MODE_WORDS
+                    ):
+                        return True
     return False

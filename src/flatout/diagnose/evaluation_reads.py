@@ -50,14 +50,9 @@ def evaluation_reads(
 
 def _only_collects(source: SourceFile, call: ast.AST) -> bool:
     """Whether the statement only adds the value to a total, or to the values of the other batches."""
-    statement = source.statement(call)
-    if isinstance(statement, ast.AugAssign):
-        return True
-    if isinstance(statement, ast.Assign):
-        return isinstance(statement.targets[0], ast.Subscript)
-    value = statement.value if isinstance(statement, ast.Expr) else None
-    return (
-        isinstance(value, ast.Call)
-        and isinstance(value.func, ast.Attribute)
-        and value.func.attr in COLLECTING_METHODS
-    )
+    match source.statement(call):
+        case ast.AugAssign() | ast.Assign([ast.Subscript(), *_]):
+            return True
+        case ast.Expr(ast.Call(ast.Attribute(attr=name))):
+            return name in COLLECTING_METHODS
+    return False

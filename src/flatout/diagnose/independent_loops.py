@@ -145,8 +145,11 @@ def _is_slice(node: ast.expr, loop_names: set[str]) -> bool:
     """Whether this is ``x[t]`` or ``x[:, t]`` for the variable ``t`` of the loop."""
     if not isinstance(node, ast.Subscript) or not isinstance(node.value, (ast.Name, ast.Attribute)):
         return False
-    parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-    return any(isinstance(part, ast.Name) and part.id in loop_names for part in parts)
+    return any(isinstance(part, ast.Name) and part.id in loop_names for part in _parts(node))
+
+
+def _parts(node: ast.Subscript) -> list[ast.expr]:
+    return node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
 
 
 def _is_independent(loop: ast.For, node: ast.AST, loop_names: set[str], depth: int = 0) -> bool:
@@ -241,8 +244,7 @@ def _indexed(node: ast.expr) -> tuple[ast.expr, set[str]]:
     """The tensor and the names of the indices of ``x[i][j]`` or ``x[i, j]``."""
     indices: set[str] = set()
     while isinstance(node, ast.Subscript):
-        for index in node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]:
-            indices |= {index.id} if isinstance(index, ast.Name) else set()
+        indices |= {index.id for index in _parts(node) if isinstance(index, ast.Name)}
         node = node.value
     return node, indices
 

@@ -93,14 +93,13 @@ def _tested_tensor(test: ast.expr) -> ast.expr | None:
 
 def _selects(function: ast.AST, guard: ast.AST, mask: ast.expr) -> bool:
     """Whether entries are selected by the mask, or by a mask in the arm: that waits in any case."""
-    by_mask = any(
+    return any(
         isinstance(node, ast.Subscript)
         and any(
             isinstance(part, ast.expr) and ast.dump(part) == ast.dump(mask) for part in ast.walk(node.slice)
         )
         for node in ast.walk(function)
-    )
-    return by_mask or any(
+    ) or any(
         isinstance(node, ast.Subscript) and isinstance(node.slice, (ast.Name, ast.Compare))
         for node in ast.walk(guard)
     )

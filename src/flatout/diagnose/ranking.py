@@ -63,10 +63,8 @@ def sort_key(finding: Finding) -> tuple[float, float, int, str, int, int, str]:
 
 def _replaces(narrow: Finding, wide: Finding) -> bool:
     rule = BY_CODE.get(wide.rule)
-    if rule is None:
-        return False
-    if narrow.name in rule.replaced_by:
-        return True
+    if rule is None or narrow.name in rule.replaced_by:
+        return rule is not None
     return narrow.name in rule.replaced_at_its_line_by and (
         wide.place is None
         or any(
