@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 from flatout.diagnose.doctor.check import SECTIONS, MachineCheck
 from flatout.diagnose.doctor.checks import TABLE, THEMES
-from flatout.diagnose.doctor.versions import versions
+from flatout.diagnose.doctor.versions import TABLE_FILE, versions
 
 HEAD = """# What `flatout doctor` looks at
 
@@ -19,7 +21,10 @@ def page() -> str:
     parts = [
         HEAD,
         _contents(),
-        *(f"## {theme}\n\n" + "\n".join(_entry(q) for q in TABLE if q.theme == theme) for theme in THEMES),
+        *(
+            f"## {theme}\n\n" + "\n".join(_entry(check) for check in TABLE if check.theme == theme)
+            for theme in THEMES
+        ),
         _versions(),
     ]
     return "\n".join(parts)
@@ -27,14 +32,15 @@ def page() -> str:
 
 def _contents() -> str:
     rows = [
-        f"| [{q.code}](#{q.code.lower()}-{q.name.replace('_', '-')}) | {q.theme} | {q.title} |" for q in TABLE
+        f"| [{check.code}](#{check.code.lower()}-{check.name.replace('_', '-')}) | {check.theme} | {check.title} |"
+        for check in TABLE
     ]
     return "\n".join(["| code | theme | what must hold |", "|---|---|---|", *rows, ""])
 
 
-def _entry(asked: MachineCheck) -> str:
-    paragraphs = [f"### {asked.code} {asked.name.replace('_', ' ')}", f"{asked.title}."]
-    paragraphs += [f"*{name}.* {' '.join(asked.section(name).split())}" for name in SECTIONS]
+def _entry(check: MachineCheck) -> str:
+    paragraphs = [f"### {check.code} {check.name.replace('_', ' ')}", f"{check.title}."]
+    paragraphs += [f"*{name}.* {' '.join(check.section(name).split())}" for name in SECTIONS]
     return "\n\n".join(paragraphs) + "\n"
 
 
@@ -46,13 +52,12 @@ def _versions() -> str:
         "| torch | Python | glibc of its wheels | CUDA builds (cuDNN, NCCL) | compute capabilities on x86-64 |",
         "|---|---|---|---|---|",
     ]
-    for release in table.releases:
-        builds = "; ".join(
-            f"{b.cuda} ({b.cudnn or 'unknown'}, {b.nccl or 'unknown'})" for b in release.builds
-        )
+    for release, row in zip(table.releases, json.loads(TABLE_FILE.read_text())["torch"], strict=True):
+        builds = "; ".join(f"{b['cuda']} ({b['cudnn']}, {b['nccl']})" for b in row["builds"])
+        known = {b["cuda"]: b["capabilities_x86_64"] for b in row["builds"]}
         capabilities = "; ".join(
-            f"{b.cuda}: {', '.join(b.capabilities)}" if b.capabilities else f"{b.cuda}: unknown"
-            for b in release.builds
+            f"{cuda}: {names if isinstance(names, str) else ', '.join(names)}"
+            for cuda, names in known.items()
         )
         python = f"{'.'.join(map(str, release.python_min))} to {'.'.join(map(str, release.python_max))}"
         rows.append(

@@ -10,7 +10,7 @@ from schemas import PUBLISHED, json_schema
 
 import flatout as package
 from flatout.cli.options.json_output import print_json
-from flatout.diagnose.doctor.checks import examine
+from flatout.diagnose.doctor.checks import run_checks
 from flatout.schema.machine_snapshot import MachineSnapshot
 from flatout.schema.outputs import DoctorRecord
 from flatout.schema.session import SessionOutcome, SessionRecord
@@ -114,7 +114,7 @@ def test_a_trial_prints_its_record_alone(flatout, valid, script, by_hand):
 @pytest.mark.parametrize("path", sorted(SNAPSHOTS.glob("*.json")), ids=lambda path: path.stem)
 def test_the_checks_of_a_recorded_machine(valid, capsys, path):
     snapshot = MachineSnapshot.from_json(json.loads(path.read_text()))
-    print_json(DoctorRecord(snapshot, examine(snapshot)))
+    print_json(DoctorRecord(snapshot, run_checks(snapshot)))
     assert valid("doctor", capsys.readouterr().out)["checks"]
 
 

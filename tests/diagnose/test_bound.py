@@ -2,7 +2,7 @@
 
 import pytest
 
-from flatout.diagnose.bottleneck import gain_of, name_bottleneck, shares
+from flatout.diagnose.bottleneck import name_bottleneck, removed_share, shares
 from flatout.schema.profile import IdleGap, Operation, ProfileRecord, WhatIf
 from flatout.schema.records import PhaseTime, Ratio
 
@@ -76,8 +76,8 @@ def test_a_gain_within_the_noise_is_no_gain():
             WhatIf("optimizer", why_not="no optimizer here"),
         ]
     )
-    assert gain_of(record, "loader") == 0.0
-    assert gain_of(record, "optimizer") is None
+    assert removed_share(record, "loader") == 0.0
+    assert removed_share(record, "optimizer") is None
     assert shares(record)["data"] == 0.0
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from machines import ENVIRON, GIB, PROCESS, healthy, smi, without_gpu
 
-from flatout.diagnose.doctor.checks import TABLE, examine
+from flatout.diagnose.doctor.checks import TABLE, run_checks
 from flatout.diagnose.doctor.versions import versions
 from flatout.schema.machine_snapshot import CommandResult, Disk, MachineSnapshot, Verdict
 
@@ -15,7 +15,7 @@ Change = Callable[[MachineSnapshot], object]
 
 
 def checked(snapshot):
-    return {check.code: check for check in examine(snapshot)}
+    return {check.code: check for check in run_checks(snapshot)}
 
 
 def test_a_healthy_machine_is_fine():
@@ -37,8 +37,8 @@ def test_a_machine_without_a_gpu_is_fine():
 
 
 def test_an_empty_record_is_not_fine():
-    assert {check.verdict for check in examine(MachineSnapshot())} == {"not seen"}
-    assert not [check.seen for check in examine(MachineSnapshot()) if "mistake" in check.seen]
+    assert {check.verdict for check in run_checks(MachineSnapshot())} == {"not seen"}
+    assert not [check.seen for check in run_checks(MachineSnapshot()) if "mistake" in check.seen]
 
 
 def cannot_import(message, kind="ImportError", trace=""):
@@ -571,9 +571,9 @@ def test_the_table_of_versions():
     """Every row names its source and date; a fix installs only builds that the release really has."""
     import json
 
-    from flatout.diagnose.doctor.versions import TABLE as FILE
+    from flatout.diagnose.doctor.versions import TABLE_FILE
 
-    data = json.loads(FILE.read_text(encoding="utf-8"))
+    data = json.loads(TABLE_FILE.read_text(encoding="utf-8"))
     for row in (*data["drivers"], *data["torch"]):
         sources = row.get("sources") or [row["source"]]
         assert all(source.startswith("https://") for source in sources)
@@ -581,5 +581,5 @@ def test_the_table_of_versions():
     assert [release.torch for release in versions().releases] == sorted(
         (r.torch for r in versions().releases), key=lambda t: int(t.split(".")[1]), reverse=True
     )
-    assert versions().build_for_driver(versions().release("2.14.1"), (535, 54)).cuda == "12.6"
-    assert versions().build_for_driver(versions().release("2.14.1"), (470, 82)) is None
+    assert versions().cuda_for_driver(versions().release("2.14.1"), (535, 54)) == "12.6"
+    assert versions().cuda_for_driver(versions().release("2.14.1"), (470, 82)) is None

@@ -55,7 +55,7 @@ FREE = {
 
 @pytest.mark.parametrize(("code", "need"), NEEDED, ids=[f"{code}-{need}" for code, need in NEEDED])
 def test_a_missing_field_is_not_fine(code, need):
-    assert BY_CODE[code].answer(spoiled(need, None)).verdict == Verdict.UNSEEN
+    assert BY_CODE[code].run(spoiled(need, None)).verdict == Verdict.UNSEEN
 
 
 @settings(max_examples=20)
@@ -63,7 +63,7 @@ def test_a_missing_field_is_not_fine(code, need):
 def test_garbage_is_not_fine(text):
     for code, need in NEEDED:
         if (code, need) not in FREE:
-            found = BY_CODE[code].answer(spoiled(need, text))
+            found = BY_CODE[code].run(spoiled(need, text))
             assert found.verdict != Verdict.OK, (need, text, found)
 
 
@@ -75,7 +75,7 @@ def test_a_check_that_breaks_is_not_fine(monkeypatch):
     def broken(snapshot):
         raise KeyError("x")
 
-    monkeypatch.setattr(doctor, "TABLE", (dataclasses.replace(TABLE[0], ask=broken), *TABLE[1:]))
-    first, *others = doctor.examine(healthy())
+    monkeypatch.setattr(doctor, "TABLE", (dataclasses.replace(TABLE[0], function=broken), *TABLE[1:]))
+    first, *others = doctor.run_checks(healthy())
     assert (first.verdict, first.seen) == ("not seen", "bug in flatout: KeyError: 'x'")
     assert {check.verdict for check in others} == {"ok"}

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from flatout.diagnose.doctor.checks import examine
+from flatout.diagnose.doctor.checks import run_checks
 from flatout.schema.machine_snapshot import MachineSnapshot
 
 HERE = Path(__file__).parent / "recorded"
@@ -40,7 +40,7 @@ BUSY = "top -o %CPU"  # other programs ran while the snapshots were taken
 def test_a_recorded_machine(name, alarms):
     checks = {
         check.code: check
-        for check in examine(
+        for check in run_checks(
             MachineSnapshot.from_json(json.loads((HERE / f"{name}.json").read_text(encoding="utf-8")))
         )
     }

@@ -10,7 +10,7 @@ import time
 import pytest
 from limits import hang_s
 
-from flatout.diagnose.doctor.checks import examine
+from flatout.diagnose.doctor.checks import run_checks
 from flatout.diagnose.doctor.snapshot import SnapshotTaker
 
 pytestmark = pytest.mark.processes
@@ -24,7 +24,7 @@ def look(monkeypatch, tmp_path):
         (tmp_path / "torch.py").write_text(source, encoding="utf-8")
         monkeypatch.chdir(tmp_path)
         with SnapshotTaker() as looking:
-            return {check.code: check for check in examine(looking.take(limit_s))}
+            return {check.code: check for check in run_checks(looking.take(limit_s))}
 
     return looked
 
@@ -36,8 +36,8 @@ from flatout.cli.doctor import command
 import flatout.diagnose.doctor.torch_child
 from flatout.schema.machine_snapshot import MachineSnapshot
 from flatout.probe.snapshot import gather
-from flatout.diagnose.doctor.checks import examine
-examine(gather(MachineSnapshot()))
+from flatout.diagnose.doctor.checks import run_checks
+run_checks(gather(MachineSnapshot()))
 import sys
 heavy = {"torch", "numpy", "tomlkit", "pynvml"} & set(sys.modules)
 assert not heavy, heavy
@@ -96,5 +96,5 @@ def test_the_working_folder_is_gone(monkeypatch, tmp_path):
     monkeypatch.chdir(gone)
     os.rmdir(gone)
     with SnapshotTaker() as looking:
-        found = {check.code: check for check in examine(looking.take())}
+        found = {check.code: check for check in run_checks(looking.take())}
     assert found["FD003"].verdict == "not seen"

@@ -13,7 +13,7 @@ from flatout.diagnose.rules import TABLE
 from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Severity
 
-STATIC = [rule for rule in TABLE if rule.look is not None]
+STATIC = [rule for rule in TABLE if rule.check_source is not None]
 NUMBERS = {
     Severity.WRONG: range(1, 100),
     Severity.TIME: range(101, 200),
@@ -48,7 +48,7 @@ def test_bad_is_found_on_its_lines_alone_and_good_is_clean(rule):
 def test_page_is_whole(rule):
     assert 0 < len(rule.title) < 90
     assert not rule.page.startswith("\n")
-    for name in SECTIONS[:-1] if rule.look is not None else SECTIONS[:3]:
+    for name in SECTIONS[:-1] if rule.check_source is not None else SECTIONS[:3]:
         assert rule.section(name), f"{rule.code} has no section {name}"
     headings = re.findall(r"^(\w[\w ]*):$", rule.page, re.MULTILINE)
     order = (*SECTIONS[:3], "Example", SECTIONS[-1])
@@ -65,4 +65,4 @@ def test_table_is_in_order_and_without_doubles():
 def test_code_says_the_severity(rule):
     assert re.fullmatch(r"FL\d{3}", rule.code)
     assert int(rule.code[2:]) in NUMBERS[rule.severity]
-    assert rule.look or rule.judge
+    assert rule.check_source or rule.check_profile

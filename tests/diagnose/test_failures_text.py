@@ -11,10 +11,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flatout.diagnose.explain import explain_text, lines
+from flatout.diagnose.explain import explain_text, format_lines
 from flatout.diagnose.failures import TABLE
-from flatout.diagnose.logs import gather
-from flatout.diagnose.tracebacks import read
+from flatout.diagnose.logs import condense
+from flatout.diagnose.tracebacks import read_failures
 
 ROOT = Path(__file__).parent.parent.parent
 sys.path.insert(0, str(Path(__file__).parent))
@@ -26,7 +26,7 @@ def test_recorded_failures(one):
     info = explain_text(one.text)
     assert [each.finding.rule for each in info] == [one.code]
     for word in one.says:
-        assert word in lines(info[0].finding, info[0].ranks)[0] + info[0].finding.fix
+        assert word in format_lines(info[0].finding, info[0].ranks)[0] + info[0].finding.fix
     assert info[0].finding.fix
     if "/home/me/train.py" in one.text:
         place = info[0].finding.place
@@ -160,7 +160,7 @@ def test_ordinary_words_are_no_failure(text):
 @example("Error(s) in loading state_dict for X:\n\tsize mismatch for")
 def test_any_text_is_read(text):
     assert explain_text(text) == []
-    for failure in read(text):
+    for failure in read_failures(text):
         assert isinstance(failure.to_json(), dict)
 
 
@@ -174,7 +174,7 @@ def test_mangled_texts_never_raise_and_never_name_another_kind(one, begin, end, 
     info = explain_text(one.text[:begin] + noise + one.text[end:])
     assert {each.finding.rule for each in info} <= {one.code, *NEAR.get(one.code, ())}
     for each in info:
-        assert "\x1b" not in "".join(lines(each.finding))
+        assert "\x1b" not in "".join(format_lines(each.finding))
 
 
 # A truncated text may say less: a launcher's summary without its tail, a bus error without its worker, a full
@@ -198,7 +198,7 @@ def test_ranks_with_interleaved_output():
     mixed = "\n".join(line for pair in zip(*by_rank, strict=True) for line in pair)
     info = explain_text("step 1\n" + mixed + "\nstep 2")
     assert [(one.finding.rule, one.ranks) for one in info] == [("FE040", [0, 3])]
-    assert lines(info[0].finding, info[0].ranks)[0].startswith("rank 0, 3: ")
+    assert format_lines(info[0].finding, info[0].ranks)[0].startswith("rank 0, 3: ")
 
 
 @pytest.mark.parametrize("label", ["[default{rank}]:", "[1,{rank}]<stderr>:", "[rank{rank}]:"])
@@ -291,10 +291,10 @@ def test_an_endless_log_keeps_its_tracebacks():
         yield from OOM.splitlines()
         yield from (f"[rank1]: waiting {at}" for at in range(100_000))
 
-    text = gather(io.StringIO("\n".join(log())))
+    text = condense(io.StringIO("\n".join(log())))
     assert len(text.splitlines()) < 10_000
     assert [one.finding.rule for one in explain_text(text)] == ["FE040"]
-    assert max(map(len, gather(io.StringIO("x" * 300_000)).splitlines())) <= 1 << 14
+    assert max(map(len, condense(io.StringIO("x" * 300_000)).splitlines())) <= 1 << 14
 
 
 def test_terminal_control_sequences_are_removed():
@@ -303,5 +303,5 @@ def test_terminal_control_sequences_are_removed():
         error="RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)\x1b]0;owned\x07",
     )
     (info,) = explain_text(text)
-    assert "\x1b" not in "\n".join(lines(info.finding))
+    assert "\x1b" not in "\n".join(format_lines(info.finding))
     assert info.finding.rule == "FE020"

@@ -20,14 +20,14 @@ from profiles import (
     what_ifs,
 )
 
-from flatout.diagnose.ranking import judge, ranked
+from flatout.diagnose.ranking import profile_findings, ranked
 from flatout.diagnose.rules import TABLE
 from flatout.levers import TABLE as LEVERS
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import Compiled, ProfileRecord, WhatIf
 from flatout.schema.records import PhaseTime, Ratio
 
-MEASURED = [rule for rule in TABLE if rule.judge is not None]
+MEASURED = [rule for rule in TABLE if rule.check_profile is not None]
 
 
 def test_every_measured_rule_has_a_faulty_profile():
@@ -37,7 +37,7 @@ def test_every_measured_rule_has_a_faulty_profile():
 @pytest.mark.parametrize("name", ILL)
 def test_the_fault_is_named_first_with_its_line(name):
     changes, place = ILL[name]
-    findings = judge(healthy(**changes))
+    findings = profile_findings(healthy(**changes))
     assert findings, f"{name} finds nothing"
     assert findings[0].name == name
     assert findings[0].place == place
@@ -50,7 +50,7 @@ def test_the_profile_survives_its_file(name):
     """Profiles are often read from disk, and the verdict must be the same."""
     record = healthy(**ILL[name][0])
     again = ProfileRecord.from_json(record.to_json())
-    assert [f.to_json() for f in judge(again)] == [f.to_json() for f in judge(record)]
+    assert [f.to_json() for f in profile_findings(again)] == [f.to_json() for f in profile_findings(record)]
 
 
 NOTHING = {
@@ -74,7 +74,7 @@ NOTHING = {
 
 @pytest.mark.parametrize("name", NOTHING)
 def test_nothing_is_found(name):
-    assert judge(NOTHING[name]) == []
+    assert profile_findings(NOTHING[name]) == []
 
 
 @pytest.mark.parametrize("name", ILL)
@@ -83,7 +83,7 @@ def test_no_part_takes_more_than_the_step(name, shorter):
     """A wait of an epoch's first step is not a share of the typical step, which leaves that one out."""
     record = healthy(**ILL[name][0])
     record = dataclasses.replace(record, step_ms=record.step_ms * shorter)
-    texts = [text for f in judge(record) for text in (f.said, *f.evidence) if " of a " in text]
+    texts = [text for f in profile_findings(record) for text in (f.said, *f.evidence) if " of a " in text]
     assert all(int(share) <= 100 for text in texts for share in re.findall(r"\((\d+) %\)", text)), texts
 
 
@@ -92,17 +92,17 @@ def test_a_float64_detour_is_found_at_the_cast():
     cast = Operation("aten::copy_", 6, 1.0, share=0.1, dtypes=["float64"], shapes=["(64, 4)"], place=LINE)
     between = Operation("aten::div", 5, 2.0, share=0.2, dtypes=["float64"])
     scaled = Operation("aten::mul", 5, 2.0, share=0.3, dtypes=["float32"])
-    findings = judge(healthy(operations=[cast, between, scaled]))
+    findings = profile_findings(healthy(operations=[cast, between, scaled]))
     assert [(f.name, f.place) for f in findings] == [("double_precision", LINE)]
     assert findings[0].said.startswith("30 %")
-    assert judge(healthy(operations=[scaled])) == []
+    assert profile_findings(healthy(operations=[scaled])) == []
     number = dataclasses.replace(cast, shapes=[])  # an optimizer's step count, and its Python scalars
-    assert judge(healthy(operations=[number, between, scaled])) == []
+    assert profile_findings(healthy(operations=[number, between, scaled])) == []
 
 
 def test_growing_memory_comes_before_wasted_time():
     slow, growing = ILL["data_wait"][0], ILL["leak"][0]
-    assert [f.name for f in judge(healthy(**slow, **growing))] == ["leak", "data_wait"]
+    assert [f.name for f in profile_findings(healthy(**slow, **growing))] == ["leak", "data_wait"]
 
 
 @pytest.mark.parametrize(
@@ -114,33 +114,35 @@ def test_a_gain_within_the_noise_is_no_finding(name):
     record.what_ifs = [
         WhatIf(w.name, Ratio(1.4, 0.99, 1.9, 20) if w.ratio == GAIN else w.ratio) for w in record.what_ifs
     ]
-    assert judge(record) == []
+    assert profile_findings(record) == []
 
 
 def test_validation_loaders_are_not_blamed_for_the_training_loader():
     (slow,) = loader(wait_ms=4.0)
     other = dataclasses.replace(slow, wait_ms=0.1, place=SourceLocation("train.py", 31))
-    findings = judge(healthy(what_ifs=what_ifs(loader=GAIN), loaders=[other, slow]))
+    findings = profile_findings(healthy(what_ifs=what_ifs(loader=GAIN), loaders=[other, slow]))
     assert [f.place for f in findings] == [slow.place]
 
 
 def test_three_loaders_from_one_place_are_not_recreated_ones():
     """A function that makes the loaders for training, validation and test is one place that makes three."""
-    findings = judge(healthy(what_ifs=what_ifs(loader=GAIN), loaders=loader(wait_ms=4.0, made=3, begun=12)))
+    findings = profile_findings(
+        healthy(what_ifs=what_ifs(loader=GAIN), loaders=loader(wait_ms=4.0, made=3, begun=12))
+    )
     assert [f.name for f in findings] == ["data_wait"]
 
 
 def test_one_fault_seen_twice_is_reported_once():
     """A device read inside a loop of tiny operators: only the narrower rule reports it."""
     wide, narrow = dict(ILL["tiny_operators"][0]), ILL["host_sync_every_step"][0]
-    names = [f.name for f in judge(healthy(**{**wide, **narrow}))]
+    names = [f.name for f in profile_findings(healthy(**{**wide, **narrow}))]
     assert "host_sync_every_step" in names
     assert "tiny_operators" not in names
 
 
 def test_wrong_results_come_before_wasted_time():
     changes = {**ILL["data_wait"][0], "events": {"loss_not_finite": event()}}
-    assert [f.name for f in judge(healthy(**changes))] == ["not_finite", "data_wait"]
+    assert [f.name for f in profile_findings(healthy(**changes))] == ["not_finite", "data_wait"]
 
 
 def test_larger_gains_come_first_within_a_severity():
@@ -170,6 +172,6 @@ def test_more_threads_than_cores_need_no_what_if():
         settings=settings(threads=24),
         what_ifs=[WhatIf("one thread fewer", why_not="no time was left to measure it")],
     )
-    assert [f.name for f in judge(record)] == ["thread_count"]
+    assert [f.name for f in profile_findings(record)] == ["thread_count"]
     record.what_ifs = [WhatIf("one thread fewer", NO_GAIN)]
-    assert judge(record) == []
+    assert profile_findings(record) == []

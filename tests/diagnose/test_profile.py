@@ -236,7 +236,7 @@ def test_the_printed_report(ill):
     _, done, _ = ill
     assert "it waits for data" in done.out
     assert "train.py:" in done.out
-    assert "without the loader" in done.out
+    assert "what-if: batches prepared in advance" in done.out
     assert "memory grows" in done.out.lower() or "tensors grow" in done.out
     assert done.left == []
 

@@ -19,7 +19,7 @@ from flatout.probe.program import ScriptProgram
 PROGRAMS = [
     (rule.code, kind, rule.section(kind))
     for rule in TABLE
-    if rule.look is not None
+    if rule.check_source is not None
     for kind in ("Bad", "Good")
     if "flatout: ignore" not in rule.section(kind)
 ]

@@ -117,7 +117,7 @@ def test_a_script_may_change_its_batch(context):
 
 def test_entries_removed_from_a_batch_are_back_the_next_time(context, monkeypatch):
     """This also holds for batches that are too large to be kept twice."""
-    monkeypatch.setattr(sys.modules["flatout.diagnose.what_ifs.loader"], "SPARE_BYTES", 0)
+    monkeypatch.setattr(sys.modules["flatout.diagnose.what_ifs.loader"], "MAX_SPARE_BYTES", 0)
     loader = torch.utils.data.DataLoader([{"x": 1.0, "y": number} for number in range(24)], batch_size=2)
     undo = switched("loader", context)
     iterator = iter(loader)

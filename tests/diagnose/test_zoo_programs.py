@@ -38,6 +38,6 @@ def test_check_finds_nothing_in_the_fixed_version_and_names_faults_visible_in_th
     assert {finding.rule for finding in found} <= set(specimen.codes)
     assert all(finding.place is not None and finding.place.line in specimen.lines for finding in found)
     if found == []:
-        assert any(CODES[code].judge is not None for code in specimen.codes), (
+        assert any(CODES[code].check_profile is not None for code in specimen.codes), (
             "neither the source nor a run shows it"
         )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from profiles import GAIN, ILL, LINE, healthy, what_ifs
 
-from flatout.diagnose.ranking import judge
+from flatout.diagnose.ranking import profile_findings
 from flatout.render.batch_page import batch_page
 from flatout.render.compare_page import compare_page
 from flatout.render.history_page import history_page
@@ -151,7 +151,7 @@ def ill():
         "idle_ms": 1.5,
     }
     record = healthy(**changes)
-    record.findings = judge(record)
+    record.findings = profile_findings(record)
     found = {finding.name: finding for finding in record.findings}
     # As long as real ones are: they must not make a page wider than its screen.
     found["loss_kept_with_graph"].place = replace(

@@ -95,7 +95,7 @@ def test_github_commands_are_one_line_each_and_escaped():
     assert [line.split()[0] for line in lines] == ["::error", "::warning", "::notice"]
 
 
-@pytest.mark.parametrize("rule", [rule for rule in TABLE if rule.look], ids=lambda rule: rule.code)
+@pytest.mark.parametrize("rule", [rule for rule in TABLE if rule.check_source], ids=lambda rule: rule.code)
 def test_every_rules_finding_goes_through_every_form(rule):
     found = check(ScriptProgram.of_text(rule.section("Bad")))
     assert shown(found)

@@ -17,7 +17,7 @@ from flatout.cli.options.scripts import command_of, read, rule_options
 from flatout.cli.profile import SHORTEST_S, profile
 from flatout.diagnose.check import check
 from flatout.diagnose.profiled_program import ProfileOptions
-from flatout.diagnose.ranking import order
+from flatout.diagnose.ranking import sort_key
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules import TABLE
 from flatout.diagnose.rules.ignore_without_effect import RULE as UNUSED
@@ -132,7 +132,7 @@ def _findings_of_each(
             if os.path.realpath(file) in given:
                 at = (place.line, place.column, place.file.removeprefix(file)) if place is not None else ()
                 found.setdefault((finding.rule, os.path.realpath(file), *at), finding)
-    return sorted(found.values(), key=order)
+    return sorted(found.values(), key=sort_key)
 
 
 def ran(words: tuple[str, ...], run_s: float) -> list[Finding]:

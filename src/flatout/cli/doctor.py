@@ -38,10 +38,10 @@ def command(bench: bool, everything: bool, as_json: bool) -> int:
     if everything and as_json:
         raise UsageError("--all quotes texts, which are no JSON. Run it without --json.")
     snapshot = _seen()
-    from flatout.diagnose.doctor.checks import examine
+    from flatout.diagnose.doctor.checks import run_checks
     from flatout.render.doctor import doctor_page
 
-    checks = examine(snapshot)
+    checks = run_checks(snapshot)
     console = Console(highlight=False)
     if not as_json:
         console.print(doctor_page(checks), crop=False)

@@ -13,10 +13,10 @@ from pathlib import Path
 import click
 
 from flatout.cli.options.json_output import json_option, print_json
-from flatout.diagnose.explain import Explanation, explain_text, lines
+from flatout.diagnose.explain import Explanation, explain_text, format_lines
 from flatout.diagnose.failures import TABLE
 from flatout.diagnose.kind import FailureKind
-from flatout.diagnose.logs import gather
+from flatout.diagnose.logs import condense
 from flatout.schema import outputs
 from flatout.schema.errors import UsageError
 
@@ -63,7 +63,7 @@ def _text(words: tuple[str, ...]) -> str:
     if not words and sys.stdin.isatty():
         raise UsageError(USAGE)
     if not words or words == ("-",):
-        return gather(io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8", errors="replace"))
+        return condense(io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8", errors="replace"))
     if len(words) == 1 and words[0].endswith(".json"):
         raise UsageError(
             f"{words[0]} is a record, not a log. Its page lies beside it (.html) and shows what is slow. Give a log, an error's text, or -."
@@ -79,8 +79,8 @@ def _text(words: tuple[str, ...]) -> str:
                 if about.st_size > MOST_BYTES:
                     with open(words[0], "rb") as whole:
                         whole.seek(-MOST_BYTES, os.SEEK_END)
-                        return gather(io.TextIOWrapper(whole, encoding="utf-8", errors="replace"))
-                return gather(file)
+                        return condense(io.TextIOWrapper(whole, encoding="utf-8", errors="replace"))
+                return condense(file)
         except OSError as error:
             raise UsageError(
                 f"{words[0]} cannot be read: {error.strerror}. Give a log, an error's text, or - for standard input."
@@ -99,7 +99,7 @@ def _is_path(word: str) -> bool:
 
 
 def _paragraph(info: Explanation) -> str:
-    first, *others = lines(info.finding, info.ranks)
+    first, *others = format_lines(info.finding, info.ranks)
     return "\n".join([f"{info.finding.rule} {info.finding.name}: {first}", *others])
 
 

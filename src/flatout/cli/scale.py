@@ -12,7 +12,7 @@ from flatout.cli.options.measurement import Measurement, header, measurement_opt
 from flatout.cli.options.messages import warned
 from flatout.diagnose.profiled_program import ProfiledProgram, ProfileOptions
 from flatout.diagnose.profiling import run_profile
-from flatout.diagnose.scale_prediction import predict_points, take_profile
+from flatout.diagnose.scale_prediction import add_profile, predict_points
 from flatout.job.folder import JobFolder, read_json
 from flatout.measure.scaling import FIXED_SHARE
 from flatout.probe.machine import look
@@ -121,7 +121,7 @@ def command(
 
     def run(stage: Callable[[str, str], None], save: object) -> None:
         found = seen if seen is not None else _measured(asked, budget, stage)
-        take_profile(record, found, str(profile) if profile is not None else "")
+        add_profile(record, found, str(profile) if profile is not None else "")
         record.overhead = OVERHEAD if record.device == "cuda" or compute_scale > 1 else 0.0
         predict_points(record, ways, devices)
         record.status = "done"

@@ -13,7 +13,7 @@ from flatout.cli.options.arguments import PROGRAM, Duration, program, read_plan,
 from flatout.cli.options.device import choose, device_option
 from flatout.cli.options.json_output import json_option, print_json
 from flatout.cli.options.messages import warned
-from flatout.diagnose.crash_explanation import of_death
+from flatout.diagnose.crash_explanation import explain_signal
 from flatout.job.folder import TrialFolder, write_whole
 from flatout.job.temporary import remove, temporary
 from flatout.launch.command import measurable, understand
@@ -97,7 +97,7 @@ def command(
         f"flatout: {record.steps} steps measured after {record.warmup_steps} warm-up steps{rate} ({record.status}); record in {where}\n"
     )
     if record.status == "failed":
-        for line in of_death(record.exit_code, record.log_tail, (oom_kills() or 0) - (kills or 0)):
+        for line in explain_signal(record.exit_code, record.log_tail, (oom_kills() or 0) - (kills or 0)):
             sys.stderr.write(f"flatout: {line}\n")
     code = record.exit_code or (0 if record.steps else NothingMeasured.exit_code)
     return code if code >= 0 else 128 - code

@@ -30,7 +30,7 @@ from flatout.cli.options.json_output import json_option, print_json
 from flatout.cli.options.messages import warned
 from flatout.cli.options.progress import LiveProgress
 from flatout.cli.options.signals import stop_on_sigterm
-from flatout.diagnose.crash_explanation import of_death
+from flatout.diagnose.crash_explanation import explain_signal
 from flatout.job.folder import JobFolder, write_whole
 from flatout.job.sanitize import harmless
 from flatout.launch.command import Command, measurable, understand
@@ -245,7 +245,7 @@ def _search(
         session.status, session.message = "failed", str(error)
         _finish(folder, session)
         said = (
-            of_death(error.exit_code, str(error), (oom_kills() or 0) - (kills or 0))
+            explain_signal(error.exit_code, str(error), (oom_kills() or 0) - (kills or 0))
             if isinstance(error, ProgramFailed)
             else []
         )

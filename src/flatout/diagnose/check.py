@@ -11,12 +11,13 @@ import io
 import re
 import tokenize
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from flatout.diagnose.ranking import BY_CODE, order
+from flatout.diagnose.ranking import BY_CODE, sort_key
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules import TABLE
-from flatout.diagnose.rules.ignore_without_effect import RULE as UNUSED
+from flatout.diagnose.rules.ignore_without_effect import RULE as IGNORE_WITHOUT_EFFECT
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 from flatout.schema.errors import UsageError
@@ -27,11 +28,11 @@ COMMENT = re.compile(r"#\s*flatout:\s*ignore\b[:\s]*([A-Za-z]{2}\d+(?:[,\s]+[A-Z
 
 @dataclass(eq=False)
 class IgnoreComment:
-    """An ignore comment. Empty ``codes`` mean every rule; ``line`` is the line whose findings it hides."""
+    """An ignore comment. Empty ``codes`` mean every rule."""
 
     source: SourceFile
-    at: int
-    line: int
+    comment_line: int
+    hidden_line: int  # whose findings it hides
     codes: tuple[str, ...]
     used: bool = False
 
@@ -49,10 +50,10 @@ def check(
 
     Raises UsageError for a code that no rule has.
     """
-    for wanted in [*select, *ignore]:
-        if not any(rule.code.startswith(wanted) for rule in TABLE):
+    for prefix in [*select, *ignore]:
+        if not any(rule.code.startswith(prefix) for rule in TABLE):
             raise UsageError(
-                f"no rule has the code {wanted!r}. `flatout check --explain all` lists the rules."
+                f"no rule has the code {prefix!r}. `flatout check --explain all` lists the rules."
             )
     chosen = [
         rule
@@ -60,80 +61,72 @@ def check(
         if (not select or rule.code.startswith(tuple(select)))
         and not (ignore and rule.code.startswith(tuple(ignore)))
     ]
-    return sorted(_kept(program, chosen, measured), key=order)
+    return sorted(_visible(program, chosen, measured), key=sort_key)
 
 
-def _kept(program: ScriptProgram, rules: list[Rule], measured: Sequence[Finding]) -> Iterable[Finding]:
-    comments = [comment for source in program.sources for comment in ignores(source)]
-    hiding: dict[tuple[str, int], list[IgnoreComment]] = {}
+def _visible(program: ScriptProgram, rules: list[Rule], measured: Sequence[Finding]) -> Iterable[Finding]:
+    """The findings that no comment hides, each once, and the comments that hide nothing."""
+    comments = [comment for source in program.sources for comment in ignore_comments(source)]
+    comments_by_line: dict[tuple[str, int], list[IgnoreComment]] = {}
     for comment in comments:
-        hiding.setdefault(comment.source.cell(comment.line), []).append(comment)
-    seen = set()
+        comments_by_line.setdefault(comment.source.cell(comment.hidden_line), []).append(comment)
+    reported = set()
     for rule in rules:
-        ran = [finding for finding in measured if finding.rule == rule.code]
-        info = {(finding.place.file, finding.place.line) for finding in ran if finding.place is not None}
-        for finding in [*ran, *(rule.look(program) if rule.look is not None else ())]:
+        from_run = [finding for finding in measured if finding.rule == rule.code]
+        measured_lines = {(f.place.file, f.place.line) for f in from_run if f.place is not None}
+        for finding in [*from_run, *(rule.check_source(program) if rule.check_source else ())]:
             place = finding.place
-            if place is not None and finding not in ran and (place.file, place.line) in info:
+            line = (place.file, place.line) if place is not None else ("", 0)
+            if finding not in from_run and line in measured_lines:
                 continue
-            key = (
-                (rule.code, place.file, place.line, place.column)
-                if place is not None
-                else (rule.code, finding.said)
-            )
-            if key in seen:
+            key = (rule.code, *line, finding.said if place is None else place.column)
+            if key in reported:
                 continue
-            seen.add(key)
-            hidden = (
-                [c for c in hiding.get((place.file, place.line), []) if not c.codes or rule.code in c.codes]
-                if place is not None
-                else []
-            )
-            for comment in hidden:
+            reported.add(key)
+            hiding = [c for c in comments_by_line.get(line, []) if not c.codes or rule.code in c.codes]
+            for comment in hiding:
                 comment.used = True
-            if not hidden:
+            if not hiding:
                 yield finding
-    if UNUSED in rules:
-        yield from _without_effect(comments, rules)
+    if IGNORE_WITHOUT_EFFECT in rules:
+        yield from _unused_comments(comments, rules)
 
 
-def _without_effect(comments: list[IgnoreComment], rules: list[Rule]) -> Iterable[Finding]:
-    known, looked = set(BY_CODE), {rule.code for rule in rules if rule.look is not None}
+def _unused_comments(comments: list[IgnoreComment], rules: list[Rule]) -> Iterable[Finding]:
+    checked_codes = {rule.code for rule in rules if rule.check_source}
     for comment in comments:
-        unknown = [code for code in comment.codes if code not in known]
-        file, line = comment.source.cell(comment.at)
+        unknown = [code for code in comment.codes if code not in BY_CODE]
+        file, line = comment.source.cell(comment.comment_line)
         place = comment.source.place(comment.source.tree, column=False)
-        place.file, place.line, place.text = file, line, comment.source.lines[comment.at - 1].strip()
+        place.file, place.line = file, line
+        place.text = comment.source.lines[comment.comment_line - 1].strip()
         if unknown:
-            yield UNUSED.finding(
+            yield IGNORE_WITHOUT_EFFECT.finding(
                 f"the comment switches off {', '.join(unknown)}, but no rule has this code",
                 place,
                 "correct the code or remove the comment",
             )
-        elif not comment.used and (
-            (comment.codes and set(comment.codes) <= looked)
-            or (not comment.codes and looked == {r.code for r in TABLE if r.look})
+        elif not comment.used and checked_codes >= (
+            set(comment.codes) or {rule.code for rule in TABLE if rule.check_source}
         ):
-            what = ", ".join(comment.codes) or "every rule"
-            yield UNUSED.finding(
-                f"the comment switches off {what} on line {comment.source.cell(comment.line)[1]}, but nothing is found there",
+            codes = ", ".join(comment.codes) or "every rule"
+            yield IGNORE_WITHOUT_EFFECT.finding(
+                f"the comment switches off {codes} on line {comment.source.cell(comment.hidden_line)[1]}, but nothing is found there",
                 place,
                 "remove the comment",
             )
 
 
-def ignores(source: SourceFile) -> list[IgnoreComment]:
+def ignore_comments(source: SourceFile) -> list[IgnoreComment]:
     """The ignore comments of a file. Text inside a string is not a comment."""
     if "flatout:" not in source.text:
         return []
-    found = []
-    try:
+    comments = []
+    with suppress(tokenize.TokenError, SyntaxError):
         for token in tokenize.generate_tokens(io.StringIO(source.text).readline):
             match = COMMENT.match(token.string) if token.type == tokenize.COMMENT else None
             if match is not None:
-                alone = not token.line[: token.start[1]].strip()
-                codes = tuple(code.upper() for code in re.split(r"[,\s]+", match.group(1) or "") if code)
-                found.append(IgnoreComment(source, token.start[0], token.start[0] + alone, codes))
-    except (tokenize.TokenError, SyntaxError):
-        return found
-    return found
+                has_own_line = not token.line[: token.start[1]].strip()
+                codes = tuple(code.upper() for code in re.split(r"[,\s]+", match[1] or "") if code)
+                comments.append(IgnoreComment(source, token.start[0], token.start[0] + has_own_line, codes))
+    return comments

@@ -9,29 +9,29 @@ from __future__ import annotations
 import ast
 import copy
 
-from flatout.diagnose.rewrites import apply_edits, around, in_text, replace
+from flatout.diagnose.rewrites import apply_edits, replace, to_file_lines, wrap
 from flatout.probe.names import Binding
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 from flatout.probe.step_loops import ProgramEvent, StepLoop
 from flatout.schema.findings import Edit
 
-FETCHES = {"item", "cpu", "numpy", "tolist"}
-NUMBERS = (int, float)
+READ_METHODS = {"item", "cpu", "numpy", "tolist"}
+NUMBER_TYPES = (int, float)
 
 
 def device_sum(program: ScriptProgram, loop: StepLoop, event: ProgramEvent) -> list[Edit]:
-    """Return the edits for a value that a step fetches; none if they could change a number that is shown."""
+    """The edits for a value that a step fetches; none if they could change a number that is shown."""
     source, call = event.source, event.node
     statement = source.statement(call)
     if (
         not isinstance(call, ast.Call)
         or not isinstance(statement, ast.AugAssign)
         or not isinstance(statement.target, ast.Name)
-        or _fetch(program, source, statement) is not call
+        or _fetching_call(program, source, statement) is not call
         or not any(node is statement for node in ast.walk(loop.loop.node))
         or source.function(statement) is not source.function(loop.loop.node)
-        or _without_doubles(program)
+        or _may_lack_float64(program)
     ):
         return []
     tensor = call.func.value if isinstance(call.func, ast.Attribute) else call.args[0]
@@ -41,18 +41,17 @@ def device_sum(program: ScriptProgram, loop: StepLoop, event: ProgramEvent) -> l
     reads = [use for use in uses or () if isinstance(use.ctx, ast.Load)]
     if uses is None or any(_in_every_step(source, loop, read) for read in reads):
         return []
-    kept = (
-        f"{source.code(tensor)}.double()" if _detached(tensor) else f"{source.code(tensor)}.detach().double()"
-    )
-    edits = replace(source, call, kept)
+    detach = "" if _is_detached(tensor) else ".detach()"
+    replacement = f"{source.code(tensor)}{detach}.double()"
+    edits = replace(source, call, replacement)
     for read in reads:
-        holder = source.parent(read)
-        if not (isinstance(holder, ast.Call) and source.code(holder.func) == "float"):
-            edits += around(source, read, "float(", ")")
-    return edits if _as_expected(source, call, kept, reads, edits) else []
+        parent = source.parent(read)
+        if not (isinstance(parent, ast.Call) and source.code(parent.func) == "float"):
+            edits += wrap(source, read, "float(", ")")
+    return edits if _changes_only(source, call, replacement, reads, edits) else []
 
 
-def _fetch(program: ScriptProgram, source: SourceFile, statement: ast.AugAssign) -> ast.Call | None:
+def _fetching_call(program: ScriptProgram, source: SourceFile, statement: ast.AugAssign) -> ast.Call | None:
     """The call that fetches the value which a statement adds: ``loss.item()``, or that times a number."""
     value = statement.value
     if not isinstance(statement.op, ast.Add):
@@ -62,35 +61,31 @@ def _fetch(program: ScriptProgram, source: SourceFile, statement: ast.AugAssign)
             value = value.left
         elif _is_number(program, source, value.left):
             value = value.right
-    if not isinstance(value, ast.Call) or value.keywords:
-        return None
-    if isinstance(value.func, ast.Attribute) and value.func.attr == "item" and not value.args:
-        tensor: ast.expr = value.func.value
-    elif isinstance(value.func, ast.Name) and value.func.id == "float" and len(value.args) == 1:
-        tensor = value.args[0]
-        if source.names.lookup(value.func) or not isinstance(tensor, (ast.Name, ast.Attribute)):
+    match value:
+        case ast.Call(ast.Attribute(tensor, "item"), [], []):
+            pass
+        case ast.Call(ast.Name("float") as name, [(ast.Name() | ast.Attribute()) as tensor], []):
+            if source.names.lookup(name):
+                return None
+        case _:
             return None
-    else:
-        return None
-    inside = {node.attr for node in ast.walk(tensor) if isinstance(node, ast.Attribute)}
+    methods = {node.attr for node in ast.walk(tensor) if isinstance(node, ast.Attribute)}
     simple = isinstance(tensor, (ast.Name, ast.Attribute, ast.Call, ast.Subscript))
-    return value if simple and not inside & FETCHES else None
+    return value if simple and not methods & READ_METHODS else None
 
 
 def _is_loss(program: ScriptProgram, loop: StepLoop, source: SourceFile, tensor: ast.expr) -> bool:
     """Whether a tensor is the loss of a backward pass, or comes from a loss function: it has a float dtype."""
     while True:
-        if isinstance(tensor, ast.Attribute) and tensor.attr == "data":
-            tensor = tensor.value
-        elif (
-            isinstance(tensor, ast.Call)
-            and isinstance(tensor.func, ast.Attribute)
-            and tensor.func.attr in ("detach", "mean", "sum")
-            and not source.dotted(tensor.func)
-        ):
-            tensor = tensor.func.value
-        else:
-            break
+        match tensor:
+            case ast.Attribute(inner, "data"):
+                tensor = inner
+            case ast.Call(ast.Attribute(inner, "detach" | "mean" | "sum") as method):
+                if source.dotted(method):
+                    break
+                tensor = inner
+            case _:
+                break
     for event in loop.of("backward"):
         loss = event.subject
         while isinstance(loss, ast.BinOp) and isinstance(loss.op, ast.Div):
@@ -99,16 +94,16 @@ def _is_loss(program: ScriptProgram, loop: StepLoop, source: SourceFile, tensor:
             return True
     origins = program.origins(source, tensor)
     return bool(origins) and all(
-        isinstance(each.node, ast.Call)
-        and not each.part
+        isinstance(origin.node, ast.Call)
+        and not origin.part
         and (
-            "Loss" in program.values.kinds(each.source, each.node.func)
+            "Loss" in program.values.kinds(origin.source, origin.node.func)
             or (
-                each.dotted.startswith("torch.nn.functional.")
-                and each.dotted.endswith(("loss", "cross_entropy", "kl_div"))
+                origin.dotted.startswith("torch.nn.functional.")
+                and origin.dotted.endswith(("loss", "cross_entropy", "kl_div"))
             )
         )
-        for each in origins
+        for origin in origins
     )
 
 
@@ -117,21 +112,20 @@ def _is_number(program: ScriptProgram, source: SourceFile, node: ast.expr) -> bo
     if isinstance(node, ast.Name):
         origins = program.origins(source, node)
         return bool(origins) and all(
-            isinstance(each.node, ast.expr)
-            and not isinstance(each.node, ast.Name)
-            and not each.part
-            and _is_number(program, each.source, each.node)
-            for each in origins
+            isinstance(origin.node, ast.expr)
+            and not isinstance(origin.node, ast.Name)
+            and not origin.part
+            and _is_number(program, origin.source, origin.node)
+            for origin in origins
         )
-    if isinstance(node, ast.Constant):
-        return type(node.value) in NUMBERS
-    if isinstance(node, ast.Subscript):
-        return isinstance(node.value, ast.Attribute) and node.value.attr == "shape"
-    if not isinstance(node, ast.Call):
-        return False
-    if isinstance(node.func, ast.Name):
-        return node.func.id == "len" and not source.names.lookup(node.func)
-    return isinstance(node.func, ast.Attribute) and node.func.attr == "size" and len(node.args) == 1
+    match node:
+        case ast.Constant(value):
+            return type(value) in NUMBER_TYPES
+        case ast.Subscript(ast.Attribute(attr="shape")) | ast.Call(ast.Attribute(attr="size"), [_]):
+            return True
+        case ast.Call(ast.Name("len") as name):
+            return not source.names.lookup(name)
+    return False
 
 
 def _uses(program: ScriptProgram, source: SourceFile, total: ast.Name) -> list[ast.Name] | None:
@@ -139,24 +133,24 @@ def _uses(program: ScriptProgram, source: SourceFile, total: ast.Name) -> list[a
     scope, bindings = source.names.at[id(total)], source.names.lookup(total)
     if scope.names.get(total.id) is not bindings or (scope.parent is None and source is not program.main):
         return None
-    if not all(_adds(program, source, binding) for binding in bindings):
+    if not all(_begins_or_adds(program, source, binding) for binding in bindings):
         return None
     uses = [
         node
         for node in source.nodes
         if isinstance(node, ast.Name) and node.id == total.id and source.names.lookup(node) is bindings
     ]
-    here = all(source.names.at[id(use)] is scope and not isinstance(use.ctx, ast.Del) for use in uses)
-    return uses if here else None
+    same_scope = all(source.names.at[id(use)] is scope and not isinstance(use.ctx, ast.Del) for use in uses)
+    return uses if same_scope else None
 
 
-def _adds(program: ScriptProgram, source: SourceFile, binding: Binding) -> bool:
+def _begins_or_adds(program: ScriptProgram, source: SourceFile, binding: Binding) -> bool:
     if binding.how == "augment" and isinstance(binding.node, ast.AugAssign):
-        return _fetch(program, source, binding.node) is not None
+        return _fetching_call(program, source, binding.node) is not None
     value = binding.value
     for index in binding.path:
         value = value.elts[index] if isinstance(value, ast.Tuple) and index < len(value.elts) else None
-    return binding.how == "assign" and isinstance(value, ast.Constant) and type(value.value) in NUMBERS
+    return binding.how == "assign" and isinstance(value, ast.Constant) and type(value.value) in NUMBER_TYPES
 
 
 def _in_every_step(source: SourceFile, loop: StepLoop, read: ast.Name) -> bool:
@@ -172,46 +166,46 @@ def _in_every_step(source: SourceFile, loop: StepLoop, read: ast.Name) -> bool:
     )
 
 
-def _detached(tensor: ast.expr) -> bool:
-    if isinstance(tensor, ast.Call):
-        return isinstance(tensor.func, ast.Attribute) and tensor.func.attr == "detach"
-    return isinstance(tensor, ast.Attribute) and tensor.attr == "data"
+def _is_detached(tensor: ast.expr) -> bool:
+    match tensor:
+        case ast.Call(ast.Attribute(attr="detach")) | ast.Attribute(attr="data"):
+            return True
+    return False
 
 
-def _without_doubles(program: ScriptProgram) -> bool:
-    """Whether the program may use a device that has no float64."""
+def _may_lack_float64(program: ScriptProgram) -> bool:
     return program.mentions("mps", "xpu", "accelerator") or any(
         isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value[:3] in ("mps", "xpu")
         for _, node in program.nodes(ast.Constant)
     )
 
 
-def _as_expected(
-    source: SourceFile, call: ast.Call, kept: str, reads: list[ast.Name], edits: list[Edit]
+def _changes_only(
+    source: SourceFile, call: ast.Call, replacement: str, reads: list[ast.Name], edits: list[Edit]
 ) -> bool:
     """Whether the edits change just these nodes: in a format string, the place of a name may be wrong."""
     if len({source.cell(node.lineno)[0] for node in [call, *reads]}) > 1:
         return False  # in other cells of a notebook
-    text = apply_edits(source.text, in_text(source, source.place(call).file, edits))
+    text = apply_edits(source.text, to_file_lines(source, source.place(call).file, edits))
     if text is None:
         return False
     memo: dict[int, ast.AST] = {}
-    expected = copy.deepcopy(source.tree, memo)
+    tree = copy.deepcopy(source.tree, memo)
     wrapped = {id(memo[id(read)]) for read in reads}
     fetch = memo[id(call)]
 
-    class Expected(ast.NodeTransformer):
+    class Wrapped(ast.NodeTransformer):
         def visit_Call(self, node: ast.Call) -> ast.AST:
             if node is fetch:
-                return ast.parse(kept, mode="eval").body
-            bare = isinstance(node.func, ast.Name) and node.func.id == "float"
-            return (
-                node if bare and any(id(each) in wrapped for each in node.args) else self.generic_visit(node)
-            )
+                return ast.parse(replacement, mode="eval").body
+            is_float = isinstance(node.func, ast.Name) and node.func.id == "float"
+            if is_float and any(id(argument) in wrapped for argument in node.args):
+                return node
+            return self.generic_visit(node)
 
         def visit_Name(self, node: ast.Name) -> ast.AST:
             if id(node) not in wrapped:
                 return node
             return ast.Call(ast.Name("float", ast.Load()), [node], [])
 
-    return ast.dump(Expected().visit(expected)) == ast.dump(ast.parse(text))
+    return ast.dump(Wrapped().visit(tree)) == ast.dump(ast.parse(text))

@@ -7,13 +7,13 @@ import ast
 from flatout.probe.program import ScriptProgram
 from flatout.probe.step_loops import ProgramEvent
 
-SETS_MODE = ("eval", "mode", "inference", "hook", "callback")  # parts of names of calls
-STARTS = ("on_", "before_", "set_")
-KNOWN_BLOCKS = ("torch.", "contextlib.nullcontext", "tqdm.", "warnings.")
+MODE_WORDS = ("eval", "mode", "inference", "hook", "callback")  # parts of names of calls
+HOOK_PREFIXES = ("on_", "before_", "set_")
+NEUTRAL_CONTEXTS = ("torch.", "contextlib.nullcontext", "tqdm.", "warnings.")
 
 
-def missing_mode(program: ScriptProgram, event: ProgramEvent) -> bool:
-    """Return whether a call evaluates a model in the mode that the training loop has set, as far as visible.
+def evaluates_in_training_mode(program: ScriptProgram, event: ProgramEvent) -> bool:
+    """Whether a call evaluates a model in the mode that the training loop has set, as far as visible.
 
     The layers are unknown, so the program must show that it thinks of modes: it calls ``train()`` on the model.
     """
@@ -21,14 +21,14 @@ def missing_mode(program: ScriptProgram, event: ProgramEvent) -> bool:
     model = event.node.func
     origins = program.origins(event.source, model)
     unknown = bool(origins) and all(
-        isinstance(each.node, (ast.arg, ast.Attribute))
+        isinstance(origin.node, (ast.arg, ast.Attribute))
         or (
-            isinstance(each.node, ast.Call)
-            and not each.part
-            and not each.dotted.startswith(("torch.", "transformers."))
-            and not any(program.class_named(each.source, each.node.func))
+            isinstance(origin.node, ast.Call)
+            and not origin.part
+            and not origin.dotted.startswith(("torch.", "transformers."))
+            and not any(program.class_named(origin.source, origin.node.func))
         )
-        for each in origins
+        for origin in origins
     )
     between_epochs = any(
         loop.events[0].root is event.root and {loop.loop, *loop.outer} & set(event.loops)
@@ -38,34 +38,37 @@ def missing_mode(program: ScriptProgram, event: ProgramEvent) -> bool:
         unknown
         and between_epochs
         and "Loss" not in program.values.kinds(event.source, model)
-        and any(_sets_training(program, each, event) for each in program.events)
-        and not _may_switch(event)
+        and any(_is_plain_train(program, call, event) for call in program.events)
+        and not _may_set_mode(event)
     )
 
 
-def _sets_training(program: ScriptProgram, mode: ProgramEvent, event: ProgramEvent) -> bool:
-    """Return whether this is ``model.train()`` of the same model, in the same run."""
+def _is_plain_train(program: ScriptProgram, call: ProgramEvent, event: ProgramEvent) -> bool:
+    """Whether this is ``model.train()`` of the same model, in the same run."""
     assert isinstance(event.node, ast.Call)
     return (
-        mode.kind == "train"
-        and mode.subject is not None
-        and mode.root is event.root
-        and not getattr(mode.node, "args", None)
-        and not getattr(mode.node, "keywords", None)
-        and program.values.same(mode.source, mode.subject, event.source, event.node.func) is True
+        call.kind == "train"
+        and call.subject is not None
+        and call.root is event.root
+        and not getattr(call.node, "args", None)
+        and not getattr(call.node, "keywords", None)
+        and program.values.same(call.source, call.subject, event.source, event.node.func) is True
     )
 
 
-def _may_switch(event: ProgramEvent) -> bool:
-    """Return whether a context or a call on the way may set the mode: ``with evaluating(model):``."""
+def _may_set_mode(event: ProgramEvent) -> bool:
+    """Whether a context or a call on the way may set the mode: ``with evaluating(model):``."""
     for source, block in event.blocks:
-        if not source.dotted(block.func if isinstance(block, ast.Call) else block).startswith(KNOWN_BLOCKS):
+        if not source.dotted(block.func if isinstance(block, ast.Call) else block).startswith(
+            NEUTRAL_CONTEXTS
+        ):
             return True
     for frame in event.frames:
         for node in ast.walk(frame):
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-                func = node.value.func
-                name = func.attr if isinstance(func, ast.Attribute) else getattr(func, "id", "")
-                if name.startswith(STARTS) or any(part in name.replace("model", "") for part in SETS_MODE):
-                    return True
+            match node:
+                case ast.Expr(ast.Call(ast.Attribute(attr=name) | ast.Name(name))):
+                    if name.startswith(HOOK_PREFIXES) or any(
+                        word in name.replace("model", "") for word in MODE_WORDS
+                    ):
+                        return True
     return False

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 
 from flatout.diagnose.failures import TABLE, loading, symptoms
 from flatout.diagnose.kind import FailureKind
-from flatout.diagnose.tracebacks import clean, read, unfolded
+from flatout.diagnose.tracebacks import clean, read_failures, split_nested
 from flatout.schema.errors import NOT_OF_ITS_FORM
 from flatout.schema.failure import FailureRecord
 from flatout.schema.findings import Finding
 
-MOST_LINES = 3
+MAX_EXPLANATIONS = 3
 
 
 @dataclass
@@ -27,15 +27,15 @@ class Explanation:
 
 
 def explain(failure: FailureRecord, table: Sequence[FailureKind] = TABLE) -> Finding | None:
-    """The explanation of one failure, or None. Kinds that only report another process's failure come last."""
-    whole = replace(failure, chain=[part for thrown in failure.chain for part in unfolded(thrown)])
-    for one in sorted(table, key=lambda kind: kind.reports):
+    """The explanation of one failure, or None. Secondary kinds come last."""
+    expanded = replace(failure, chain=[part for error in failure.chain for part in split_nested(error)])
+    for kind in sorted(table, key=lambda kind: kind.secondary):
         try:
-            finding = one.explain(whole)
+            finding = kind.explain(expanded)
         except NOT_OF_ITS_FORM:
             continue  # the message is close to a known one but does not parse, so the failure stays unknown
         if finding is not None:
-            return _cleaned(finding)
+            return _sanitized(finding)
     return None
 
 
@@ -45,33 +45,27 @@ def explain_text(text: str) -> list[Explanation]:
     A log without a known failure may still show a loss that is NaN.
     """
     explanations: list[Explanation] = []
-    for failure in read(text):
+    for failure in read_failures(text):
         finding = explain(failure)
         if finding is None:
             continue
-        same = next(
-            (
-                one
-                for one in explanations
-                if (one.finding.rule, one.finding.place) == (finding.rule, finding.place)
-            ),
-            None,
-        )
-        if same is None:
-            same = Explanation(finding)
-            explanations.append(same)
-        if failure.rank is not None and failure.rank not in same.ranks:
-            same.ranks.append(failure.rank)
-    if not explanations and (symptom := symptoms.of_log(text.split("\n"))) is not None:
-        return [Explanation(_cleaned(symptom))]
-    reports = {kind.code for kind in TABLE if kind.reports}
-    if any(one.finding.rule == loading.no_main_guard.code for one in explanations):
-        reports.add(loading.worker_ended.code)  # it started the script again, and ended there
-    first = [one for one in explanations if one.finding.rule not in reports]
-    return (first or explanations)[:MOST_LINES]
+        cause = (finding.rule, finding.place)
+        existing = next((e for e in explanations if (e.finding.rule, e.finding.place) == cause), None)
+        if existing is None:
+            existing = Explanation(finding)
+            explanations.append(existing)
+        if failure.rank is not None and failure.rank not in existing.ranks:
+            existing.ranks.append(failure.rank)
+    if not explanations and (symptom := symptoms.log_symptom(text.split("\n"))) is not None:
+        return [Explanation(_sanitized(symptom))]
+    secondary = {kind.code for kind in TABLE if kind.secondary}
+    if any(e.finding.rule == loading.no_main_guard.code for e in explanations):
+        secondary.add(loading.worker_ended.code)  # it started the script again, and ended there
+    causes = [e for e in explanations if e.finding.rule not in secondary]
+    return (causes or explanations)[:MAX_EXPLANATIONS]
 
 
-def _cleaned(finding: Finding) -> Finding:
+def _sanitized(finding: Finding) -> Finding:
     """The finding without terminal control sequences in names and messages of the user's program."""
     place = finding.place and replace(
         finding.place,
@@ -81,33 +75,28 @@ def _cleaned(finding: Finding) -> Finding:
     )
     return replace(
         finding,
-        said=_line(finding.said),
+        said=_single_line(finding.said),
         fix="\n".join(clean(line) for line in finding.fix.split("\n")),
         place=place,
-        evidence=[_line(line) for line in finding.evidence],
+        evidence=[_single_line(line) for line in finding.evidence],
     )
 
 
-def _line(text: str) -> str:
+def _single_line(text: str) -> str:
     return " ".join(clean(text).split())[:600]
 
 
-def lines(finding: Finding, ranks: Sequence[int] = ()) -> list[str]:
+def format_lines(finding: Finding, ranks: Sequence[int] = ()) -> list[str]:
     """The explanation as lines for the user: cause, place, evidence, fix, page."""
-    who = (
+    prefix = (
         f"rank {', '.join(map(str, sorted(ranks)))}: "
         if ranks and not finding.said.startswith("rank ")
         else ""
     )
-    shown = [f"{who}{finding.said}."]
+    output = [f"{prefix}{finding.said}."]
     if finding.place:
-        shown.append(
-            f"  at     {finding.place.sentence()}"
-            + (f": {finding.place.text[:160]}" if finding.place.text else "")
-        )
-    shown += [f"  {'' if number else 'seen':6} {line}" for number, line in enumerate(finding.evidence)]
-    shown += [
-        f"  {'' if number else 'fix':6} {line}" for number, line in enumerate(finding.fix.split("\n")) if line
-    ]
-    shown.append(f"  more   flatout explain {finding.rule}")
-    return shown
+        text = f": {finding.place.text[:160]}" if finding.place.text else ""
+        output.append(f"  at     {finding.place.sentence()}{text}")
+    for label, lines in (("seen", finding.evidence), ("fix", finding.fix.split("\n"))):
+        output += [f"  {'' if number else label:6} {line}" for number, line in enumerate(lines) if line]
+    return [*output, f"  more   flatout explain {finding.rule}"]

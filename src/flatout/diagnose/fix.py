@@ -5,11 +5,11 @@ from __future__ import annotations
 import difflib
 import io
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 
-from flatout.diagnose.rewrites import apply_edits, edited, in_text
+from flatout.diagnose.rewrites import apply_edits, replace_spans, to_file_lines
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile, notebook
 from flatout.schema.findings import Edit, Finding
@@ -18,21 +18,22 @@ from flatout.schema.outputs import FixedFile
 INDENTS: tuple[int | str, ...] = (1, 2, 4, "\t")  # of the JSON of notebooks, as editors write it
 
 
-def fixes(program: ScriptProgram, findings: Iterable[Finding]) -> list[tuple[FixedFile, str]]:
-    """Return each file that would change, and its new text.
+def fixes(program: ScriptProgram, findings: Sequence[Finding]) -> list[tuple[FixedFile, str]]:
+    """Each file that would change, and its new text.
 
     Findings come in their order; one whose edits overlap earlier ones is left, for the next time.
     """
-    found = list(findings)
     changed = []
     for source in program.sources:
         edits: list[Edit] = []
         code, fixed, left = source.text, [], []
-        for finding in found:
-            own = in_text(source, finding.place.file, finding.edits) if finding.place is not None else []
-            if not own:
+        for finding in findings:
+            proposed = (
+                to_file_lines(source, finding.place.file, finding.edits) if finding.place is not None else []
+            )
+            if not proposed:
                 continue
-            new = [edit for edit in own if edit not in edits]
+            new = [edit for edit in proposed if edit not in edits]
             result = apply_edits(source.text, [*edits, *new])
             if result is None:
                 left.append(finding)
@@ -42,7 +43,7 @@ def fixes(program: ScriptProgram, findings: Iterable[Finding]) -> list[tuple[Fix
             fixed.append(finding)
         text = code
         if source.notebook and fixed:
-            text = _notebook(source, edits, code)
+            text = _edited_notebook(source, edits, code)
             if text == source.notebook:
                 fixed, left = [], [*fixed, *left]
         if fixed or left:
@@ -50,41 +51,41 @@ def fixes(program: ScriptProgram, findings: Iterable[Finding]) -> list[tuple[Fix
     return changed
 
 
-def _notebook(source: SourceFile, edits: list[Edit], code: str) -> str:
+def _edited_notebook(source: SourceFile, edits: list[Edit], code: str) -> str:
     """The JSON text of a notebook with the edits; as it is if more than the edited cells would change."""
-    whole = json.loads(source.notebook)
-    write = _writer(source.notebook, whole)
+    document = json.loads(source.notebook)
+    write = _json_writer(source.notebook, document)
     if write is None:
         return source.notebook
-    of_cells: dict[int, list[Edit]] = {}
+    edits_by_cell: dict[int, list[Edit]] = {}
     for edit in edits:
-        up = edit.line - source.cell(edit.line)[1]
+        offset = edit.line - source.cell(edit.line)[1]
         number = next(number for first, number in reversed(source.cells) if first <= edit.line)
-        of_cells.setdefault(number, []).append(
-            Edit(edit.line - up, edit.column, edit.end_line - up, edit.end_column, edit.text)
+        edits_by_cell.setdefault(number, []).append(
+            Edit(edit.line - offset, edit.column, edit.end_line - offset, edit.end_column, edit.text)
         )
-    for number, own in of_cells.items():
-        cell = whole["cells"][number - 1]
-        text = edited("".join(cell["source"]), own)
+    for number, cell_edits in edits_by_cell.items():
+        cell = document["cells"][number - 1]
+        text = replace_spans("".join(cell["source"]), cell_edits)
         if text is None:
             return source.notebook
         cell["source"] = text if isinstance(cell["source"], str) else text.splitlines(keepends=True)
-    text = write(whole)
-    got, _ = notebook(text, source.path)
-    return text if _lines(got) == _lines(code) else source.notebook
+    text = write(document)
+    new_code, _ = notebook(text, source.path)
+    return text if _nonblank(new_code) == _nonblank(code) else source.notebook
 
 
-def _writer(text: str, whole: object) -> Callable[[object], str] | None:
+def _json_writer(text: str, document: object) -> Callable[[object], str] | None:
     """What writes this JSON as it is written; None if none of INDENTS fits."""
     end = text[len(text.rstrip("\n")) :]
     for indent, ascii_only in product(INDENTS, (False, True)):
         write = partial(json.dumps, indent=indent, ensure_ascii=ascii_only)
-        if write(whole) + end == text:
+        if write(document) + end == text:
             return lambda changed: write(changed) + end
     return None
 
 
-def _lines(code: str) -> list[str]:
+def _nonblank(code: str) -> list[str]:
     return [line for line in code.splitlines() if line.strip()]
 
 

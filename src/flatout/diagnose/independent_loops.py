@@ -9,9 +9,22 @@ from flatout.probe.names import COMPREHENSIONS, FUNCTIONS
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 
-ALLOCATE = {"zeros", "ones", "empty", "full", "zeros_like", "empty_like", "new_zeros", "new_empty"}
+FACTORIES = {"zeros", "ones", "empty", "full", "zeros_like", "empty_like", "new_zeros", "new_empty"}
 # Words of modules that carry a state from one call to the next.
-STATEFUL = ("cell", "lstm", "gru", "rnn", "lif", "neuron", "spik", "state", "memor", "cache", "step", "decod")
+STATEFUL_WORDS = (
+    "cell",
+    "lstm",
+    "gru",
+    "rnn",
+    "lif",
+    "neuron",
+    "spik",
+    "state",
+    "memor",
+    "cache",
+    "step",
+    "decod",
+)
 LOOPS = (ast.For, ast.AsyncFor, ast.While, *COMPREHENSIONS)
 
 
@@ -23,21 +36,21 @@ def slice_calls(
     The input of each call is known before the loop, and the results are collected in one tensor.
     """
     for loop in ast.walk(function):
-        if not isinstance(loop, ast.For) or _in_chunks(loop):
+        if not isinstance(loop, ast.For) or _limits_memory(loop):
             continue
-        over = _names(loop.target)
+        loop_names = _names(loop.target)
         for statement in loop.body:
             if not isinstance(statement, (ast.Assign, ast.Expr)):
                 continue
             for call in ast.walk(statement):
-                if not isinstance(call, ast.Call) or not _submodule(program, source, call.func):
+                if not isinstance(call, ast.Call) or not _is_stateless_submodule(program, source, call.func):
                     continue
-                given = [*call.args, *(keyword.value for keyword in call.keywords)]
-                sliced = [each for each in given if _slice(each, over)]
+                arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
+                sliced = [argument for argument in arguments if _is_slice(argument, loop_names)]
                 if (
                     sliced
-                    and next(each for each in source.parents(call) if isinstance(each, LOOPS)) is loop
-                    and all(_known_before(loop, each, over) for each in given)
+                    and next(node for node in source.parents(call) if isinstance(node, LOOPS)) is loop
+                    and all(_is_independent(loop, argument, loop_names) for argument in arguments)
                     and _collected(program, source, loop, statement, call)
                 ):
                     assert isinstance(sliced[0], ast.Subscript)
@@ -53,106 +66,111 @@ def filled_entries(
             continue
         base, indices = _indexed(statement.targets[0])
         loops = [
-            each
-            for each in source.parents(statement)
-            if isinstance(each, ast.For) and source.function(each) is function
+            loop
+            for loop in source.parents(statement)
+            if isinstance(loop, ast.For) and source.function(loop) is function
         ]
-        used = [each for each in loops if _counts(each) and _counts(each) & indices]
         if (
-            len(used) < 2
-            or len(used) != len(loops)
-            or not all(_over_a_tensor(each) for each in loops)
+            len(loops) < 2
+            or not all(_counter(loop) & indices and _runs_over_tensor(loop) for loop in loops)
             or not isinstance(base, ast.Name)
-            or not _allocated(program, source, base)
+            or not _is_allocated(program, source, base)
         ):
             continue
-        reads = _values_read(loops[-1], statement.value)
-        if _computes(source, reads) and not any(base.id in _names(each) for each in reads):
+        computed = _values_computed(loops[-1], statement.value)
+        if _uses_torch(source, computed) and not any(base.id in _names(value) for value in computed):
             yield loops[-1], statement, base
 
 
 def _names(node: ast.AST) -> set[str]:
-    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+    return {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
 
 
-def _in_chunks(loop: ast.For) -> bool:
-    """Return whether a loop limits memory on purpose, or may end early."""
+def _limits_memory(loop: ast.For) -> bool:
+    """Whether a loop limits memory on purpose, or may end early."""
     text = ast.unparse(loop.iter).lower()
     return (
         any(name in text for name in ("chunk", "split", "micro", "mini"))
-        or any(isinstance(each, (ast.Break, ast.Return, ast.Yield)) for each in ast.walk(loop))
+        or any(isinstance(node, (ast.Break, ast.Return, ast.Yield)) for node in ast.walk(loop))
         or (isinstance(loop.iter, ast.Call) and len(loop.iter.args) == 3)
     )
 
 
-def _submodule(program: ScriptProgram, source: SourceFile, function: ast.expr, depth: int = 0) -> bool:
-    """Return whether a call runs a layer that has no state: ``self.encoder(...)``."""
+def _is_stateless_submodule(
+    program: ScriptProgram, source: SourceFile, function: ast.expr, depth: int = 0
+) -> bool:
+    """Whether a call runs a layer that has no state: ``self.encoder(...)``."""
     if (
         not isinstance(function, ast.Attribute)
         or not isinstance(function.value, ast.Name)
         or function.value.id != "self"
-        or any(word in function.attr.lower() for word in STATEFUL)
+        or any(word in function.attr.lower() for word in STATEFUL_WORDS)
     ):
         return False
     klass = source.klass(function)
     if klass is None:
         return False
-    own = next((m for m in klass.body if isinstance(m, FUNCTIONS) and m.name == function.attr), None)
-    if own is not None:
+    method = next((m for m in klass.body if isinstance(m, FUNCTIONS) and m.name == function.attr), None)
+    if method is not None:
         return (
             depth < 2
-            and not _keeps_a_value(own)
+            and not _sets_attribute(method)
             and any(
-                isinstance(each, ast.Call) and _submodule(program, source, each.func, depth + 1)
-                for each in ast.walk(own)
+                isinstance(node, ast.Call) and _is_stateless_submodule(program, source, node.func, depth + 1)
+                for node in ast.walk(method)
             )
         )
     for origin in program.origins(source, function):
         name = origin.node.func if isinstance(origin.node, ast.Call) else None
-        shown = getattr(name, "attr", getattr(name, "id", ""))
-        if not shown[:1].isupper() or any(word in shown.lower() for word in STATEFUL) or origin.part:
+        class_name = getattr(name, "attr", getattr(name, "id", ""))
+        if (
+            not class_name[:1].isupper()
+            or any(word in class_name.lower() for word in STATEFUL_WORDS)
+            or origin.part
+        ):
             return False
-        for home, made in program.class_named(origin.source, name):  # type: ignore[arg-type]
-            if any(_keeps_a_value(method) for _, method in program.methods(home, made, "forward")):
+        for home, definition in program.class_named(origin.source, name):  # type: ignore[arg-type]
+            if any(_sets_attribute(forward) for _, forward in program.methods(home, definition, "forward")):
                 return False
     return True
 
 
-def _keeps_a_value(function: ast.AST) -> bool:
+def _sets_attribute(function: ast.AST) -> bool:
     return any(
         isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) for node in ast.walk(function)
     )
 
 
-def _slice(node: ast.expr, over: set[str]) -> bool:
-    """Return whether this is ``x[t]`` or ``x[:, t]`` for the variable ``t`` of the loop."""
+def _is_slice(node: ast.expr, loop_names: set[str]) -> bool:
+    """Whether this is ``x[t]`` or ``x[:, t]`` for the variable ``t`` of the loop."""
     if not isinstance(node, ast.Subscript) or not isinstance(node.value, (ast.Name, ast.Attribute)):
         return False
-    parts = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-    return any(isinstance(each, ast.Name) and each.id in over for each in parts)
+    return any(isinstance(part, ast.Name) and part.id in loop_names for part in _parts(node))
 
 
-def _known_before(loop: ast.For, node: ast.AST, over: set[str], depth: int = 0) -> bool:
-    """Return whether a value of one pass depends on no other pass."""
+def _parts(node: ast.Subscript) -> list[ast.expr]:
+    return node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+
+
+def _is_independent(loop: ast.For, node: ast.AST, loop_names: set[str], depth: int = 0) -> bool:
+    """Whether a value of one pass depends on no other pass."""
     if depth > 4:
         return False
-    changed = [
+    assigned = [
         (target, statement)
         for statement in ast.walk(loop)
         if isinstance(statement, (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.For, ast.NamedExpr))
         and statement is not loop
         for target in (statement.targets if isinstance(statement, ast.Assign) else [statement.target])
     ]
-    for read in ast.walk(node):
-        if not isinstance(read, (ast.Name, ast.Attribute)) or (
-            isinstance(read, ast.Name) and read.id in over
-        ):
+    for use in ast.walk(node):
+        if not isinstance(use, (ast.Name, ast.Attribute)) or getattr(use, "id", "") in loop_names:
             continue
-        shown = ast.unparse(read)
-        for target, statement in changed:
+        code = ast.unparse(use)
+        for target, statement in assigned:
             if not any(
-                isinstance(each, (ast.Name, ast.Attribute)) and ast.unparse(each) == shown
-                for each in ast.walk(target)
+                isinstance(part, (ast.Name, ast.Attribute)) and ast.unparse(part) == code
+                for part in ast.walk(target)
             ):
                 continue
             if not (
@@ -160,8 +178,8 @@ def _known_before(loop: ast.For, node: ast.AST, over: set[str], depth: int = 0) 
                 and target is statement.targets[0]
                 and isinstance(target, ast.Name)
                 and statement in loop.body
-                and (statement.lineno, statement.col_offset) < (read.lineno, read.col_offset)
-                and _known_before(loop, statement.value, over, depth + 1)
+                and (statement.lineno, statement.col_offset) < (use.lineno, use.col_offset)
+                and _is_independent(loop, statement.value, loop_names, depth + 1)
             ):
                 return False
     return True
@@ -174,108 +192,97 @@ def _collected(
     statement: ast.stmt,
     call: ast.Call,
 ) -> bool:
-    """Return whether the results have one shape: they become the entries of one tensor."""
+    """Whether the results have one shape: they become the entries of one tensor."""
     results = {id(call)}
     names = _names(statement.targets[0]) if isinstance(statement, ast.Assign) else set()
 
-    def shows(node: ast.AST) -> bool:
+    def has_result(value: ast.AST) -> bool:
         return any(
-            id(each) in results or (isinstance(each, ast.Name) and each.id in names)
-            for each in ast.walk(node)
+            id(node) in results or (isinstance(node, ast.Name) and node.id in names)
+            for node in ast.walk(value)
         )
 
     function = source.function(loop)
-    for each in ast.walk(loop):
-        if (
-            isinstance(each, ast.Assign)
-            and isinstance(each.targets[0], ast.Subscript)
-            and shows(each.value)
-            and isinstance(each.targets[0].value, ast.Name)
-            and _allocated(program, source, each.targets[0].value)
-        ):
-            return True
-        if (
-            isinstance(each, ast.Call)
-            and isinstance(each.func, ast.Attribute)
-            and each.func.attr == "append"
-            and isinstance(each.func.value, ast.Name)
-            and each.args
-            and shows(each.args[0])
-            and function is not None
-            and _stacked(source, function, each.func.value.id)
-        ):
-            return True
+    for node in ast.walk(loop):
+        match node:
+            case ast.Assign(targets=[ast.Subscript(value=ast.Name() as tensor), *_], value=value):
+                if has_result(value) and _is_allocated(program, source, tensor):
+                    return True
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="append"), args=[value, *_]) if (
+                function is not None
+            ):
+                if has_result(value) and _is_stacked(source, function, name):
+                    return True
     return False
 
 
-def _stacked(source: SourceFile, function: ast.AST, name: str) -> bool:
+def _is_stacked(source: SourceFile, function: ast.AST, name: str) -> bool:
     return any(
-        isinstance(each, ast.Call)
-        and source.dotted(each.func) in ("torch.stack", "torch.cat")
-        and each.args
-        and isinstance(each.args[0], ast.Name)
-        and each.args[0].id == name
-        for each in ast.walk(function)
+        isinstance(call, ast.Call)
+        and source.dotted(call.func) in ("torch.stack", "torch.cat")
+        and call.args
+        and isinstance(call.args[0], ast.Name)
+        and call.args[0].id == name
+        for call in ast.walk(function)
     )
 
 
-def _allocated(program: ScriptProgram, source: SourceFile, name: ast.Name) -> bool:
-    """Return whether a name is a tensor that is allocated before it is filled."""
+def _is_allocated(program: ScriptProgram, source: SourceFile, name: ast.Name) -> bool:
+    """Whether a name is a tensor that is allocated before it is filled."""
     origins = program.origins(source, name)
     return bool(origins) and all(
         isinstance(origin.node, ast.Call)
         and not origin.part
         and isinstance(origin.node.func, ast.Attribute)
-        and origin.node.func.attr in ALLOCATE
+        and origin.node.func.attr in FACTORIES
         and (origin.dotted.startswith("torch.") or origin.node.func.attr.startswith("new_"))
         for origin in origins
     )
 
 
 def _indexed(node: ast.expr) -> tuple[ast.expr, set[str]]:
-    """Return the tensor and the names of the indices of ``x[i][j]`` or ``x[i, j]``."""
-    found: set[str] = set()
+    """The tensor and the names of the indices of ``x[i][j]`` or ``x[i, j]``."""
+    indices: set[str] = set()
     while isinstance(node, ast.Subscript):
-        for each in node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]:
-            found |= {each.id} if isinstance(each, ast.Name) else set()
+        indices |= {index.id for index in _parts(node) if isinstance(index, ast.Name)}
         node = node.value
-    return node, found
+    return node, indices
 
 
-def _counts(loop: ast.For) -> set[str]:
-    """Return the name that counts the passes: ``i`` of ``for i in range(n)`` or ``for i, x in enumerate(xs)``."""
+def _counter(loop: ast.For) -> set[str]:
+    """The name that counts the passes: ``i`` of ``for i in range(n)`` or ``for i, x in enumerate(xs)``."""
     first = loop.target.elts[0] if isinstance(loop.target, ast.Tuple) and loop.target.elts else loop.target
     return {first.id} if isinstance(first, ast.Name) else set()
 
 
-def _over_a_tensor(loop: ast.For) -> bool:
-    """Return whether a loop runs over a dimension of a tensor: ``enumerate(x)``, ``range(x.size(0))``."""
-    call = loop.iter
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or len(call.args) != 1:
-        return False
-    given = call.args[0]
-    if call.func.id == "enumerate":
-        return isinstance(given, ast.Name)
-    return call.func.id == "range"
+def _runs_over_tensor(loop: ast.For) -> bool:
+    """Whether a loop may run over a dimension of a tensor: ``enumerate(x)``, ``range(x.size(0))``."""
+    match loop.iter:
+        case (
+            ast.Call(func=ast.Name(id="enumerate"), args=[ast.Name()])
+            | ast.Call(func=ast.Name(id="range"), args=[_])
+        ):
+            return True
+    return False
 
 
-def _values_read(loop: ast.For, value: ast.expr) -> list[ast.expr]:
-    """Return a value and the values of this loop's names in it."""
-    found = [value]
-    for name in _names(value):
-        found += [
-            each.value
-            for each in ast.walk(loop)
-            if isinstance(each, ast.Assign)
-            and name in {t.id for t in each.targets if isinstance(t, ast.Name)}
-        ]
-    return found
+def _values_computed(loop: ast.For, value: ast.expr) -> list[ast.expr]:
+    """A value and the values of this loop's names in it."""
+    names = _names(value)
+    return [
+        value,
+        *(
+            statement.value
+            for statement in ast.walk(loop)
+            if isinstance(statement, ast.Assign)
+            and names & {target.id for target in statement.targets if isinstance(target, ast.Name)}
+        ),
+    ]
 
 
-def _computes(source: SourceFile, values: list[ast.expr]) -> bool:
-    """Return whether one of the values is computed by torch."""
+def _uses_torch(source: SourceFile, values: list[ast.expr]) -> bool:
     return any(
-        isinstance(each, ast.Call) and source.dotted(each.func).startswith("torch.")
+        isinstance(node, ast.Call) and source.dotted(node.func).startswith("torch.")
         for value in values
-        for each in ast.walk(value)
+        for node in ast.walk(value)
     )

@@ -11,11 +11,11 @@ from typing import IO
 TAIL_LINES = 4000
 STRETCH_LINES = 250  # from the first line of a failure
 BEFORE_LINES = 40
-MOST_STRETCHES = 24  # the first ones, which hold the cause
-LONGEST_LINE = 1 << 14
-MOST_CHARACTERS = 1 << 20  # at the end
+MAX_STRETCHES = 24  # the first ones, which hold the cause
+MAX_LINE_CHARACTERS = 1 << 14
+MAX_TAIL_CHARACTERS = 1 << 20
 
-BEGINS = re.compile(
+FAILURE_START = re.compile(
     r"Traceback \(most recent call last\)|Watchdog caught collective|Assertion `|Killed process \d+|Bus error|Segmentation fault|Root Cause"
 )
 
@@ -26,52 +26,52 @@ NAMED_VALUE = re.compile(
     rf"\b(?=(?P<name>\w+))(?P=name)['\"]?\s*(?:[:=]\s*)?(?:tensor\()?(?P<value>{NUMBER})\b",
     re.IGNORECASE,
 )
-NO_LOSS = re.compile(r"best|min|lowest|scale", re.IGNORECASE)  # a best loss begins as infinity
+NOT_A_LOSS = re.compile(r"best|min|lowest|scale", re.IGNORECASE)  # a best loss begins as infinity
 
 
 def losses(line: str) -> Iterator[tuple[str, float]]:
     """Names and values of the losses that a line of a log shows."""
-    for found in NAMED_VALUE.finditer(line[:1000]):
-        name = found["name"]
-        if "loss" in name.lower() and not NO_LOSS.search(name):
-            yield name, float(found["value"])
+    for match in NAMED_VALUE.finditer(line[:1000]):
+        name = match["name"]
+        if "loss" in name.lower() and not NOT_A_LOSS.search(name):
+            yield name, float(match["value"])
 
 
-def gather(stream: IO[str]) -> str:
+def condense(stream: IO[str]) -> str:
     """Relevant lines of a stream, in order, in bounded memory. An empty line marks omitted lines."""
     tail: deque[tuple[int, str]] = deque()
     before: deque[tuple[int, str]] = deque(maxlen=BEFORE_LINES)
-    kept: dict[int, str] = {}
-    left, stretches, number, finite = 0, 0, 0, True
+    relevant: dict[int, str] = {}
+    remaining, stretches, number, all_finite = 0, 0, 0, True
     size = 0
-    while line := stream.readline(LONGEST_LINE):
+    while line := stream.readline(MAX_LINE_CHARACTERS):
         rest = line
         while rest and not rest.endswith("\n"):  # skips the rest of an overlong line
-            rest = stream.readline(LONGEST_LINE)
+            rest = stream.readline(MAX_LINE_CHARACTERS)
         number += 1
         line = line.rstrip("\n")
-        if not left and stretches < MOST_STRETCHES and BEGINS.search(line):
-            left, stretches = STRETCH_LINES, stretches + 1
-            kept.update(before)
-        if left:
-            kept[number] = line
-            left -= 1
-        elif finite and not all(
-            math.isfinite(loss) for _, loss in losses(line)
-        ):  # the first of perhaps thousands
-            kept.update(before)
-            kept[number] = line
-            finite = False
+        if not remaining and stretches < MAX_STRETCHES and FAILURE_START.search(line):
+            remaining, stretches = STRETCH_LINES, stretches + 1
+            relevant.update(before)
+        if remaining:
+            relevant[number] = line
+            remaining -= 1
+        elif all_finite and any(
+            not math.isfinite(loss) for _, loss in losses(line)
+        ):  # the first of thousands
+            relevant.update(before)
+            relevant[number] = line
+            all_finite = False
         before.append((number, line))
         tail.append((number, line))
         size += len(line)
-        while size > MOST_CHARACTERS or len(tail) == TAIL_LINES:
+        while size > MAX_TAIL_CHARACTERS or len(tail) == TAIL_LINES:
             size -= len(tail.popleft()[1])
-    kept.update(tail)
-    found, last = [], 0
-    for at in sorted(kept):
-        if at != last + 1:
-            found.append("")
-        found.append(kept[at])
-        last = at
-    return "\n".join(found)
+    relevant.update(tail)
+    lines, last = [], 0
+    for number in sorted(relevant):
+        if number != last + 1:
+            lines.append("")
+        lines.append(relevant[number])
+        last = number
+    return "\n".join(lines)

@@ -12,8 +12,8 @@ from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 from flatout.probe.step_loops import SWITCHES, mentions
 
-REDUCE = {"sum", "max", "min", "mean", "norm", "count_nonzero", "nonzero"}
-WORDS = ("loss", "criterion")
+REDUCTIONS = {"sum", "max", "min", "mean", "norm", "count_nonzero", "nonzero"}
+LOSS_WORDS = ("loss", "criterion")
 
 
 def loss_reads(program: ScriptProgram) -> Iterator[tuple[SourceFile, ast.expr, str]]:
@@ -21,13 +21,13 @@ def loss_reads(program: ScriptProgram) -> Iterator[tuple[SourceFile, ast.expr, s
 
     A read for a size, as in ``int(lengths.max())``, has none.
     """
-    for source, function in _losses(program):
+    for source, function in _loss_functions(program):
         for node in ast.walk(function):
-            if source.function(node) is not function or _rarely(source, node, function):
+            if source.function(node) is not function or _runs_rarely(source, node, function):
                 continue
-            if isinstance(node, (ast.If, ast.IfExp)) and (reduced := _asked(node.test)) is not None:
-                if _is_tensor(source, function, reduced) and not _selects(function, node, reduced):
-                    name = source.code(reduced)
+            if isinstance(node, (ast.If, ast.IfExp)) and (tensor := _tested_tensor(node.test)) is not None:
+                if _is_tensor(source, function, tensor) and not _selects(function, node, tensor):
+                    name = source.code(tensor)
                     yield (
                         source,
                         node.test,
@@ -35,115 +35,110 @@ def loss_reads(program: ScriptProgram) -> Iterator[tuple[SourceFile, ast.expr, s
                     )
             elif (
                 isinstance(node, ast.Call)
-                and (read := _item(node)) is not None
+                and (reduction := _reduction_read(node)) is not None
                 and isinstance(source.parent(node), ast.BinOp)
-                and isinstance(read.func, ast.Attribute)
-                and _is_tensor(source, function, read.func.value)
+                and isinstance(reduction.func, ast.Attribute)
+                and _is_tensor(source, function, reduction.func.value)
             ):
-                yield source, node, f"{source.code(read)}.detach()  # stays on the device"
+                yield source, node, f"{source.code(reduction)}.detach()  # stays on the device"
 
 
-def _losses(program: ScriptProgram) -> Iterator[tuple[SourceFile, ast.AST]]:
-    """Yield the methods that an instance of a class named so runs when it is called."""
-    waiting = [
+def _loss_functions(program: ScriptProgram) -> Iterator[tuple[SourceFile, ast.AST]]:
+    """Yield the methods that an instance of a class with such a name runs when it is called."""
+    queue = [
         (source, method)
         for source in program.sources
         for klass in source.classes
-        if any(word in klass.name.lower() for word in WORDS)
+        if any(word in klass.name.lower() for word in LOSS_WORDS)
         for method in klass.body
         if isinstance(method, FUNCTIONS) and method.name in ("forward", "__call__")
     ]
-    seen: set[int] = set()
-    while waiting:
-        source, function = waiting.pop(0)
-        if id(function) not in seen:
-            seen.add(id(function))
+    visited: set[int] = set()
+    while queue:
+        source, function = queue.pop(0)
+        if id(function) not in visited:
+            visited.add(id(function))
             yield source, function
-            waiting += [
-                (home, each)
+            queue += [
+                (home, callee)
                 for node in ast.walk(function)
                 if isinstance(node, ast.Call)
-                for home, each in called(program, source, node)
-                if isinstance(each, FUNCTIONS)
+                for home, callee in called(program, source, node)
+                if isinstance(callee, FUNCTIONS)
             ]
 
 
-def _rarely(source: SourceFile, node: ast.AST, function: ast.AST) -> bool:
-    """Return whether a node is in an arm for debugging or evaluation."""
+def _runs_rarely(source: SourceFile, node: ast.AST, function: ast.AST) -> bool:
+    """Whether a node is in an arm for debugging or evaluation."""
     return isinstance(source.statement(node), ast.Assert) or any(
-        mentions(each.test, (*SWITCHES, "training", "log", "random", "%"))
-        for each in source.parents(node)
-        if isinstance(each, (ast.If, ast.IfExp)) and source.function(each) is function
+        mentions(parent.test, (*SWITCHES, "training", "log", "random", "%"))
+        for parent in source.parents(node)
+        if isinstance(parent, (ast.If, ast.IfExp)) and source.function(parent) is function
     )
 
 
-def _asked(test: ast.expr) -> ast.expr | None:
-    """Return the tensor of which a test asks ``x.sum() > 0``, ``x.any()`` or ``torch.sum(x) == 0``."""
+def _tested_tensor(test: ast.expr) -> ast.expr | None:
+    """The tensor ``x`` of a test ``x.sum() > 0``, ``x.any()`` or ``x.max() == 0``."""
     while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
         test = test.operand
-    if isinstance(test, ast.Compare) and isinstance(test.comparators[0], ast.Constant):
-        call = test.left
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in REDUCE:
-            return call.func.value if not call.args else None
-    if isinstance(test, ast.Call) and isinstance(test.func, ast.Attribute) and not test.args:
-        return test.func.value if test.func.attr in ("any", "all") else None
+    match test:
+        case ast.Compare(
+            left=ast.Call(func=ast.Attribute(tensor, name), args=[]), comparators=[ast.Constant(), *_]
+        ) if name in REDUCTIONS:
+            return tensor
+        case ast.Call(func=ast.Attribute(tensor, "any" | "all"), args=[]):
+            return tensor
     return None
 
 
 def _selects(function: ast.AST, guard: ast.AST, mask: ast.expr) -> bool:
-    """Return whether entries are selected by the mask, or by a mask in the arm: that waits in any case."""
-    by_mask = any(
+    """Whether entries are selected by the mask, or by a mask in the arm: that waits in any case."""
+    return any(
         isinstance(node, ast.Subscript)
         and any(
-            isinstance(each, ast.expr) and ast.dump(each) == ast.dump(mask) for each in ast.walk(node.slice)
+            isinstance(part, ast.expr) and ast.dump(part) == ast.dump(mask) for part in ast.walk(node.slice)
         )
         for node in ast.walk(function)
-    )
-    return by_mask or any(
+    ) or any(
         isinstance(node, ast.Subscript) and isinstance(node.slice, (ast.Name, ast.Compare))
         for node in ast.walk(guard)
     )
 
 
-def _item(call: ast.Call) -> ast.Call | None:
+def _reduction_read(call: ast.Call) -> ast.Call | None:
     """Return ``x.sum()`` of ``x.sum().item()`` or ``float(x.sum())``."""
-    read: ast.expr | None = None
-    if isinstance(call.func, ast.Attribute) and call.func.attr == "item" and not call.args:
-        read = call.func.value
-    elif isinstance(call.func, ast.Name) and call.func.id == "float" and len(call.args) == 1:
-        read = call.args[0]
-    if isinstance(read, ast.Call) and isinstance(read.func, ast.Attribute) and read.func.attr in REDUCE:
-        return read
+    match call:
+        case (
+            ast.Call(func=ast.Attribute(ast.Call() as reduction, "item"), args=[])
+            | ast.Call(func=ast.Name("float"), args=[ast.Call() as reduction])
+        ) if isinstance(reduction.func, ast.Attribute) and reduction.func.attr in REDUCTIONS:
+            return reduction
     return None
 
 
 def _is_tensor(source: SourceFile, function: ast.AST, node: ast.expr, depth: int = 0) -> bool:
-    """Return whether a value is computed by tensor operations from the parameters of the function."""
+    """Whether a value is computed by tensor operations from the parameters of the function."""
     if depth > 6:
         return False
-    if isinstance(node, ast.Compare):
-        return _is_tensor(source, function, node.left, depth + 1)
-    if isinstance(node, ast.BinOp):
-        return _is_tensor(source, function, node.left, depth + 1) or _is_tensor(
-            source, function, node.right, depth + 1
-        )
-    if isinstance(node, (ast.UnaryOp, ast.Subscript)):
-        inner = node.operand if isinstance(node, ast.UnaryOp) else node.value
-        return _is_tensor(source, function, inner, depth + 1)
-    if isinstance(node, ast.Call):
-        dotted = source.dotted(node.func)
-        if dotted:
-            return dotted.startswith("torch.")
-        return (
-            isinstance(node.func, ast.Attribute)
-            and node.func.attr not in ("size", "dim", "numel", "numpy", "tolist", "item", "cpu")
-            and _is_tensor(source, function, node.func.value, depth + 1)
-        )
+    match node:
+        case ast.Compare(left=inner) | ast.UnaryOp(operand=inner) | ast.Subscript(value=inner):
+            return _is_tensor(source, function, inner, depth + 1)
+        case ast.BinOp(left, _, right):
+            return any(_is_tensor(source, function, side, depth + 1) for side in (left, right))
+        case ast.Call(func):
+            dotted = source.dotted(func)
+            if dotted:
+                return dotted.startswith("torch.")
+            return (
+                isinstance(func, ast.Attribute)
+                and func.attr not in ("size", "dim", "numel", "numpy", "tolist", "item", "cpu")
+                and _is_tensor(source, function, func.value, depth + 1)
+            )
     if not isinstance(node, ast.Name):
         return False
     bindings = source.names.reaching(node)
     return bool(bindings) and all(
-        _given(source, function, node, binding.node)
+        _is_tensor_parameter(source, function, node, binding.node)
         if binding.how == "parameter"
         else binding.how == "assign"
         and binding.value is not None
@@ -153,16 +148,16 @@ def _is_tensor(source: SourceFile, function: ast.AST, node: ast.expr, depth: int
     )
 
 
-def _given(source: SourceFile, function: ast.AST, node: ast.Name, parameter: ast.AST) -> bool:
-    """Return whether a parameter is a tensor: torch's functions use it, or its annotation says so."""
-    note = getattr(parameter, "annotation", None)
-    if note is not None:
-        return "Tensor" in ast.unparse(note)
+def _is_tensor_parameter(source: SourceFile, function: ast.AST, node: ast.Name, parameter: ast.AST) -> bool:
+    """Whether a parameter is a tensor: torch's functions use it, or its annotation says so."""
+    annotation = getattr(parameter, "annotation", None)
+    if annotation is not None:
+        return "Tensor" in ast.unparse(annotation)
     return any(
         isinstance(call, ast.Call)
         and source.dotted(call.func).startswith("torch.")
         and source.dotted(call.func).rpartition(".")[2] not in MAKES_TENSORS - {"cat", "stack", "where"}
-        and any(node.id in _operands(each) for each in call.args)
+        and any(node.id in _operands(argument) for argument in call.args)
         for call in ast.walk(function)
     )
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from flatout.diagnose.gains import found
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding
 from flatout.schema.profile import MemoryGrowth, ProfileRecord
 from flatout.schema.sizes import size
 
 
-def growing(rule: Rule, profile: ProfileRecord, leak: MemoryGrowth, how: str) -> Finding:
-    held = f", held by {leak.holder}" if leak.holder else ""
-    said = f"{size(leak.bytes_a_step)} more after each {profile.unit}{held}" + (f", {how}" if how else "")
+def growth_finding(rule: Rule, profile: ProfileRecord, leak: MemoryGrowth, how: str) -> Finding:
+    holder = f", held by {leak.holder}" if leak.holder else ""
+    message = f"{size(leak.bytes_a_step)} more after each {profile.unit}{holder}" + (
+        f", {how}" if how else ""
+    )
     evidence = [
         f"the probability of such a trend without a leak is {leak.chance:.1g}, over {leak.steps or len(leak.series)} steps"
     ]
@@ -23,4 +24,4 @@ def growing(rule: Rule, profile: ProfileRecord, leak: MemoryGrowth, how: str) ->
         evidence.append(
             f"at this rate it fills the machine's {size(float(free))} in {f'{60 * hours:.0f} minutes' if hours < 2 else f'{hours:.0f} hours'}"
         )
-    return found(rule, said, leak.place, evidence=evidence)
+    return rule.profile_finding(message, [leak.place], evidence=evidence)

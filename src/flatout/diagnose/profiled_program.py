@@ -1,4 +1,4 @@
-"""One program that is profiled: started again if it ends, measured while undisturbed, listened to by probes."""
+"""One program that is profiled: started again if it ends, measured while undisturbed, then recorded by probes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from flatout.trial.blocks import PREFETCHED_BATCHES, BlockTimer, Watcher
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.trial.spec import TrialOptions
 
-TABLE = "flatout.diagnose.what_ifs:TABLE"
-START_S = 600.0  # until the steps are steady
+WHAT_IF_TABLE = "flatout.diagnose.what_ifs:TABLE"
+STEADY_LIMIT_S = 600.0  # until the steps are steady
 SETTLING_TICKS = 4
 LEAK_TICKS = 40
-LONGEST_LISTENING_S = 8.0  # of one recording; slow programs are recorded over fewer steps
+MAX_PROBE_S = 8.0  # of one recording; slow programs are recorded over fewer steps
 WHAT_IF_SHARE = 0.5  # of the budget is reserved for what-ifs
 ALL_STAGES = frozenset({"synchronisations", "lines", "operators", "memory", "growth", "what-ifs", "data set"})
 
@@ -38,32 +38,36 @@ class ProfiledProgram:
         command: Command,
         job: JobFolder,
         facts: Facts,
-        requested: ProfileOptions,
+        options: ProfileOptions,
         record: ProfileRecord,
         ceilings: dict[str, float],
         watcher: Watcher | None = None,
         save: Callable[[], None] = lambda: None,
     ) -> None:
         self.command, self.job, self.facts = command, job, facts
-        self.requested, self.record = requested, record
+        self.options, self.record = options, record
         self.watcher, self.save = watcher or Watcher(), save
         record.ceilings = ceilings
         self.blocks = BlockTimer()
         self.trial: Trial | None = None
-        self.end_s = seconds() + requested.budget_s
-        self.listen_until_s = self.end_s - WHAT_IF_SHARE * requested.budget_s
-        self.start_cost_s = 0.0
+        self.end_s = seconds() + options.budget_s
+        self.probes_until_s = self.end_s - WHAT_IF_SHARE * options.budget_s
+        self.startup_s = 0.0
         self.plain_ms: list[float] = []
-        self.not_finite = 0.0  # share of the losses that are NaN or infinite
+        self.not_finite_share = 0.0  # share of the losses that are NaN or infinite
 
-    def enter(self) -> Trial:
+    def start_trial(self) -> Trial:
         start_s = seconds()
         trial = self.trial = Trial(
-            self.command, self.job.new_trial(), Plan(), self.facts, TrialOptions(table=TABLE, monitor=True)
+            self.command,
+            self.job.new_trial(),
+            Plan(),
+            self.facts,
+            TrialOptions(table=WHAT_IF_TABLE, monitor=True),
         )
         trial.start()
-        ready = trial.wait_ready(start_s + START_S)
-        self.start_cost_s = seconds() - start_s
+        ready = trial.wait_ready(start_s + STEADY_LIMIT_S)
+        self.startup_s = seconds() - start_s
         self.blocks.unit, self.blocks.tick_ms = ready["unit"], max(ready["tick_ms"], 1e-3)
         if self.blocks.tick_ms < 2000:
             self.blocks.tick_ms = max(
@@ -71,22 +75,22 @@ class ProfiledProgram:
             )
         return trial
 
-    def leave(self) -> None:
+    def close_trial(self) -> None:
         if self.trial is not None:
             self.trial.close()
             self.trial = None
 
-    def attempt(self, name: str, stage: Callable[[ProfiledProgram, Trial], None]) -> None:
+    def run_stage(self, name: str, stage: Callable[[ProfiledProgram, Trial], None]) -> None:
         """Runs one stage, in a new program if the current one has ended. A failure becomes a note."""
         for attempt in (1, 2):
             try:
                 if self.trial is None:
-                    if self.end_s - seconds() < self.start_cost_s:
+                    if self.end_s - seconds() < self.startup_s:
                         self.record.notes.append(
                             f"{name}: the program ended and no time was left to start it again; increase --budget"
                         )
                         return
-                    self.enter()
+                    self.start_trial()
                 assert self.trial is not None
                 if name == "what-ifs":
                     self.watcher.stage(name, "which costs can be switched off")
@@ -94,43 +98,43 @@ class ProfiledProgram:
                     self.watcher.stage("recording", name)
                 stage(self, self.trial)
                 return
-            except ProgramGone as gone:
-                self.leave()
-                if attempt == 2 or gone.record.status != "ended":
-                    what = "is too short" if gone.record.status == "ended" else "failed during it"
-                    self.record.notes.append(f"{name}: the program {what}: {last_line(gone.record.reason)}")
+            except ProgramGone as ended:
+                self.close_trial()
+                if attempt == 2 or ended.record.status != "ended":
+                    what = "is too short" if ended.record.status == "ended" else "failed during it"
+                    self.record.notes.append(f"{name}: the program {what}: {last_line(ended.record.reason)}")
                     return
 
     def measure(self) -> None:
         """Measures step times and phases while nothing is recorded."""
         record = self.record
         try:
-            trial = self.enter()
-        except ProgramGone as gone:
-            raise why_not(gone.record) from None
+            trial = self.start_trial()
+        except ProgramGone as ended:
+            raise profile_error(ended.record) from None
         try:
             record.context = trial.ask({"do": "options"}, seconds() + 120)["context"]
             workers = max((loader["num_workers"] for loader in record.context["loaders"]), default=0)
             self.blocks.prefetched_ticks = PREFETCHED_BATCHES * workers
             trial.ask({"do": "monitor"}, seconds() + 60)
-            until_s = seconds() + max(5.0, 0.3 * self.requested.budget_s)
-            self.watcher.stage("measuring", f"{self.requested.steps} steps without recording")
-            while len(self.plain_ms) < self.requested.steps and seconds() < until_s:
-                ticks = min(self.blocks.block_ticks, self.requested.steps - len(self.plain_ms))
+            until_s = seconds() + max(5.0, 0.3 * self.options.budget_s)
+            self.watcher.stage("measuring", f"{self.options.steps} steps without recording")
+            while len(self.plain_ms) < self.options.steps and seconds() < until_s:
+                ticks = min(self.blocks.block_ticks, self.options.steps - len(self.plain_ms))
                 self.plain_ms += trial.run_ticks(ticks, self.blocks.deadline(ticks))
-            self._take(TrialRecord.from_json(trial.ask({"do": "record"}, seconds() + 60)["record"]))
-            self._take_watched(trial.ask({"do": "monitor"}, seconds() + 60))
+            self._copy_record(TrialRecord.from_json(trial.ask({"do": "record"}, seconds() + 60)["record"]))
+            self._copy_watched(trial.ask({"do": "monitor"}, seconds() + 60))
             trial.pause()
-        except ProgramGone as gone:
-            self.leave()
+        except ProgramGone as ended:
+            self.close_trial()
             if not self.plain_ms:
-                raise why_not(gone.record) from None
-            self._take(gone.record)
+                raise profile_error(ended.record) from None
+            self._copy_record(ended.record)
             record.notes.append(
-                f"the program ended after {len(self.plain_ms)} measured steps: {last_line(gone.record.reason)}"
+                f"the program ended after {len(self.plain_ms)} measured steps: {last_line(ended.record.reason)}"
             )
 
-    def _take(self, trial: TrialRecord) -> None:
+    def _copy_record(self, trial: TrialRecord) -> None:
         record = self.record
         record.device, record.unit = trial.device, trial.unit
         record.versions = {**record.versions, **trial.versions}
@@ -143,43 +147,42 @@ class ProfiledProgram:
         record.phases = {name: PhaseTime.from_json(phase) for name, phase in trial.phases.items()}
         self.blocks.tick_ms = record.step_ms
         losses = [float.fromhex(loss) for loss in trial.losses]
-        self.not_finite = sum(not math.isfinite(loss) for loss in losses) / len(losses) if losses else 0.0
-
-    def _take_watched(self, watched: dict[str, Any]) -> None:
-        record = self.record
-        record.gc_ms, record.gc_longest_ms, record.gc_calls = (
-            watched["gc_ms"],
-            watched["gc_longest_ms"],
-            watched["gc_calls"],
+        self.not_finite_share = (
+            sum(not math.isfinite(loss) for loss in losses) / len(losses) if losses else 0.0
         )
+
+    def _copy_watched(self, watched: dict[str, Any]) -> None:
+        record = self.record
+        record.gc_ms, record.gc_longest_ms = watched["gc_ms"], watched["gc_longest_ms"]
+        record.gc_calls = watched["gc_calls"]
         record.settings, record.events = watched["settings"], watched["events"]
-        if self.not_finite:
+        if self.not_finite_share:
             record.events["loss_not_finite"] = {
                 **record.events.get("backward", {"places": []}),
-                "calls": self.not_finite,
+                "calls": self.not_finite_share,
                 "ms": 0.0,
             }
         record.compiled = Compiled.from_json(watched["compiled"]) if watched["compiled"] else None
-        record.loaders = [LoaderSeen.from_json(seen) for seen in watched["loaders"]]
+        record.loaders = [LoaderSeen.from_json(loader) for loader in watched["loaders"]]
 
-    def listen(
-        self, trial: Trial, probe: str, ticks: int, fewest: int = 0, **requested: object
+    def run_probe(
+        self, trial: Trial, probe: str, ticks: int, min_ticks: int = 0, **options: object
     ) -> dict[str, Any]:
         """The record of a probe over ``ticks`` ticks.
 
-        A slow program is recorded over fewer ticks, at least ``fewest`` if given.
+        A slow program is recorded over fewer ticks, at least ``min_ticks`` if given.
         """
-        last = (
-            min(self.listen_until_s, seconds() + LONGEST_LISTENING_S)
-            if "what-ifs" in self.requested.stages
+        deadline_s = (
+            min(self.probes_until_s, seconds() + MAX_PROBE_S)
+            if "what-ifs" in self.options.stages
             else self.end_s
         )
-        affordable = int(1000 * (last - seconds()) / self.blocks.tick_ms)
-        ticks = max(fewest, min(ticks, affordable)) if fewest else ticks
-        if ticks * self.blocks.tick_ms / 1000 > max(self.end_s - seconds(), LONGEST_LISTENING_S / 4):
+        affordable = int(1000 * (deadline_s - seconds()) / self.blocks.tick_ms)
+        ticks = max(min_ticks, min(ticks, affordable)) if min_ticks else ticks
+        if ticks * self.blocks.tick_ms / 1000 > max(self.end_s - seconds(), MAX_PROBE_S / 4):
             self.record.notes.append(f"{probe}: no time was left to record {ticks} steps; increase --budget")
             return {}
-        answer = trial.run_probe(probe, self.blocks.deadline(10 * ticks) + 120, ticks=ticks, **requested)
+        answer = trial.run_probe(probe, self.blocks.deadline(10 * ticks) + 120, ticks=ticks, **options)
         if answer.get("why_not"):
             self.record.notes.append(f"{probe}: not recorded, {answer['why_not']}")
         return answer
@@ -202,12 +205,12 @@ class ProfileOptions:
     trace: str = ""
 
 
-def why_not(record: TrialRecord) -> FlatoutError:
+def profile_error(record: TrialRecord) -> FlatoutError:
     """The error for a program that could not be profiled: its own failure, or nothing to measure."""
     if record.status == "failed":
-        said = record.log_tail.strip() or record.reason
+        output = record.log_tail.strip() or record.reason
         return ProgramFailed(
-            f"the program itself fails (exit code {record.exit_code}):\n\n{said}", record.exit_code or 1
+            f"the program itself fails (exit code {record.exit_code}):\n\n{output}", record.exit_code or 1
         )
     if record.status == "unattached":
         return NothingMeasured(f"there is nothing to profile: {record.reason}.")
@@ -218,9 +221,9 @@ def why_not(record: TrialRecord) -> FlatoutError:
     if record.status == "hung":
         return NothingMeasured(f"the program did not train: {record.reason}.")
     steps = len(set(record.loss_steps))
-    seen = (
+    when = (
         f"after {steps} training {'step' if steps == 1 else 'steps'}, before they were steady"
         if steps
         else "without a training step"
     )
-    return NothingMeasured(f"there is nothing to profile: the program ended {seen}. Let it train longer.")
+    return NothingMeasured(f"there is nothing to profile: the program ended {when}. Let it train longer.")

@@ -1,9 +1,9 @@
 """Runs `flatout profile`: measures the steady state, records activity, tries what-ifs, writes a record.
 
-    quiet      step times, phases, loader waits, garbage collection: nothing is recorded
-    listening  device synchronisations; operators (torch's profiler); memory within a step and across steps
+    measuring  step times, phases, loader waits, garbage collection: nothing is recorded
+    recording  device synchronisations; operators (torch's profiler); memory within a step and across steps
     what-ifs   switched on and off between blocks of steps (diagnose/what_ifs)
-    fetching   fetches batches again at the very end, to time the lines of the data set
+    data set   fetches batches again at the very end, to time the lines of the data set
 
 A program that ends early is started again for the remaining stages.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 from flatout.diagnose.bottleneck import name_bottleneck
 from flatout.diagnose.profiled_program import SETTLING_TICKS, ProfiledProgram
-from flatout.diagnose.ranking import judge, placed
+from flatout.diagnose.ranking import locate_causes, profile_findings
 from flatout.diagnose.what_ifs import TABLE as WHAT_IFS
 from flatout.measure.clock import seconds
 from flatout.measure.roofline import fill_roofline, flops_a_step, utilisation
@@ -40,15 +40,17 @@ from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone, Trial
 
 SYNCHRONISATION_TICKS = 10
-BETWEEN_TICKS = 8
+LINE_TICKS = 8
 MEMORY_TICKS = 4
-FEWEST_LEAK_TICKS = 16
-LITTLE = 0.01  # of a step; smaller costs are not measured
-NARROW = 1.04  # high over low of an interval that needs no more rounds
-LEAST_BLOCKS = 8  # per what-if: two rounds in both orders
-MOST_ROUNDS = 14
-OPERATIONS_KEPT = 60
-CLOSED = "a step of this program is a closure that takes seconds; what-ifs cannot be switched inside it"
+MIN_LEAK_TICKS = 16
+MIN_COST_SHARE = 0.01  # of a step; smaller costs are not measured
+MAX_INTERVAL_RATIO = 1.04  # high over low of an interval that needs no more rounds
+MIN_BLOCKS = 8  # per what-if: two rounds in both orders
+MAX_ROUNDS = 14
+MAX_OPERATIONS = 60
+CLOSURE_REASON = (
+    "a step of this program is a closure that takes seconds; what-ifs cannot be switched inside it"
+)
 
 
 MEMORY_STAGES = frozenset({"memory", "growth"})
@@ -64,11 +66,11 @@ def run_profile(program: ProfiledProgram) -> ProfileRecord:
         program.watcher.stage("observing", "the unchanged program, until its steps are steady")
         program.measure()
         for name, stage in STAGES.items():
-            if name in program.requested.stages:
-                program.attempt(name, stage)
+            if name in program.options.stages:
+                program.run_stage(name, stage)
                 program.save()
     finally:
-        program.leave()
+        program.close_trial()
     fill_roofline(record.operations, record.ceilings, _tf32(program))
     record.flops_a_step = flops_a_step(record.operations)
     if record.step_ms and record.ceilings:
@@ -78,10 +80,10 @@ def run_profile(program: ProfiledProgram) -> ProfileRecord:
             "the operators' share of this machine's peak is unknown: `flatout doctor --bench` measures the peak"
         )
     record.bound, record.bound_why = name_bottleneck(record)
-    record.findings = judge(record)
+    record.findings = profile_findings(record)
     if program.command.script is not None and record.findings:
         with suppress(OSError, Unreadable):
-            record.findings = placed(record.findings, ScriptProgram.read(program.command.script))
+            record.findings = locate_causes(record.findings, ScriptProgram.read(program.command.script))
     record.status = "done"
     return record
 
@@ -90,28 +92,28 @@ def run_profile(program: ProfiledProgram) -> ProfileRecord:
 
 
 def _synchronisations(program: ProfiledProgram, trial: Trial) -> None:
-    observed = program.listen(trial, "synchronisations", SYNCHRONISATION_TICKS, 2)
+    observed = program.run_probe(trial, "synchronisations", SYNCHRONISATION_TICKS, 2)
     program.record.synchronisations = [
-        SyncRecord.from_json(synchronisation) for synchronisation in observed.get("synchronisations", ())
+        SyncRecord.from_json(sync) for sync in observed.get("synchronisations", ())
     ]
 
 
-def _between(program: ProfiledProgram, trial: Trial) -> None:
-    observed = program.listen(trial, "between", BETWEEN_TICKS, 2).get("between")
+def _python_lines(program: ProfiledProgram, trial: Trial) -> None:
+    observed = program.run_probe(trial, "between", LINE_TICKS, 2).get("between")
     if observed:
         program.record.events["between"] = observed
 
 
 def _operations(program: ProfiledProgram, trial: Trial) -> None:
-    record, schedule = program.record, list(program.requested.schedule)
-    observed = program.listen(
-        trial, "operations", 1 + sum(schedule), schedule=schedule, trace=program.requested.trace
+    record, schedule = program.record, list(program.options.schedule)
+    observed = program.run_probe(
+        trial, "operations", 1 + sum(schedule), schedule=schedule, trace=program.options.trace
     )
     if not observed.get("operations"):
         return
-    record.schedule, record.trace = schedule, program.requested.trace
+    record.schedule, record.trace = schedule, program.options.trace
     operations = [Operation.from_json(operation) for operation in observed["operations"]]
-    record.operations = operations[:OPERATIONS_KEPT]
+    record.operations = operations[:MAX_OPERATIONS]
     record.operators_a_step = observed["operators"]
     record.operator_us = (
         1000 * observed["operators_ms"] / observed["operators"] if observed["operators"] else None
@@ -123,46 +125,43 @@ def _operations(program: ProfiledProgram, trial: Trial) -> None:
     record.device_ms = observed["device_ms"]
     if observed["busy_ms"] is not None:
         record.idle_ms = max(0.0, step_ms - observed["busy_ms"])
-    listened = observed["ms"][-schedule[2] :]
-    if listened and program.plain_ms:
-        quiet = median(program.plain_ms)
-        record.overhead = compare([[Round(ms, quiet) for ms in listened]])
+    recorded_ms = observed["ms"][-schedule[2] :]
+    if recorded_ms and program.plain_ms:
+        plain_ms = median(program.plain_ms)
+        record.overhead = compare([[Round(ms, plain_ms) for ms in recorded_ms]])
 
 
 def _memory(program: ProfiledProgram, trial: Trial) -> None:
-    observed = program.listen(trial, "memory", MEMORY_TICKS).get("memory")
+    observed = program.run_probe(trial, "memory", MEMORY_TICKS).get("memory")
     if observed:
         program.record.memory = memory = MemorySeen.from_json(observed)
-        emptied = program.record.events.get("empty_cache")
-        if emptied:
-            memory.empty_cache_calls, memory.empty_cache_ms = emptied["calls"], emptied["ms"]
+        empty_cache = program.record.events.get("empty_cache")
+        if empty_cache:
+            memory.empty_cache_calls, memory.empty_cache_ms = empty_cache["calls"], empty_cache["ms"]
             memory.empty_cache_place = (
-                SourceLocation.from_json(emptied["places"][0]) if emptied["places"] else None
+                SourceLocation.from_json(empty_cache["places"][0]) if empty_cache["places"] else None
             )
 
 
-def _leak(program: ProfiledProgram, trial: Trial) -> None:
-    observed = program.listen(trial, "leak", program.requested.leak_ticks, FEWEST_LEAK_TICKS)
-    program.record.leak = MemoryGrowth.from_json(observed["leak"]) if observed.get("leak") else None
-    program.record.host_growth = (
-        MemoryGrowth.from_json(observed["host_growth"]) if observed.get("host_growth") else None
-    )
+def _memory_growth(program: ProfiledProgram, trial: Trial) -> None:
+    observed = program.run_probe(trial, "leak", program.options.leak_ticks, MIN_LEAK_TICKS)
+    leak, host_growth = observed.get("leak"), observed.get("host_growth")
+    program.record.leak = MemoryGrowth.from_json(leak) if leak else None
+    program.record.host_growth = MemoryGrowth.from_json(host_growth) if host_growth else None
 
 
 def _fetches(program: ProfiledProgram, trial: Trial) -> None:
-    later = trial.ask({"do": "monitor"}, seconds() + 60)["settings"]
-    program.record.settings["training"] = later["training"]  # an evaluation may have changed the mode
-    places = {
-        (seen.place.file, seen.place.line): seen for seen in program.record.loaders if seen.place is not None
-    }
+    watched = trial.ask({"do": "monitor"}, seconds() + 60)["settings"]
+    program.record.settings["training"] = watched["training"]  # an evaluation may have changed the mode
+    loaders = {(seen.place.file, seen.place.line): seen for seen in program.record.loaders if seen.place}
     for fetch in trial.ask({"do": "fetch"}, seconds() + 120)["fetches"]:
-        made_at = fetch["made_at"]
-        seen = places.get((made_at["file"], made_at["line"])) if made_at else None
+        place = fetch["made_at"]
+        loader = loaders.get((place["file"], place["line"])) if place else None
         if fetch.get("why_not"):
             program.record.notes.append(f"no batch could be fetched again: {fetch['why_not']}")
-        if seen is not None and fetch.get("fetch_ms") is not None:
-            seen.fetch_ms, seen.slow_share = fetch["fetch_ms"], fetch.get("slow_share")
-            seen.slow_place = (
+        if loader is not None and fetch.get("fetch_ms") is not None:
+            loader.fetch_ms, loader.slow_share = fetch["fetch_ms"], fetch.get("slow_share")
+            loader.slow_place = (
                 SourceLocation.from_json(fetch["slow_place"]) if fetch.get("slow_place") else None
             )
 
@@ -173,33 +172,35 @@ def _fetches(program: ProfiledProgram, trial: Trial) -> None:
 def _what_ifs(program: ProfiledProgram, trial: Trial) -> None:
     record = program.record
     if program.blocks.unit != "step":
-        record.what_ifs = [WhatIf(lever.name, why_not=CLOSED) for lever in WHAT_IFS]
+        record.what_ifs = [WhatIf(lever.name, why_not=CLOSURE_REASON) for lever in WHAT_IFS]
         return
     answers = trial.ask({"do": "options"}, seconds() + 120)["options"]
-    record.what_ifs = [WhatIf(lever.name) for lever in WHAT_IFS]
-    left = []
-    for what_if, lever in zip(record.what_ifs, WHAT_IFS, strict=True):
-        unasked = "" if lever.name in program.requested.what_ifs else "it was not requested"
-        what_if.why_not = unasked or answers[lever.name].get("skip", "") or _pointless(program, lever.name)
+    pending, record.what_ifs = [], []
+    for lever in WHAT_IFS:
+        answer = answers[lever.name]
+        requested = lever.name in program.options.what_ifs
+        why_not = answer.get("skip") or _nothing_to_remove(program, lever.name)
+        what_if = WhatIf(lever.name, why_not=why_not if requested else "it was not requested")
+        record.what_ifs.append(what_if)
         if not what_if.why_not:
-            left.append((what_if, lever, answers[lever.name]["values"]))
-    while left:
-        what_if, lever, values = left.pop(0)
-        left_s = program.end_s - seconds()
-        share_s = max(left_s / (len(left) + 1), min(left_s, LEAST_BLOCKS * program.blocks.block_s))
-        if share_s < LEAST_BLOCKS * program.blocks.block_s:
+            pending.append((what_if, lever, answer["values"]))
+    while pending:
+        what_if, lever, values = pending.pop(0)
+        remaining_s = program.end_s - seconds()
+        share_s = max(remaining_s / (len(pending) + 1), min(remaining_s, MIN_BLOCKS * program.blocks.block_s))
+        if share_s < MIN_BLOCKS * program.blocks.block_s:
             what_if.why_not = "no time was left to measure it; increase --budget"
             continue
         _what_if(program, what_if, lever, values, share_s)
         program.save()
 
 
-def _pointless(program: ProfiledProgram, name: str) -> str:
+def _nothing_to_remove(program: ProfiledProgram, name: str) -> str:
     """The reason why there is nothing to switch off, according to the records."""
     if name == "syncs" and program.record.operations and not program.record.synchronisations:
         return "Python never waits for a tensor"
-    if name == "gc" and program.record.gc_ms < LITTLE * (program.record.mean_step_ms or 0.0):
-        return f"the collector takes less than {LITTLE:.0%} of the {program.record.unit}"
+    if name == "gc" and program.record.gc_ms < MIN_COST_SHARE * (program.record.mean_step_ms or 0.0):
+        return f"the collector takes less than {MIN_COST_SHARE:.0%} of the {program.record.unit}"
     return ""
 
 
@@ -209,7 +210,7 @@ def _what_if(
     """Measures one what-if, with its next value if the program fails with the first."""
     for value in values:
         try:
-            trial = program.trial or program.enter()
+            trial = program.trial or program.start_trial()
             choice = Choice(lever.name, value, Origin.TUNER)
             program.watcher.stage(
                 "what-ifs", f"without {lever.name}" if " " not in lever.name else lever.name
@@ -218,17 +219,17 @@ def _what_if(
                 program.blocks.switch(trial, (choice,))
                 program.blocks.run(trial, SETTLING_TICKS + 1)
             until_s = seconds() + share_s
-            ratio = program.blocks.compare_live(trial, (), (choice,), until_s, should_stop=_narrow)
+            ratio = program.blocks.compare_live(trial, (), (choice,), until_s, should_stop=_precise_enough)
             program.blocks.switch(trial, ())
             trial.pause()
         except LeverFailed as failed:
             what_if.why_not = failed.reason
             return
-        except ProgramGone as gone:
-            program.leave()
+        except ProgramGone as ended:
+            program.close_trial()
             what_if.why_not = (
-                f"the program fails with it: {gone.record.last_line}"
-                if gone.record.status != "ended"
+                f"the program fails with it: {ended.record.last_line}"
+                if ended.record.status != "ended"
                 else "the program is too short"
             )
             continue
@@ -245,17 +246,17 @@ def _tf32(program: ProfiledProgram) -> bool:
     )
 
 
-def _narrow(ratio: Ratio, rounds: int) -> bool:
-    return rounds >= MOST_ROUNDS or (rounds >= 4 and ratio.high < NARROW * ratio.low)
+def _precise_enough(ratio: Ratio, rounds: int) -> bool:
+    return rounds >= MAX_ROUNDS or (rounds >= 4 and ratio.high < MAX_INTERVAL_RATIO * ratio.low)
 
 
 # In the order in which they disturb the program.
 STAGES = {
     "synchronisations": _synchronisations,
-    "lines": _between,
+    "lines": _python_lines,
     "operators": _operations,
     "memory": _memory,
-    "growth": _leak,
+    "growth": _memory_growth,
     "what-ifs": _what_ifs,
     "data set": _fetches,
 }

@@ -12,38 +12,39 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity, SourceLocation
 from flatout.schema.profile import ProfileRecord
 
 SECTIONS = ("What", "Why it matters", "How to fix it", "Bad", "Good", "Sources")
-OMITTED = {"Bad": "+", "Good": "-"}  # the lines of Example that a program has not
+OTHER_MARK = {"Bad": "+", "Good": "-"}  # the diff mark of lines that only the other program has
 
 
 @dataclass(frozen=True)
 class Rule:
-    """``look(program)`` checks the source, ``judge(profile)`` a profile. At least one of them is set.
+    """A rule has ``check_source``, ``check_profile``, or both.
 
     ``fix_changes`` says what the edits of its findings change in what the program learns; "" if all losses stay
     the same, bit for bit; None if its findings have no edits.
 
-    ``before``, ``weight`` and the two ``replaced`` fields give the place of its findings among those of others:
-    directly before a worse severity; by weight within a severity (below 0: a rule about any line, or about what
-    matters only on some machines); dropped if one of these narrower rules reports the problem, anywhere in the
-    step or near the same line.
+    ``sort_before`` puts its findings directly before those of a worse severity. ``weight`` sorts within a
+    severity; below 0 are rules about any line, or about what matters only on some machines. A finding is dropped
+    if a rule of ``replaced_by`` reports anything, or one of ``replaced_at_its_line_by`` something near its line.
     """
+
+    sections: ClassVar[Sequence[str]] = SECTIONS
 
     code: str
     name: str
     severity: Severity
     page: str
-    look: Callable[[ScriptProgram], Iterable[Finding]] | None = None
-    judge: Callable[[ProfileRecord], Iterable[Finding]] | None = None
+    check_source: Callable[[ScriptProgram], Iterable[Finding]] | None = None
+    check_profile: Callable[[ProfileRecord], Iterable[Finding]] | None = None
     levers: tuple[str, ...] = ()
     fix_changes: str | None = None
-    before: Severity | None = None
+    sort_before: Severity | None = None
     weight: int = 0
     replaced_by: tuple[str, ...] = ()
     replaced_at_its_line_by: tuple[str, ...] = ()
@@ -61,27 +62,47 @@ class Rule:
             return "`flatout fix` makes the edit where it is certain; all losses stay the same, bit for bit."
         return f"`flatout fix --all` makes the edit where it is certain. It changes: {self.fix_changes}."
 
-    @property
-    def sections(self) -> Sequence[str]:
-        return SECTIONS
-
     def section(self, name: str) -> str:
         """The text below one heading of the page, without its indent, or one of the two programs of Example.
 
         Empty if there is no such heading.
         """
-        if name not in OMITTED:
+        if name not in OTHER_MARK:
             return section(self.page, name)
-        lines = [line[2:] for line in section(self.page, "Example").splitlines() if line[:1] != OMITTED[name]]
+        lines = [
+            line[2:] for line in section(self.page, "Example").splitlines() if line[:1] != OTHER_MARK[name]
+        ]
         return "\n".join(lines if name == "Bad" else [line.removesuffix("  # <-") for line in lines])
 
-    def finding(self, said: str, place: SourceLocation | None = None, fix: str = "", **more: Any) -> Finding:
-        """A Finding of this rule. ``more`` are further fields of the Finding."""
-        named = {"fix": fix, "levers": list(self.levers), "weight": self.weight}
-        return Finding(self.code, self.name, self.severity.value, said, place, **{**named, **more})
+    def finding(
+        self, message: str, place: SourceLocation | None = None, fix: str = "", **fields: Any
+    ) -> Finding:
+        """A Finding of this rule. ``fields`` are further fields of the Finding."""
+        defaults = {"fix": fix, "levers": list(self.levers), "weight": self.weight}
+        return Finding(self.code, self.name, self.severity.value, message, place, **{**defaults, **fields})
+
+    def profile_finding(
+        self, message: str, places: Sequence[SourceLocation | None] = (), how: str = "", **fields: Any
+    ) -> Finding:
+        """A Finding in a profile, at the first of ``places``. Its fix is the page's if none is given."""
+        fields["how"] = how if fields.get("predicted") else ""
+        fields["others"] = [place for place in places[1:] if place is not None]
+        fields.setdefault("fix", _unwrapped(self.section("How to fix it")))
+        return self.finding(message, places[0] if places else None, weight=0, **fields)
 
 
 def section(page: str, name: str) -> str:
     """The text below the line ``name:`` of a page, without its indent."""
-    found = re.search(rf"^{re.escape(name)}:\n((?:[ \t]+.*\n|\n)*)", page.strip() + "\n", re.MULTILINE)
-    return textwrap.dedent(found.group(1)).strip("\n") if found else ""
+    match = re.search(rf"^{re.escape(name)}:\n((?:[ \t]+.*\n|\n)*)", page.strip() + "\n", re.MULTILINE)
+    return textwrap.dedent(match[1]).strip("\n") if match else ""
+
+
+def _unwrapped(text: str) -> str:
+    """Joins prose into one line; a command keeps its own line."""
+    lines: list[str] = []
+    for line in text.splitlines():
+        if lines and not line.startswith("flatout ") and not lines[-1].startswith("flatout "):
+            lines[-1] += f" {line}"
+        else:
+            lines.append(line)
+    return "\n".join(lines)

@@ -7,11 +7,11 @@ from flatout.measure.scaling import Workload, equal_tensors, on_faster_device, p
 from flatout.schema.errors import NothingMeasured
 from flatout.schema.profile import ProfileRecord
 from flatout.schema.records import PHASES
-from flatout.schema.scale import Link, ScaleRecord, Timing
+from flatout.schema.scale import ScaleRecord, Timing
 
 
 def timing_of(profile: ProfileRecord) -> Timing:
-    """Return the phases' times from their shares, so that they add up to the step.
+    """The phases' times from their shares, so that they add up to the step.
 
     Raises NothingMeasured if a step does not consist of phases."""
     if profile.unit != "step":
@@ -33,7 +33,7 @@ def timing_of(profile: ProfileRecord) -> Timing:
     )
 
 
-def take_profile(record: ScaleRecord, profile: ProfileRecord, path: str) -> None:
+def add_profile(record: ScaleRecord, profile: ProfileRecord, path: str) -> None:
     """Copy the times and bytes of one device into the record, and add notes about them."""
     record.timing, record.device, record.versions = timing_of(profile), profile.device, profile.versions
     record.tensor_bytes = [int(size) for size in profile.settings.get("gradient_bytes", ())]
@@ -57,11 +57,11 @@ def take_profile(record: ScaleRecord, profile: ProfileRecord, path: str) -> None
         )
 
 
-def predict_points(record: ScaleRecord, ways: list[str], devices: list[int]) -> None:
+def predict_points(record: ScaleRecord, strategies: list[str], devices: list[int]) -> None:
     assert record.timing is not None
     assert record.network is not None
     factor = record.compute_scale
-    work = Workload(
+    workload = Workload(
         on_faster_device(record.timing, factor),
         tuple(record.tensor_bytes) or equal_tensors(record.parameter_bytes),
         record.parameter_bytes,
@@ -69,18 +69,20 @@ def predict_points(record: ScaleRecord, ways: list[str], devices: list[int]) -> 
         record.overhead,
         record.local_steps,
     )
-    if "hybrid" in ways and record.inside is None:
+    if "hybrid" in strategies and record.inside is None:
         record.notes.append(
             "hybrid is left out: it shards inside nodes, and without --inside each node has one device"
         )
-        ways = [way for way in ways if way != "hybrid"]
-    record.notes += _assumptions(record, ways)
+        strategies = [name for name in strategies if name != "hybrid"]
+    record.notes += _assumptions(record, strategies)
     fabric = Fabric(record.network, record.inside, record.node)
-    record.points = [predict(work, fabric, way, count, record.scaling) for way in ways for count in devices]
+    record.points = [
+        predict(workload, fabric, name, count, record.scaling) for name in strategies for count in devices
+    ]
 
 
-def _assumptions(record: ScaleRecord, ways: list[str]) -> list[str]:
-    """Return notes on the assumptions: values that were given or assumed, not measured."""
+def _assumptions(record: ScaleRecord, strategies: list[str]) -> list[str]:
+    """Notes on the assumptions: values that were given or assumed, not measured."""
     notes = []
     if record.compute_scale != 1.0:
         notes.append(
@@ -99,16 +101,10 @@ def _assumptions(record: ScaleRecord, ways: list[str]) -> list[str]:
         notes.append(
             "each device is assumed to be its own node; --inside nvlink4 --node 8 describes nodes of several devices"
         )
-    if "local" in ways:
+    if "local" in strategies:
         notes.append(
             f"local SGD averages parameters every {record.local_steps} steps: its results differ from those of the other strategies"
         )
-    return (
-        [*notes, "link rates are those stated by their vendors and NCCL, without other traffic"]
-        if not _by_hand(record.network)
-        else notes
-    )
-
-
-def _by_hand(link: Link | None) -> bool:
-    return link is not None and "=" in link.name
+    if record.network is None or "=" not in record.network.name:  # not a link given by its figures
+        notes.append("link rates are those stated by their vendors and NCCL, without other traffic")
+    return notes

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import builtins
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from flatout.job.sanitize import harmless
 from flatout.schema.failure import ExceptionRecord, FailureRecord, FrameSeen
 
-MOST_LINES = 20_000
-LONGEST_LINE = 8_000
-MESSAGE_LINES = 120
+MAX_LINES = 20_000
+MAX_LINE_CHARACTERS = 8_000
+MAX_MESSAGE_LINES = 120
 AROUND_LINES = 80
-MOST_FAILURES = 64
+MAX_FAILURES = 64
 
 ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-_])")
-LABEL = re.compile(
+RANK_LABEL = re.compile(
     r"^\s*(?:\[rank(?P<rank>\d+)\]:?|\[default(?P<local>\d+)\]:|\[\d+,(?P<mpi>\d+)\]<std(?:err|out)>:|(?P<srun>\d+): "
     r"(?=\s*(?:Traceback|File \"|\S+Error\b)))[ ]?"
 )
@@ -30,13 +30,13 @@ HEADER = re.compile(r"^(?P<before>.*?)Traceback \(most recent call last\):\s*$")
 FRAME = re.compile(
     r'^(?P<indent>\s*)File "(?P<file>[^"\n]{1,500})", line (?P<line>\d{1,9})(?:, in (?P<function>.{1,200}))?$'
 )
-RAISED = re.compile(r"^(?P<type>[A-Za-z_][\w.]*(?:\.<locals>\.\w+)*)(?::(?: (?P<message>.*))?)?$")
+EXCEPTION_LINE = re.compile(r"^(?P<type>[A-Za-z_][\w.]*(?:\.<locals>\.\w+)*)(?::(?: (?P<message>.*))?)?$")
 CAUSE = "The above exception was the direct cause of the following exception:"
 CONTEXT = "During handling of the above exception, another exception occurred:"
-LOGGED = re.compile(
+LOG_LINE = re.compile(
     r"^(?:\[?\d{4}-\d\d-\d\d[T ]|\[?[EWIF]\d{3,4} \d\d:|(?:INFO|WARNING|ERROR|DEBUG|CRITICAL)\b|\$ |srun: |slurmstepd: |Epoch\b)"
 )
-ENDS_LIKE_AN_ERROR = re.compile(
+ERROR_NAME = re.compile(
     r"(?:Error|Exception|Warning|Interrupt|Exit|Unsupported|Hit|Iteration|Failure|Failed|Expired|Timeout|Empty|Full)$"
 )
 BASES = {
@@ -58,7 +58,7 @@ BASES = {
     "InductorError": ("BackendCompilerFailed", "TorchDynamoException", "RuntimeError"),
     "LoweringException": ("RuntimeError",),
 }
-FOREIGN = re.compile(
+LIBRARY_PATH = re.compile(
     r"[/\\](?:site|dist)-packages[/\\]|[/\\]lib[/\\]python\d(?:\.\d+)?[/\\]|[/\\]Lib[/\\]|[/\\]torch[/\\](?:nn|utils|_dynamo|_inductor|autograd|distributed"
     r"|optim|cuda|multiprocessing|_functorch|fx|amp)[/\\]|[/\\]flatout[/\\](?:agent|checkpoint|cli|data|distributed|guard|levers|trial)[/\\]|^<frozen "
 )
@@ -77,103 +77,96 @@ def clean(text: str) -> str:
     return harmless(ESCAPES.sub("", text))
 
 
-def read(text: str) -> list[FailureRecord]:
+def read_failures(text: str) -> list[FailureRecord]:
     """Every failure in a text. A text without a traceback gives one record of its end. Never raises."""
     lines = [
-        clean(line.rpartition("\r")[2] or line.strip("\r"))[:LONGEST_LINE]
-        for line in text.split("\n")[-MOST_LINES:]
+        clean(line.rpartition("\r")[2] or line.strip("\r"))[:MAX_LINE_CHARACTERS]
+        for line in text.split("\n")[-MAX_LINES:]
     ]
-    failures = [failure for voice in _voices(lines) for failure in _failures(voice)]
+    failures = [failure for output in _outputs(lines) for failure in _failures(output)]
     if not failures:
         return [_without_traceback([line for line in lines if line.strip()])]
-    return failures[:MOST_FAILURES]
+    return failures[:MAX_FAILURES]
 
 
-def _voices(lines: Iterable[str]) -> list[ProcessOutput]:
-    found: dict[int | None, ProcessOutput] = {}
+def _outputs(lines: Iterable[str]) -> list[ProcessOutput]:
+    outputs: dict[int | None, ProcessOutput] = {}
     for line in lines:
-        label = LABEL.match(line)
+        label = RANK_LABEL.match(line)
         rank = None
         if label is not None:
             rank = int(next(number for number in label.groups() if number is not None)[:9])
             line = line[label.end() :]
-        found.setdefault(rank, ProcessOutput(rank)).lines.append(line)
-    return list(found.values())
+        outputs.setdefault(rank, ProcessOutput(rank)).lines.append(line)
+    return list(outputs.values())
 
 
-def _failures(voice: ProcessOutput) -> list[FailureRecord]:
-    lines, at, found = voice.lines, 0, []
+def _failures(output: ProcessOutput) -> list[FailureRecord]:
     chain: list[ExceptionRecord] = []
-    link, begun = "", 0
-    while at < len(lines):
-        header = HEADER.match(lines[at])
-        if header is None:
-            at += 1
-            continue
+    start, failures = 0, []
+    for first, end, error in _errors(output.lines):
         if not chain:
-            begun = at
-        at, thrown = _traceback(lines, at)
-        if thrown is None:
-            continue
-        chain.append(thrown)
-        link, following = _link(lines, at)
-        if link and following < len(lines):
-            thrown.link, at = link, following
-            continue
-        found.append(_record(voice, chain, begun, at))
-        chain = []
+            start = first
+        chain.append(error)
+        if not error.link:
+            failures.append(_record(output, chain, start, end))
+            chain = []
     if chain:
-        found.append(_record(voice, chain, begun, at))
-    return found
+        failures.append(_record(output, chain, start, len(output.lines)))
+    return failures
 
 
-def _record(voice: ProcessOutput, chain: list[ExceptionRecord], begun: int, ended: int) -> FailureRecord:
+def _errors(lines: list[str]) -> Iterator[tuple[int, int, ExceptionRecord]]:
+    """Each exception with its first line and the line after it, linked to the next one."""
+    i = 0
+    while i < len(lines):
+        first = i
+        if HEADER.match(lines[i]) is None:
+            i += 1
+            continue
+        i, error = _read_traceback(lines, i)
+        if error is not None:
+            link, following = _next_link(lines, i)
+            if link and following < len(lines):
+                error.link, i = link, following
+            yield first, i, error
+
+
+def _record(output: ProcessOutput, chain: list[ExceptionRecord], start: int, end: int) -> FailureRecord:
     around = [
         line
-        for line in voice.lines[max(0, begun - AROUND_LINES) : begun]
-        + voice.lines[ended : ended + AROUND_LINES]
+        for line in output.lines[max(0, start - AROUND_LINES) : start]
+        + output.lines[end : end + AROUND_LINES]
         if line.strip()
     ]
-    return FailureRecord(chain, around, rank=voice.rank)
+    return FailureRecord(chain, around, rank=output.rank)
 
 
-def unfolded(thrown: ExceptionRecord) -> list[ExceptionRecord]:
+def split_nested(error: ExceptionRecord) -> list[ExceptionRecord]:
     """Splits an exception whose message contains another process's traceback; that exception comes first."""
-    header = re.search(r"^.*Traceback \(most recent call last\):[ \t]*$", thrown.message, re.MULTILINE)
+    header = re.search(r"^.*Traceback \(most recent call last\):[ \t]*$", error.message, re.MULTILINE)
     if header is None:
-        return [thrown]
-    lines, found, at = thrown.message[header.start() :].split("\n"), [], 0
-    while at < len(lines):
-        if HEADER.match(lines[at]) is None:
-            at += 1
-            continue
-        at, inner = _traceback(lines, at)
-        if inner is not None:
-            inner.link, following = _link(lines, at)
-            found.append(inner)
-            at = max(at, following if inner.link else at)
-    if not found:
-        return [thrown]
-    found[-1].link = "carried"
-    return [*found, thrown]
+        return [error]
+    errors = [nested for _, _, nested in _errors(error.message[header.start() :].split("\n"))]
+    if not errors:
+        return [error]
+    errors[-1].link = "carried"
+    return [*errors, error]
 
 
-def _traceback(lines: list[str], at: int) -> tuple[int, ExceptionRecord | None]:
-    """The traceback whose header is at ``at``, and the line after it."""
-    header = HEADER.match(lines[at])
+def _read_traceback(lines: list[str], i: int) -> tuple[int, ExceptionRecord | None]:
+    """The traceback whose header is at ``i``, and the line after it."""
+    header = HEADER.match(lines[i])
     assert header is not None
-    strip = _prefix(header["before"], lines, at)
-    at += 1
+    unlabelled = _prefix_remover(header["before"], lines, i)
+    i += 1
     frames: list[FrameSeen] = []
-    while at < len(lines):
-        line = strip(lines[at])
+    while i < len(lines):
+        line = unlabelled(lines[i])
         frame = FRAME.match(line)
         if frame is not None:
-            frames.append(
-                FrameSeen(
-                    frame["file"], int(frame["line"]), frame["function"] or "", "", is_mine(frame["file"])
-                )
-            )
+            file, function = frame["file"], frame["function"] or ""
+            frames.append(FrameSeen(file, int(frame["line"]), function, "", is_user_file(file)))
         elif line.startswith((" ", "\t")) or not line.strip():
             text = line.strip()
             if (
@@ -186,44 +179,44 @@ def _traceback(lines: list[str], at: int) -> tuple[int, ExceptionRecord | None]:
                 frames[-1].text = text
         else:
             break
-        at += 1
-    if at >= len(lines):
-        return at, None
-    raised = RAISED.match(strip(lines[at]))
+        i += 1
+    if i >= len(lines):
+        return i, None
+    raised = EXCEPTION_LINE.match(unlabelled(lines[i]))
     if raised is None:
-        return at, None
+        return i, None
     message = [raised["message"] or ""]
-    at += 1
+    i += 1
     blank = 0
-    carries = False
-    while at < len(lines) and len(message) < MESSAGE_LINES:
-        line = strip(lines[at])
+    has_nested = False
+    while i < len(lines) and len(message) < MAX_MESSAGE_LINES:
+        line = unlabelled(lines[i])
         blank = 0 if line.strip() else blank + 1
         inner = HEADER.match(line)
         if inner is not None and (
             inner["before"].startswith("Original ")
-            or (message[-2:-1] and re.match(r"-- Process \d+ terminated", _last(message)))
+            or (message[-2:-1] and re.match(r"-- Process \d+ terminated", _last_nonblank(message)))
         ):
-            carries = True
+            has_nested = True
         elif (
             blank > 1
             or inner is not None
             or line.strip() in (CAUSE, CONTEXT)
-            or LOGGED.match(line)
-            or (carries and not line.strip())
+            or LOG_LINE.match(line)
+            or (has_nested and not line.strip())
         ):
             break
         message.append(line)
-        at += 1
+        i += 1
     kind = raised["type"]
-    return at, ExceptionRecord(kind, names_of(kind), "\n".join(message).strip("\n"), [], frames)
+    return i, ExceptionRecord(kind, type_names(kind), "\n".join(message).strip("\n"), [], frames)
 
 
-def _last(message: list[str]) -> str:
+def _last_nonblank(message: list[str]) -> str:
     return next((line for line in reversed(message) if line.strip()), "")
 
 
-def _prefix(before: str, lines: list[str], at: int) -> Callable[[str], str]:
+def _prefix_remover(before: str, lines: list[str], i: int) -> Callable[[str], str]:
     """A function that removes a label (a time, a container's name) that the lines below the header repeat."""
     if not before.strip() or before.startswith("Original "):
         width = len(before) if not before.strip() else 0
@@ -231,46 +224,48 @@ def _prefix(before: str, lines: list[str], at: int) -> Callable[[str], str]:
     pattern = re.compile(
         "".join(r"\d+" if part.isdigit() else re.escape(part) for part in re.split(r"(\d+)", before))
     )
-    following = lines[at + 1] if at + 1 < len(lines) else ""
+    following = lines[i + 1] if i + 1 < len(lines) else ""
     label = pattern.match(following)
     if label is None or FRAME.match(following[label.end() :]) is None:
         return lambda line: line
     return lambda line: line[label.end() :] if (label := pattern.match(line)) else line
 
 
-def _link(lines: list[str], at: int) -> tuple[str, int]:
+def _next_link(lines: list[str], i: int) -> tuple[str, int]:
     """How the next traceback is linked to this one, and the line where it begins."""
-    while at < len(lines) and not lines[at].strip():
-        at += 1
-    words = lines[at].strip() if at < len(lines) else ""
+    while i < len(lines) and not lines[i].strip():
+        i += 1
+    words = lines[i].strip() if i < len(lines) else ""
     link = "cause" if words.endswith(CAUSE) else "context" if words.endswith(CONTEXT) else ""
-    return link, at + 1 if link else at
+    return link, i + 1 if link else i
 
 
-def names_of(kind: str) -> list[str]:
+def type_names(kind: str) -> list[str]:
     """A type's own name and the known names of its bases."""
     short = kind.rpartition(".")[2]
-    known = getattr(builtins, short, None)
-    if isinstance(known, type) and issubclass(known, BaseException):
-        return [one.__name__ for one in known.__mro__[:-2]]
+    builtin = getattr(builtins, short, None)
+    if isinstance(builtin, type) and issubclass(builtin, BaseException):
+        return [base.__name__ for base in builtin.__mro__[:-2]]
     return [short, *BASES.get(short, ())]
 
 
-def is_mine(file: str) -> bool:
-    return FOREIGN.search(file) is None and not file.startswith("<")
+def is_user_file(file: str) -> bool:
+    return LIBRARY_PATH.search(file) is None and not file.startswith("<")
 
 
 def _without_traceback(lines: list[str]) -> FailureRecord:
     """The record of a text without a traceback: an error's last line, a message, or the end of a log."""
-    for at, line in enumerate(lines):
-        raised = RAISED.match(line.strip())
+    for i, line in enumerate(lines):
+        raised = EXCEPTION_LINE.match(line.strip())
         if (
             raised is not None
             and (raised["message"] is not None or line.rstrip().endswith(":"))
-            and (raised["type"].startswith("torch.") or ENDS_LIKE_AN_ERROR.search(raised["type"]))
+            and (raised["type"].startswith("torch.") or ERROR_NAME.search(raised["type"]))
         ):
-            message = "\n".join([raised["message"] or "", *lines[at + 1 : at + MESSAGE_LINES]])
-            around = lines[max(0, at - AROUND_LINES) : at] + lines[at + 1 : at + AROUND_LINES]
-            return FailureRecord([ExceptionRecord(raised["type"], names_of(raised["type"]), message)], around)
-    whole = "\n".join(lines[-MESSAGE_LINES:])
+            message = "\n".join([raised["message"] or "", *lines[i + 1 : i + MAX_MESSAGE_LINES]])
+            around = lines[max(0, i - AROUND_LINES) : i] + lines[i + 1 : i + AROUND_LINES]
+            return FailureRecord(
+                [ExceptionRecord(raised["type"], type_names(raised["type"]), message)], around
+            )
+    whole = "\n".join(lines[-MAX_MESSAGE_LINES:])
     return FailureRecord([ExceptionRecord("", [], whole)] if whole else [], lines[-AROUND_LINES:])

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from enum import Enum
 
-from flatout.diagnose.gains import OFTEN, TIMED, certain_gain, how, measured, without
+from flatout.diagnose.gains import (
+    HOW_BY_TIME,
+    MIN_REPEATS,
+    certain_gain,
+    how_by_what_if,
+    speedup_without,
+    was_measured,
+)
 from flatout.schema.profile import LoaderSeen, ProfileRecord
 from flatout.schema.records import Ratio
 
-CROWD = 2  # workers per core: more of them only compete for cores
-MOST_OF_IT = 0.5
-LEAST = 1.1  # every loader costs a little; below this the data set is not to blame
+MAX_WORKERS_PER_CORE = 2  # more of them only compete for cores
+MAIN_SHARE = 0.5
+MIN_WAIT_GAIN = 1.1  # every loader costs a little; below this the data set is not to blame
 
 
 class WaitCause(Enum):
@@ -18,24 +25,24 @@ class WaitCause(Enum):
 
     REMADE = "remade"
     RESTARTED = "restarted"
-    CROWDED = "crowded"
+    TOO_MANY_WORKERS = "too many workers"
     SLOW_FETCH = "slow fetch"
     WAIT = "wait"
 
 
-def cause(profile: ProfileRecord, loader: LoaderSeen) -> WaitCause | None:
+def wait_cause(profile: ProfileRecord, loader: LoaderSeen) -> WaitCause | None:
     """The narrowest cause of the wait for this loader, or None if the wait is negligible."""
     if gain_without_wait(profile, loader) is None:
         return None
-    if loader.made >= OFTEN and loader.begun <= loader.made + 1:
+    if loader.made >= MIN_REPEATS and loader.begun <= loader.made + 1:
         return WaitCause.REMADE
-    if crowded(profile, loader):
-        return WaitCause.CROWDED
+    if has_too_many_workers(profile, loader):
+        return WaitCause.TOO_MANY_WORKERS
     if (
         loader.workers
         and not loader.persistent_workers
-        and loader.begun >= OFTEN
-        and begin_ms(profile, loader) > MOST_OF_IT * loader.wait_ms
+        and loader.begun >= MIN_REPEATS
+        and iterator_start_ms(profile, loader) > MAIN_SHARE * loader.wait_ms
     ):
         return WaitCause.RESTARTED
     if loader.slow_place is not None and (loader.slow_share or 0) > 0.2:
@@ -43,12 +50,12 @@ def cause(profile: ProfileRecord, loader: LoaderSeen) -> WaitCause | None:
     return WaitCause.WAIT
 
 
-def crowded(profile: ProfileRecord, loader: LoaderSeen) -> bool:
+def has_too_many_workers(profile: ProfileRecord, loader: LoaderSeen) -> bool:
     cores = int(profile.settings.get("cores") or 0)
-    return bool(cores and loader.workers > max(CROWD * cores, 4))
+    return bool(cores and loader.workers > max(MAX_WORKERS_PER_CORE * cores, 4))
 
 
-def begin_ms(profile: ProfileRecord, loader: LoaderSeen) -> float:
+def iterator_start_ms(profile: ProfileRecord, loader: LoaderSeen) -> float:
     """The cost of starting its iterators per mean step: starting workers and waiting for the first batch."""
     return loader.start_ms * loader.begun / max(1, loader.batches or profile.steps)
 
@@ -60,21 +67,21 @@ def gain_without_wait(profile: ProfileRecord, loader: LoaderSeen) -> Ratio | Non
     Workers also take cores from the model. If that is a loader's only cost, nothing waits for it and a
     shorter wait would not help.
     """
-    total = sum(each.wait_ms for each in profile.loaders)
-    mine = loader.wait_ms / total if total > 0 else 1.0 / max(1, len(profile.loaders))
-    waited = max(loader.wait_ms, begin_ms(profile, loader) if loader.begun >= OFTEN else 0.0)
-    alone = without(profile, waited, LEAST) if loader.wait_ms else None
-    if alone is None:
+    total = sum(other.wait_ms for other in profile.loaders)
+    share = loader.wait_ms / total if total > 0 else 1.0 / max(1, len(profile.loaders))
+    wait_ms = max(loader.wait_ms, iterator_start_ms(profile, loader) if loader.begun >= MIN_REPEATS else 0.0)
+    by_time = speedup_without(profile, wait_ms, MIN_WAIT_GAIN) if loader.wait_ms else None
+    if by_time is None:
         return None
     ratio = certain_gain(profile, "loader")
     if ratio is not None:
-        return ratio if mine > MOST_OF_IT and ratio.median >= LEAST else None
-    return None if measured(profile, "loader") else alone
+        return ratio if share > MAIN_SHARE and ratio.median >= MIN_WAIT_GAIN else None
+    return None if was_measured(profile, "loader") else by_time
 
 
-def how_known(profile: ProfileRecord) -> str:
+def how_measured(profile: ProfileRecord) -> str:
     return (
-        how("loader")
+        how_by_what_if("loader")
         if certain_gain(profile, "loader")
-        else TIMED.replace("these calls", "the wait for data")
+        else HOW_BY_TIME.replace("these calls", "the wait for data")
     )

@@ -18,32 +18,34 @@ from flatout.schema.errors import NothingMeasured
 from flatout.schema.facts import Facts
 from flatout.schema.machine_snapshot import CommandResult
 
-LIMIT_S = 240.0
+BENCH_LIMIT_S = 240.0
 PYTHON = (sys.executable, "-P", "-m")
 
 
-def measure(facts: Facts, tell: Callable[[str], None]) -> CeilingsRecord:
-    """Measures all ceilings; ``tell`` receives progress. Raises NothingMeasured if torch does not start."""
+def measure(facts: Facts, progress: Callable[[str], None]) -> CeilingsRecord:
+    """Measures all ceilings; ``progress`` receives messages. Raises NothingMeasured if torch does not start."""
     record = CeilingsRecord(
         key=machine_key(facts), created=utc_now(), flatout=__version__, machine=_machine(facts)
     )
     # Uses one thread per available core, whatever the shell sets: torch does not see a quota.
     environment = {**os.environ, "OMP_NUM_THREADS": str(facts.cores), "MKL_NUM_THREADS": str(facts.cores)}
-    with temporary_folder("bench") as place:
-        out = place / "figures.jsonl"
-        tell("matrix products and memory")
-        run = TimedCommand([*PYTHON, "flatout.measure.bench", str(out)], environment).answer(LIMIT_S)
-        for line in json_lines(out):
+    with temporary_folder("bench") as folder:
+        figures = folder / "figures.jsonl"
+        progress("matrix products and memory")
+        run = TimedCommand([*PYTHON, "flatout.measure.bench", str(figures)], environment).answer(
+            BENCH_LIMIT_S
+        )
+        for line in json_lines(figures):
             if isinstance(line.get("ceiling"), dict):
                 record.ceilings.append(Ceiling.from_json(line["ceiling"]))
             else:
                 record.threads, record.busy_cores = int(line.get("threads") or 0), line.get("busy_cores")
         if not record.ceilings:
             raise NothingMeasured(
-                f"the ceilings could not be measured: {_why(run)}. Run `flatout doctor` to see what is wrong with torch."
+                f"the ceilings could not be measured: {_failure(run)}. Run `flatout doctor` to see what is wrong with torch."
             )
         if run.timed_out or run.code:
-            tell(f"some ceilings were not measured: {_why(run)}")
+            progress(f"some ceilings were not measured: {_failure(run)}")
     return record
 
 
@@ -57,7 +59,7 @@ def _machine(facts: Facts) -> dict[str, Any]:
     }
 
 
-def _why(run: CommandResult) -> str:
+def _failure(run: CommandResult) -> str:
     if run.timed_out:
         return "it exceeded its time limit and was stopped"
     last = [line for line in run.said.splitlines() if line.strip()]

@@ -11,8 +11,10 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from flatout.diagnose.rule import section
+from flatout.diagnose.rule import Rule, section
+from flatout.schema.findings import Finding
 from flatout.schema.machine_snapshot import CheckResult, MachineSnapshot, Verdict
 
 SECTIONS = ("Why it matters", "How to fix it")
@@ -21,29 +23,16 @@ SECTIONS = ("Why it matters", "How to fix it")
 @dataclass(frozen=True)
 class CheckOutcome:
     verdict: Verdict
-    seen: str
+    observed: str
     fix: str = ""
-    evidence: tuple[str, ...] = ()
+    evidence: Sequence[str] = ()
 
 
-def ok(seen: str) -> CheckOutcome:
-    return CheckOutcome(Verdict.OK, seen)
-
-
-def not_seen(seen: str, fix: str = "") -> CheckOutcome:
-    return CheckOutcome(Verdict.UNSEEN, seen, fix)
-
-
-def note(seen: str, fix: str = "", evidence: Sequence[str] = ()) -> CheckOutcome:
-    return CheckOutcome(Verdict.NOTE, seen, fix, tuple(evidence))
-
-
-def warning(seen: str, fix: str, evidence: Sequence[str] = ()) -> CheckOutcome:
-    return CheckOutcome(Verdict.WARNING, seen, fix, tuple(evidence))
-
-
-def problem(seen: str, fix: str, evidence: Sequence[str] = ()) -> CheckOutcome:
-    return CheckOutcome(Verdict.PROBLEM, seen, fix, tuple(evidence))
+ok = partial(CheckOutcome, Verdict.OK)
+not_seen = partial(CheckOutcome, Verdict.UNSEEN)
+note = partial(CheckOutcome, Verdict.NOTE)
+warning = partial(CheckOutcome, Verdict.WARNING)
+problem = partial(CheckOutcome, Verdict.PROBLEM)
 
 
 @dataclass(frozen=True)
@@ -54,29 +43,29 @@ class MachineCheck:
     name: str
     theme: str
     page: str
-    ask: Callable[[MachineSnapshot], CheckOutcome]
+    function: Callable[[MachineSnapshot], CheckOutcome]
     needs: tuple[str, ...] = ()
     gpu: bool = False  # runs only if there is a GPU
 
-    @property
-    def title(self) -> str:
-        return self.page.strip().splitlines()[0].rstrip(".")
+    title = Rule.title
 
     def section(self, name: str) -> str:
         return section(self.page, name)
 
-    def answer(self, snapshot: MachineSnapshot) -> CheckResult:
-        missing = [need for need in self.needs if not has(snapshot, need)]
-        outcome = not_seen(f"{_listed(missing)} could not be read") if missing else self.ask(snapshot)
+    def run(self, snapshot: MachineSnapshot) -> CheckResult:
+        missing = [need for need in self.needs if not has_input(snapshot, need)]
+        outcome = (
+            not_seen(f"{_input_names(missing)} could not be read") if missing else self.function(snapshot)
+        )
         fix = outcome.fix.replace("sudo ", "") if snapshot.python.get("root") is True else outcome.fix
-        wrong = outcome.verdict not in (Verdict.OK, Verdict.UNSEEN)
-        why = " ".join(self.section("Why it matters").split()) if wrong else ""
+        notable = outcome.verdict not in (Verdict.OK, Verdict.UNSEEN)
+        why = " ".join(self.section("Why it matters").split()) if notable else ""
         return CheckResult(
             self.code,
             self.name,
             self.theme,
             outcome.verdict.value,
-            outcome.seen,
+            outcome.observed,
             why,
             fix,
             list(outcome.evidence),
@@ -88,47 +77,42 @@ def machine_check(
 ) -> Callable[[Callable[[MachineSnapshot], CheckOutcome]], MachineCheck]:
     """Turns a function into a check with the function's name."""
 
-    def make(ask: Callable[[MachineSnapshot], CheckOutcome]) -> MachineCheck:
-        return MachineCheck(code, ask.__name__, theme, inspected(ask.__doc__), ask, tuple(needs), gpu)
+    def make(function: Callable[[MachineSnapshot], CheckOutcome]) -> MachineCheck:
+        page = inspect.cleandoc(function.__doc__ or "")
+        return MachineCheck(code, function.__name__, theme, page, function, tuple(needs), gpu)
 
     return make
 
 
-def inspected(page: str | None) -> str:
-    """A docstring without its indent."""
-    return inspect.cleandoc(page or "")
-
-
-def has(snapshot: MachineSnapshot, need: str) -> bool:
-    """Whether the snapshot holds an input."""
-    kind, _, rest = need.partition(" ")
-    if kind == "file":
-        return snapshot.files.get(rest) is not None
-    if kind == "folder":
-        return snapshot.folders.get(rest) is not None
+def has_input(snapshot: MachineSnapshot, need: str) -> bool:
+    kind, _, name = need.partition(" ")
     if kind == "run":
-        return rest in snapshot.runs
-    if kind == "disk":
-        return rest in snapshot.disks
+        return name in snapshot.runs
     if kind == "torch":
-        return isinstance(snapshot.torch.get(rest), dict)
-    if kind == "python":
-        return snapshot.python.get(rest) is not None
+        return isinstance(snapshot.torch.get(name), dict)
+    fields = {"file": "files", "folder": "folders", "disk": "disks", "python": "python"}
+    if kind in fields:
+        return getattr(snapshot, fields[kind]).get(name) is not None
     return getattr(snapshot, need) not in (None, "")  # an empty environment is valid
 
 
-def _listed(needs: Sequence[str]) -> str:
-    words = {
+def _input_names(needs: Sequence[str]) -> str:
+    texts = {
         "run": "the output of {}",
         "torch": "torch's {} information",
         "folder": "the folder {}",
         "disk": "the disk of {}",
         "python": "Python's {}",
     }
-    kinds = (need.partition(" ") for need in needs)
+    parts = (need.partition(" ") for need in needs)
     return " and ".join(
-        words.get(kind, "{}").format(rest) if rest else kind.replace("_", " ") for kind, _, rest in kinds
+        texts.get(kind, "{}").format(name) if name else kind.replace("_", " ") for kind, _, name in parts
     )
+
+
+def first_command(finding: Finding) -> str:
+    """The first command of a fix, without its comment."""
+    return finding.fix.split("\n")[0].partition("   #")[0].strip()
 
 
 def version(text: object) -> tuple[int, ...] | None:

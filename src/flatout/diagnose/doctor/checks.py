@@ -7,7 +7,7 @@ Each theme begins with a code FD0x0. Codes never change and are never reused.
 
 from flatout.diagnose.doctor import driver, gpus, limits, python, system, torch_build, torch_import
 from flatout.diagnose.doctor.check import MachineCheck
-from flatout.diagnose.doctor.nvidia_smi import gpu_is_here
+from flatout.diagnose.doctor.nvidia_smi import has_gpu
 from flatout.schema.machine_snapshot import CheckResult, MachineSnapshot, Verdict
 
 TABLE: tuple[MachineCheck, ...] = tuple(
@@ -18,16 +18,16 @@ TABLE: tuple[MachineCheck, ...] = tuple(
 THEMES = tuple(dict.fromkeys(check.theme for check in TABLE))
 
 
-def examine(snapshot: MachineSnapshot) -> list[CheckResult]:
+def run_checks(snapshot: MachineSnapshot) -> list[CheckResult]:
     """The result of every check, in table order. Checks of GPUs are left out if there is no GPU."""
-    no_gpu = gpu_is_here(snapshot) is False
+    no_gpu = has_gpu(snapshot) is False
     return [_result(check, snapshot) for check in TABLE if not (check.gpu and no_gpu)]
 
 
 def _result(check: MachineCheck, snapshot: MachineSnapshot) -> CheckResult:
     """A check that raises must neither stop the others nor count as fine."""
     try:
-        return check.answer(snapshot)
+        return check.run(snapshot)
     except Exception as error:
-        seen = f"bug in flatout: {type(error).__name__}: {error}"
-        return CheckResult(check.code, check.name, check.theme, Verdict.UNSEEN, seen)
+        bug = f"bug in flatout: {type(error).__name__}: {error}"
+        return CheckResult(check.code, check.name, check.theme, Verdict.UNSEEN, bug)

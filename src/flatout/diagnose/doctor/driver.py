@@ -7,6 +7,7 @@ import re
 from flatout.diagnose.doctor.check import (
     CheckOutcome,
     dotted,
+    first_command,
     machine_check,
     not_seen,
     note,
@@ -15,8 +16,8 @@ from flatout.diagnose.doctor.check import (
     version,
     warning,
 )
-from flatout.diagnose.doctor.nvidia_smi import driver_version, gpu_is_here, listing
-from flatout.diagnose.doctor.packages import contained, newer_driver
+from flatout.diagnose.doctor.nvidia_smi import driver_version, has_gpu, smi_report
+from flatout.diagnose.doctor.packages import in_container, newer_driver
 from flatout.diagnose.doctor.torch_build import build_of, cuda_build
 from flatout.diagnose.doctor.versions import versions
 from flatout.diagnose.explain import explain_text
@@ -24,7 +25,7 @@ from flatout.schema.machine_snapshot import CommandResult, MachineSnapshot, Verd
 
 THEME = "driver"
 # Failures of nvidia-smi: the pattern of its message, the meaning, the command.
-FAILURES = {
+SMI_FAILURES = {
     "Driver/library version mismatch": (
         "the driver's libraries were updated, but the loaded kernel module is still the old one",
         "sudo reboot",
@@ -63,36 +64,36 @@ def driver(snapshot: MachineSnapshot) -> CheckOutcome:
         Install or reload the driver on the host (`sudo modprobe nvidia`). Start a container with `docker run
         --gpus all`.
     """
-    run, seen, here = snapshot.runs["nvidia-smi"], listing(snapshot), gpu_is_here(snapshot)
-    if seen is not None and seen.boards:
-        names = [board.name for board in seen.boards]
-        boards = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    run, report, gpu = snapshot.runs["nvidia-smi"], smi_report(snapshot), has_gpu(snapshot)
+    if report is not None and report.gpus:
+        names = [gpu.name for gpu in report.gpus]
+        gpus = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
         return (
-            ok(f"driver {seen.driver or 'of unknown version'}, {boards}")
-            if seen.driver
-            else not_seen(f"{boards}; the driver's version is not reported")
+            ok(f"driver {report.driver or 'of unknown version'}, {gpus}")
+            if report.driver
+            else not_seen(f"{gpus}; the driver's version is not reported")
         )
     if run.timed_out:
         return problem(
             "nvidia-smi did not answer: the driver or a GPU hangs", "sudo dmesg | grep -i xid", _tail(run)
         )
     if not run.there:
-        if here:
-            number = driver_version(snapshot)
-            if number is None and snapshot.torch.get("cuda", {}).get("computes") is True:
+        if gpu:
+            loaded = driver_version(snapshot)
+            if loaded is None and snapshot.torch.get("cuda", {}).get("computes") is True:
                 return note("torch reaches the GPU, but nvidia-smi is not available")
-            if number:
+            if loaded:
                 return note(
-                    f"driver {number} is loaded, but nvidia-smi is not available", "docker run --gpus all ..."
+                    f"driver {loaded} is loaded, but nvidia-smi is not available", "docker run --gpus all ..."
                 )
             return problem(
                 "there is an NVIDIA GPU on the bus, but neither a driver nor nvidia-smi",
-                "docker run --gpus all ..." if contained(snapshot) else newer_driver(snapshot),
+                "docker run --gpus all ..." if in_container(snapshot) else newer_driver(snapshot),
             )
-        if here is None:
+        if gpu is None:
             return not_seen("there is no nvidia-smi, and the PCI bus could not be read")
         return note("no NVIDIA GPU: training runs on the processor")
-    for pattern, (meaning, fix) in FAILURES.items():
+    for pattern, (meaning, fix) in SMI_FAILURES.items():
         if match := re.search(pattern, run.said):
             return problem(f"nvidia-smi: {match[0]}: {meaning}", fix, _tail(run))
     if run.code not in (0, None):
@@ -115,56 +116,45 @@ def driver_for_cuda(snapshot: MachineSnapshot) -> CheckOutcome:
     How to fix it:
         Install a build of the same torch for an older CUDA (with the given command), or a newer driver.
     """
-    number, build = driver_version(snapshot), build_of(snapshot)
-    here = version(number)
-    if here is None:
+    driver_text, build = driver_version(snapshot), build_of(snapshot)
+    installed = version(driver_text)
+    if installed is None:
         return not_seen("the driver's version could not be determined")
     if build is None:
-        return not_seen(f"driver {number}; the CUDA version of the torch build could not be determined")
-    cuda, table = build.get("cuda"), versions()
+        return not_seen(f"driver {driver_text}; the CUDA version of the torch build could not be determined")
+    cuda, torch, table = build.get("cuda"), build["version"], versions()
     if cuda is None:
-        return note(f"driver {number}; torch {build['version']} is a CPU build and does not use it")
-    least = table.driver_for(cuda)
-    if least is None:
-        return not_seen(f"driver {number}; flatout's version table does not list the driver for CUDA {cuda}")
-    computes = isinstance(snapshot.torch.get("cuda"), dict) and snapshot.torch["cuda"].get("computes") is True
-    if here < least and not computes:
-        return _too_old(snapshot, str(number), here, str(build["version"]), str(cuda), least)
-    seen = listing(snapshot)
-    supports = version(seen.cuda) if seen else None
-    requirement = f"driver {number}, CUDA {cuda} needs {dotted(least)} or newer"
-    if here < least:
-        return ok(
-            f"driver {number} and a forward compatibility package: torch reaches the GPU with CUDA {cuda}"
+        return note(f"driver {driver_text}; torch {torch} is a CPU build and does not use it")
+    oldest = table.driver_for(cuda)
+    if oldest is None:
+        return not_seen(
+            f"driver {driver_text}; flatout's version table does not list the driver for CUDA {cuda}"
         )
-    if supports and supports < (version(cuda) or ()):
+    if installed < oldest:
+        if (snapshot.torch.get("cuda") or {}).get("computes") is True:
+            return ok(
+                f"driver {driver_text} and a forward compatibility package: torch reaches the GPU with CUDA {cuda}"
+            )
+        release = table.release(torch)
+        supported = table.cuda_for_driver(release, installed) if release else None
+        why = f"driver {driver_text} is too old for CUDA {cuda}, which torch {torch} was built with: it needs {dotted(oldest)} or newer"
+        if supported:
+            return problem(
+                f"{why}. A build of the same torch for CUDA {supported} works with this driver",
+                table.install_command(torch, supported),
+            )
+        return problem(
+            f"{why}. No build of this torch in flatout's version table supports it", newer_driver(snapshot)
+        )
+    report = smi_report(snapshot)
+    newest_cuda = version(report.cuda) if report else None
+    requirement = f"driver {driver_text}, CUDA {cuda} needs {dotted(oldest)} or newer"
+    if newest_cuda and newest_cuda < (version(cuda) or ()):
         return note(
-            f"{requirement}; it supports CUDA {seen.cuda if seen else ''}, so it cannot use PTX code for later GPUs",
+            f"{requirement}; it supports CUDA {report.cuda if report else ''}, so it cannot use PTX code for later GPUs",
             "nvidia-smi",
         )
     return ok(requirement)
-
-
-def _too_old(
-    snapshot: MachineSnapshot,
-    number: str,
-    here: tuple[int, ...],
-    torch: str,
-    cuda: str,
-    least: tuple[int, ...],
-) -> CheckOutcome:
-    table = versions()
-    release = table.release(torch)
-    fitting = table.build_for_driver(release, here) if release else None
-    why = f"driver {number} is too old for CUDA {cuda}, which torch {torch} was built with: it needs {dotted(least)} or newer"
-    if fitting:
-        return problem(
-            f"{why}. A build of the same torch for CUDA {fitting.cuda} works with this driver",
-            table.install(torch, fitting.tag),
-        )
-    return problem(
-        f"{why}. No build of this torch in flatout's version table supports it", newer_driver(snapshot)
-    )
 
 
 @machine_check("FD022", THEME, ["environment"])
@@ -177,21 +167,21 @@ def visible_devices(snapshot: MachineSnapshot) -> CheckOutcome:
     How to fix it:
         `unset CUDA_VISIBLE_DEVICES`, or name GPUs that `nvidia-smi -L` lists.
     """
-    value, seen = snapshot.variable("CUDA_VISIBLE_DEVICES"), listing(snapshot)
+    value, report = snapshot.variable("CUDA_VISIBLE_DEVICES"), smi_report(snapshot)
     if value is None:
         return ok("CUDA_VISIBLE_DEVICES is not set: every GPU is visible")
-    if not gpu_is_here(snapshot):
+    if not has_gpu(snapshot):
         return note(f"CUDA_VISIBLE_DEVICES={value!r}; no GPU was found")
     entries = [entry.strip() for entry in value.split(",")]
-    every = "unset CUDA_VISIBLE_DEVICES"
+    show_all = "unset CUDA_VISIBLE_DEVICES"
     if value.strip() in ("", "-1", "NoDevFiles"):
-        return warning(f"CUDA_VISIBLE_DEVICES={value!r} hides every GPU", every)
-    if seen is None or not seen.boards:
+        return warning(f"CUDA_VISIBLE_DEVICES={value!r} hides every GPU", show_all)
+    if report is None or not report.gpus:
         return not_seen(
             f"CUDA_VISIBLE_DEVICES={value!r}; nvidia-smi did not list the GPUs to compare it with"
         )
-    count = len(seen.boards)
-    uuids = [board.uuid or "" for board in seen.boards]
+    count = len(report.gpus)
+    uuids = [gpu.uuid or "" for gpu in report.gpus]
     for number, entry in enumerate(entries):
         if (
             entry.startswith("MIG-")
@@ -199,15 +189,15 @@ def visible_devices(snapshot: MachineSnapshot) -> CheckOutcome:
             or (entry.startswith("GPU-") and any(uuid.startswith(entry) for uuid in uuids))
         ):
             continue
-        left = f"{number} of {len(entries)} are used" if number else "none is used"
+        used = f"{number} of {len(entries)} are used" if number else "none is used"
         return problem(
-            f"CUDA_VISIBLE_DEVICES={value!r}: {entry!r} is not a GPU of this machine (it has {count}), so {left}",
+            f"CUDA_VISIBLE_DEVICES={value!r}: {entry!r} is not a GPU of this machine (it has {count}), so {used}",
             "nvidia-smi -L",
         )
     if len(set(entries)) < len(entries):
-        return problem(f"CUDA_VISIBLE_DEVICES={value!r} names a GPU twice; CUDA then uses none", every)
+        return problem(f"CUDA_VISIBLE_DEVICES={value!r} names a GPU twice; CUDA then uses none", show_all)
     if len(entries) < count:
-        return note(f"CUDA_VISIBLE_DEVICES={value!r}: {len(entries)} of {count} GPUs are visible", every)
+        return note(f"CUDA_VISIBLE_DEVICES={value!r}: {len(entries)} of {count} GPUs are visible", show_all)
     return ok(f"CUDA_VISIBLE_DEVICES={value!r}: all {count} GPUs")
 
 
@@ -222,30 +212,30 @@ def torch_computes(snapshot: MachineSnapshot) -> CheckOutcome:
         Fix what the other checks of the driver report. If they report nothing, torch's own warning names the
         cause.
     """
-    seen, here = snapshot.torch["cuda"], gpu_is_here(snapshot)
-    warnings = [str(words).splitlines()[0] for words in seen.get("warnings") or () if words]
-    if build_of(snapshot) is None and seen.get("raised"):
+    cuda, gpu = snapshot.torch["cuda"], has_gpu(snapshot)
+    warnings = [str(text).splitlines()[0] for text in cuda.get("warnings") or () if text]
+    if build_of(snapshot) is None and cuda.get("raised"):
         return not_seen("the imported module is not torch")
-    if seen.get("raised"):
-        for explanation in explain_text(str(seen["raised"])):
-            return problem(explanation.finding.said, _command(explanation.finding.fix), warnings)
-        return problem(f"using the GPU raised {seen['raised']}", "nvidia-smi", warnings)
-    if seen.get("computes") is True:
-        return ok(f"{len(seen.get('devices') or ())} GPU(s) reached, and a test sum on the first is correct")
-    if seen.get("available") is True:
+    if cuda.get("raised"):
+        for explanation in explain_text(str(cuda["raised"])):
+            return problem(explanation.finding.said, first_command(explanation.finding), warnings)
+        return problem(f"using the GPU raised {cuda['raised']}", "nvidia-smi", warnings)
+    if cuda.get("computes") is True:
+        return ok(f"{len(cuda.get('devices') or ())} GPU(s) reached, and a test sum on the first is correct")
+    if cuda.get("available") is True:
         return problem(
             "torch sees the GPU, but a test computation was wrong or did not finish",
             "compute-sanitizer python train.py",
             warnings,
         )
-    if seen.get("available") is not False:
+    if cuda.get("available") is not False:
         return not_seen("whether torch reaches a GPU was not recorded")
-    if here is None:
+    if gpu is None:
         return not_seen("torch.cuda.is_available() is False; whether there is a GPU could not be determined")
-    if not here:
+    if not gpu:
         return ok("torch trains on the processor: there is no GPU")
     for cause in (cuda_build, driver, driver_for_cuda, visible_devices):
-        result = cause.answer(snapshot)
+        result = cause.run(snapshot)
         if result.verdict in (Verdict.PROBLEM, Verdict.WARNING):
             return CheckOutcome(
                 Verdict(result.verdict),
@@ -259,10 +249,6 @@ def torch_computes(snapshot: MachineSnapshot) -> CheckOutcome:
         "nvidia-smi",
         warnings,
     )
-
-
-def _command(fix: str) -> str:
-    return fix.split("\n")[0].partition("   #")[0].strip()
 
 
 CHECKS = (driver, driver_for_cuda, visible_devices, torch_computes)

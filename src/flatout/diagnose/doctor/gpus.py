@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from flatout.diagnose.doctor.check import CheckOutcome, machine_check, not_seen, note, ok, warning
-from flatout.diagnose.doctor.nvidia_smi import GpuStatus, listing
+from flatout.diagnose.doctor.nvidia_smi import GpuStatus, smi_report
 from flatout.schema.machine_snapshot import MachineSnapshot
 
 WORST_FIRST = ("warning", "not seen", "note", "ok")
@@ -18,29 +18,33 @@ def free_memory(snapshot: MachineSnapshot) -> CheckOutcome:
     How to fix it:
         Find the process with `nvidia-smi`. End it, or use another GPU with CUDA_VISIBLE_DEVICES.
     """
-    seen = listing(snapshot)
-    if seen is None or not seen.boards:
+    report = smi_report(snapshot)
+    if report is None or not report.gpus:
         return not_seen("nvidia-smi did not list the GPUs")
-    outcomes = [(board, _use_of(board)) for board in seen.boards]
-    worst = min((outcome for _, outcome in outcomes), key=lambda one: WORST_FIRST.index(one.verdict))
-    uses = [f"GPU {board.index}: {one.seen}" for board, one in outcomes if one.verdict == worst.verdict]
+    outcomes = [(gpu, _use_of(gpu)) for gpu in report.gpus]
+    worst = min((outcome for _, outcome in outcomes), key=lambda outcome: WORST_FIRST.index(outcome.verdict))
+    uses = [
+        f"GPU {gpu.index}: {outcome.observed}"
+        for gpu, outcome in outcomes
+        if outcome.verdict == worst.verdict
+    ]
     more = f"; and {len(uses) - 4} more" if len(uses) > 4 else ""
     return CheckOutcome(worst.verdict, "; ".join(uses[:4]) + more, worst.fix)
 
 
-def _use_of(board: GpuStatus) -> CheckOutcome:
-    if board.memory_mib is None or board.used_mib is None:
+def _use_of(gpu: GpuStatus) -> CheckOutcome:
+    if gpu.memory_mib is None or gpu.used_mib is None:
         return not_seen("its memory is not reported")
-    computing = [process for process in board.processes or () if "C" in process.kind]
-    drawing = [_program(process.name) for process in board.processes or () if "C" not in process.kind]
-    share = board.used_mib / board.memory_mib if board.memory_mib else 0.0
-    used = f"{board.name}, {board.used_mib / 1024:.1f} of {board.memory_mib / 1024:.1f} GiB used"
+    computing = [process for process in gpu.processes or () if "C" in process.kind]
+    displaying = [_program(process.name) for process in gpu.processes or () if "C" not in process.kind]
+    share = gpu.used_mib / gpu.memory_mib if gpu.memory_mib else 0.0
+    used = f"{gpu.name}, {gpu.used_mib / 1024:.1f} of {gpu.memory_mib / 1024:.1f} GiB used"
     if computing:
-        names = ", ".join(f"{_program(process.name)} ({process.number})" for process in computing[:3])
-        numbers = ",".join(str(process.number) for process in computing[:8])
-        return warning(f"{used}, by {names}", f"ps -o pid,user,etime,args -p {numbers}")
-    if share > 0.1 and drawing:
-        names = ", ".join(dict.fromkeys(drawing))
+        names = ", ".join(f"{_program(process.name)} ({process.pid})" for process in computing[:3])
+        pids = ",".join(str(process.pid) for process in computing[:8])
+        return warning(f"{used}, by {names}", f"ps -o pid,user,etime,args -p {pids}")
+    if share > 0.1 and displaying:
+        names = ", ".join(dict.fromkeys(displaying))
         return note(f"{used}, by the display ({names})", "sudo systemctl isolate multi-user.target")
     if share > 0.1:
         return warning(

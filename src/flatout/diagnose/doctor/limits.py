@@ -13,25 +13,24 @@ from flatout.diagnose.doctor.check import (
     problem,
     warning,
 )
-from flatout.diagnose.doctor.packages import contained
+from flatout.diagnose.doctor.packages import in_container
 from flatout.probe.cgroup import CgroupLimits, group
 from flatout.probe.proc import limits, meminfo, mount_of, mounts, numbers, status
 from flatout.schema.machine_snapshot import MachineSnapshot
 from flatout.schema.sizes import size
 
 THEME = "limits"
-FEW_FILES = 4096
-SMALL_SHM = 512 * 2**20  # a batch of 256 images of 224 x 224 is 147 MiB, and each worker has two
-DOCKER_SHM = 64 * 2**20
-SMALL_MEMORY = 4 * 2**30
+MIN_OPEN_FILES = 4096
+MIN_SHM_BYTES = 512 * 2**20  # a batch of 256 images of 224 x 224 is 147 MiB, and each worker has two
+DOCKER_SHM_BYTES = 64 * 2**20
+MIN_MEMORY_BYTES = 4 * 2**30
 
 
-def _allowed(snapshot: MachineSnapshot) -> list[int] | None:
-    """The cores that this process may run on."""
+def _allowed_cores(snapshot: MachineSnapshot) -> list[int] | None:
     return numbers(status(snapshot.text("/proc/self/status"), "Cpus_allowed_list"))
 
 
-def _groups(snapshot: MachineSnapshot) -> CgroupLimits | None:
+def _cgroup(snapshot: MachineSnapshot) -> CgroupLimits | None:
     """The control groups of this process; None if they could not be read."""
     if snapshot.text("/proc/self/cgroup") is None or snapshot.text("/proc/self/mountinfo") is None:
         return None
@@ -40,7 +39,7 @@ def _groups(snapshot: MachineSnapshot) -> CgroupLimits | None:
 
 def _cores(snapshot: MachineSnapshot) -> int | None:
     """The number of cores for training, within affinity and quota."""
-    allowed, limit = _allowed(snapshot), _groups(snapshot)
+    allowed, limit = _allowed_cores(snapshot), _cgroup(snapshot)
     if allowed is None:
         return None
     return max(1, min(len(allowed), round(limit.cores))) if limit and limit.cores else len(allowed)
@@ -48,9 +47,9 @@ def _cores(snapshot: MachineSnapshot) -> int | None:
 
 def _threads(snapshot: MachineSnapshot) -> int | None:
     """The number of threads that torch uses per operation; if unknown, the value of OMP_NUM_THREADS."""
-    used = (snapshot.torch.get("host") or {}).get("threads")
-    asked = snapshot.variable("OMP_NUM_THREADS") or ""
-    return used if isinstance(used, int) else int(asked) if asked.isdigit() else None
+    threads = (snapshot.torch.get("host") or {}).get("threads")
+    variable = snapshot.variable("OMP_NUM_THREADS") or ""
+    return threads if isinstance(threads, int) else int(variable) if variable.isdigit() else None
 
 
 @machine_check("FD060", THEME, ["file /proc/self/status", "file /sys/devices/system/cpu/online"])
@@ -65,27 +64,27 @@ def core_limit(snapshot: MachineSnapshot) -> CheckOutcome:
         Set the number of threads with `export OMP_NUM_THREADS=N`. `flatout tune` finds the best number.
     """
     online = numbers(snapshot.text("/sys/devices/system/cpu/online"))
-    allowed, limit = _allowed(snapshot), _groups(snapshot)
+    allowed, limit = _allowed_cores(snapshot), _cgroup(snapshot)
     if online is None or allowed is None:
         return not_seen("the number of cores could not be read")
     if limit is None:
         return not_seen(f"{len(allowed)} cores by affinity; the control groups could not be read")
     quota = f", {limit.cores:g} by quota" if limit.cores else ""
-    count = f"cores: {len(online)} online, {len(allowed)} by affinity{quota}"
+    cores = f"cores: {len(online)} online, {len(allowed)} by affinity{quota}"
     if limit.cores and limit.cores < len(allowed) - 0.5:
-        fitting, threads = max(1, int(limit.cores)), _threads(snapshot)
+        usable, threads = max(1, int(limit.cores)), _threads(snapshot)
         if threads is None:
-            return not_seen(f"{count}; the number of torch's threads could not be determined")
-        if threads <= fitting + 1:
-            return ok(f"{count}; torch uses {threads} thread(s), which fits")
+            return not_seen(f"{cores}; the number of torch's threads could not be determined")
+        if threads <= usable + 1:
+            return ok(f"{cores}; torch uses {threads} thread(s), which fits")
         return warning(
-            f"{count}: torch uses {threads} threads and gets {limit.cores:g} cores",
-            f"export OMP_NUM_THREADS={fitting}",
+            f"{cores}: torch uses {threads} threads and gets {limit.cores:g} cores",
+            f"export OMP_NUM_THREADS={usable}",
             limit.files("cpu"),
         )
     if len(allowed) < len(online):
-        return note(f"{count}: this process is bound to part of the machine", "taskset -pc $$")
-    return ok(count)
+        return note(f"{cores}: this process is bound to part of the machine", "taskset -pc $$")
+    return ok(cores)
 
 
 @machine_check("FD064", THEME, ["environment", "file /proc/self/status"])
@@ -111,13 +110,15 @@ def threads(snapshot: MachineSnapshot) -> CheckOutcome:
             return warning(
                 f"{name}={value} for {cores} core(s): threads compete for cores", f"export {name}={cores}"
             )
-    asked = snapshot.variable("OMP_NUM_THREADS")
-    if asked == "1" and cores > 1:
+    variable = snapshot.variable("OMP_NUM_THREADS")
+    if variable == "1" and cores > 1:
         return note(
             f"OMP_NUM_THREADS=1 with {cores} cores: torch computes with one thread, which suits small models but not large ones",
             "flatout tune python train.py",
         )
-    return ok(f"{f'OMP_NUM_THREADS={asked}' if asked else 'OMP_NUM_THREADS is not set'}; {cores} core(s)")
+    return ok(
+        f"{f'OMP_NUM_THREADS={variable}' if variable else 'OMP_NUM_THREADS is not set'}; {cores} core(s)"
+    )
 
 
 @machine_check("FD066", THEME, ["file /proc/loadavg", "file /proc/self/status"])
@@ -152,16 +153,16 @@ def memory_limit(snapshot: MachineSnapshot) -> CheckOutcome:
     How to fix it:
         Give the container more memory with `docker run --memory 32g`, or use fewer loader workers.
     """
-    seen, limit = meminfo(snapshot.text("/proc/meminfo")), _groups(snapshot)
-    total, available = seen.get("MemTotal"), seen.get("MemAvailable")
+    memory, limit = meminfo(snapshot.text("/proc/meminfo")), _cgroup(snapshot)
+    total, available = memory.get("MemTotal"), memory.get("MemAvailable")
     if not total or available is None:
         return not_seen("/proc/meminfo does not contain the memory size")
     if limit is None:
         return not_seen(f"{size(total)} in the machine; the control groups could not be read")
     if limit.memory_bytes and limit.memory_bytes < total:
-        left = limit.memory_bytes - (limit.used_bytes or 0)
-        amount = f"{size(limit.memory_bytes)} by the control group's limit ({size(max(left, 0))} unused), of {size(total)} in the machine"
-        if limit.memory_bytes < SMALL_MEMORY or left < 0.1 * limit.memory_bytes:
+        unused = limit.memory_bytes - (limit.used_bytes or 0)
+        amount = f"{size(limit.memory_bytes)} by the control group's limit ({size(max(unused, 0))} unused), of {size(total)} in the machine"
+        if limit.memory_bytes < MIN_MEMORY_BYTES or unused < 0.1 * limit.memory_bytes:
             return warning(
                 f"{amount}: the kernel ends processes that need more",
                 "docker run --memory 32g ...",
@@ -198,18 +199,18 @@ def shared_memory(snapshot: MachineSnapshot) -> CheckOutcome:
         return not_seen("the size of /dev/shm could not be determined")
     fix = (
         "docker run --shm-size=8g ..."
-        if contained(snapshot) or total <= DOCKER_SHM
+        if in_container(snapshot) or total <= DOCKER_SHM_BYTES
         else "sudo mount -o remount,size=8g /dev/shm"
     )
-    if total <= DOCKER_SHM:
+    if total <= DOCKER_SHM_BYTES:
         return problem(
             f"/dev/shm has {size(total)}, the default of a container: one batch of images fills it", fix
         )
-    if total < SMALL_SHM:
+    if total < MIN_SHM_BYTES:
         return warning(f"/dev/shm has {size(total)}: large batches or several workers fill it", fix)
     if disk is None:
         return not_seen(f"/dev/shm has {size(total)}; its free space could not be determined")
-    if disk.free_bytes < min(SMALL_SHM, 0.2 * total):
+    if disk.free_bytes < min(MIN_SHM_BYTES, 0.2 * total):
         return warning(
             f"{size(disk.free_bytes)} of the {size(total)} of /dev/shm are free", "ls -lS /dev/shm | head"
         )
@@ -230,9 +231,9 @@ def open_files(snapshot: MachineSnapshot) -> CheckOutcome:
     limit = limits(snapshot.text("/proc/self/limits")).get("open files")
     if limit is None:
         return not_seen("/proc/self/limits does not contain the number of open files")
-    if limit.soft is None or limit.soft >= FEW_FILES:
+    if limit.soft is None or limit.soft >= MIN_OPEN_FILES:
         return ok(f"{limit.soft or 'any number of'} files")
-    raised = (
+    fix = (
         "ulimit -n 65536"
         if limit.hard is None or limit.hard >= 65536
         else "echo '* - nofile 65536' | sudo tee /etc/security/limits.d/flatout.conf"
@@ -240,11 +241,11 @@ def open_files(snapshot: MachineSnapshot) -> CheckOutcome:
     if limit.soft < 256:
         return problem(
             f"{limit.soft} files may be open: torch alone opens more than a hundred, and loader workers need many more",
-            raised,
+            fix,
         )
     return warning(
         f"{limit.soft} files may be open (hard limit: {limit.hard or 'none'}): several loader workers need more",
-        raised,
+        fix,
     )
 
 

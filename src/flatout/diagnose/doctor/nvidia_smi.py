@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from flatout.schema.machine_snapshot import MachineSnapshot
 
-NONE = {
+NO_VALUE = {
     "n/a",
     "[n/a]",
     "none",
@@ -26,7 +26,7 @@ NONE = {
 
 @dataclass(frozen=True)
 class GpuProcess:
-    number: int
+    pid: int
     name: str
     kind: str  # C, G, C+G
 
@@ -47,10 +47,10 @@ class GpuStatus:
 class SmiReport:
     driver: str | None
     cuda: str | None
-    boards: tuple[GpuStatus, ...]
+    gpus: tuple[GpuStatus, ...]
 
 
-def listing(snapshot: MachineSnapshot) -> SmiReport | None:
+def smi_report(snapshot: MachineSnapshot) -> SmiReport | None:
     """The output of `nvidia-smi -q -x`; None if it did not run or did not print this XML."""
     run = snapshot.runs.get("nvidia-smi")
     return _read(run.out) if run else None
@@ -66,29 +66,29 @@ def _read(text: str) -> SmiReport | None:
         log = ElementTree.fromstring(text[start:])
     except ElementTree.ParseError:
         return None
-    boards = tuple(_board(at, gpu) for at, gpu in enumerate(log.findall("gpu")))
-    return SmiReport(_word(log, "driver_version"), _word(log, "cuda_version"), boards)
+    gpus = tuple(_gpu_status(index, gpu) for index, gpu in enumerate(log.findall("gpu")))
+    return SmiReport(_text(log, "driver_version"), _text(log, "cuda_version"), gpus)
 
 
-def _board(index: int, gpu: ElementTree.Element) -> GpuStatus:
+def _gpu_status(index: int, gpu: ElementTree.Element) -> GpuStatus:
     return GpuStatus(
         index=index,
-        name=_word(gpu, "product_name") or "a GPU",
-        uuid=_word(gpu, "uuid"),
+        name=_text(gpu, "product_name") or "a GPU",
+        uuid=_text(gpu, "uuid"),
         memory_mib=_number(gpu, "fb_memory_usage/total"),
         used_mib=_number(gpu, "fb_memory_usage/used"),
         processes=_processes(gpu),
     )
 
 
-def _word(node: ElementTree.Element, path: str) -> str | None:
+def _text(node: ElementTree.Element, path: str) -> str | None:
     text = (node.findtext(path) or "").strip()
-    return None if text.lower() in NONE else text
+    return None if text.lower() in NO_VALUE else text
 
 
 def _number(node: ElementTree.Element, path: str) -> float | None:
     """The number in "81559 MiB"."""
-    match = re.match(r"(\d+(?:\.\d+)?)", _word(node, path) or "")
+    match = re.match(r"(\d+(?:\.\d+)?)", _text(node, path) or "")
     return float(match[1]) if match else None
 
 
@@ -99,8 +99,8 @@ def _processes(gpu: ElementTree.Element) -> tuple[GpuProcess, ...] | None:
     return tuple(
         GpuProcess(
             int(_number(process, "pid") or 0),
-            _word(process, "process_name") or "?",
-            _word(process, "type") or "?",
+            _text(process, "process_name") or "?",
+            _text(process, "type") or "?",
         )
         for process in node.findall("process_info")
     )
@@ -108,24 +108,23 @@ def _processes(gpu: ElementTree.Element) -> tuple[GpuProcess, ...] | None:
 
 def driver_version(snapshot: MachineSnapshot) -> str | None:
     """The driver version from nvidia-smi, or from the kernel module's file if nvidia-smi is missing."""
-    seen = listing(snapshot)
-    if seen and seen.driver:
-        return seen.driver
+    report = smi_report(snapshot)
+    if report and report.driver:
+        return report.driver
     match = re.search(
         r"NVRM version:.*?\s(\d{3,}\.\d+(?:\.\d+)?)\s", snapshot.text("/proc/driver/nvidia/version") or ""
     )
     return match[1] if match else None
 
 
-def gpu_is_here(snapshot: MachineSnapshot) -> bool | None:
+def has_gpu(snapshot: MachineSnapshot) -> bool | None:
     """Whether nvidia-smi, torch, the kernel or the PCI bus shows an NVIDIA GPU; None if unknown."""
-    seen, torch = listing(snapshot), snapshot.torch.get("cuda")
-    if seen and seen.boards:
-        return True
-    if isinstance(torch, dict) and torch.get("devices"):
-        return True
-    if snapshot.text("/proc/driver/nvidia/version") or [
-        n for n in snapshot.folders.get("/dev") or () if re.fullmatch(r"nvidia\d+", n)
-    ]:
+    report, cuda = smi_report(snapshot), snapshot.torch.get("cuda")
+    if (
+        (report and report.gpus)
+        or (isinstance(cuda, dict) and cuda.get("devices"))
+        or snapshot.text("/proc/driver/nvidia/version")
+        or any(re.fullmatch(r"nvidia\d+", name) for name in snapshot.folders.get("/dev") or ())
+    ):
         return True
     return snapshot.pci_nvidia

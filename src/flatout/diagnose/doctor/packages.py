@@ -26,7 +26,7 @@ def manager(snapshot: MachineSnapshot) -> str:
     return "apt-get"
 
 
-def install(snapshot: MachineSnapshot, debian: str, fedora: str, conda: str = "") -> str:
+def install_command(snapshot: MachineSnapshot, debian: str, fedora: str, conda: str = "") -> str:
     if conda and snapshot.variable("CONDA_PREFIX"):
         return f"conda install -c conda-forge {conda}"
     name = manager(snapshot)
@@ -42,12 +42,12 @@ def newer_driver(snapshot: MachineSnapshot) -> str:
     ubuntu = os_release(snapshot.text("/etc/os-release")).get("ID") == "ubuntu"
     return (
         "sudo ubuntu-drivers install"
-        if ubuntu and not contained(snapshot)
+        if ubuntu and not in_container(snapshot)
         else "xdg-open https://www.nvidia.com/drivers"
     )
 
 
-def contained(snapshot: MachineSnapshot) -> bool:
+def in_container(snapshot: MachineSnapshot) -> bool:
     """Whether a container identifies itself as one."""
     return (
         snapshot.text("/.dockerenv") is not None

@@ -32,15 +32,15 @@ def python_version(snapshot: MachineSnapshot) -> CheckOutcome:
         Create a virtual environment with a supported Python: `python3.12 -m venv .venv`.
     """
     text = str(snapshot.python["version"])
-    here, table = version(text), versions()
-    if here is None:
+    running, table = version(text), versions()
+    if running is None:
         return not_seen(f"{text!r} is not a version of Python")
-    free = ", free-threaded" if snapshot.python.get("free_threaded") else ""
-    this_python = f"{snapshot.python.get('implementation') or 'Python'} {text}{free}"
-    if here[:2] < table.python_min:
+    free_threaded = ", free-threaded" if snapshot.python.get("free_threaded") else ""
+    this_python = f"{snapshot.python.get('implementation') or 'Python'} {text}{free_threaded}"
+    if running[:2] < table.python_min:
         return problem(
             f"{this_python}; flatout needs {dotted(table.python_min)}",
-            f"python{dotted(versions().releases[0].python_max)} -m venv .venv",
+            f"python{dotted(table.releases[0].python_max)} -m venv .venv",
         )
     torch = snapshot.distribution("torch")
     release = table.release(torch)
@@ -50,15 +50,15 @@ def python_version(snapshot: MachineSnapshot) -> CheckOutcome:
         return note(
             f"{this_python}; flatout's version table does not list torch {torch}, so compatibility is unknown"
         )
-    if here[:2] == release.python_experimental:
+    if running[:2] == release.python_experimental:
         return note(
             f"{this_python}; torch {release.torch} has only experimental wheels for it",
             f"python{dotted(release.python_max)} -m venv .venv",
         )
-    if not release.python_min <= here[:2] <= release.python_max:
-        span = f"{dotted(release.python_min)} to {dotted(release.python_max)}"
+    if not release.python_min <= running[:2] <= release.python_max:
+        supported = f"{dotted(release.python_min)} to {dotted(release.python_max)}"
         return warning(
-            f"{this_python}; wheels of torch {release.torch} are for {span}",
+            f"{this_python}; wheels of torch {release.torch} are for {supported}",
             f"python{dotted(release.python_max)} -m venv .venv",
         )
     return ok(f"{this_python}, which torch {release.torch} supports")
@@ -74,23 +74,23 @@ def nothing_hidden(snapshot: MachineSnapshot) -> CheckOutcome:
     How to fix it:
         Rename the file and remove its compiled copy: `mv torch.py my_torch.py`.
     """
-    important = {"torch", "torchvision", "torchaudio", "numpy", "triton", "lightning"}
+    libraries = {"torch", "torchvision", "torchaudio", "numpy", "triton", "lightning"}
     builtin = set(sys.stdlib_module_names) - {"__main__", "test", "this", "antigravity"}
-    here = {
+    local_files = {
         name.removesuffix(".py").removesuffix("/"): name.removesuffix("/")
         for name in snapshot.folders["."] or ()
     }
-    names = sorted(set(here) & (important | builtin))
-    hiding = [name for name in names if name in important]
-    if hiding:
+    names = sorted(set(local_files) & (libraries | builtin))
+    hidden = [name for name in names if name in libraries]
+    if hidden:
         return problem(
-            f"{snapshot.working_folder} contains {', '.join(hiding)}, which hides the installed module of that name",
-            f"mv {here[hiding[0]]} my_{here[hiding[0]]}",
+            f"{snapshot.working_folder} contains {', '.join(hidden)}, which hides the installed module of that name",
+            f"mv {local_files[hidden[0]]} my_{local_files[hidden[0]]}",
         )
     if names:
         return warning(
             f"{snapshot.working_folder} contains {', '.join(names)}, which hides the standard library module of that name",
-            f"mv {here[names[0]]} my_{here[names[0]]}",
+            f"mv {local_files[names[0]]} my_{local_files[names[0]]}",
         )
     return ok(f"nothing in {snapshot.working_folder} hides a module")
 
@@ -105,13 +105,13 @@ def enters_programs(snapshot: MachineSnapshot) -> CheckOutcome:
     How to fix it:
         Install flatout again: `pip install --force-reinstall --no-deps flatout`.
     """
-    asked = snapshot.runs["start-up hook"]
-    report = asked.out.strip().partition(" ")[2]
+    hook_run = snapshot.runs["start-up hook"]
+    report = hook_run.out.strip().partition(" ")[2]
     if report == "ok":
-        return ok(f"flatout enters programs of {asked.command[0]}")
-    why = report or asked.err.strip()[-200:] or "its start-up hook was not loaded"
+        return ok(f"flatout enters programs of {hook_run.command[0]}")
+    why = report or hook_run.err.strip()[-200:] or "its start-up hook was not loaded"
     return problem(
-        f"flatout does not enter programs of {asked.command[0]}: {why}",
+        f"flatout does not enter programs of {hook_run.command[0]}: {why}",
         "pip install --force-reinstall --no-deps flatout",
     )
 

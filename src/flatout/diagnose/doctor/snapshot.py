@@ -20,10 +20,9 @@ from flatout.schema.machine_snapshot import MachineSnapshot
 
 TORCH_LIMIT_S = 60.0  # a first import from a network folder takes this long, from a local disk two seconds
 PROGRAM_LIMIT_S = 10.0  # without persistence mode, nvidia-smi has to load the driver first
-TORCH = "import torch"
 HOOK = "start-up hook"
 SHOW_REPORT = f"import os; print(open(os.environ['{ENTERED}']).read())"
-UNDER_WSL = "/usr/lib/wsl/lib/nvidia-smi"  # missing from the path of some shells
+WSL_NVIDIA_SMI = "/usr/lib/wsl/lib/nvidia-smi"  # missing from the path of some shells
 PROGRAMS = {
     "nvidia-smi": ("nvidia-smi", "-q", "-x"),
     "c++": ("g++", "--version"),
@@ -36,14 +35,14 @@ class SnapshotTaker:
     def __init__(self, root: Path = Path("/")) -> None:
         self._root = root
         self._folder = temporary("doctor")
-        self._written = self._folder / "torch.jsonl"
+        self._records_file = self._folder / "torch.jsonl"
         # -m puts the working folder first on the path, as for a script, so files that hide torch there are
         # found.
         python, child = program_python(), "flatout.diagnose.doctor.torch_child"
         self._torch = TimedCommand(
-            [python, *_switches(), "-m", child, str(self._written)]
+            [python, *_switches(), "-m", child, str(self._records_file)]
             if is_own(python)
-            else module_command(python, child, str(self._written), DESCRIBE)
+            else module_command(python, child, str(self._records_file), DESCRIBE)
         )
         entered = self._folder / "entered"
         entered.touch()
@@ -57,8 +56,8 @@ class SnapshotTaker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for asked in (*self._programs.values(), self._torch):
-            asked.end()
+        for command in (*self._programs.values(), self._torch):
+            command.end()
         remove(self._folder)
 
     def take(self, torch_limit_s: float = TORCH_LIMIT_S) -> MachineSnapshot:
@@ -66,21 +65,21 @@ class SnapshotTaker:
         snapshot = gather(MachineSnapshot(flatout=__version__, created=utc_now()), self._root)
         until = seconds() + PROGRAM_LIMIT_S
         snapshot.runs = {
-            name: asked.answer(max(until - seconds(), 0.1)) for name, asked in self._programs.items()
+            name: command.answer(max(until - seconds(), 0.1)) for name, command in self._programs.items()
         }
-        snapshot.runs[TORCH] = self._torch.answer(torch_limit_s)
+        snapshot.runs["import torch"] = self._torch.answer(torch_limit_s)
         snapshot.torch = {
-            str(record.pop("stage")): record for record in json_lines(self._written) if "stage" in record
+            str(record.pop("stage")): record for record in json_lines(self._records_file) if "stage" in record
         }
-        if own := snapshot.torch.pop("interpreter", None):  # the program's, if it is not flatout's
-            snapshot.python, snapshot.packages = own["python"], own["packages"]
+        if interpreter := snapshot.torch.pop("interpreter", None):  # the program's, if it is not flatout's
+            snapshot.python, snapshot.packages = interpreter["python"], interpreter["packages"]
         return snapshot
 
 
 def _switches() -> list[str]:
     """The interpreter switches that affect where packages are found: the child gets the same ones."""
-    given = (("-S", sys.flags.no_site), ("-s", sys.flags.no_user_site), ("-E", sys.flags.ignore_environment))
-    return [switch for switch, on in given if on]
+    flags = (("-S", sys.flags.no_site), ("-s", sys.flags.no_user_site), ("-E", sys.flags.ignore_environment))
+    return [switch for switch, on in flags if on]
 
 
 def _programs() -> dict[str, tuple[str, ...]]:
@@ -88,6 +87,6 @@ def _programs() -> dict[str, tuple[str, ...]]:
     programs, compiler = dict(PROGRAMS), os.environ.get("CXX", "").strip()
     if compiler:
         programs["c++"] = (compiler, "--version")
-    if shutil.which("nvidia-smi") is None and os.path.isfile(UNDER_WSL):
-        programs["nvidia-smi"] = (UNDER_WSL, *PROGRAMS["nvidia-smi"][1:])
+    if shutil.which("nvidia-smi") is None and os.path.isfile(WSL_NVIDIA_SMI):
+        programs["nvidia-smi"] = (WSL_NVIDIA_SMI, *PROGRAMS["nvidia-smi"][1:])
     return programs

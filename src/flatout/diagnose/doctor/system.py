@@ -15,26 +15,28 @@ from flatout.diagnose.doctor.check import (
     version,
     warning,
 )
-from flatout.diagnose.doctor.packages import install
+from flatout.diagnose.doctor.packages import install_command
 from flatout.diagnose.doctor.versions import versions
 from flatout.schema.machine_snapshot import MachineSnapshot
 from flatout.schema.sizes import size
 
 THEME = "system"
-CXX17 = (9,)  # the oldest g++ with complete C++17 (according to GCC's status page)
+MIN_GXX = (9,)  # the oldest g++ with complete C++17 (according to GCC's status page)
 CONTAINER = 'docker run --rm -it -v "$PWD":/work -w /work pytorch/pytorch bash'
-FULL_BYTES, LITTLE_BYTES = 2**30, 10 * 2**30
-OFF = ("", "0", "off", "false")
+MIN_FREE_BYTES, LOW_FREE_BYTES = 2**30, 10 * 2**30
+OFF_VALUES = ("", "0", "off", "false")
+SLOW_PYTHON = "slows every line of Python down"
+SLOW_GRADIENTS = "gradients take a slower path"
 # What a variable does if it is on. A pattern in place of None is that of its value.
 SLOW_SWITCHES: dict[str, tuple[str | None, str]] = {
-    "PYTHONDEVMODE": (None, "slows every line of Python down"),
-    "PYTHONTRACEMALLOC": (None, "slows every line of Python down"),
-    "PYTHONMALLOC": (r".*debug|malloc", "slows every line of Python down"),
+    "PYTHONDEVMODE": (None, SLOW_PYTHON),
+    "PYTHONTRACEMALLOC": (None, SLOW_PYTHON),
+    "PYTHONMALLOC": (r".*debug|malloc", SLOW_PYTHON),
     "CUDA_LAUNCH_BLOCKING": (None, "the processor waits for every kernel"),
     "PYTORCH_NO_CUDA_MEMORY_CACHING": (None, "each allocation on the GPU is a call into the driver"),
-    "NCCL_P2P_DISABLE": (None, "gradients take a slower path"),
-    "NCCL_SHM_DISABLE": (None, "gradients take a slower path"),
-    "NCCL_IB_DISABLE": (None, "gradients take a slower path"),
+    "NCCL_P2P_DISABLE": (None, SLOW_GRADIENTS),
+    "NCCL_SHM_DISABLE": (None, SLOW_GRADIENTS),
+    "NCCL_IB_DISABLE": (None, SLOW_GRADIENTS),
     "NCCL_DEBUG": (r"(?i)trace", "NCCL writes a line for every message"),
     "TORCHDYNAMO_DISABLE": (None, "torch.compile does nothing"),
     "TORCH_COMPILE_DISABLE": (None, "torch.compile does nothing"),
@@ -61,8 +63,8 @@ def glibc(snapshot: MachineSnapshot) -> CheckOutcome:
         return warning(
             "the C library is not glibc (Alpine's musl?): there are no wheels of torch for it", CONTAINER
         )
-    here = version(text)
-    if kind != "glibc" or here is None:
+    installed = version(text)
+    if kind != "glibc" or installed is None:
         return not_seen(f"the C library is {kind} {text}")
     table = versions()
     release = table.release(snapshot.distribution("torch")) or table.releases[0]
@@ -70,12 +72,12 @@ def glibc(snapshot: MachineSnapshot) -> CheckOutcome:
         return note(
             f"glibc {text}; flatout's version table does not list what wheels of torch {release.torch} need"
         )
-    needs = f"glibc {text}; wheels of torch {release.torch} need {dotted(release.glibc_min)}"
-    if here >= release.glibc_min:
-        return ok(needs)
-    latest = next((r for r in table.releases if r.glibc_min and r.glibc_min <= here), None)
-    last = f"; the last torch for it is {latest.torch}, which flatout does not support" if latest else ""
-    return problem(needs + last, CONTAINER)
+    requirement = f"glibc {text}; wheels of torch {release.torch} need {dotted(release.glibc_min)}"
+    if installed >= release.glibc_min:
+        return ok(requirement)
+    latest = next((r for r in table.releases if r.glibc_min and r.glibc_min <= installed), None)
+    usable = f"; the last torch for it is {latest.torch}, which flatout does not support" if latest else ""
+    return problem(requirement + usable, CONTAINER)
 
 
 @machine_check("FD040", THEME, ["run c++"])
@@ -89,16 +91,16 @@ def cpp_compiler(snapshot: MachineSnapshot) -> CheckOutcome:
         `apt-get install g++`, or in conda `conda install -c conda-forge gxx`.
     """
     run = snapshot.runs["c++"]
-    newer = install(snapshot, "g++", "gcc-c++", "gxx")
+    command = install_command(snapshot, "g++", "gcc-c++", "gxx")
     if not run.there:
-        return warning(f"there is no {run.command[0]}: torch.compile does not work", newer)
+        return warning(f"there is no {run.command[0]}: torch.compile does not work", command)
     first = next((line for line in run.out.splitlines() if line.strip()), "")
     match = re.search(r"(\d+\.\d+(?:\.\d+)?)\s*(?:\d{8}.*)?$", first)
     if run.code != 0 or not match:
         return not_seen(f"`{' '.join(run.command)}` did not report its version")
-    if "clang" not in first and (version(match[1]) or ()) < CXX17:
+    if "clang" not in first and (version(match[1]) or ()) < MIN_GXX:
         return warning(
-            f"{run.command[0]} {match[1]} is too old for the C++17 that torch.compile generates", newer
+            f"{run.command[0]} {match[1]} is too old for the C++17 that torch.compile generates", command
         )
     return ok(f"{run.command[0]} {match[1]}")
 
@@ -113,14 +115,14 @@ def python_headers(snapshot: MachineSnapshot) -> CheckOutcome:
     How to fix it:
         `apt-get install python3-dev` (Fedora: `dnf install python3-devel`).
     """
-    there = snapshot.python.get("header")
-    if there is True:
+    header = snapshot.python.get("header")
+    if header is True:
         return ok("Python.h is installed")
-    if there is False:
+    if header is False:
         numbers = dotted((version(snapshot.python.get("version")) or (3,))[:2])
         return warning(
             "Python.h is missing: torch.compile and triton cannot build their launchers",
-            install(snapshot, f"python{numbers}-dev", f"python{numbers}-devel", f"python={numbers}"),
+            install_command(snapshot, f"python{numbers}-dev", f"python{numbers}-devel", f"python={numbers}"),
         )
     return not_seen("whether Python.h is installed was not checked")
 
@@ -149,9 +151,9 @@ def disk_space(snapshot: MachineSnapshot) -> CheckOutcome:
             return problem(f"{where} cannot be written", fix)
         if disk.free_files is not None and disk.free_files < 1000:
             return problem(f"{where} can hold only {disk.free_files} more files (inodes)", fix)
-        if disk.free_bytes < FULL_BYTES:
+        if disk.free_bytes < MIN_FREE_BYTES:
             return problem(f"{where} has {free} left", fix)
-        if disk.free_bytes < LITTLE_BYTES:
+        if disk.free_bytes < LOW_FREE_BYTES:
             outcomes.append(warning(f"{where} has {free} of {size(disk.total_bytes)} left", fix))
     return outcomes[0] if outcomes else ok(f"{size(snapshot.disks['working folder'].free_bytes)} free")
 
@@ -172,7 +174,7 @@ def debugging_switches(snapshot: MachineSnapshot) -> CheckOutcome:
         name: effect
         for name, (pattern, effect) in SLOW_SWITCHES.items()
         if name in values
-        and (re.fullmatch(pattern, values[name]) if pattern else values[name].lower() not in OFF)
+        and (re.fullmatch(pattern, values[name]) if pattern else values[name].lower() not in OFF_VALUES)
     }
     if slow:
         effects = "; ".join(f"{name}={values[name]}: {effect}" for name, effect in slow.items())

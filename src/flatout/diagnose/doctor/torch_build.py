@@ -16,7 +16,7 @@ from flatout.diagnose.doctor.check import (
     version,
     warning,
 )
-from flatout.diagnose.doctor.nvidia_smi import driver_version, gpu_is_here
+from flatout.diagnose.doctor.nvidia_smi import driver_version, has_gpu
 from flatout.diagnose.doctor.versions import versions
 from flatout.schema.machine_snapshot import MachineSnapshot
 
@@ -25,9 +25,9 @@ THEME = "torch"
 
 def build_of(snapshot: MachineSnapshot) -> Mapping[str, Any] | None:
     """The stage "build", or the data in the version number if torch cannot be imported, or None."""
-    seen = snapshot.torch.get("build")
-    if isinstance(seen, dict) and isinstance(seen.get("version"), str):
-        return seen
+    build = snapshot.torch.get("build")
+    if isinstance(build, dict) and isinstance(build.get("version"), str):
+        return build
     installed = snapshot.distribution("torch") or ""
     tag = re.search(r"\+(cpu|cu(\d+)(\d))", installed)
     return {"version": installed, "cuda": f"{tag[2]}.{tag[3]}" if tag[2] else None} if tag else None
@@ -44,7 +44,7 @@ def cuda_build(snapshot: MachineSnapshot) -> CheckOutcome:
         Install a CUDA build that the driver supports: `pip install --force-reinstall torch --index-url
         https://download.pytorch.org/whl/cu126`.
     """
-    build, here = build_of(snapshot), gpu_is_here(snapshot)
+    build, gpu = build_of(snapshot), has_gpu(snapshot)
     if build is None:
         return not_seen("the CUDA version of the torch build could not be determined")
     cuda = build.get("cuda")
@@ -52,21 +52,20 @@ def cuda_build(snapshot: MachineSnapshot) -> CheckOutcome:
         return note(
             f"torch {build['version']} was built for ROCm {build['hip']}; flatout supports CUDA and the CPU"
         )
-    if cuda is None and here:
+    if cuda is None and gpu:
         release, driver = versions().release(build["version"]), version(driver_version(snapshot))
-        fitting = versions().build_for_driver(release, driver) if release and driver else None
-        tag = fitting.tag if fitting else "cu126"
+        supported = versions().cuda_for_driver(release, driver) if release and driver else None
         return problem(
             f"torch {build['version']} was built for the CPU only, and this machine has an NVIDIA GPU",
-            versions().install(build["version"], tag),
+            versions().install_command(build["version"], supported or "12.6"),
         )
-    if cuda is not None and here is False:
+    if cuda is not None and gpu is False:
         return note(
             f"torch {build['version']} was built for CUDA {cuda}, and no NVIDIA GPU was found: training runs on the processor; "
             "the CPU build is several GB smaller",
-            versions().install(build["version"], "cpu"),
+            versions().install_command(build["version"], None),
         )
-    if here is None:
+    if gpu is None:
         return not_seen(
             f"torch {build['version']} was built for {f'CUDA {cuda}' if cuda else 'the CPU'}; whether there is a GPU could not be determined"
         )
@@ -88,9 +87,11 @@ def loaded_libraries(snapshot: MachineSnapshot) -> CheckOutcome:
     if not isinstance(loaded, list) or not any("libtorch_cpu" in str(path) for path in loaded):
         return not_seen("the loaded libraries were not recorded")
     paths = [str(path) for path in loaded]
-    own = tuple(str(folder).rstrip("/") + "/" for folder in snapshot.python["path"])
+    own_folders = tuple(str(folder).rstrip("/") + "/" for folder in snapshot.python["path"])
     foreign = [
-        p for p in paths if not p.startswith(own) and re.search(r"lib(cudart|cublas|cudnn|nccl|nvrtc)", p)
+        p
+        for p in paths
+        if not p.startswith(own_folders) and re.search(r"lib(cudart|cublas|cudnn|nccl|nvrtc)", p)
     ]
     if foreign:
         return warning(

@@ -26,17 +26,17 @@ LIBRARY = re.compile(
 )
 
 
-def look(write: Callable[..., None]) -> None:
+def record_torch(write: Callable[..., None]) -> None:
     """Writes one line per stage; an exception replaces the result of its stage."""
     import importlib.util
 
-    found = importlib.util.find_spec("torch")
-    places = list(getattr(found, "submodule_search_locations", None) or ())
-    compiled = [entry.name for place in places for entry in Path(place).glob("_C.*so")]
-    write(stage="found", origin=getattr(found, "origin", None), places=places, compiled=compiled)
-    if found is None:
+    spec = importlib.util.find_spec("torch")
+    folders = list(getattr(spec, "submodule_search_locations", None) or ())
+    compiled = [entry.name for folder in folders for entry in Path(folder).glob("_C.*so")]
+    write(stage="found", origin=getattr(spec, "origin", None), places=folders, compiled=compiled)
+    if spec is None:
         return
-    began = seconds()
+    start = seconds()
     try:
         import torch
     except BaseException as error:
@@ -47,20 +47,15 @@ def look(write: Callable[..., None]) -> None:
             traceback=traceback.format_exc()[-6000:],
         )
         return
-    write(stage="imported", import_s=seconds() - began, file=getattr(torch, "__file__", None))
-    for stage, ask in (
-        ("build", _build),
-        ("host", _host),
-        ("libraries", _libraries),
-        ("cuda", _cuda),
-    ):
-        with warnings.catch_warnings(record=True) as observed:
+    write(stage="imported", import_s=seconds() - start, file=getattr(torch, "__file__", None))
+    for stage, describe in {"build": _build, "host": _host, "libraries": _libraries, "cuda": _cuda}.items():
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                answer = ask(torch)
+                answer = describe(torch)
             except Exception as error:  # a partial installation of torch may lack anything
                 answer = {"raised": f"{type(error).__name__}: {error}"}
-        write(stage=stage, **answer, warnings=[str(warning.message) for warning in observed])
+        write(stage=stage, **answer, warnings=[str(warning.message) for warning in caught])
 
 
 def _build(torch: ModuleType) -> dict[str, Any]:
@@ -76,7 +71,7 @@ def _host(torch: ModuleType) -> dict[str, Any]:
 
 
 def _libraries(torch: ModuleType) -> dict[str, Any]:
-    """The files that were really loaded, according to the kernel instead of the search path."""
+    """The loaded files, according to the kernel instead of the search path."""
     return {
         "loaded": sorted(
             set(LIBRARY.findall(Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")))
@@ -90,16 +85,15 @@ def _cuda(torch: ModuleType) -> dict[str, Any]:
     available = torch.cuda.is_available()
     answer: dict[str, Any] = {"available": available}
     if available:
-        answer["devices"] = []
-        for at in range(torch.cuda.device_count()):
-            seen = torch.cuda.get_device_properties(at)
-            answer["devices"].append(
-                {
-                    "name": seen.name,
-                    "capability": [seen.major, seen.minor],
-                    "memory_bytes": seen.total_memory,
-                }
-            )
+        devices = (torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count()))
+        answer["devices"] = [
+            {
+                "name": device.name,
+                "capability": [device.major, device.minor],
+                "memory_bytes": device.total_memory,
+            }
+            for device in devices
+        ]
         value = torch.ones(64, device="cuda")
         answer["computes"] = float((value + value).sum().item()) == 128.0
     return answer
@@ -116,7 +110,7 @@ def main(path: str, *describe: str) -> None:
             from flatout.probe.snapshot import packages, python
 
             write(stage="interpreter", python=python(), packages=packages(sys.path))
-        look(write)
+        record_torch(write)
 
 
 if __name__ == "__main__":

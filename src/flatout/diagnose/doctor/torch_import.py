@@ -8,6 +8,7 @@ from typing import Any
 from flatout.diagnose.doctor.check import (
     CheckOutcome,
     dotted,
+    first_command,
     machine_check,
     not_seen,
     note,
@@ -42,7 +43,7 @@ def torch_imports(snapshot: MachineSnapshot) -> CheckOutcome:
         The command depends on the cause and is given with it; usually `pip install --force-reinstall torch`.
     """
     run, stages = snapshot.runs["import torch"], snapshot.torch
-    found, done, failed = stages.get("found"), stages.get("imported"), stages.get("import failed")
+    found, imported, failed = stages.get("found"), stages.get("imported"), stages.get("import failed")
     tail = [line for line in run.said.splitlines() if line.strip()][-4:]
     if isinstance(failed, dict):
         return _failed(failed, snapshot)
@@ -50,8 +51,8 @@ def torch_imports(snapshot: MachineSnapshot) -> CheckOutcome:
         if snapshot.distribution("torch"):
             return problem("torch is listed as installed, but its files are missing", reinstall(snapshot))
         return problem("torch is not installed for this Python", "pip install torch")
-    if isinstance(done, dict):
-        return _imported(done, snapshot)
+    if isinstance(imported, dict):
+        return _imported(imported, snapshot)
     if run.timed_out:
         return problem(
             "`import torch` did not finish within the time limit: a slow disk, or a driver that does not answer",
@@ -71,17 +72,17 @@ def torch_imports(snapshot: MachineSnapshot) -> CheckOutcome:
     return not_seen("the child process that imports torch wrote nothing")
 
 
-def _imported(done: dict[str, Any], snapshot: MachineSnapshot) -> CheckOutcome:
-    file, took_s = done.get("file"), done.get("import_s")
+def _imported(imported: dict[str, Any], snapshot: MachineSnapshot) -> CheckOutcome:
+    file, took_s = imported.get("file"), imported.get("import_s")
     if file is None:
         return problem(
             "`import torch` found an empty folder named torch instead of torch",
             "pip install --force-reinstall torch",
         )
-    strange = (snapshot.torch.get("build") or {}).get("raised")
-    if strange:
+    build_error = (snapshot.torch.get("build") or {}).get("raised")
+    if build_error:
         return problem(
-            f"the module that `import torch` found at {file} is not torch: {strange}", reinstall(snapshot)
+            f"the module that `import torch` found at {file} is not torch: {build_error}", reinstall(snapshot)
         )
     if not isinstance(took_s, (int, float)):
         return not_seen("the import time was not recorded")
@@ -101,7 +102,7 @@ def _failed(failed: dict[str, Any], snapshot: MachineSnapshot) -> CheckOutcome:
     frames = [number for number, line in enumerate(lines) if line.startswith('  File "')]
     evidence = lines[frames[-1] :][:6] if frames else lines[-6:]  # the innermost frame and the exception
     for explanation in explain_text(trace):
-        command = explanation.finding.fix.split("\n")[0].partition("   #")[0].strip()
+        command = first_command(explanation.finding)
         if command.startswith("pip install --force-reinstall torch"):
             command = reinstall(snapshot)  # of the same version
         return problem(explanation.finding.said, command, evidence)
@@ -119,14 +120,14 @@ def torch_version(snapshot: MachineSnapshot) -> CheckOutcome:
     How to fix it:
         `pip install "torch>=2.11"`.
     """
-    seen = snapshot.torch.get("build")
-    text = seen.get("version") if isinstance(seen, dict) else snapshot.distribution("torch")
-    here, table = version(text), versions()
-    if here is None:
+    build = snapshot.torch.get("build")
+    text = build.get("version") if isinstance(build, dict) else snapshot.distribution("torch")
+    installed, table = version(text), versions()
+    if installed is None:
         return not_seen("torch's version could not be read" if text else "torch is not installed")
-    if sentence := untested(str(text)):
-        return note(sentence, "pip install --upgrade flatout")
-    if here[:2] < table.torch_min:
+    if warning_text := untested(str(text)):
+        return note(warning_text, "pip install --upgrade flatout")
+    if installed[:2] < table.torch_min:
         return warning(
             f"torch {text}; flatout is tested with {dotted(table.torch_min)} to {dotted(TESTED_TORCH)}",
             f'pip install "torch>={dotted(table.torch_min)}"',

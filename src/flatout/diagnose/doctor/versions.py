@@ -12,22 +12,7 @@ from pathlib import Path
 
 from flatout.diagnose.doctor.check import dotted, version
 
-TABLE = Path(__file__).with_name("versions.json")
-UNKNOWN = "unknown"
-
-
-@dataclass(frozen=True)
-class TorchBuild:
-    """One CUDA build of a torch release. Unknown values are None. Capabilities are for the x86-64 wheel."""
-
-    cuda: str
-    cudnn: str | None
-    nccl: str | None
-    capabilities: tuple[str, ...] | None
-
-    @property
-    def tag(self) -> str:
-        return "cu" + self.cuda.replace(".", "")
+TABLE_FILE = Path(__file__).with_name("versions.json")
 
 
 @dataclass(frozen=True)
@@ -36,12 +21,8 @@ class TorchRelease:
     python_min: tuple[int, ...]
     python_max: tuple[int, ...]
     python_experimental: tuple[int, ...] | None
-    glibc_min: tuple[int, ...] | None
-    builds: tuple[TorchBuild, ...]
-
-    def build(self, cuda: str | None) -> TorchBuild | None:
-        wanted = version(cuda)
-        return next((b for b in self.builds if wanted and version(b.cuda) == wanted[:2]), None)
+    glibc_min: tuple[int, ...] | None  # None if unknown
+    cuda_builds: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -54,59 +35,49 @@ class VersionTable:
 
     def release(self, torch: str | None) -> TorchRelease | None:
         """The release of any patch version, or None if the table does not have it."""
-        wanted = version(torch)
-        return next((r for r in self.releases if wanted and version(r.torch) == wanted[:2]), None)
+        numbers = version(torch)
+        return next((r for r in self.releases if numbers and version(r.torch) == numbers[:2]), None)
 
     def driver_for(self, cuda: str | None) -> tuple[int, ...] | None:
         """The oldest Linux driver that runs this CUDA version, by minor version compatibility."""
-        wanted = version(cuda)
-        return self.drivers.get(wanted[0]) if wanted else None
+        numbers = version(cuda)
+        return self.drivers.get(numbers[0]) if numbers else None
 
-    def build_for_driver(self, release: TorchRelease, driver: tuple[int, ...]) -> TorchBuild | None:
-        """The newest CUDA build of a release that a driver supports."""
-        fitting = [
-            b for b in release.builds if (least := self.driver_for(b.cuda)) is not None and driver >= least
+    def cuda_for_driver(self, release: TorchRelease, driver: tuple[int, ...]) -> str | None:
+        """The CUDA version of the newest build of a release that a driver supports."""
+        supported = [
+            cuda
+            for cuda in release.cuda_builds
+            if (oldest := self.driver_for(cuda)) is not None and driver >= oldest
         ]
-        return max(fitting, key=lambda b: version(b.cuda) or (), default=None)
+        return max(supported, key=lambda cuda: version(cuda) or (), default=None)
 
-    def install(self, torch: str, build: str) -> str:
-        """The command that installs a build ("cu126", "cpu") of a release."""
+    def install_command(self, torch: str, cuda: str | None) -> str:
+        """The command that installs the build of a release for a CUDA version, or for the CPU."""
+        build = f"cu{cuda.replace('.', '')}" if cuda else "cpu"
         return f"pip install --force-reinstall torch=={dotted(version(torch) or ())} --index-url {self.index.format(build=build)}"
-
-
-def known(value: object) -> str | None:
-    return value if isinstance(value, str) and value != UNKNOWN else None
 
 
 @cache
 def versions() -> VersionTable:
-    data = json.loads(TABLE.read_text(encoding="utf-8"))
+    data = json.loads(TABLE_FILE.read_text(encoding="utf-8"))
     releases = tuple(
         TorchRelease(
             row["torch"],
             _numbers(row["python_min"]),
             _numbers(row["python_max"]),
             version(row.get("python_experimental")),
-            version(known(row["glibc_min"])),
-            tuple(
-                TorchBuild(
-                    b["cuda"],
-                    known(b["cudnn"]),
-                    known(b["nccl"]),
-                    None if b["capabilities_x86_64"] == UNKNOWN else tuple(b["capabilities_x86_64"]),
-                )
-                for b in row["builds"]
-            ),
+            version(row["glibc_min"]),
+            tuple(build["cuda"] for build in row["builds"]),
         )
         for row in data["torch"]
     )
-    ours = data["flatout"]
     return VersionTable(
         releases,
         {row["cuda_major"]: _numbers(row["driver_min"]) for row in data["drivers"]},
         data["index"],
-        _numbers(ours["torch_min"]),
-        _numbers(ours["python_min"]),
+        _numbers(data["flatout"]["torch_min"]),
+        _numbers(data["flatout"]["python_min"]),
     )
 
 
@@ -114,5 +85,5 @@ def _numbers(text: str) -> tuple[int, ...]:
     """Parses a version of the table. Raises ValueError for an invalid row."""
     numbers = version(text)
     if numbers is None:
-        raise ValueError(f"{text!r} in {TABLE.name} is not a version")
+        raise ValueError(f"{text!r} in {TABLE_FILE.name} is not a version")
     return numbers

@@ -1,6 +1,6 @@
 """The table of known failures, with one module for each family.
 
-To add a failure, write a row with `known`, or a function with the decorator `kind`. The codes never change.
+To add a failure, write a row with `pattern_kind`, or a function with the decorator `kind`. The codes never change.
 """
 
 from importlib import import_module

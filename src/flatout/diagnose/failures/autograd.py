@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 
 from flatout.diagnose.kind import (
-    RUNTIME,
     Diagnosis,
-    form,
+    Form,
     kind,
-    known,
     match_message,
+    pattern_kind,
     search_log,
     tensor_name,
 )
@@ -18,26 +17,26 @@ from flatout.schema.failure import FailureRecord
 from flatout.schema.findings import SourceLocation
 
 
-def operation(node: str) -> str:
+def operation_name(node: str) -> str:
     """The operation behind an autograd node: ``ExpBackward0`` gives ``Exp``."""
     return re.sub(r"Backward\d*$", "", node)
 
 
 def forward_call(failure: FailureRecord) -> SourceLocation | None:
     """The user's line in the "Traceback of forward call" that anomaly mode prints as a warning."""
-    from flatout.diagnose.tracebacks import FRAME, is_mine
+    from flatout.diagnose.tracebacks import FRAME, is_user_file
 
-    reported, place, lines = False, None, failure.around
+    in_report, place, lines = False, None, failure.around
     for number, line in enumerate(lines):
-        reported = reported or "Traceback of forward call" in line or "Error detected in" in line
-        frame = FRAME.match(line) if reported else None
-        if frame is not None and is_mine(frame["file"]):
+        in_report = in_report or "Traceback of forward call" in line or "Error detected in" in line
+        frame = FRAME.match(line) if in_report else None
+        if frame is not None and is_user_file(frame["file"]):
             text = lines[number + 1].strip() if number + 1 < len(lines) else ""
             place = SourceLocation(frame["file"], int(frame["line"]), 0, frame["function"] or "", text)
     return place
 
 
-loss_without_grad = known(
+loss_without_grad = pattern_kind(
     "FE060",
     "loss-without-grad",
     """The loss has no autograd graph.
@@ -45,37 +44,37 @@ loss_without_grad = known(
     `.detach()`, `.numpy()` or `torch.tensor(...)`. All parameters are frozen. Or an `argmax`, which has
     no gradient, lies between the output and the loss.
     https://docs.pytorch.org/docs/stable/notes/autograd.html""",
-    form(
+    Form(
         "`{tensor|the loss}` has no autograd graph: it depends on no parameter that requires a gradient",
         "print(loss.requires_grad, loss.grad_fn)   # after each step from the model's output to the loss, to see where the graph is lost\n"
         "look for torch.no_grad(), .detach(), .item(), torch.tensor(...) and argmax between model and loss, and for frozen parameters",
         r"element (?P<at>\d+) of tensors does not require grad and does not have a grad_fn",
     ),
-    form(
+    Form(
         "a tensor created under `torch.inference_mode()` is used where gradients are needed",
         "with torch.no_grad(): ...   # instead of inference_mode, if the result is used in training\n"
         "x = x.clone()               # outside inference_mode",
         r"Inference tensors cannot be saved for backward",
     ),
-    tensors=True,
+    show_tensors=True,
     values=lambda failure, _: tensor_name(failure, lambda tensor: not tensor.requires_grad),
 )
 
-backward_twice = known(
+backward_twice = pattern_kind(
     "FE061",
     "backward-twice",
     """The graph has already been freed.
     A hidden state (of an RNN or a memory) keeps its graph from step to step. Two losses share part of the
     forward pass and call `backward()` separately. Or `loss` is accumulated across steps with its graph.
     https://docs.pytorch.org/docs/stable/notes/autograd.html""",
-    form(
+    Form(
         "a backward pass went through a graph that an earlier backward pass had freed",
         "hidden = hidden.detach()              # for a state that is kept from step to step\n"
         "(loss_a + loss_b).backward()          # for two losses of one forward pass\n"
         "loss.backward(retain_graph=True)      # only if the same graph really needs two backward passes",
         r"Trying to backward through the graph a second time",
     ),
-    tensors=True,
+    show_tensors=True,
 )
 
 
@@ -95,7 +94,6 @@ def changed_in_place(failure: FailureRecord) -> Diagnosis | None:
     """
     match = match_message(
         failure,
-        RUNTIME,
         r"one of the variables needed for gradient computation has been modified by an inplace operation"
         r"(?:: \[(?P<type>[\w.]+) (?P<size>\[[\d, ]*\])\](?:, which is output (?P<out>\d+) of (?P<node>\w+))?,? is at version "
         r"(?P<now>\d+); expected version (?P<then>\d+))?",
@@ -103,16 +101,16 @@ def changed_in_place(failure: FailureRecord) -> Diagnosis | None:
     )
     if match is None:
         return None
-    weight = r"(?:AsStrided|T)Backward0\b"
+    weight_node = r"(?:AsStrided|T)Backward0\b"
     size = f" ({match['size']})" if match["size"] else ""
-    of = f"the result of `{operation(match['node'])}`{size}" if match["node"] else f"a tensor{size}"
-    if re.match(weight, match["node"]):
-        of = f"a weight{size}"
+    changed = f"the result of `{operation_name(match['node'])}`{size}" if match["node"] else f"a tensor{size}"
+    if re.match(weight_node, match["node"]):
+        changed = f"a weight{size}"
     times = match.number("now") - match.number("then")
     place = forward_call(failure)
-    step = re.match(weight, match["node"]) or search_log(failure, rf"\b{weight}")
+    step = re.match(weight_node, match["node"]) or search_log(failure, rf"\b{weight_node}")
     return Diagnosis(
-        f"{of} was modified in place{f', {times} times' if times > 1 else ''} after the forward pass had saved it for the gradient",
+        f"{changed} was modified in place{f', {times} times' if times > 1 else ''} after the forward pass had saved it for the gradient",
         (
             "optimizer.step()            # only after all backward passes of this forward pass\n"
             if step
@@ -124,33 +122,33 @@ def changed_in_place(failure: FailureRecord) -> Diagnosis | None:
     )
 
 
-leaf_changed_in_place = known(
+leaf_changed_in_place = pattern_kind(
     "FE063",
     "leaf-changed-in-place",
     """A parameter was modified in place while autograd was recording.
     A manual update or initialisation runs without `torch.no_grad()`. The functions of `torch.nn.init` have it.
     https://docs.pytorch.org/docs/stable/notes/autograd.html""",
-    form(
+    Form(
         "`{tensor|a parameter}` is a leaf tensor that requires a gradient, and it is modified in place while autograd is recording",
         "with torch.no_grad():\n    {line|weight -= lr * weight.grad}",
         r"a (?:view of a leaf|leaf) Variable that requires grad is being used in an in-place operation",
     ),
-    tensors=True,
+    show_tensors=True,
     values=lambda failure, _: tensor_name(failure, lambda tensor: tensor.requires_grad),
 )
 
-backward_of_many = known(
+backward_of_many = pattern_kind(
     "FE064",
     "backward-of-many",
     """`backward()` was called on a tensor with several values.
     The loss has `reduction="none"`, DataParallel returns one loss for each GPU, or the mean is missing.
     https://docs.pytorch.org/docs/stable/generated/torch.Tensor.backward.html""",
-    form(
+    Form(
         "`{tensor|loss}`[[ ({shape})]] holds several values, and `backward()` needs a scalar",
         "{tensor|loss}.mean().backward()   # with weights: (weight * losses).sum().backward()",
         r"grad can be implicitly created only for scalar outputs",
     ),
-    tensors=True,
+    show_tensors=True,
 )
 
 NAN_FIXES = {
@@ -180,54 +178,55 @@ def first_nan(failure: FailureRecord) -> Diagnosis | None:
     """
     match = match_message(
         failure,
-        RUNTIME,
         r"Function '(?P<node>\w+)' returned nan values in its (?P<out>\d+)(?:st|nd|rd|th) output",
     )
     if match is None:
         return None
-    name, place = operation(match["node"]), forward_call(failure)
-    otherwise = "keep the argument of this operation away from points where its gradient is infinite"
+    name, place = operation_name(match["node"]), forward_call(failure)
+    default_fix = "keep the argument of this operation away from points where its gradient is infinite"
     return Diagnosis(
         f"the gradient of `{name}` is the first that is NaN" + (f" ({place.sentence()})" if place else ""),
-        f"{NAN_FIXES.get(name, otherwise)}   # at the singularity the gradient is infinite, and 0 times infinity is NaN",
+        f"{NAN_FIXES.get(name, default_fix)}   # at the singularity the gradient is infinite, and 0 times infinity is NaN",
         place=place,
     )
 
 
-IN_ORDER = (
+SCALER_ORDER = (
     "scaler.scale(loss).backward()      # every batch\n# and once per step:\nscaler.unscale_(optimizer); "
     "clip_grad_norm_(model.parameters(), 1.0)\nscaler.step(optimizer); scaler.update()"
 )
-WRONG = "the gradient scaler was called out of order: "
-scaler_out_of_order = known(
+OUT_OF_ORDER = "the gradient scaler was called out of order: "
+scaler_out_of_order = pattern_kind(
     "FE068",
     "scaler-out-of-order",
     """The gradient scaler was called out of order.
     `unscale_` runs in every accumulated batch, `update()` is missing, or `step` runs before there is a
     gradient. A scaler needs one call each per step, after the last backward pass of the accumulation.
     https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-clipping""",
-    form(
-        WRONG + "`unscale_` was called twice before `update`",
-        IN_ORDER,
+    Form(
+        OUT_OF_ORDER + "`unscale_` was called twice before `update`",
+        SCALER_ORDER,
         r"unscale_\(\) has already been called on this optimizer since the last update\(\)",
     ),
-    form(
-        WRONG + "`unscale_` was called after `step`",
-        IN_ORDER,
+    Form(
+        OUT_OF_ORDER + "`unscale_` was called after `step`",
+        SCALER_ORDER,
         r"unscale_\(\) is being called after step\(\)",
     ),
-    form(
-        WRONG + "`step` was called twice before `update`",
-        IN_ORDER,
+    Form(
+        OUT_OF_ORDER + "`step` was called twice before `update`",
+        SCALER_ORDER,
         r"step\(\) has already been called since the last update\(\)",
     ),
-    form(
-        WRONG + "`step` was called before any backward pass: no parameter of this optimizer has a gradient",
-        IN_ORDER,
+    Form(
+        OUT_OF_ORDER
+        + "`step` was called before any backward pass: no parameter of this optimizer has a gradient",
+        SCALER_ORDER,
         r"No inf checks were recorded (?:for this optimizer|prior to update)",
     ),
-    form(
-        WRONG + "the parameters themselves are float16; a scaler needs float32 parameters under autocast",
+    Form(
+        OUT_OF_ORDER
+        + "the parameters themselves are float16; a scaler needs float32 parameters under autocast",
         "model.float()   # weights in float32, float16 only inside torch.autocast",
         r"Attempting to unscale FP16 gradients",
     ),

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import re
 
-from flatout.diagnose.kind import RUNTIME, Diagnosis, form, kind, known, match_message, runs_in
+from flatout.diagnose.kind import (
+    Diagnosis,
+    Form,
+    frame_matches,
+    kind,
+    match_message,
+    pattern_kind,
+)
 from flatout.schema.failure import FailureRecord
 
 WRAPPERS = {
@@ -13,10 +20,10 @@ WRAPPERS = {
     "_fsdp_wrapped_module.": "FSDP",
     "model.": "a wrapper called `model`",
 }
-STATE = r"Error\(s\) in loading state_dict for (?P<model>\w+):(?P<rest>.*)"
-LISTED = 3
-LOADS = r"torch/(?:serialization|_weights_only_unpickler|hub|jit)|safetensors"
-WHOLE_FILE = 'torch.save(state, path + ".part"); os.replace(path + ".part", path)   # next time: a kill leaves the old file intact'
+LOADING_FAILED = r"Error\(s\) in loading state_dict for (?P<model>\w+):(?P<rest>.*)"
+MAX_NAMED_KEYS = 3
+LOADING_FRAMES = r"torch/(?:serialization|_weights_only_unpickler|hub|jit)|safetensors"
+ATOMIC_SAVE = 'torch.save(state, path + ".part"); os.replace(path + ".part", path)   # next time: a kill leaves the old file intact'
 
 
 def _keys(text: str, what: str) -> list[str]:
@@ -28,9 +35,9 @@ def _keys(text: str, what: str) -> list[str]:
     return re.findall(r'"([^"]+)"', match[1]) if match else []
 
 
-def _some(keys: list[str]) -> str:
-    more = f" and {len(keys) - LISTED} more" if len(keys) > LISTED else ""
-    return ", ".join(f"`{key}`" for key in keys[:LISTED]) + more
+def _first_keys(keys: list[str]) -> str:
+    others = f" and {len(keys) - MAX_NAMED_KEYS} more" if len(keys) > MAX_NAMED_KEYS else ""
+    return ", ".join(f"`{key}`" for key in keys[:MAX_NAMED_KEYS]) + others
 
 
 @kind("FE090", "checkpoint-keys")
@@ -47,7 +54,7 @@ def checkpoint_keys(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict
     """
-    match = match_message(failure, RUNTIME, STATE)
+    match = match_message(failure, LOADING_FAILED)
     if match is None:
         return None
     missing, unexpected = _keys(match["rest"], "Missing"), _keys(match["rest"], "Unexpected")
@@ -74,19 +81,19 @@ def checkpoint_keys(failure: FailureRecord) -> Diagnosis | None:
             f"the checkpoint holds more than the weights: they are under `{nested[0]}`",
             f'model.load_state_dict(checkpoint["{nested[0]}"])',
         )
-    lacks = [f"the checkpoint lacks {_some(missing)}"] if missing else []
-    lacks += [f"the model lacks {_some(unexpected)}"] if unexpected else []
+    differences = [f"the checkpoint lacks {_first_keys(missing)}"] if missing else []
+    differences += [f"the model lacks {_first_keys(unexpected)}"] if unexpected else []
     return Diagnosis(
-        f"{'; '.join(lacks)} ({match['model']})",
+        f"{'; '.join(differences)} ({match['model']})",
         "model.load_state_dict(state, strict=False)   # if these are meant to be new; it returns the names that did not match\n"
         "print(sorted(state)[:10], [name for name, _ in model.named_parameters()][:10])",
     )
 
 
-def _is_prefixed(keys: list[str], others: list[str], prefix: str) -> bool:
+def _is_prefixed(keys: list[str], bare_keys: list[str], prefix: str) -> bool:
     """Whether every key has the prefix, and some of the others are the same names without it."""
     return all(prefix in key for key in keys) and bool(
-        {key.replace(prefix, "", 1) for key in keys} & set(others)
+        {key.replace(prefix, "", 1) for key in keys} & set(bare_keys)
     )
 
 
@@ -102,7 +109,7 @@ def checkpoint_sizes(failure: FailureRecord) -> Diagnosis | None:
     Sources:
         https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict
     """
-    match = match_message(failure, RUNTIME, STATE)
+    match = match_message(failure, LOADING_FAILED)
     size = r"(?:torch\.Size\()?\[?([\d, ]*)\]?\)?"
     sizes = re.findall(
         rf"size mismatch for ([\w.]+): copying a param with shape {size} from checkpoint, the shape in current model is {size}",
@@ -110,10 +117,10 @@ def checkpoint_sizes(failure: FailureRecord) -> Diagnosis | None:
     )
     if not sizes:
         return None
-    name, saved, now = sizes[0]
-    more = f" (and {len(sizes) - 1} more)" if len(sizes) > 1 else ""
+    name, stored, current = sizes[0]
+    others = f" (and {len(sizes) - 1} more)" if len(sizes) > 1 else ""
     return Diagnosis(
-        f"`{name}` is {saved.replace(', ', 'x')} in the checkpoint and {now.replace(', ', 'x')} in the model{more}",
+        f"`{name}` is {stored.replace(', ', 'x')} in the checkpoint and {current.replace(', ', 'x')} in the model{others}",
         "state = {name: value for name, value in state.items() if value.shape == model.state_dict()[name].shape}\n"
         "model.load_state_dict(state, strict=False)   # parameters of another size keep their new values",
     )
@@ -134,7 +141,6 @@ def broken_checkpoint(failure: FailureRecord) -> Diagnosis | None:
     """
     match = match_message(
         failure,
-        ("RuntimeError", "UnpicklingError", "EOFError", "BadZipFile", "OSError", "ValueError"),
         r"PytorchStreamReader failed (?:reading (?:zip archive|file \S+?)|locating file \S+?):? ?(?P<why>[\w .]+)",
         r"invalid load key, (?P<key>'.{1,6}?')\.",
         r"(?P<empty>Ran out of input)",
@@ -149,22 +155,23 @@ def broken_checkpoint(failure: FailureRecord) -> Diagnosis | None:
         r"File is not a zip file",
         r"Invalid magic number; corrupt file\?",
         r".{0,60}Error while deserializing header: (?P<why>\w+)",
+        types=("RuntimeError", "UnpicklingError", "EOFError", "BadZipFile", "OSError", "ValueError"),
     )
     if match is None:
         return None
-    thrown, loads = match.thrown, runs_in(failure, LOADS)
-    names, message = set(thrown.names), thrown.message
-    common = message.startswith(
+    error, in_loading = match.error, frame_matches(failure, LOADING_FRAMES)
+    names, message = set(error.names), error.message
+    ambiguous = message.startswith(
         ("Ran out of input", "unpickling stack", "pickle data", "invalid load key", "File is not")
     )
     if (
-        (names and not {"RuntimeError", "UnpicklingError"} & names and not loads)
+        (names and not {"RuntimeError", "UnpicklingError"} & names and not in_loading)
         or (not message and "EOFError" not in names)
-        or (common and thrown.frames and not loads)
+        or (ambiguous and error.frames and not in_loading)
     ):
         return None
     key = match["key"].strip("'") or (chr(match.number("number")) if 0 < match.number("number") < 128 else "")
-    begins = {
+    content_by_first_character = {
         "<": "the file begins like HTML: a web page was saved instead of the checkpoint",
         "v": "the file begins like a Git LFS pointer: the checkpoint itself was not fetched",
         "{": "the file begins like JSON: an error message or an index was saved instead of the checkpoint",
@@ -173,30 +180,30 @@ def broken_checkpoint(failure: FailureRecord) -> Diagnosis | None:
     return Diagnosis(
         "the file is empty or ends at once"
         if match["empty"] or not message
-        else begins.get(key, f"the file is truncated or is not a torch checkpoint{why}"),
-        f"ls -l checkpoint.pt; file checkpoint.pt; head -c 200 checkpoint.pt   # shows what the file is (git lfs pull)\n{WHOLE_FILE}",
+        else content_by_first_character.get(key, f"the file is truncated or is not a torch checkpoint{why}"),
+        f"ls -l checkpoint.pt; file checkpoint.pt; head -c 200 checkpoint.pt   # shows what the file is (git lfs pull)\n{ATOMIC_SAVE}",
     )
 
 
 def _opens_an_archive(failure: FailureRecord) -> bool:
     """Whether torch was opening an archive. For a file that is too short it reports only a failed seek."""
-    return any(thrown.frames and "PyTorchFileReader" in thrown.frames[-1].text for thrown in failure.chain)
+    return any(error.frames and "PyTorchFileReader" in error.frames[-1].text for error in failure.chain)
 
 
-writing_failed = known(
+writing_failed = pattern_kind(
     "FE096",
     "writing-failed",
     """The checkpoint could not be written completely.
     The disk, the quota or the file size limit is full. torch reports it as a position in the archive, not as a
     full disk. The file's previous content is lost.
     https://github.com/pytorch/pytorch/issues/112196""",
-    form(
+    Form(
         "the checkpoint could not be written completely: the disk, a quota or the file size limit is full; the old file is lost",
-        f"df -h . ; df -i . ; ulimit -f   # free space, free files, largest file size\n{WHOLE_FILE}",
+        f"df -h . ; df -i . ; ulimit -f   # free space, free files, largest file size\n{ATOMIC_SAVE}",
         r"\[enforce fail at inline_container\.cc:\d+\] ?\.? ?(?:PytorchStreamWriter failed|unexpected pos \d+ vs \d+)",
         r"PytorchStreamWriter failed (?:writing|closing|in)",
         r"(?P<disk>\[Errno (?:28|122|27)\] .+)",
     ),
     types=("RuntimeError", "OSError"),
-    when=lambda failure, match: not match["disk"] or runs_in(failure, "torch/serialization"),
+    when=lambda failure, match: not match["disk"] or frame_matches(failure, "torch/serialization"),
 )

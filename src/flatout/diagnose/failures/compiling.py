@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-from flatout.diagnose.kind import Diagnosis, MessageMatch, form, kind, known, match_message, search_log
+from flatout.diagnose.kind import Diagnosis, Form, MessageMatch, kind, match_message, pattern_kind, search_log
 from flatout.schema.failure import FailureRecord
 
-INDEX = "https://download.pytorch.org/whl/cu128"
+WHEEL_INDEX = "https://download.pytorch.org/whl/cu128"
 
 
 @kind("FE100", "recompile-limit")
@@ -24,14 +24,14 @@ def recompile_limit(failure: FailureRecord) -> Diagnosis | None:
     """
     match = match_message(
         failure,
-        ("FailOnRecompileLimitHit", "RecompileLimitExceeded", "RecompileError", "Unsupported"),
         r"(?:Hard failure due to \w+|Dynamo recompile limit exceeded|Dynamo failed to recompile|(?:recompile_limit|cache_size_limit) reached"
         r"|Recompiling function)",
+        types=("FailOnRecompileLimitHit", "RecompileLimitExceeded", "RecompileError", "Unsupported"),
     )
     config = search_log(failure, r"torch\._dynamo hit config\.(?P<name>\w+) \((?P<limit>\d+)\)")
-    if match is not None and not match.thrown.type.startswith("torch._dynamo."):
+    if match is not None and not match.error.type.startswith("torch._dynamo."):
         match = None  # the message alone is too common
-    if match is None and (config is None or any(thrown.type for thrown in failure.chain)):
+    if match is None and (config is None or any(error.type for error in failure.chain)):
         return None
     function = search_log(failure, r"function: '?(?P<function>[\w<>.]+)'? \((?P<place>[^)]*)\)")
     reason = search_log(failure, r"last reason: (?:[\d/]+: )?(?P<reason>.+)")
@@ -46,14 +46,14 @@ def recompile_limit(failure: FailureRecord) -> Diagnosis | None:
     )
 
 
-no_compiler = known(
+no_compiler = pattern_kind(
     "FE102",
     "no-compiler",
     """torch.compile finds no C++ compiler.
     The default backend of torch.compile generates C++ (and for Triton a small C program), and a slim container
     has no compiler.
     https://docs.pytorch.org/docs/stable/torch.compiler.html""",
-    form(
+    Form(
         "torch.compile needs a C++ compiler and finds none[[ (tried {tried})]]",
         "apt-get install -y g++              # or CXX=/path/to/g++\n"
         'torch.compile(f, backend="aot_eager")   # runs without a compiler, but is not faster',
@@ -72,13 +72,13 @@ no_compiler = known(
 )
 
 
-REBUILD = (
-    f"pip install --force-reinstall torch torchvision torchaudio --index-url {INDEX}   # one release, together\n"
+REINSTALL = (
+    f"pip install --force-reinstall torch torchvision torchaudio --index-url {WHEEL_INDEX}   # one release, together\n"
     "pip install --no-build-isolation --no-cache-dir --force-reinstall {package|EXTENSION}                                      # rebuilds an extension"
 )
 
 
-def _library(_: FailureRecord, match: MessageMatch) -> dict[str, str]:
+def _library_and_package(_: FailureRecord, match: MessageMatch) -> dict[str, str]:
     """The library without its folder, and the package that holds it."""
     path = match["library"]
     folder = re.search(r"(?:site|dist)-packages/(\w+)", path)
@@ -86,47 +86,47 @@ def _library(_: FailureRecord, match: MessageMatch) -> dict[str, str]:
     return {"library": path.rpartition("/")[2], "package": package}
 
 
-extension_does_not_fit = known(
+extension_does_not_fit = pattern_kind(
     "FE104",
     "extension-does-not-fit",
     """An extension, or a library of CUDA, does not fit this torch.
     torch was updated and torchvision, torchaudio, flash-attn, xformers, apex or a custom extension was not. Or
     a conda and a pip build were mixed. Install the packages of one release together.
     https://github.com/pytorch/vision#installation""",
-    form(
+    Form(
         "{library} was built for another torch (it needs `{symbol}`): the package[[ {package}]] does not fit torch[[ {torch}]]",
-        REBUILD,
+        REINSTALL,
         r"(?P<library>[^\s:]+\.(?:so|pyd)[\w.]*): undefined symbol: (?P<symbol>\w*(?:c10|torch|at\d|_ZN|Py|cu[A-Z]|nccl|cudnn)\w*)",
     ),
-    form(
+    Form(
         "{library} needs `{symbol}`, which no loaded library has: it was built against another version of a library",
         "pip install --force-reinstall {package|EXTENSION}",
         r"(?P<library>[^\s:]+\.(?:so|pyd)[\w.]*): undefined symbol: (?P<symbol>\w+)",
     ),
-    form(
+    Form(
         "`{operator}` is missing: the package {package} does not fit torch[[ {torch}]]",
-        REBUILD,
+        REINSTALL,
         r"operator (?P<operator>(?:torchvision|torchaudio|torchcodec|torch_\w+|flash_attn|xformers)::\w+) does not exist",
     ),
-    form(
+    Form(
         "{library|a compiled extension} was built for another torch: the package[[ {package}]] does not fit torch[[ {torch}]]",
-        REBUILD,
+        REINSTALL,
         r"Couldn't load custom C\+\+ ops\.",
         r"Could not load this library: (?P<library>\S+)",
         r"Detected that PyTorch and (?P<package>torch\w+) were compiled with different CUDA(?: major)? versions",
     ),
-    form(
+    Form(
         "{library} was not found: another package was built with this library of CUDA or torch, or torch's own is missing",
         "pip install --force-reinstall torch torchvision   # installs torch's own CUDA libraries\n"
         "find / -name '{library|lib*.so}*' 2>/dev/null            # is another version of it installed?",
         r"(?P<library>lib(?:cu|nccl|nv|torch|c10)[\w.-]*\.so[\w.]*): cannot open shared object file",
     ),
     types=("ImportError", "OSError", "RuntimeError", "AttributeError"),
-    values=_library,
+    values=_library_and_package,
 )
 
 
-no_torch = known(
+no_torch = pattern_kind(
     "FE106",
     "no-torch",
     """The Python that runs the script has no torch.
@@ -134,7 +134,7 @@ no_torch = known(
     activated, `python` names the system's Python, or torch was never installed here. flatout itself must be
     installed there, too.
     https://docs.python.org/3/library/venv.html#how-venvs-work""",
-    form(
+    Form(
         "the Python that runs this script has no torch",
         "source .venv/bin/activate            # the environment that has torch, then the same command\n"
         ".venv/bin/python train.py            # or name its Python\n"
@@ -144,7 +144,7 @@ no_torch = known(
     types=("ModuleNotFoundError", "ImportError"),
 )
 
-torch_not_loadable = known(
+torch_not_loadable = pattern_kind(
     "FE107",
     "torch-not-loadable",
     """The system cannot load torch's libraries.
@@ -152,22 +152,22 @@ torch_not_loadable = known(
     PYTHONPATH leads to the packages of another Python. `flatout doctor` looks at each of them.
     https://pytorch.org/get-started/locally/
     https://docs.python.org/3/using/cmdline.html#envvar-PYTHONPATH""",
-    form(
+    Form(
         "{library} needs glibc {version}, and this system's is older",
         'docker run --rm -it -v "$PWD":/work -w /work pytorch/pytorch bash   # a container brings its own glibc',
         r".{0,200}version [`']GLIBC_(?P<version>[\d.]+)' not found \(required by (?P<library>[^)]+)\)",
     ),
-    form(
+    Form(
         "{library} needs {needed}: the loaded libstdc++ is older than torch needs",
         "unset LD_LIBRARY_PATH   # in conda: conda install -c conda-forge libstdcxx-ng",
         r".{0,200}version [`'](?P<needed>(?:GLIBCXX|CXXABI)_[\d.]+)' not found \(required by (?P<library>[^)]+)\)",
     ),
-    form(
+    Form(
         "{library} is not a complete library",
         "pip install --force-reinstall torch   # or unset LD_LIBRARY_PATH, if it leads to this file",
         r"(?P<library>\S+): (?:file too short|invalid ELF header|ELF load command|cannot read file data|wrong ELF class)",
     ),
-    form(
+    Form(
         "the torch that Python found was built for another Python, or is its source code",
         "unset PYTHONPATH   # if it leads to the packages of another Python; otherwise pip install --force-reinstall torch",
         r"No module named 'torch\._C'",

@@ -5,20 +5,20 @@ from __future__ import annotations
 import re
 
 from flatout.diagnose.kind import (
-    SHORT,
+    MESSAGE_END,
     Diagnosis,
+    Form,
     describe_tensors,
-    form,
     kind,
-    known,
     layer,
     match_message,
-    on_own_line,
+    pattern_kind,
+    tensors_on_line,
 )
 from flatout.schema.failure import FailureRecord
 
 DEVICE = r"[a-z]+(?::\d+)?"
-BOTH = ("RuntimeError", "AssertionError")
+ERRORS = ("RuntimeError", "AssertionError")
 
 # Uses of CUDA that `--device` cannot redirect. Each row: name, pattern of where it shows (file:function of a
 # frame, or the user's line), pattern of its message, reason, next command.
@@ -102,21 +102,22 @@ def not_redirected(failure: FailureRecord) -> Diagnosis | None:
     device = str(failure.facts.get("device") or "")
     if not device or device.startswith("cuda"):
         return None
-    for thrown in failure.chain:
-        own = thrown.own.text if thrown.own is not None else ""
-        if thrown.raised_by_user and "cuda" in own:
+    for error in failure.chain:
+        user_line = error.own.text if error.own is not None else ""
+        if error.raised_by_user and "cuda" in user_line:
             return Diagnosis(
                 f"the script compares a device with cuda, but under --device {device} its tensors are on {device}",
                 "change or remove this line: a tensor reports its real device",
             )
-        places = [own, *(f"{frame.file}:{frame.function}" for frame in thrown.frames if not frame.mine)]
-        for what, where, message, why, fix in () if thrown.raised_by_user else NOT_REDIRECTED:
-            if any(re.search(where, place) for place in places) or re.match(
-                message, thrown.message, re.DOTALL
+        frame_places = [
+            user_line,
+            *(f"{frame.file}:{frame.function}" for frame in error.frames if not frame.mine),
+        ]
+        for use, place_pattern, message_pattern, why, fix in () if error.raised_by_user else NOT_REDIRECTED:
+            if any(re.search(place_pattern, place) for place in frame_places) or re.match(
+                message_pattern, error.message, re.DOTALL
             ):
-                return Diagnosis(
-                    f"--device {device} cannot redirect {what}: {why}", fix.format(device=device)
-                )
+                return Diagnosis(f"--device {device} cannot redirect {use}: {why}", fix.format(device=device))
     return None
 
 
@@ -136,33 +137,33 @@ def two_devices(failure: FailureRecord) -> Diagnosis | None:
     """
     match = match_message(
         failure,
-        ("RuntimeError", "NotImplementedError"),
         rf"Expected all tensors to be on the same device, but (?:found at least two devices, (?P<one>{DEVICE}) and (?P<other>{DEVICE})"
         rf"|got (?P<name>\w+) is on (?P<other2>{DEVICE}), different from other tensors on (?P<one2>{DEVICE}))",
-        rf"(?P<short>Expected all tensors) to be on the same device(?:, but found at least two devices)?{SHORT}",
+        rf"(?P<short>Expected all tensors) to be on the same device(?:, but found at least two devices)?{MESSAGE_END}",
         rf"Tensor on device (?P<other>{DEVICE}) is not on the expected device (?P<one>{DEVICE})",
         r"Input type \(torch\.cuda\.(?P<kind>\w+Tensor)\) and (?:weight|bias) type \(torch\.(?P=kind)\)",
         r"Input type \(torch\.(?P<kind2>\w+Tensor)\) and (?:weight|bias) type \(torch\.(?P<weight2>cuda)\.(?P=kind2)\)",
         r"Unhandled FakeTensor Device Propagation for [\w.]+, found two different devices (?P<one>\S+), (?P<other>[a-z]+(?::\d+)?)",
+        types=("RuntimeError", "NotImplementedError"),
     )
     if match is None:
         return None
-    one, other = match["one"] or match["one2"] or "cpu", match["other"] or match["other2"] or "cpu"
+    expected, actual = match["one"] or match["one2"] or "cpu", match["other"] or match["other2"] or "cpu"
     if match["kind"] or match["kind2"]:
-        one, other = ("cuda", "cpu") if match["weight2"] else ("cpu", "cuda")
-    where = f" in {layer(failure)}" if layer(failure) else ""
-    tensors = on_own_line(failure) or failure.tensors
-    culprit = next((tensor.name for tensor in tensors if tensor.device == other), match["name"])
-    inside = failure.module
+        expected, actual = ("cuda", "cpu") if match["weight2"] else ("cpu", "cuda")
+    in_layer = f" in {layer(failure)}" if layer(failure) else ""
+    tensors = tensors_on_line(failure) or failure.tensors
+    misplaced = next((tensor.name for tensor in tensors if tensor.device == actual), match["name"])
+    module = failure.module
     fix = (
-        f"{culprit} = {culprit}.to({one!r})"
-        if culprit and culprit.isidentifier() and one != "meta"
+        f"{misplaced} = {misplaced}.to({expected!r})"
+        if misplaced and misplaced.isidentifier() and expected != "meta"
         else "x = x.to(next(model.parameters()).device)"
     )
-    if inside and inside.path and culprit in ("input", "x", ""):
-        fix = f"{inside.path}.to(device) and, for the batch, x = x.to(device), with the same device"
-    which = "two devices" if match["short"] else f"{one} and on {other}"
-    return Diagnosis(f"an operation{where} got tensors on {which}", fix, describe_tensors(tensors, 6))
+    if module and module.path and misplaced in ("input", "x", ""):
+        fix = f"{module.path}.to(device) and, for the batch, x = x.to(device), with the same device"
+    devices = "two devices" if match["short"] else f"{expected} and on {actual}"
+    return Diagnosis(f"an operation{in_layer} got tensors on {devices}", fix, describe_tensors(tensors, 6))
 
 
 NO_GPU_FIX = (
@@ -170,19 +171,19 @@ NO_GPU_FIX = (
     "nvidia-smi                                               # does the driver see a GPU? (container: docker run --gpus all)\n"
     "echo $CUDA_VISIBLE_DEVICES                               # an empty value or -1 hides all GPUs"
 )
-no_gpu = known(
+no_gpu = pattern_kind(
     "FE002",
     "no-gpu",
     """The program requests a GPU and torch sees none.
     The machine has no GPU, the container was started without it (`--gpus all`), CUDA_VISIBLE_DEVICES is
     empty, or the driver is not loaded after a kernel update.
     https://docs.pytorch.org/docs/stable/notes/cuda.html#best-practices""",
-    form(
+    Form(
         "the program requests CUDA, and no NVIDIA driver answers on this machine",
         NO_GPU_FIX,
         r"Found no NVIDIA driver on your system",
     ),
-    form(
+    Form(
         "the program requests CUDA, and torch sees no GPU from this process",
         NO_GPU_FIX,
         r"No CUDA GPUs are available",
@@ -190,35 +191,35 @@ no_gpu = known(
         r"Unexpected error from cudaGetDeviceCount\(\)\.",
         r"CUDA driver initialization failed, you might not have a CUDA gpu",
     ),
-    types=BOTH,
+    types=ERRORS,
 )
 
-no_cuda_build = known(
+no_cuda_build = pattern_kind(
     "FE003",
     "no-cuda-build",
     """This build of torch has no CUDA support.
     The wheel came from the CPU index (`.../whl/cpu`), the default wheel for this system has no CUDA, or
     another package pulled it in. `flatout doctor` names the build that fits the driver.
     https://pytorch.org/get-started/locally/""",
-    form(
+    Form(
         "the installed torch[[ {torch}]] was built without CUDA, and the program requests it",
         "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu128\n"
         'device = "cuda" if torch.cuda.is_available() else "cpu"   # to run on the CPU until then',
         r"Torch not compiled with CUDA enabled",
         r"PyTorch is not linked with support for cuda devices",
     ),
-    types=BOTH,
+    types=ERRORS,
 )
 
 
-driver_too_old = known(
+driver_too_old = pattern_kind(
     "FE004",
     "driver-too-old",
     """The NVIDIA driver is too old for this build of torch.
     torch was updated and the driver was not. Within one major version of CUDA old drivers usually work; across
     major versions they never do.
     https://docs.nvidia.com/deploy/cuda-compatibility/""",
-    form(
+    Form(
         "the NVIDIA driver[[, which supports CUDA up to {supports},]] is too old for this build of torch[[ (built for CUDA {cuda})]]",
         "update the NVIDIA driver, or install a torch built for the CUDA version that `nvidia-smi` shows:\n"
         "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{wheel|cuXYZ}",
@@ -226,7 +227,7 @@ driver_too_old = known(
         r"CUDA error: CUDA driver version is insufficient for CUDA runtime version",
         r"CUDA error: (?:the provided PTX was compiled with an unsupported toolchain|system has unsupported display driver / cuda driver combination)",
     ),
-    types=BOTH,
+    types=ERRORS,
     values=lambda _, match: (
         {
             "supports": f"{number // 1000}.{number % 1000 // 10}",
@@ -237,7 +238,7 @@ driver_too_old = known(
     ),
 )
 
-no_kernel_image = known(
+no_kernel_image = pattern_kind(
     "FE005",
     "no-kernel-image",
     """This build has no machine code for the GPU.
@@ -245,7 +246,7 @@ no_kernel_image = known(
     with TORCH_CUDA_ARCH_LIST set to the GPU's capability.
     https://docs.nvidia.com/cuda/cuda-c-programming-guide/#compute-capabilities
     https://github.com/pytorch/pytorch/issues/31285""",
-    form(
+    Form(
         "a kernel was launched that was not built for this GPU[[ ({gpu})]][[ of capability {capability}]][[; torch was built for {built_for}]]",
         'python -c "import torch; print(torch.cuda.get_device_capability(), torch.cuda.get_arch_list())"   # the list must contain the capability\n'
         "pip install --upgrade torch --index-url https://download.pytorch.org/whl/cu128                    # the newest GPUs need a new build\n"
@@ -254,29 +255,29 @@ no_kernel_image = known(
     ),
 )
 
-no_such_device = known(
+no_such_device = pattern_kind(
     "FE006",
     "no-such-device",
     """The device number does not exist.
     More ranks were started than there are GPUs, CUDA_VISIBLE_DEVICES hides some (the rest are numbered from
     0), or the number is hard-coded in the script or the checkpoint.
     https://docs.pytorch.org/docs/stable/elastic/run.html""",
-    form(
+    Form(
         "the program named a GPU by a number that this process does not see[[ (this is rank {rank})]]",
         'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))\ntorchrun --nproc-per-node=$(nvidia-smi -L | wc -l) train.py   # at most one rank per GPU',
         r"CUDA error: invalid device ordinal",
         r"Invalid device id",
     ),
-    form(
+    Form(
         "the checkpoint was saved on GPU {number}, and this process sees {count} GPUs",
         'torch.load(path, map_location="cuda:0")   # or "cpu"',
         r"Attempting to deserialize object on CUDA device (?P<number>\d+) but torch\.cuda\.device_count\(\) is (?P<count>\d+)",
     ),
-    types=BOTH,
+    types=ERRORS,
     values=lambda failure, _: {"rank": "" if failure.rank is None else str(failure.rank)},
 )
 
-cuda_after_fork = known(
+cuda_after_fork = pattern_kind(
     "FE007",
     "cuda-after-fork",
     """CUDA was used before the process forked.
@@ -284,7 +285,7 @@ cuda_after_fork = known(
     `torch.cuda.init()`, or `torch.cuda.is_available()` with some settings, counts as use. Best keep workers on
     the CPU and move the batch in the training loop.
     https://docs.pytorch.org/docs/stable/notes/multiprocessing.html#poison-fork-in-multiprocessing""",
-    form(
+    Form(
         "a forked process uses CUDA, and its parent had used CUDA before the fork",
         'DataLoader(..., multiprocessing_context="spawn")          # if the data set must use CUDA; moving the batch in the loop is better\n'
         'torch.multiprocessing.set_start_method("spawn")           # as the first line under if __name__ == "__main__":',
@@ -292,7 +293,7 @@ cuda_after_fork = known(
         r"CUDA error: initialization error",
     ),
     when=lambda failure, match: (
-        not match.thrown.message.startswith("CUDA error")
-        or any(thrown.link == "carried" for thrown in failure.chain)
+        not match.error.message.startswith("CUDA error")
+        or any(error.link == "carried" for error in failure.chain)
     ),
 )

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from flatout.diagnose.kind import (
-    RUNTIME,
     Diagnosis,
+    Form,
     describe_tensors,
-    form,
     kind,
-    known,
     layer,
     match_message,
-    on_own_line,
+    pattern_kind,
     tensor_name,
+    tensors_on_line,
 )
 from flatout.schema.failure import FailureRecord
 
@@ -33,7 +32,7 @@ CASTS = {
     "c10::BFloat16": "bfloat16()",
     "c10::Half": "half()",
 }
-TYPE = r"[\w:]+(?: char)?"
+DTYPE = r"[\w:]+(?: char)?"
 LOSSES = (
     "cross_entropy",
     "nll_loss",
@@ -53,8 +52,8 @@ LOSSES = (
 
 def _in_loss(failure: FailureRecord) -> str:
     """The loss function that was running or that the failing line calls."""
-    for thrown in failure.chain:
-        for frame in reversed(thrown.frames):
+    for error in failure.chain:
+        for frame in reversed(error.frames):
             if frame.function in LOSSES:
                 return frame.function
     text = failure.own.text if failure.own else ""
@@ -76,40 +75,39 @@ def two_dtypes(failure: FailureRecord) -> Diagnosis | None:
     """
     match = match_message(
         failure,
-        RUNTIME,
-        rf"mat1 and mat2 must have the same dtype, but got (?P<got>{TYPE}) and (?P<wants>{TYPE})",
-        rf"expected (?:scalar type|m1 and m2 to have the same dtype, but got:) (?P<wants>{TYPE}) (?:but found|!=) (?P<got>{TYPE})",
-        rf"Input type \((?:torch\.)?(?:cuda\.)?(?P<got>{TYPE})\) and (?:weight|bias) type \((?:torch\.)?(?:cuda\.)?(?P<wants>{TYPE})\) should be the same",
-        rf"expected m1 and m2 to have the same dtype, but got: (?P<got>{TYPE}) != (?P<wants>{TYPE})",
+        rf"mat1 and mat2 must have the same dtype, but got (?P<got>{DTYPE}) and (?P<wants>{DTYPE})",
+        rf"expected (?:scalar type|m1 and m2 to have the same dtype, but got:) (?P<wants>{DTYPE}) (?:but found|!=) (?P<got>{DTYPE})",
+        rf"Input type \((?:torch\.)?(?:cuda\.)?(?P<got>{DTYPE})\) and (?:weight|bias) type \((?:torch\.)?(?:cuda\.)?(?P<wants>{DTYPE})\) should be the same",
+        rf"expected m1 and m2 to have the same dtype, but got: (?P<got>{DTYPE}) != (?P<wants>{DTYPE})",
         r"(?:.{0,200}?)Expected query, key, and value to have the same dtype, but got query\.dtype: (?P<got>\S+) key\.dtype: (?P<wants>\S+)",
-        rf"[Ii]nput dtype (?:torch\.)?(?P<got>{TYPE}) (?:does not match|not equal to) (?:weight|hidden) dtype (?:torch\.)?(?P<wants>{TYPE})",
-        rf"mixed dtype \(CPU\): expect (?:parameter to have scalar type of Float|input to have scalar type of (?P<wants>{TYPE}))",
-        rf"value cannot be converted to type (?P<wants>{TYPE}) without overflow(?!)",
+        rf"[Ii]nput dtype (?:torch\.)?(?P<got>{DTYPE}) (?:does not match|not equal to) (?:weight|hidden) dtype (?:torch\.)?(?P<wants>{DTYPE})",
+        rf"mixed dtype \(CPU\): expect (?:parameter to have scalar type of Float|input to have scalar type of (?P<wants>{DTYPE}))",
+        rf"value cannot be converted to type (?P<wants>{DTYPE}) without overflow(?!)",
     )
     if match is None or _in_loss(failure):
         return None
-    got, wants = match["got"].replace("Tensor", ""), match["wants"].replace("Tensor", "")
-    if got == wants:
+    actual, expected = match["got"].replace("Tensor", ""), match["wants"].replace("Tensor", "")
+    if actual == expected:
         return None
-    cast = CASTS.get(wants, f"to({wants.lower()})")
-    tensors = on_own_line(failure) or failure.tensors
+    conversion = CASTS.get(expected, f"to({expected.lower()})")
+    tensors = tensors_on_line(failure) or failure.tensors
     name = next(
         (
             tensor.name
             for tensor in tensors
-            if tensor.dtype.lower().startswith(_spelled(got)) and tensor.name.isidentifier()
+            if tensor.dtype.lower().startswith(_dtype_name(actual)) and tensor.name.isidentifier()
         ),
         "x",
     )
-    where = layer(failure) or "a product"
+    receiver = layer(failure) or "a product"
     return Diagnosis(
-        f"{where} got {_common(got)} and has {_common(wants)}",
-        f"{name} = {name}.{cast}",
+        f"{receiver} got {_described(actual)} and has {_described(expected)}",
+        f"{name} = {name}.{conversion}",
         describe_tensors(tensors),
     )
 
 
-def _spelled(name: str) -> str:
+def _dtype_name(name: str) -> str:
     return {
         "double": "float64",
         "float": "float32",
@@ -123,9 +121,9 @@ def _spelled(name: str) -> str:
     }.get(name.lower(), name.lower())
 
 
-def _common(name: str) -> str:
-    spelled = _spelled(name)
-    return f"{spelled} ({name.lower().removeprefix('c10::')})" if spelled != name.lower() else spelled
+def _described(name: str) -> str:
+    dtype = _dtype_name(name)
+    return f"{dtype} ({name.lower().removeprefix('c10::')})" if dtype != name.lower() else dtype
 
 
 @kind("FE011", "target-dtype")
@@ -142,82 +140,82 @@ def target_dtype(failure: FailureRecord) -> Diagnosis | None:
     """
     match = match_message(
         failure,
-        ("RuntimeError", "NotImplementedError"),
-        rf"Found dtype (?P<got>{TYPE}) but expected (?P<wants>{TYPE})",
-        rf"expected target dtype to be (?P<wants>Long) or Byte, but got (?P<got>{TYPE})",
-        rf"result type (?P<wants>{TYPE}) can't be cast to the desired output type (?P<got>{TYPE})",
-        rf"expected scalar type (?P<wants>{TYPE}) but found (?P<got>{TYPE})",
-        rf'"(?:nll_loss|host_softmax|log_softmax|cross_entropy|mse|smooth_l1|binary_cross_entropy)\w*" not implemented for \'(?P<got>{TYPE})\'',
-        rf"(?:nll_loss\w*|multi_margin_loss\w*)[^\n]{{0,80}}Expected (?:object of scalar type|dtype) (?P<wants>{TYPE}) but got (?:scalar "
-        rf"type )?(?P<got>{TYPE})",
+        rf"Found dtype (?P<got>{DTYPE}) but expected (?P<wants>{DTYPE})",
+        rf"expected target dtype to be (?P<wants>Long) or Byte, but got (?P<got>{DTYPE})",
+        rf"result type (?P<wants>{DTYPE}) can't be cast to the desired output type (?P<got>{DTYPE})",
+        rf"expected scalar type (?P<wants>{DTYPE}) but found (?P<got>{DTYPE})",
+        rf'"(?:nll_loss|host_softmax|log_softmax|cross_entropy|mse|smooth_l1|binary_cross_entropy)\w*" not implemented for \'(?P<got>{DTYPE})\'',
+        rf"(?:nll_loss\w*|multi_margin_loss\w*)[^\n]{{0,80}}Expected (?:object of scalar type|dtype) (?P<wants>{DTYPE}) but got (?:scalar "
+        rf"type )?(?P<got>{DTYPE})",
         r"Expected floating point type for target with class probabilities, got (?P<got>\w+)(?P<probabilities>)",
+        types=("RuntimeError", "NotImplementedError"),
     )
     loss = _in_loss(failure)
-    if match is None or (match.thrown.message.startswith("expected scalar type") and not loss):
+    if match is None or (match.error.message.startswith("expected scalar type") and not loss):
         return None
-    backward = match.thrown.message.startswith("Found dtype")
+    backward = match.error.message.startswith("Found dtype")
     if (
         backward
-        and not any("backward" in frame.function or "backward" in frame.text for frame in match.thrown.frames)
-        and match.thrown.frames
+        and not any("backward" in frame.function or "backward" in frame.text for frame in match.error.frames)
+        and match.error.frames
     ):
         return None
-    classes = loss in ("cross_entropy", "nll_loss") and "probabilities" not in match.thrown.message
-    wants = "long" if classes else "float"
+    classes = loss in ("cross_entropy", "nll_loss") and "probabilities" not in match.error.message
+    expected = "long" if classes else "float"
     if not loss and not backward and match["wants"]:
-        wants = "long" if match["wants"] == "Long" else "float"
+        expected = "long" if match["wants"] == "Long" else "float"
     target = next(
         (
             tensor.name
-            for tensor in on_own_line(failure)
-            if ("float" in tensor.dtype) == (wants == "long") and tensor.name.isidentifier()
+            for tensor in tensors_on_line(failure)
+            if ("float" in tensor.dtype) == (expected == "long") and tensor.name.isidentifier()
         ),
         "target",
     )
-    got = _common(match["got"]) if match["got"] else "another dtype"
+    actual = _described(match["got"]) if match["got"] else "another dtype"
     return Diagnosis(
-        f"the loss{f' `{loss}`' if loss else ''} got `{target}` as {got} and needs {_common(wants)}",
-        f"{target} = {target}.{wants}()",
-        describe_tensors(on_own_line(failure)),
+        f"the loss{f' `{loss}`' if loss else ''} got `{target}` as {actual} and needs {_described(expected)}",
+        f"{target} = {target}.{expected}()",
+        describe_tensors(tensors_on_line(failure)),
     )
 
 
-no_such_operation = known(
+no_such_operation = pattern_kind(
     "FE012",
     "no-such-operation",
     """The operation does not support this dtype on this device.
     A model converted for a GPU (`.half()`) runs on the CPU, or the program takes a mean or a norm of integers.
     On the CPU bfloat16 supports more operations than float16.
     https://docs.pytorch.org/docs/stable/amp.html""",
-    form(
+    Form(
         "`{what}` does not support {dtype} on this device[[ in {layer}]]",
         "x = x.float()                                            # for this operation; convert back with .to(dtype) afterwards\n"
         'model.float()                                            # on the CPU, keep the model in float32 or use torch.autocast("cpu")',
-        rf'"(?P<what>[^"]+)" not implemented for \'(?P<dtype>{TYPE})\'',
+        rf'"(?P<what>[^"]+)" not implemented for \'(?P<dtype>{DTYPE})\'',
         r"(?P<what>\w+)\(\): (?:could not infer output dtype|Expected a floating point or complex tensor as input\. Got|input dtype should be either floating "
         r"point or complex dtypes\. Got) (?P<dtype>\w+)",
         r"(?P<what>[\w.]+): (?:Low precision dtypes not supported|Expected a floating point or complex tensor as input)\. Got (?P<dtype>\w+)",
     ),
     types=("RuntimeError", "NotImplementedError"),
-    tensors=True,
+    show_tensors=True,
     when=lambda failure, match: "loss" not in match["what"] and not _in_loss(failure),
-    values=lambda _, match: {"dtype": _common(match["dtype"])},
+    values=lambda _, match: {"dtype": _described(match["dtype"])},
 )
 
 
-numpy_has_no_bfloat16 = known(
+numpy_has_no_bfloat16 = pattern_kind(
     "FE014",
     "numpy-has-no-bfloat16",
     """A bfloat16 tensor was converted to NumPy.
     The output of a model in bfloat16 or under autocast is converted to an array for a metric or a plot.
     https://docs.pytorch.org/docs/stable/generated/torch.Tensor.numpy.html""",
-    form(
+    Form(
         "`{tensor|x}` is {dtype}, which NumPy does not support",
         "{tensor|x}.detach().float().cpu().numpy()",
         r"Got unsupported ScalarType (?P<dtype>\w+)",
     ),
     types=("TypeError", "RuntimeError"),
-    tensors=True,
+    show_tensors=True,
     values=lambda failure, match: {
         "dtype": match["dtype"].lower(),
         **tensor_name(failure, lambda tensor: tensor.dtype == match["dtype"].lower()),

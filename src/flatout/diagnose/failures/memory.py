@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from flatout.diagnose.kind import (
-    RUNTIME,
-    SHORT,
+    MESSAGE_END,
     Diagnosis,
+    Form,
     MessageMatch,
-    form,
     kind,
-    known,
     layer,
     match_message,
+    pattern_kind,
 )
 from flatout.schema.failure import FailureRecord
 from flatout.schema.sizes import size
@@ -29,7 +28,7 @@ UNITS = {
 AMOUNT = r"[\d.]+ (?:bytes|[KMGT]i?B)"
 
 
-def in_bytes(text: str) -> int | None:
+def parse_bytes(text: str) -> int | None:
     number, _, unit = text.partition(" ")
     try:
         return int(float(number) * UNITS[unit])
@@ -37,8 +36,8 @@ def in_bytes(text: str) -> int | None:
         return None
 
 
-def spelled(count: float | None) -> str:
-    return "an unknown amount" if count is None else size(count)
+def amount(bytes_: float | None) -> str:
+    return "an unknown amount" if bytes_ is None else size(bytes_)
 
 
 @kind("FE040", "gpu-out-of-memory")
@@ -62,7 +61,6 @@ def gpu_out_of_memory(failure: FailureRecord) -> Diagnosis | None:
     """
     match = match_message(
         failure,
-        RUNTIME,
         rf"CUDA out of memory\. Tried to allocate (?P<needed>{AMOUNT})\. GPU (?P<gpu>\d+) has a total capac\w+ of (?P<total>{AMOUNT}) of which "
         rf"(?P<free>{AMOUNT}) is free\.(?:.*?this process has (?P<process>{AMOUNT}) memory in use\.)?(?:.*?Of the allocated memory "
         rf"(?P<allocated>{AMOUNT}) is allocated "
@@ -75,12 +73,12 @@ def gpu_out_of_memory(failure: FailureRecord) -> Diagnosis | None:
         rf"MPS backend out of memory \(MPS allocated: (?P<allocated>{AMOUNT}).*?Tried to allocate (?P<needed>{AMOUNT})",
         rf"HIP out of memory\. Tried to allocate (?P<needed>{AMOUNT})\. GPU (?P<gpu>\d+) has a total capac\w+ of (?P<total>{AMOUNT}) of "
         rf"which (?P<free>{AMOUNT}) is free",
-        rf"(?:CUDA|HIP|MPS backend) out of memory{SHORT}",
+        rf"(?:CUDA|HIP|MPS backend) out of memory{MESSAGE_END}",
     )
     if match is None:
         return None
     needed, free, total, allocated = (
-        in_bytes(match[name]) for name in ("needed", "free", "total", "allocated")
+        parse_bytes(match[name]) for name in ("needed", "free", "total", "allocated")
     )
     memory = failure.memory
     free, total, allocated = (
@@ -88,24 +86,25 @@ def gpu_out_of_memory(failure: FailureRecord) -> Diagnosis | None:
         total or memory.get("total"),
         allocated or memory.get("allocated"),
     )
-    idle = in_bytes(match["reserved"])
-    if idle is None and match["pool"] and allocated is not None:
-        idle = max(0, (in_bytes(match["pool"]) or 0) - allocated)
-    if idle is None and memory:
-        idle = max(0, memory["reserved"] - memory["allocated"])
-    where = f" in {layer(failure)}" if layer(failure) else ""
-    what = (
-        f"{spelled(needed)} more were requested{where}"
+    unallocated = parse_bytes(match["reserved"])
+    if unallocated is None and match["pool"] and allocated is not None:
+        unallocated = max(0, (parse_bytes(match["pool"]) or 0) - allocated)
+    if unallocated is None and memory:
+        unallocated = max(0, memory["reserved"] - memory["allocated"])
+    in_layer = f" in {layer(failure)}" if layer(failure) else ""
+    request = (
+        f"{amount(needed)} more were requested{in_layer}"
         if needed
-        else f"more was requested{where} than is available"
+        else f"more was requested{in_layer} than is available"
     )
-    has = f", and {spelled(free)} of {spelled(total)} are free" if total and free is not None else ""
-    evidence = _evidence(failure, match, total, free, allocated, idle)
-    ways = _ways(needed, free, idle)
+    free_text = f", and {amount(free)} of {amount(total)} are free" if total and free is not None else ""
     return Diagnosis(
-        f"the GPU's memory is full: {what}{has}",
-        "\n".join(ways),
-        [*evidence, *_fits(failure, needed, free, idle)],
+        f"the GPU's memory is full: {request}{free_text}",
+        "\n".join(_fixes(needed, free, unallocated)),
+        [
+            *_evidence(failure, match, total, free, allocated, unallocated),
+            *_fitting_samples(failure, needed, free, unallocated),
+        ],
         levers=("allocator", "autocast"),
     )
 
@@ -116,44 +115,48 @@ def _evidence(
     total: int | None,
     free: int | None,
     allocated: int | None,
-    idle: int | None,
+    unallocated: int | None,
 ) -> list[str]:
     lines = []
     if allocated is not None:
         lines.append(
-            f"torch holds {spelled(allocated)} in tensors"
-            + (f" and {spelled(idle)} reserved but unallocated" if idle is not None else "")
+            f"torch holds {amount(allocated)} in tensors"
+            + (f" and {amount(unallocated)} reserved but unallocated" if unallocated is not None else "")
         )
-    process = in_bytes(match["process"])
+    process = parse_bytes(match["process"])
     if process is not None and total and free is not None and total - free - process > total // 20:
         lines.append(
-            f"other processes hold {spelled(total - free - process)} of this GPU: `nvidia-smi` names them"
+            f"other processes hold {amount(total - free - process)} of this GPU: `nvidia-smi` names them"
         )
-    kept = {name: failure.memory.get(name, 0) for name in ("parameters", "gradients", "optimizer state")}
-    if sum(kept.values()) and allocated:
-        rest = max(0, allocated - sum(kept.values()))
+    known_bytes = {
+        name: failure.memory.get(name, 0) for name in ("parameters", "gradients", "optimizer state")
+    }
+    if sum(known_bytes.values()) and allocated:
+        other_bytes = max(0, allocated - sum(known_bytes.values()))
         lines.append(
-            ", ".join(f"{name} {spelled(size)}" for name, size in kept.items() if size)
-            + f", activations and the rest {spelled(rest)}"
+            ", ".join(f"{name} {amount(size)}" for name, size in known_bytes.items() if size)
+            + f", activations and the rest {amount(other_bytes)}"
         )
     return lines
 
 
-def _ways(needed: int | None, free: int | None, idle: int | None) -> list[str]:
-    fragments = (
+def _fixes(needed: int | None, free: int | None, unallocated: int | None) -> list[str]:
+    defragment = (
         "PYTORCH_ALLOC_CONF=expandable_segments:True python train.py   # returns fragments; the same result"
     )
-    ways = [
+    fixes = [
         'with torch.autocast("cuda", torch.bfloat16): ...   # halves the activations; different rounding, often faster',
         "batch_size // 2, and optimizer.step() every 2nd batch   # halves the activations at the same effective batch size; slower if the GPU is not full",
         "torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)   # recomputes activations; about a third more time, the same result",
     ]
-    if idle is not None and needed is not None and idle + (free or 0) >= needed:
-        return [fragments, *ways[:2]]
-    return ways
+    if unallocated is not None and needed is not None and unallocated + (free or 0) >= needed:
+        return [defragment, *fixes[:2]]
+    return fixes
 
 
-def _fits(failure: FailureRecord, needed: int | None, free: int | None, idle: int | None) -> list[str]:
+def _fitting_samples(
+    failure: FailureRecord, needed: int | None, free: int | None, unallocated: int | None
+) -> list[str]:
     """An upper bound on the samples that fit, as a line of evidence.
 
     The fixed part is known, and the real peak was higher than the observed one.
@@ -170,24 +173,24 @@ def _fits(failure: FailureRecord, needed: int | None, free: int | None, idle: in
     )
     if not memory or not needed or not batch or free is None:
         return []
-    growing = memory["allocated"] - fixed
-    room = growing + free + (idle or 0)
-    if growing <= 0 or growing + needed <= room:
+    activations = memory["allocated"] - fixed
+    available = activations + free + (unallocated or 0)
+    if activations <= 0 or activations + needed <= available:
         return []
-    most = int(batch * room / (growing + needed))
+    max_samples = int(batch * available / (activations + needed))
     return (
-        [f"at most {most} of {batch} samples fit at once, fewer if the step's peak comes later"]
-        if 0 < most < batch
+        [f"at most {max_samples} of {batch} samples fit at once, fewer if the step's peak comes later"]
+        if 0 < max_samples < batch
         else []
     )
 
 
-def _request(_: FailureRecord, match: MessageMatch) -> dict[str, str]:
-    return {"needed": spelled(match.number("bytes")) if match["bytes"] else match["amount"]}
+def _requested(_: FailureRecord, match: MessageMatch) -> dict[str, str]:
+    return {"needed": amount(match.number("bytes")) if match["bytes"] else match["amount"]}
 
 
-BARE = r"$"
-host_out_of_memory = known(
+EMPTY_MESSAGE = r"$"
+host_out_of_memory = pattern_kind(
     "FE041",
     "host-out-of-memory",
     """The host's memory is full or limited.
@@ -195,7 +198,7 @@ host_out_of_memory = known(
     wrong (a product of two large sizes). Or the limit of a container or shell (`ulimit -v`) is below the
     machine's memory.
     https://docs.pytorch.org/docs/stable/notes/faq.html#my-model-reports-cuda-runtime-error-2-out-of-memory""",
-    form(
+    Form(
         "the host's memory is full or limited: {needed|more than the system can give} were requested[[ for an array of {form}]][[ in {layer}]]",
         "free -g; cat /sys/fs/cgroup/memory.max; ulimit -v   # the machine's memory and the limits of this process\n"
         'numpy.load(path, mmap_mode="r")                     # reads the data as it is used\n'
@@ -205,9 +208,9 @@ host_out_of_memory = known(
         r"(?:\$ Torch: )?not enough memory: you tried to allocate (?P<amount>\d+\s*[GM]?B)",
         r"Unable to allocate (?P<amount>[\d.]+ [KMGTP]?iB) for an array with shape (?P<form>\([^)]*\))",
         r"\[Errno 12\] Cannot allocate memory",
-        BARE,
+        EMPTY_MESSAGE,
     ),
     types=("RuntimeError", "MemoryError", "_ArrayMemoryError", "OSError"),
-    when=lambda _, match: match.pattern != BARE or "MemoryError" in match.thrown.names,
-    values=_request,
+    when=lambda _, match: match.pattern != EMPTY_MESSAGE or "MemoryError" in match.error.names,
+    values=_requested,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal as signals
 
-from flatout.diagnose.failures.memory import spelled
+from flatout.diagnose.failures.memory import amount
 from flatout.diagnose.kind import Diagnosis, kind, match_message, search_log
 from flatout.schema.failure import FailureRecord
 
@@ -40,41 +40,40 @@ def killed(failure: FailureRecord) -> Diagnosis | None:
             r"\bSignal 9\b",
         )
     )
-    if not killed_by_signal and not (oom and _wordless(failure)):
+    if not killed_by_signal and not (oom and _has_no_exception(failure)):
         return None
-    events = failure.facts.get("oom_kills")
-    held = (
-        f", which held {spelled(int(oom['rss']) * 1024)}"
+    oom_kills = failure.facts.get("oom_kills")
+    memory = (
+        f", which held {amount(int(oom['rss']) * 1024)}"
         if oom and "rss" in oom.groupdict() and oom["rss"]
         else ""
     )
-    if oom or events:
-        name = f" ({oom['name']}, process {oom['pid']}{held})" if oom and oom.groupdict().get("pid") else ""
-        said_so = (
+    if oom or oom_kills:
+        name = f" ({oom['name']}, process {oom['pid']}{memory})" if oom and oom.groupdict().get("pid") else ""
+        cause = (
             f"the kernel's OOM killer ended the program{name}: the machine or its container is out of memory"
         )
     else:
-        said_so = "the program was killed with SIGKILL and could not report why; the OOM killer is the most likely cause"
-    ranks = [line for line in failure.around if re.search(r"local_rank: \d+", line)][:1]
+        cause = "the program was killed with SIGKILL and could not report why; the OOM killer is the most likely cause"
+    local_ranks = [line for line in failure.around if re.search(r"local_rank: \d+", line)][:1]
     return Diagnosis(
-        said_so,
+        cause,
         'dmesg -T | grep -i -E "oom|killed process"; cat /sys/fs/cgroup/memory.events   # was memory the cause?\n'
         "DataLoader(..., num_workers=2)        # each worker copies the memory that it touches\n"
         "losses.append(loss.item())            # keeps numbers instead of tensors with their graphs",
-        ranks,
+        local_ranks,
     )
 
 
-def _wordless(failure: FailureRecord) -> bool:
-    """Whether the text holds no Python exception of this process."""
-    return all(not thrown.frames and not thrown.type for thrown in failure.chain)
+def _has_no_exception(failure: FailureRecord) -> bool:
+    return all(not error.frames and not error.type for error in failure.chain)
 
 
-def _ends_with(failure: FailureRecord, *families: str) -> bool:
+def _ends_with(failure: FailureRecord, *patterns: str) -> bool:
     """Whether one of the last lines of a text without a traceback matches."""
-    if not _wordless(failure):
+    if not _has_no_exception(failure):
         return False
-    return any(re.search(family, line) for line in failure.around[-12:] for family in families)
+    return any(re.search(pattern, line) for line in failure.around[-12:] for pattern in patterns)
 
 
 @kind("FE043", "shared-memory-too-small")
@@ -93,20 +92,20 @@ def shared_memory_too_small(failure: FailureRecord) -> Diagnosis | None:
     """
     match = match_message(
         failure,
-        ("RuntimeError", "OSError"),
         r"DataLoader worker \(pid(?:\(s\))? (?P<pid>[\d, ]+)\) is killed by signal: Bus error\.?",
         r"unable to (?:write to|mmap|resize|allocate|open).{0,120}?(?:shared memory|/torch_\w+).{0,160}?(?:No space left on device|Cannot "
         r"allocate memory|Bad address)",
         r"ERROR: Unexpected bus error encountered in worker\. This might be caused by insufficient shared memory \(shm\)",
+        types=("RuntimeError", "OSError"),
     )
     warning = search_log(
         failure,
         r"ERROR: Unexpected bus error encountered in worker\. This might be caused by insufficient shared memory",
     )
-    wordless = failure.signal == signals.SIGBUS or (
+    by_signal = failure.signal == signals.SIGBUS or (
         failure.signal is None and _ends_with(failure, r"\bBus error(?: \(core dumped\))?\s*$", r"\bSIGBUS\b")
     )
-    if match is None and warning is None and not wordless:
+    if match is None and warning is None and not by_signal:
         return None
     who = (
         f"loader worker {match['pid']}"
@@ -117,7 +116,7 @@ def shared_memory_too_small(failure: FailureRecord) -> Diagnosis | None:
     )
     return Diagnosis(
         f"{who} died of a bus error: /dev/shm is most likely too small"
-        if match is None or "Bus error" in match.thrown.message
+        if match is None or "Bus error" in match.error.message
         else f"{who} could not write to shared memory: /dev/shm is full",
         "df -h /dev/shm                                  # shows its size\n"
         "docker run --shm-size=8g ...                    # or --ipc=host\n"
@@ -144,22 +143,28 @@ def crashed_below_python(failure: FailureRecord) -> Diagnosis | None:
         signals.SIGILL: "an instruction that this CPU does not have",
         signals.SIGFPE: "an arithmetic error",
     }
-    words = {
+    signal_of_pattern = {
         r"\b(?:Segmentation fault|signal.{0,20}SIGSEGV|exit ?code:? +(?:-11|139))\b": signals.SIGSEGV,
         r"(?:^|\s)Aborted \(core dumped\)|\bsignal.{0,20}SIGABRT\b|exit ?code:? +(?:-6|134)\b": signals.SIGABRT,
         r"\b(?:Illegal instruction|signal.{0,20}SIGILL|exit ?code:? +(?:-4|132))\b": signals.SIGILL,
     }
-    number = failure.signal if failure.signal in names else None
-    if number is None and failure.signal is None:
-        number = next((number for family, number in words.items() if _ends_with(failure, family)), None)
-    if number is None:
+    signal_number = failure.signal if failure.signal in names else None
+    if signal_number is None and failure.signal is None:
+        signal_number = next(
+            (number for pattern, number in signal_of_pattern.items() if _ends_with(failure, pattern)), None
+        )
+    if signal_number is None:
         return None
-    last = search_log(failure, r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
-    where = [f"innermost Python line: {last['file']}:{last['line']} in {last['function']}"] if last else []
+    last_frame = search_log(failure, r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
+    innermost = (
+        [f"innermost Python line: {last_frame['file']}:{last_frame['line']} in {last_frame['function']}"]
+        if last_frame
+        else []
+    )
     last_message = search_log(failure, r"what\(\):\s+(?P<words>.{1,300})")
     return Diagnosis(
-        f"the program was ended by {names[signals.Signals(number)]} in native code",
+        f"the program was ended by {names[signals.Signals(signal_number)]} in native code",
         "python -X faulthandler train.py        # prints the Python line of the crash\n"
         "pip check; pip list | grep -i -E 'torch|cuda|nvidia'   # look for extensions built for another torch",
-        [*where, *([f"its last message: {last_message['words']}"] if last_message else [])],
+        [*innermost, *([f"its last message: {last_message['words']}"] if last_message else [])],
     )

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from flatout.diagnose.kind import (
-    SHORT,
+    MESSAGE_END,
     Diagnosis,
+    Form,
     MessageMatch,
-    form,
+    frame_matches,
     kind,
-    known,
     layer,
     match_message,
-    on_own_line,
-    runs_in,
+    pattern_kind,
     shape,
-    sizes,
+    tensor_lines,
+    tensors_on_line,
 )
 from flatout.schema.failure import FailureRecord
 
@@ -36,107 +36,107 @@ def matrix_sizes(failure: FailureRecord) -> Diagnosis | None:
     """
     match = match_message(
         failure,
-        ("RuntimeError", "ValueError"),
         r"mat1 and mat2 shapes cannot be multiplied \((?P<a>\d+)x(?P<b>\d+) and (?P<c>\d+)x(?P<d>\d+)\)",
-        rf"mat1 and mat2 shapes cannot be multiplied{SHORT}",
+        rf"mat1 and mat2 shapes cannot be multiplied{MESSAGE_END}",
         r"mat1 dim 1 must match mat2 dim 0",
         r"size mismatch, got input \((?P<a>\d+)\), mat \((?P<e>\d+)x(?P<c>\d+)\), vec \((?P<b>\d+)\)",
         r"a and b must have same reduction dim, but got \[(?P<a>\S+), (?P<b>\S+)\] X \[(?P<c>\S+), (?P<d>\S+)\]",
         r"Expected size for first two dimensions of batch2 tensor to be: \[(?P<e>\d+), (?P<b>\d+)\] but got: \[(?P<f>\d+), (?P<c>\d+)\]",
         r"inconsistent tensor size, expected tensor \[(?P<b>\d+)\] and src \[(?P<c>\d+)\] to have the same number of elements",
+        types=("RuntimeError", "ValueError"),
     )
     if match is None:
         return None
     a, b, c, d = (match[part] for part in "abcd")
     weight = failure.module.parameters.get("weight", []) if failure.module else []
     if len(weight) == 2 and layer(failure):
-        arrives, wants = b, str(weight[1])
+        actual, expected = b, str(weight[1])
         return Diagnosis(
-            f"{layer(failure)} expects {wants} features and got {arrives}",
+            f"{layer(failure)} expects {expected} features and got {actual}",
             f"{failure.module.path if failure.module else 'layer'} = "
-            f"nn.Linear({arrives}, {weight[0]})   # or nn.LazyLinear({weight[0]})\n"
+            f"nn.Linear({actual}, {weight[0]})   # or nn.LazyLinear({weight[0]})\n"
             f"x = x.flatten(1)   # if the batch was flattened into the features: the first size must stay the batch",
-            sizes(failure),
+            tensor_lines(failure),
         )
     if not b:
         return Diagnosis(
-            "a matrix product got sizes that do not match", "print(a.shape, b.shape)", sizes(failure)
+            "a matrix product got sizes that do not match", "print(a.shape, b.shape)", tensor_lines(failure)
         )
     first, second = (f"{a}x{b}", f"{c}x{d}") if a and d else (f"size {b}", f"size {c}")
-    hint = (
+    fix = (
         "a @ b.T   # if the second matrix is stored transposed"
         if d == b
         else f"nn.Linear({b}, {d or '...'})   # if this is a linear layer"
     )
     return Diagnosis(
         f"a product of {first} and {second}{' in ' + layer(failure) if layer(failure) else ''}: {b} and {c} must be equal",
-        hint,
-        sizes(failure),
+        fix,
+        tensor_lines(failure),
     )
 
 
-def _names(failure: FailureRecord, _: MessageMatch) -> dict[str, str]:
-    tensors = on_own_line(failure)[:3]
+def _tensor_names(failure: FailureRecord, _: MessageMatch) -> dict[str, str]:
+    tensors = tensors_on_line(failure)[:3]
     return {"names": " and ".join(f"`{tensor.name}` ({shape(str(tensor.shape))})" for tensor in tensors)}
 
 
-ONE_MORE = (
+BROADCAST_FIX = (
     "small[:, None]            # add a dimension of 1 to the smaller tensor in the right position\n"
     "buffer[: batch.size(0)]   # if one has the full batch size and this is the last batch"
 )
-broadcast = known(
+broadcast = pattern_kind(
     "FE025",
     "broadcast",
     """Two tensors do not broadcast.
     A mask, a weight or a target belongs to another dimension, or the last batch of the epoch is smaller than a
     fixed-size buffer. Counted from the last dimension, the sizes must be equal or one of them must be 1.
     https://docs.pytorch.org/docs/stable/notes/broadcasting.html""",
-    form(
+    Form(
         "{names|two tensors}: sizes {a} and {b} of dimension {dim} do not broadcast",
-        ONE_MORE,
+        BROADCAST_FIX,
         r"The size of tensor a \((?P<a>\d+)\) must match the size of tensor b \((?P<b>\d+)\) at non-singleton dimension (?P<dim>\d+)",
         r"The expanded size of the tensor \((?P<a>\d+)\) must match the existing size \((?P<b>\d+)\) at non-singleton dimension (?P<dim>\d+)",
     ),
-    form(
+    Form(
         "{out|an index} and {wide} do not broadcast",
-        ONE_MORE,
+        BROADCAST_FIX,
         r"output with shape (?P<out>\[[\d, ]*\]) doesn't match the broadcast shape (?P<wide>\[[\d, ]*\])",
         r"shape mismatch: (?:value tensor of shape (?P<out>\[[\d, ]*\]) cannot be broadcast to indexing result of shape|indexing tensors "
         r"could not be broadcast together with shapes) (?P<wide>\[.*?\])",
     ),
-    form(
+    Form(
         "{names|two tensors} do not broadcast",
-        ONE_MORE,
+        BROADCAST_FIX,
         r"Attempting to broadcast a dimension of length (?P<b>\d+) at -?\d+",
     ),
-    tensors=True,
-    values=_names,
+    show_tensors=True,
+    values=_tensor_names,
 )
 
-concatenation = known(
+concatenation = pattern_kind(
     "FE026",
     "concatenation",
     """Tensors of different sizes were concatenated or stacked.
     Sequences or images have several sizes, or the two branches of a skip connection halve an odd size
     differently. `cat` needs equal sizes in every dimension but one, `stack` in all of them.
     https://docs.pytorch.org/docs/stable/generated/torch.nn.utils.rnn.pad_sequence.html""",
-    form(
+    Form(
         "`cat` along dimension {dim} got sizes {a} and {b} in another dimension[[ (tensor {at})]]",
         "torch.cat([...], dim=...)   # the dimension that may differ\nF.interpolate(x, size=other.shape[2:])   # for a skip connection of odd sizes",
         r"Sizes of tensors must match except in dimension (?P<dim>\d+)\. Expected size (?P<a>\d+) but got size (?P<b>\d+) for tensor number (?P<at>\d+)",
         r"Sizes of tensors must match except in dimension (?P<dim>\d+)\. Got (?P<a>\d+) and (?P<b>\d+)",
     ),
-    form(
+    Form(
         "`stack` got tensors of {one} and {other} (entry {at})",
         "torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)   # for rows of several lengths",
         r"stack expects each tensor to be equal size, but got (?P<one>\[[\d, ]*\]) at entry 0 and (?P<other>\[[\d, ]*\]) at entry (?P<at>\d+)",
     ),
-    form(
+    Form(
         "`cat` got tensors with different numbers of dimensions[[: {a} and {b}]]",
         "x.unsqueeze(0)   # add the missing dimension to the smaller tensor",
         r"Tensors must have same number of dimensions: got (?P<a>\d+) and (?P<b>\d+)",
         r"zero-dimensional tensor \(at position \d+\) cannot be concatenated",
     ),
-    tensors=True,
-    when=lambda failure, _: not runs_in(failure, ":(?:default_collate|collate_tensor_fn|collate)$"),
+    show_tensors=True,
+    when=lambda failure, _: not frame_matches(failure, ":(?:default_collate|collate_tensor_fn|collate)$"),
 )

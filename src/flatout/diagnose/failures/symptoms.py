@@ -10,9 +10,9 @@ from flatout.diagnose.logs import losses
 from flatout.schema.failure import FailureRecord
 from flatout.schema.findings import Finding, Severity
 
-GREW = 3.0  # times the smallest of the last losses
-LAST = 8
-HALF = re.compile(r"fp16|float16|gradscaler|loss.?scale", re.IGNORECASE)
+MIN_GROWTH = 3.0  # times the smallest of the last losses
+MAX_PREVIOUS = 8
+FLOAT16 = re.compile(r"fp16|float16|gradscaler|loss.?scale", re.IGNORECASE)
 
 
 @kind("FE110", "loss-not-finite", severity=Severity.WRONG)
@@ -32,37 +32,39 @@ def loss_not_finite(failure: FailureRecord) -> Diagnosis | None:
     """
     if failure.chain:
         return None
-    before: list[float] = []
+    previous: list[float] = []
     for line in failure.around:
         for name, value in losses(line):
             if math.isfinite(value):
-                before = [*before[1 - LAST :], value]
+                previous = [*previous[1 - MAX_PREVIOUS :], value]
                 continue
-            return _not_finite(name, value, line, before, any(map(HALF.search, failure.around)))
+            return _diagnosis(name, value, line, previous, any(map(FLOAT16.search, failure.around)))
     return None
 
 
-def _not_finite(name: str, value: float, line: str, before: list[float], half: bool) -> Diagnosis:
-    grew = len(before) > 1 and before[-1] > GREW * min(map(abs, before)) > 0
-    lower = "flatout lr python train.py   # a lower learning rate, or torch.nn.utils.clip_grad_norm_"
+def _diagnosis(name: str, value: float, line: str, previous: list[float], in_float16: bool) -> Diagnosis:
+    diverged = len(previous) > 1 and previous[-1] > MIN_GROWTH * min(map(abs, previous)) > 0
+    lower_rate = "flatout lr python train.py   # a lower learning rate, or torch.nn.utils.clip_grad_norm_"
     anomaly = "torch.autograd.set_detect_anomaly(True)   # names the operator; run without float16" + (
-        " and its scaler first" if half else ""
+        " and its scaler first" if in_float16 else ""
     )
-    how = (
-        f"after it had grown from {min(before):.4g} to {before[-1]:.4g}: the training diverged"
-        if grew
-        else f"at once, after {before[-1]:.4g}: one operator or one sample made it"
-        if before
+    development = (
+        f"after it had grown from {min(previous):.4g} to {previous[-1]:.4g}: the training diverged"
+        if diverged
+        else f"at once, after {previous[-1]:.4g}: one operator or one sample made it"
+        if previous
         else "in the first line that shows it"
     )
-    what = "NaN" if math.isnan(value) else "infinite"
+    value_text = "NaN" if math.isnan(value) else "infinite"
     return Diagnosis(
-        f"`{name}` became {what} {how}",
-        "\n".join([lower if grew else anomaly, "flatout run --supervise --on-nan stop python train.py"]),
+        f"`{name}` became {value_text} {development}",
+        "\n".join(
+            [lower_rate if diverged else anomaly, "flatout run --supervise --on-nan stop python train.py"]
+        ),
         [f"the first such line: {line.strip()[:160]}"],
     )
 
 
-def of_log(lines: list[str]) -> Finding | None:
+def log_symptom(lines: list[str]) -> Finding | None:
     """The symptom that a log without an exception shows."""
     return loss_not_finite.explain(FailureRecord([], lines))

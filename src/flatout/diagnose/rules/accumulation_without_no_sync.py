@@ -45,7 +45,7 @@ from flatout.probe.windows import counts, resolved
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     if program.mentions(
         "no_sync", "no_backward_sync", "require_backward_grad_sync", "set_requires_gradient_sync"
     ):
@@ -118,4 +118,4 @@ def _of_a_launcher(program: ScriptProgram, backward: ProgramEvent) -> str:
     return ""
 
 
-RULE = Rule("FL116", "accumulation_without_no_sync", Severity.TIME, __doc__, look=look)
+RULE = Rule("FL116", "accumulation_without_no_sync", Severity.TIME, __doc__, check)

@@ -42,7 +42,7 @@ WORDS = ("param", "state_dict", "weight")
 SAME = {"data", "detach", "to", "clone", "float", "cpu", "cuda", "type_as"}  # x.data, x.detach().to(device)
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source in program.sources:
         places = [node for node in source.nodes if _averages(program, source, node)]
         if places:
@@ -191,4 +191,4 @@ def _over_weights(source: SourceFile, loop: ast.For) -> bool:
     return any(word in text.lower() for text in texts for word in WORDS)
 
 
-RULE = Rule("FL121", "average_in_small_operations", Severity.TIME, __doc__, look=look)
+RULE = Rule("FL121", "average_in_small_operations", Severity.TIME, __doc__, check)

@@ -34,7 +34,7 @@ from flatout.probe.script import SourceFile
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source, node in program.nodes(ast.BinOp):
         if not isinstance(node, ast.BinOp) or not isinstance(node.op, ast.Div):
             continue
@@ -80,4 +80,4 @@ def _is_batch_size(program: ScriptProgram, source: SourceFile, loader: ast.AST, 
     return True
 
 
-RULE = Rule("FL024", "average_over_full_batches", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL024", "average_over_full_batches", Severity.WRONG, __doc__, check)

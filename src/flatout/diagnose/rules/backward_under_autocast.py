@@ -35,7 +35,7 @@ from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         for event in loop.of("backward"):
             if under_autocast(event):
@@ -46,4 +46,4 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 )
 
 
-RULE = Rule("FL309", "backward_under_autocast", Severity.FRAGILE, __doc__, look=look)
+RULE = Rule("FL309", "backward_under_autocast", Severity.FRAGILE, __doc__, check)

@@ -34,7 +34,7 @@ from flatout.probe.step_loops import ProgramEvent
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for event in program.events:
         call = event.node
         if event.kind != "call" or not isinstance(call, ast.Call):
@@ -60,4 +60,4 @@ def under_autocast(event: ProgramEvent) -> bool:
     return not (isinstance(enabled, ast.Constant) and enabled.value is False)
 
 
-RULE = Rule("FL308", "bce_under_autocast", Severity.FRAGILE, __doc__, look=look)
+RULE = Rule("FL308", "bce_under_autocast", Severity.FRAGILE, __doc__, check)

@@ -47,7 +47,7 @@ from flatout.schema.findings import Finding, Severity
 OF_MODULES = {"parameters", "named_parameters", "modules"}
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         for event in [*loop.around, *loop.events]:
             statement = event.node
@@ -202,4 +202,4 @@ def _used_later(program: ScriptProgram, event: ProgramEvent, target: ast.expr) -
     return False
 
 
-RULE = Rule("FL032", "best_weights_not_copied", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL032", "best_weights_not_copied", Severity.WRONG, __doc__, check)

@@ -32,7 +32,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from flatout.diagnose.rewrites import with_argument
+from flatout.diagnose.rewrites import add_argument
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
@@ -50,7 +50,7 @@ LAYERS = {
 NORMS = {"BatchNorm1d", "BatchNorm2d", "BatchNorm3d", "SyncBatchNorm"}
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source, call in program.calls("torch.nn.Sequential"):
         for layer, norm in zip(call.args, call.args[1:], strict=False):
             if (
@@ -114,7 +114,7 @@ def _finding(program: ScriptProgram, source: SourceFile, layer: ast.Call) -> Fin
         f"the bias of this {_last(source, layer)} has no effect: the BatchNorm after it subtracts it",
         source.place(layer),
         f"{source.code(layer)[:-1]}, bias=False)",
-        edits=with_argument(source, layer, "bias=False") if certain else [],
+        edits=add_argument(source, layer, "bias=False") if certain else [],
     )
 
 
@@ -173,7 +173,7 @@ RULE = Rule(
     "bias_before_batchnorm",
     Severity.TIME,
     __doc__,
-    look=look,
+    check,
     fix_changes="other initial weights, because no biases are drawn; checkpoints have no such biases",
     weight=-1,
 )

@@ -48,7 +48,7 @@ METHODS = {
 }
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source, node in program.nodes(ast.Expr):
         if (
             isinstance(node, ast.Expr)
@@ -69,7 +69,7 @@ RULE = Rule(
     "call_without_parentheses",
     Severity.WRONG,
     __doc__,
-    look=look,
+    check,
     fix_changes="the call takes effect",
     weight=-1,
 )

@@ -34,13 +34,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from flatout.diagnose.checkpoints import POSITIONS, entries_read
+from flatout.diagnose.checkpoints import POSITION_KEYS, checkpoint_reads
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     made = [
         origin
         for source in program.sources
@@ -53,7 +53,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         isinstance(origin.node, ast.Call) and has_state(origin.node) for origin in made
     ):
         return
-    read = {key for _, _, key in entries_read(program)} & POSITIONS
+    read = {key for _, _, key in checkpoint_reads(program)} & POSITION_KEYS
     for source, call in program.calls("torch.save"):
         for origin in program.origins(source, call.args[0]) if call.args else ():
             if isinstance(origin.node, ast.Dict) and _holds_weights_alone(origin.node, read):
@@ -100,4 +100,4 @@ def has_state(optimizer: ast.Call) -> bool:
     return name != "SGD" or any(k.arg == "momentum" for k in optimizer.keywords)
 
 
-RULE = Rule("FL312", "checkpoint_without_optimizer", Severity.FRAGILE, __doc__, look=look)
+RULE = Rule("FL312", "checkpoint_without_optimizer", Severity.FRAGILE, __doc__, check)

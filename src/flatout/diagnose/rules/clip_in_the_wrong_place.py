@@ -32,7 +32,7 @@ from flatout.probe.step_loops import together
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         for clip in loop.of("clip"):
             order = [
@@ -60,4 +60,4 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 )
 
 
-RULE = Rule("FL007", "clip_in_the_wrong_place", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL007", "clip_in_the_wrong_place", Severity.WRONG, __doc__, check)

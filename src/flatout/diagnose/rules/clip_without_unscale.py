@@ -38,7 +38,7 @@ from flatout.probe.step_loops import together
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         steps = loop.of("scaler_step")
         if not steps or not any(event.scaled for event in loop.of("backward")):
@@ -79,4 +79,4 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             )
 
 
-RULE = Rule("FL008", "clip_without_unscale", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL008", "clip_without_unscale", Severity.WRONG, __doc__, check)

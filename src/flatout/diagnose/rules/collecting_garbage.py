@@ -19,14 +19,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import TIMED, certain_gain, event_of, found, how, of_step, without
+from flatout.diagnose.gains import (
+    HOW_BY_TIME,
+    certain_gain,
+    event_of,
+    how_by_what_if,
+    share_of_step,
+    speedup_without,
+)
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
-    timed, (calls, _, _) = without(profile, profile.gc_ms), event_of(profile, "gc_collect")
+def check(profile: ProfileRecord) -> Iterable[Finding]:
+    timed, (calls, _, _) = speedup_without(profile, profile.gc_ms), event_of(profile, "gc_collect")
     ratio = certain_gain(profile, "gc")
     # A collector that takes no time cannot explain the gain. Calls by the program belong to another rule.
     if timed is None or calls:
@@ -35,12 +42,11 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
         f"{profile.gc_calls:.3g} collections per {profile.unit}",
         f"the longest pause is {profile.gc_longest_ms:.1f} ms",
     ]
-    yield found(
-        RULE,
-        f"automatic garbage collection takes {of_step(profile, profile.gc_ms)}",
+    yield RULE.profile_finding(
+        f"automatic garbage collection takes {share_of_step(profile, profile.gc_ms)}",
         evidence=evidence,
         predicted=ratio or timed,
-        how=how("gc") if ratio else TIMED,
+        how=how_by_what_if("gc") if ratio else HOW_BY_TIME,
     )
 
 
@@ -48,8 +54,8 @@ RULE = Rule(
     "FL154",
     "collecting_garbage",
     Severity.TIME,
-    __doc__ or "",
-    judge=judge,
+    __doc__,
+    check_profile=check,
     levers=("gc_pause",),
     replaced_by=("host_growth",),
 )

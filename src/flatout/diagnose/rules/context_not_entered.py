@@ -40,7 +40,7 @@ CONTEXTS = {
 }
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source, node in program.nodes(ast.Expr):
         if (
             isinstance(node, ast.Expr)
@@ -54,4 +54,4 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             )
 
 
-RULE = Rule("FL029", "context_thrown_away", Severity.WRONG, __doc__, look=look, weight=-1)
+RULE = Rule("FL029", "context_thrown_away", Severity.WRONG, __doc__, check, weight=-1)

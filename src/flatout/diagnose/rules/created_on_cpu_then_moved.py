@@ -31,7 +31,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from flatout.diagnose.rewrites import with_argument, without_call
+from flatout.diagnose.rewrites import add_argument, remove_call
 from flatout.diagnose.rule import Rule
 from flatout.probe.names import FUNCTIONS
 from flatout.probe.program import ScriptProgram
@@ -59,7 +59,7 @@ MAKERS = {
 SAME = {"zeros", "ones", "empty", "full", "eye"}  # these values are the same on every device
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     seen = set()
     for source, call, library in _often(program):
         if (
@@ -170,8 +170,8 @@ def _edits(source: SourceFile, moved: ast.Call, made: ast.Call, where: str) -> l
         return []
     if moved.func.attr == "cuda" and given and not isinstance(given[0], ast.Constant):
         return []  # None means the current device there, and the CPU in `device=None`
-    argument = with_argument(source, made, f"device={where}")
-    return [*argument, *without_call(source, moved)] if argument else []
+    argument = add_argument(source, made, f"device={where}")
+    return [*argument, *remove_call(source, moved)] if argument else []
 
 
-RULE = Rule("FL111", "made_on_host_then_moved", Severity.TIME, __doc__, look=look, fix_changes="")
+RULE = Rule("FL111", "made_on_host_then_moved", Severity.TIME, __doc__, check, fix_changes="")

@@ -43,7 +43,7 @@ from flatout.schema.findings import Finding, Severity
 WRAPPED = {"torch.nn.DataParallel", "torch.nn.parallel.DataParallel"}
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         for event in loop.of("backward"):
             origins = program.origins(event.source, event.subject) if event.subject is not None else []
@@ -67,4 +67,4 @@ def _gathered(program: ScriptProgram, origin: ValueOrigin) -> bool:
     )
 
 
-RULE = Rule("FL307", "data_parallel_loss", Severity.FRAGILE, __doc__, look=look)
+RULE = Rule("FL307", "data_parallel_loss", Severity.FRAGILE, __doc__, check)

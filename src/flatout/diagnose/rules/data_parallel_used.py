@@ -26,7 +26,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
-from flatout.diagnose.gains import event_of, found
+from flatout.diagnose.gains import event_of
 from flatout.diagnose.rule import Rule
 from flatout.probe.names import FUNCTIONS, is_main_guard
 from flatout.probe.program import ScriptProgram
@@ -42,7 +42,7 @@ NAMES = (
 )
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check_source(program: ScriptProgram) -> Iterator[Finding]:
     if program.mentions("DistributedDataParallel", "DDP", "FSDP", "FullyShardedDataParallel", "fully_shard"):
         return  # the program leaves the choice to the user
     for source, call in program.calls(*NAMES):
@@ -70,12 +70,18 @@ def _of_several_devices(source: SourceFile, call: ast.Call) -> bool:
     return True
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     calls, _, places = event_of(profile, "data_parallel")
     if calls or (profile.settings.get("modules") or {}).get("DataParallel"):
-        yield found(
-            RULE, "the model is called through DataParallel", places[0] if places else None, others=places[1:]
-        )
+        yield RULE.profile_finding("the model is called through DataParallel", places)
 
 
-RULE = Rule("FL115", "data_parallel_used", Severity.TIME, __doc__, look=look, judge=judge, weight=-1)
+RULE = Rule(
+    "FL115",
+    "data_parallel_used",
+    Severity.TIME,
+    __doc__,
+    check_source,
+    check_profile,
+    weight=-1,
+)

@@ -16,29 +16,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import found, of_step
+from flatout.diagnose.gains import share_of_step
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.wait_causes import WaitCause, cause, gain_without_wait, how_known
+from flatout.diagnose.wait_causes import WaitCause, gain_without_wait, how_measured, wait_cause
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     for loader in profile.loaders:
-        if cause(profile, loader) is not WaitCause.WAIT:
+        if wait_cause(profile, loader) is not WaitCause.WAIT:
             continue
         evidence = [
             f"the loader over {loader.dataset or 'its data set'} has {loader.workers} workers and batches of {loader.batch_size}"
         ]
         if loader.fetch_ms is not None:
             evidence.append(f"fetching a batch takes {loader.fetch_ms:.1f} ms inside the data set")
-        yield found(
-            RULE,
-            f"waiting for data takes {of_step(profile, loader.wait_ms)}",
-            loader.place,
+        yield RULE.profile_finding(
+            f"waiting for data takes {share_of_step(profile, loader.wait_ms)}",
+            [loader.place],
             evidence=evidence,
             predicted=gain_without_wait(profile, loader),
-            how=how_known(profile),
+            how=how_measured(profile),
         )
 
 
@@ -46,7 +45,7 @@ RULE = Rule(
     "FL150",
     "data_wait",
     Severity.TIME,
-    __doc__ or "",
-    judge=judge,
+    __doc__,
+    check_profile=check,
     levers=("loader", "cached_prefix", "batched_transforms", "resident_data", "device_prefetch"),
 )

@@ -30,8 +30,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
-from flatout.diagnose.gains import event_of, found
-from flatout.diagnose.rewrites import without_statement
+from flatout.diagnose.gains import event_of
+from flatout.diagnose.rewrites import remove_statement
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
@@ -48,7 +48,7 @@ ALWAYS = (
 )
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check_source(program: ScriptProgram) -> Iterator[Finding]:
     if not program.step_loops:
         return
     for event in program.events:
@@ -69,17 +69,15 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 f"`{event.source.code(call)}` is enabled for the whole training",
                 event.place,
                 "# remove it, or make it optional",
-                edits=without_statement(event.source, call) if dotted in SWITCHES else [],
+                edits=remove_statement(event.source, call) if dotted in SWITCHES else [],
             )
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     if not profile.settings.get("anomaly"):
         return
     _, _, places = event_of(profile, "anomaly")
-    yield found(
-        RULE, "anomaly detection is enabled in every step", places[0] if places else None, others=places[1:]
-    )
+    yield RULE.profile_finding("anomaly detection is enabled in every step", places)
 
 
 RULE = Rule(
@@ -87,8 +85,8 @@ RULE = Rule(
     "debugging_left_on",
     Severity.TIME,
     __doc__,
-    look=look,
-    judge=judge,
+    check_source,
+    check_profile,
     levers=("debug_off",),
     fix_changes="",
 )

@@ -30,7 +30,7 @@ from flatout.probe.step_loops import ProgramEvent, implies
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     set_to: dict[str, list[ProgramEvent]] = {}
     for event in program.events:
         node = event.node
@@ -61,4 +61,4 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 )
 
 
-RULE = Rule("FL310", "deterministic_with_benchmark", Severity.FRAGILE, __doc__, look=look)
+RULE = Rule("FL310", "deterministic_with_benchmark", Severity.FRAGILE, __doc__, check)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import WORTH, event_of, found
+from flatout.diagnose.gains import MIN_GAIN, event_of
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import Operation, ProfileRecord
@@ -28,7 +28,7 @@ PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "linear", "convolution", "convoluti
 FASTER = 2.0  # float32 versus float64 when memory or vector width is the limit
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     casts = [
         o
         for o in profile.operations
@@ -43,15 +43,14 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     doubles = sorted((o for o in profile.operations if _double(o)), key=lambda o: -o.share)
     share = min(1.0, sum(o.share for o in doubles))
     ratio = 1 / (1 - share * (1 - 1 / FASTER))
-    if ratio < WORTH:
+    if ratio < MIN_GAIN:
         return
     _, _, called = event_of(profile, "forward")
     place = next((o.place for o in [*casts, *doubles] if o.place), called[0] if called else None)
     evidence = [f"{o.name}: {100 * o.share:.0f} % of the operators' time" for o in doubles[:5]]
-    yield found(
-        RULE,
+    yield RULE.profile_finding(
         f"{100 * share:.0f} % of the operators' time is spent on float64",
-        place,
+        [place],
         evidence=evidence,
         predicted=Ratio(ratio, ratio, ratio, max(1, profile.steps)),
         how="estimate: these operators at twice the speed",
@@ -62,4 +61,4 @@ def _double(operation: Operation) -> bool:
     return any(name in kind for kind in operation.dtypes for name in ("float64", "double", "complex128"))
 
 
-RULE = Rule("FL157", "double_precision", Severity.TIME, __doc__ or "", judge=judge)
+RULE = Rule("FL157", "double_precision", Severity.TIME, __doc__, check_profile=check)

@@ -37,7 +37,7 @@ NAMES = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "fea
 CLASSES = {"Dropout", "Dropout1d", "Dropout2d", "Dropout3d", "AlphaDropout"}
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source, klass in program.modules_defined():
         for call in (
             node
@@ -81,4 +81,4 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 )
 
 
-RULE = Rule("FL023", "dropout_always_on", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL023", "dropout_always_on", Severity.WRONG, __doc__, check)

@@ -27,8 +27,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from flatout.diagnose.gains import TIMED, event_of, found, of_step, without
-from flatout.diagnose.rewrites import without_statement
+from flatout.diagnose.gains import HOW_BY_TIME, event_of, share_of_step, speedup_without
+from flatout.diagnose.rewrites import remove_statement
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.synchronize_every_step import every_step
 from flatout.probe.program import ScriptProgram
@@ -44,18 +44,18 @@ NAMES = (
 )
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check_source(program: ScriptProgram) -> Iterator[Finding]:
     for event, when, weight in every_step(program, *NAMES):
         yield RULE.finding(
             f"`{event.source.code(event.node)}` frees memory in every {when} that the next one must allocate again",
             event.place,
             f"# remove {event.source.code(event.node)}",
-            edits=without_statement(event.source, event.node),
+            edits=remove_statement(event.source, event.node),
             weight=weight,
         )
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     calls, ms, places = event_of(profile, "empty_cache")
     memory = profile.memory
     if memory is not None and memory.empty_cache_calls > calls:
@@ -64,13 +64,11 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     if calls < 0.2:
         return
     idle = " (without a GPU it has no effect)" if profile.device == "cpu" else ""
-    yield found(
-        RULE,
-        f"empty_cache() is called {calls:.3g} times per {profile.unit} and takes {of_step(profile, ms)}{idle}",
-        places[0] if places else None,
-        predicted=without(profile, ms),
-        how=TIMED,
-        others=places[1:],
+    yield RULE.profile_finding(
+        f"empty_cache() is called {calls:.3g} times per {profile.unit} and takes {share_of_step(profile, ms)}{idle}",
+        places,
+        predicted=speedup_without(profile, ms),
+        how=HOW_BY_TIME,
     )
 
 
@@ -79,8 +77,8 @@ RULE = Rule(
     "empty_cache_every_step",
     Severity.TIME,
     __doc__,
-    look=look,
-    judge=judge,
+    check_source,
+    check_profile,
     levers=("allocator",),
     fix_changes="",
 )

@@ -34,7 +34,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from flatout.diagnose.evaluation_mode import missing_mode
+from flatout.diagnose.evaluation_mode import evaluates_in_training_mode
 from flatout.diagnose.rule import Rule
 from flatout.probe.call_chain import same
 from flatout.probe.contexts import without_gradients
@@ -56,7 +56,7 @@ MODES = {
 }
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     yield from _switched_back(program)
     switched = any(event.kind in ("eval", "train") for event in program.events if event.kind == "eval")
     if switched or not program.step_loops or program.mentions("LightningModule", "Trainer", "eval"):
@@ -74,7 +74,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
         ):
             model = event.node.func
             layer = has_mode(program, event.source, model)
-            if not layer and not missing_mode(program, event):
+            if not layer and not evaluates_in_training_mode(program, event):
                 continue
             seen.add(id(event.loops[-1].node))
             source, call = event.loops[-1].reached(event)
@@ -187,4 +187,4 @@ def _is_trained(program: ScriptProgram, event: ProgramEvent) -> bool:
     )
 
 
-RULE = Rule("FL015", "eval_mode_missing", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL015", "eval_mode_missing", Severity.WRONG, __doc__, check)

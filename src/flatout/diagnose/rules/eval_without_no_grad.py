@@ -30,8 +30,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
-from flatout.diagnose.gains import event_of, found
-from flatout.diagnose.rewrites import inside_with
+from flatout.diagnose.gains import event_of
+from flatout.diagnose.rewrites import wrap_in_with
 from flatout.diagnose.rule import Rule
 from flatout.probe.evaluation_loops import modes_of_model
 from flatout.probe.inner_gradients import needs_gradients
@@ -68,7 +68,7 @@ HARMLESS = (
 )
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check_source(program: ScriptProgram) -> Iterator[Finding]:
     if program.mentions("LightningModule") or _switched_by_call(program):
         return
     modes: list[ProgramEvent] = []
@@ -118,7 +118,7 @@ def _edits(event: ProgramEvent, loop: LoopVisit) -> list[Edit]:
     same_file = source is event.source and source.place(top).file == event.place.file
     if doubts or not torch or not same_file or not isinstance(top, (ast.For, ast.While)):
         return []
-    return inside_with(source, top, "torch.no_grad()")
+    return wrap_in_with(source, top, "torch.no_grad()")
 
 
 def _switched_by_call(program: ScriptProgram) -> bool:
@@ -235,11 +235,11 @@ def _off(event: ProgramEvent) -> Iterator[bool]:
             yield True
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     calls, _, places = event_of(profile, "eval_with_grad")
     if calls and places:
         said = f"the model was called {calls:.3g} times per {profile.unit} in evaluation mode with gradients enabled"
-        yield found(RULE, said, places[0], others=places[1:])
+        yield RULE.profile_finding(said, places)
 
 
 RULE = Rule(
@@ -247,10 +247,10 @@ RULE = Rule(
     "eval_without_no_grad",
     Severity.MEMORY,
     __doc__,
-    look=look,
-    judge=judge,
+    check_source,
+    check_profile,
     fix_changes="nothing that is learned; layers with another path without gradients may round figures of the evaluation differently",
-    before=Severity.TIME,
+    sort_before=Severity.TIME,
     weight=-1,
     replaced_by=("train_mode_not_restored",),
 )

@@ -38,7 +38,7 @@ from flatout.probe.sample_rows import row_of
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     seen: set[int] = set()
     for read in reads_of_samples(program):
         if id(read.call) in seen:
@@ -64,4 +64,4 @@ def _directly(read: FileRead) -> bool:
     return any(above is read.entry for above in read.source.parents(read.call))
 
 
-RULE = Rule("FL124", "file_read_for_each_sample", Severity.TIME, __doc__, look=look)
+RULE = Rule("FL124", "file_read_for_each_sample", Severity.TIME, __doc__, check)

@@ -42,7 +42,7 @@ AUTOCAST = (
 )
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     if program.mentions(
         "GradScaler", "ShardedGradScaler", "Accelerator", "Fabric", "Trainer", "scaler", "initialize"
     ):
@@ -75,4 +75,4 @@ def is_half(source: SourceFile, call: ast.Call) -> bool:
     return on_cuda and (kind is None or source.dotted(kind) in ("torch.float16", "torch.half"))
 
 
-RULE = Rule("FL010", "float16_without_scaler", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL010", "float16_without_scaler", Severity.WRONG, __doc__, check)

@@ -23,13 +23,13 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from flatout.diagnose.rewrites import without_attribute
+from flatout.diagnose.rewrites import remove_attribute
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source, call in program.method_calls("forward"):
         assert isinstance(call.func, ast.Attribute)
         owner = call.func.value
@@ -42,7 +42,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 f"`{source.code(owner)}.forward` skips every hook of the module",
                 source.place(call),
                 f"{source.code(owner)}({shown})",
-                edits=without_attribute(source, call.func),
+                edits=remove_attribute(source, call.func),
             )
 
 
@@ -51,6 +51,6 @@ RULE = Rule(
     "forward_called",
     Severity.FRAGILE,
     __doc__,
-    look=look,
+    check,
     fix_changes="the hooks of the module run, if it has any",
 )

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import found
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
@@ -27,25 +26,23 @@ from flatout.schema.sizes import size
 LOOSE = 0.25  # share of the reserved memory that is unused at the peak
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     memory = profile.memory
     if memory is None or memory.where != "device":
         return
     unused = (memory.reserved_bytes or 0) - memory.peak_bytes
     if memory.retries:
-        yield found(
-            RULE,
+        yield RULE.profile_finding(
             f"the allocator had to free its cache and retry {memory.retries} times",
-            memory.peak_place,
+            [memory.peak_place],
             evidence=[
                 f"{size(unused)} of {size(memory.reserved_bytes or 0)} reserved memory was unused at the peak"
             ],
         )
     elif memory.reserved_bytes and unused > LOOSE * memory.reserved_bytes and _scarce(profile):
-        yield found(
-            RULE,
+        yield RULE.profile_finding(
             f"{size(unused)} of {size(memory.reserved_bytes)} reserved memory was unused at the peak",
-            memory.peak_place,
+            [memory.peak_place],
         )
 
 
@@ -57,4 +54,11 @@ def _scarce(profile: ProfileRecord) -> bool:
     return bool(total and profile.memory and (profile.memory.reserved_bytes or 0) > 0.7 * total)
 
 
-RULE = Rule("FL254", "fragmentation", Severity.MEMORY, __doc__ or "", judge=judge, levers=("allocator",))
+RULE = Rule(
+    "FL254",
+    "fragmentation",
+    Severity.MEMORY,
+    __doc__,
+    check_profile=check,
+    levers=("allocator",),
+)

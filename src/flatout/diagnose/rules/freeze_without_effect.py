@@ -39,7 +39,7 @@ MISSPELLED = {
 }
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source, node, target, value in _assigned(program):
         constant = isinstance(value, ast.Constant) and isinstance(value.value, bool)
         owner = source.code(target.value)
@@ -109,4 +109,4 @@ def _read(source: SourceFile, name: str) -> bool:
     )
 
 
-RULE = Rule("FL034", "freeze_without_effect", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL034", "freeze_without_effect", Severity.WRONG, __doc__, check)

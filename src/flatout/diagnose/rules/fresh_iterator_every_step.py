@@ -37,7 +37,7 @@ from flatout.probe.step_loops import StepLoop
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     info: set[int] = set()
     loops = [(loop, 0) for loop in program.steps] + [(loop, -1) for loop in without_training(program)]
     for loop, weight in loops:
@@ -99,4 +99,4 @@ def _changes(source: SourceFile, loader: ast.expr, loop: StepLoop) -> bool:
     return source is loop.source and bool(names & bound)
 
 
-RULE = Rule("FL117", "fresh_iterator_every_step", Severity.TIME, __doc__, look=look)
+RULE = Rule("FL117", "fresh_iterator_every_step", Severity.TIME, __doc__, check)

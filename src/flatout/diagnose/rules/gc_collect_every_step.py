@@ -31,8 +31,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from flatout.diagnose.gains import TIMED, certain_gain, event_of, found, how, of_step, without
-from flatout.diagnose.rewrites import without_statement
+from flatout.diagnose.gains import (
+    HOW_BY_TIME,
+    certain_gain,
+    event_of,
+    how_by_what_if,
+    share_of_step,
+    speedup_without,
+)
+from flatout.diagnose.rewrites import remove_statement
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.synchronize_every_step import every_step
 from flatout.probe.program import ScriptProgram
@@ -40,29 +47,27 @@ from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check_source(program: ScriptProgram) -> Iterator[Finding]:
     for event, when, weight in every_step(program, "gc.collect"):
         yield RULE.finding(
             f"`gc.collect()` visits every object of the program in every {when}",
             event.place,
             "# remove it, or collect once per epoch",
-            edits=without_statement(event.source, event.node),
+            edits=remove_statement(event.source, event.node),
             weight=weight,
         )
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     calls, ms, places = event_of(profile, "gc_collect")
-    timed = without(profile, ms)
+    timed = speedup_without(profile, ms)
     if timed is not None:
         ratio = certain_gain(profile, "gc")
-        yield found(
-            RULE,
-            f"gc.collect() is called {calls:.3g} times per {profile.unit} and takes {of_step(profile, ms)}",
-            places[0] if places else None,
+        yield RULE.profile_finding(
+            f"gc.collect() is called {calls:.3g} times per {profile.unit} and takes {share_of_step(profile, ms)}",
+            places,
             predicted=ratio or timed,
-            how=how("gc") if ratio else TIMED,
-            others=places[1:],
+            how=how_by_what_if("gc") if ratio else HOW_BY_TIME,
             levers=(),
         )
 
@@ -72,8 +77,8 @@ RULE = Rule(
     "gc_collect_every_step",
     Severity.TIME,
     __doc__,
-    look=look,
-    judge=judge,
+    check_source,
+    check_profile,
     levers=("gc_pause",),
     fix_changes="",
 )

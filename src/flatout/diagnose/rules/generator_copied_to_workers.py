@@ -49,7 +49,7 @@ GENERATORS = {
 }
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     loaders = list(program.calls("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader"))
     if not any(has_workers(call) for _, call in loaders) or program.mentions(
         "worker_init_fn", "get_worker_info"
@@ -90,4 +90,4 @@ def has_workers(loader: ast.Call) -> bool:
     return workers is not None and not (isinstance(workers, ast.Constant) and not workers.value)
 
 
-RULE = Rule("FL014", "generator_copied_to_workers", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL014", "generator_copied_to_workers", Severity.WRONG, __doc__, check)

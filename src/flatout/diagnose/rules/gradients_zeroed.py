@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import TIMED, event_of, found, of_step, without
+from flatout.diagnose.gains import HOW_BY_TIME, event_of, share_of_step, speedup_without
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
@@ -24,17 +24,15 @@ from flatout.schema.profile import ProfileRecord
 EACH = 0.2  # minimum share of the steps
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     calls, ms, places = event_of(profile, "zero_grad_to_zero")
     if calls >= EACH:
-        yield found(
-            RULE,
-            f"filling gradients with zeros takes {of_step(profile, ms)}",
-            places[0] if places else None,
-            predicted=without(profile, ms),
-            how=TIMED,
-            others=places[1:],
+        yield RULE.profile_finding(
+            f"filling gradients with zeros takes {share_of_step(profile, ms)}",
+            places,
+            predicted=speedup_without(profile, ms),
+            how=HOW_BY_TIME,
         )
 
 
-RULE = Rule("FL174", "gradients_zeroed", Severity.TIME, __doc__ or "", judge=judge)
+RULE = Rule("FL174", "gradients_zeroed", Severity.TIME, __doc__, check_profile=check)

@@ -21,24 +21,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import found
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     seen = profile.compiled
     if seen is None or not seen.breaks or seen.recompiles > seen.breaks:
         return
     times = "once" if seen.breaks == 1 else f"{seen.breaks} times"
-    yield found(
-        RULE,
+    yield RULE.profile_finding(
         f"the graph breaks {times}; {seen.graphs} graphs were compiled",
-        seen.places[0] if seen.places else None,
+        seen.places,
         evidence=seen.reasons[:4],
-        others=seen.places[1:],
     )
 
 
-RULE = Rule("FL156", "graph_breaks", Severity.TIME, __doc__ or "", judge=judge, replaced_by=("recompiles",))
+RULE = Rule(
+    "FL156",
+    "graph_breaks",
+    Severity.TIME,
+    __doc__,
+    check_profile=check,
+    replaced_by=("recompiles",),
+)

@@ -26,7 +26,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from flatout.diagnose.rewrites import without_argument
+from flatout.diagnose.rewrites import remove_argument
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.probe.step_loops import ProgramEvent, StepLoop
@@ -34,7 +34,7 @@ from flatout.probe.value_paths import is_given
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         passes = loop.of("backward")
         calls = [event for event in loop.of("call") if isinstance(event.node, ast.Call)]
@@ -59,7 +59,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 "this is the only backward pass of the loop, and it keeps the whole graph for a second one",
                 passes[0].place,
                 shown,
-                edits=without_argument(passes[0].source, call, "retain_graph")
+                edits=remove_argument(passes[0].source, call, "retain_graph")
                 if _made_in_the_step(program, passes[0])
                 else [],
             )
@@ -109,4 +109,4 @@ def _carried(loop: StepLoop) -> bool:
     return False
 
 
-RULE = Rule("FL203", "graph_kept_for_nothing", Severity.MEMORY, __doc__, look=look, fix_changes="")
+RULE = Rule("FL203", "graph_kept_for_nothing", Severity.MEMORY, __doc__, check, fix_changes="")

@@ -42,7 +42,7 @@ from flatout.schema.findings import Finding, Severity
 COLLECTS = {"append", "extend", "insert", "add_param_group"}
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source, node in program.nodes(ast.Dict):
         assert isinstance(node, ast.Dict)
         params = next(
@@ -82,4 +82,4 @@ def _each_parameter(source: SourceFile, node: ast.AST, name: str) -> bool:
     return False
 
 
-RULE = Rule("FL119", "group_for_each_parameter", Severity.TIME, __doc__, look=look)
+RULE = Rule("FL119", "group_for_each_parameter", Severity.TIME, __doc__, check)

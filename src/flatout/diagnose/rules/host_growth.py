@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.memory_growth import growing
+from flatout.diagnose.memory_growth import growth_finding
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
@@ -27,7 +27,7 @@ from flatout.schema.profile import ProfileRecord
 LEAST_BYTES = 2**20  # per step; recording alone takes a few hundred KB per step
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     grows, tensors = profile.host_growth, profile.leak
     if (
         grows is not None
@@ -35,15 +35,15 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
         and grows.bytes_a_step >= LEAST_BYTES
         and not (tensors is not None and tensors.leaking)
     ):
-        yield growing(RULE, profile, grows, "")
+        yield growth_finding(RULE, profile, grows, "")
 
 
 RULE = Rule(
     "FL252",
     "host_growth",
     Severity.MEMORY,
-    __doc__ or "",
-    judge=judge,
-    before=Severity.TIME,
+    __doc__,
+    check_profile=check,
+    sort_before=Severity.TIME,
     replaced_by=("leak", "loss_kept_with_graph", "slowing_down", "recompiles"),
 )

@@ -40,15 +40,14 @@ from collections.abc import Callable, Iterable, Iterator
 from flatout.diagnose.device_sums import device_sum
 from flatout.diagnose.evaluation_reads import evaluation_reads
 from flatout.diagnose.gains import (
-    TIMED,
+    HOW_BY_TIME,
     certain_gain,
-    found,
-    how,
-    measured,
-    of_step,
-    said_ms,
+    format_ms,
+    how_by_what_if,
+    share_of_step,
+    speedup_without,
     synchronisations,
-    without,
+    was_measured,
 )
 from flatout.diagnose.loss_reads import loss_reads
 from flatout.diagnose.optimizer_reads import optimizer_reads
@@ -68,7 +67,7 @@ CASTS = {"float", "int", "bool"}
 LOSSES = ("loss", "criterion", "entropy")  # words in the names of functions that return a tensor
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check_source(program: ScriptProgram) -> Iterator[Finding]:
     yield from _in_losses(program)
     yield from _in_optimizers(program)
     if not program.uses_device:
@@ -233,29 +232,28 @@ def _made_by_model(program: ScriptProgram, loop: StepLoop, origin: ValueOrigin, 
     )
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     seen = [c for c in synchronisations(profile, *KINDS) if c.place is not None and c.calls >= 0.5]
     total = sum(c.ms for c in seen)
     what_if = certain_gain(profile, "syncs")
     ratio = what_if or (
-        None if measured(profile, "syncs") and profile.device != "cpu" else without(profile, total)
+        None
+        if was_measured(profile, "syncs") and profile.device != "cpu"
+        else speedup_without(profile, total)
     )
     if not seen or ratio is None:
         return
-    first = seen[0]
     evidence = [
-        f"{c.place.sentence()}: {c.kind}, {c.calls:.3g} times per {profile.unit}, {said_ms(c.ms)}"
+        f"{c.place.sentence()}: {c.kind}, {c.calls:.3g} times per {profile.unit}, {format_ms(c.ms)}"
         for c in seen[:6]
         if c.place
     ]
-    yield found(
-        RULE,
-        f"waiting for values takes {of_step(profile, total)}, most of it here",
-        first.place,
+    yield RULE.profile_finding(
+        f"waiting for values takes {share_of_step(profile, total)}, most of it here",
+        [c.place for c in seen],
         evidence=evidence,
         predicted=ratio,
-        how=how("syncs") if what_if else TIMED,
-        others=[c.place for c in seen[1:] if c.place],
+        how=how_by_what_if("syncs") if what_if else HOW_BY_TIME,
     )
 
 
@@ -264,8 +262,8 @@ RULE = Rule(
     "host_sync_every_step",
     Severity.TIME,
     __doc__,
-    look=look,
-    judge=judge,
+    check_source,
+    check_profile,
     levers=("early_values",),
     fix_changes="",
     replaced_at_its_line_by=("logging_cost",),

@@ -21,4 +21,4 @@ from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Severity
 
 # diagnose/check.py produces its findings after all other rules have run.
-RULE = Rule("FL349", "ignore_without_effect", Severity.FRAGILE, __doc__, look=lambda program: ())
+RULE = Rule("FL349", "ignore_without_effect", Severity.FRAGILE, __doc__, check_source=lambda program: ())

@@ -38,7 +38,7 @@ from flatout.schema.findings import Finding, Severity
 ONCE = {"iter", "zip", "map", "filter", "enumerate", "reversed"}
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source, node in program.nodes(ast.For):
         if not isinstance(node, ast.For):
             continue
@@ -98,4 +98,4 @@ def _leaves(outer: ast.AST, inner: ast.For) -> bool:
     )
 
 
-RULE = Rule("FL031", "iterator_used_up", Severity.WRONG, __doc__, look=look, weight=-1)
+RULE = Rule("FL031", "iterator_used_up", Severity.WRONG, __doc__, check, weight=-1)

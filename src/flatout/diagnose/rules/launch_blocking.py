@@ -26,7 +26,7 @@ from flatout.schema.findings import Finding, Severity
 VARIABLE = "CUDA_LAUNCH_BLOCKING"
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source, node in program.nodes(ast.Assign, ast.Call):
         if isinstance(node, ast.Assign):
             target, value = node.targets[0], node.value
@@ -55,4 +55,4 @@ def _is(node: ast.AST, text: str) -> bool:
     return isinstance(node, ast.Constant) and str(node.value) == text
 
 
-RULE = Rule("FL113", "launch_blocking", Severity.TIME, __doc__, look=look)
+RULE = Rule("FL113", "launch_blocking", Severity.TIME, __doc__, check)

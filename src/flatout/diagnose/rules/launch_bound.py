@@ -16,26 +16,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import found, of_step, said_ms, without
+from flatout.diagnose.gains import format_ms, share_of_step, speedup_without
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     if profile.device == "cpu" or profile.bound != "launch" or not profile.idle_ms:
         return
     gaps = sorted(profile.idle_gaps, key=lambda gap: -gap.ms)
     evidence = [
-        f"{gap.what}: {said_ms(gap.ms)} in {gap.calls:.3g} gaps per {profile.unit}" for gap in gaps[:5]
+        f"{gap.what}: {format_ms(gap.ms)} in {gap.calls:.3g} gaps per {profile.unit}" for gap in gaps[:5]
     ]
     place = next((gap.place for gap in gaps if gap.place), None)
-    yield found(
-        RULE,
-        f"the device waits for the host for {of_step(profile, profile.idle_ms)}",
-        place,
+    yield RULE.profile_finding(
+        f"the device waits for the host for {share_of_step(profile, profile.idle_ms)}",
+        [place],
         evidence=evidence,
-        predicted=without(profile, profile.idle_ms),
+        predicted=speedup_without(profile, profile.idle_ms),
         how="estimate: the device without its gaps",
     )
 
@@ -44,7 +43,7 @@ RULE = Rule(
     "FL165",
     "launch_bound",
     Severity.TIME,
-    __doc__ or "",
-    judge=judge,
+    __doc__,
+    check_profile=check,
     levers=("compile", "fused_ops", "fused_optimizer"),
 )

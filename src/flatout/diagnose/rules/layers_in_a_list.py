@@ -67,7 +67,7 @@ TRAINED = {
 }
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source, klass in program.modules_defined():
         for name, statements in program.values.attributes(source, klass).items():
             for statement in statements:
@@ -173,4 +173,4 @@ def _registered(klass: ast.ClassDef, statement: ast.AST, name: str) -> bool:
     return False
 
 
-RULE = Rule("FL021", "layers_in_a_list", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL021", "layers_in_a_list", Severity.WRONG, __doc__, check)

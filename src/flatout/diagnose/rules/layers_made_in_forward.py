@@ -32,7 +32,7 @@ from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source, klass in program.modules_defined():
         forward = next(
             (m for m in klass.body if isinstance(m, ast.FunctionDef) and m.name == "forward"), None
@@ -53,4 +53,4 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 )
 
 
-RULE = Rule("FL022", "layers_made_in_forward", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL022", "layers_made_in_forward", Severity.WRONG, __doc__, check)

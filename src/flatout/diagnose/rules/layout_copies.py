@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import found
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import Operation, ProfileRecord
@@ -28,7 +27,7 @@ COPYING = ("aten::copy_", "aten::clone", "aten::contiguous", "aten::_to_copy")
 MUCH = 0.2  # of the operators' time; views, slices and transposed products always copy a few per cent
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     # Copies without a line of the user's code belong to a library or a compiler.
     copies = sorted((o for o in profile.operations if o.name in COPYING and o.place), key=lambda o: -o.share)
     share = sum(o.share for o in copies)
@@ -40,10 +39,9 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
         f"{o.name}: {o.calls:.3g} calls per {profile.unit}, {100 * o.share:.0f} % of the operators' time"
         for o in copies
     ]
-    yield found(
-        RULE,
+    yield RULE.profile_finding(
         f"copying takes {100 * share:.0f} % of the operators' time",
-        next((o.place for o in copies if o.place), None),
+        [next((o.place for o in copies if o.place), None)],
         evidence=evidence,
         predicted=Ratio(ratio, ratio, ratio, max(1, profile.steps)),
         how="estimate: the operators without these copies",
@@ -66,8 +64,8 @@ RULE = Rule(
     "FL171",
     "layout_copies",
     Severity.TIME,
-    __doc__ or "",
-    judge=judge,
+    __doc__,
+    check_profile=check,
     levers=("channels_last", "compile"),
     replaced_by=(
         "data_wait",

@@ -15,23 +15,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.memory_growth import growing
+from flatout.diagnose.memory_growth import growth_finding
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     if profile.leak is not None and profile.leak.leaking and not profile.leak.graph:
-        yield growing(RULE, profile, profile.leak, "")
+        yield growth_finding(RULE, profile, profile.leak, "")
 
 
 RULE = Rule(
     "FL251",
     "leak",
     Severity.MEMORY,
-    __doc__ or "",
-    judge=judge,
-    before=Severity.TIME,
+    __doc__,
+    check_profile=check,
+    sort_before=Severity.TIME,
     replaced_at_its_line_by=("slowing_down",),
 )

@@ -46,7 +46,7 @@ ENDLESS = ("cycle", "repeat", "infinite", "endless", "forever", "inf_")
 STEPS = ("step", "scaler_step")
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         gate = _gate(program, loop)
         if gate is None or not _restarts(program, loop) or _steps_elsewhere(program, loop):
@@ -189,4 +189,4 @@ def _loader(loop: StepLoop) -> str:
     return loop.source.code(over) if over is not None else "loader"
 
 
-RULE = Rule("FL042", "leftover_gradients", Severity.WRONG, __doc__, look=look, weight=-1)
+RULE = Rule("FL042", "leftover_gradients", Severity.WRONG, __doc__, check, weight=-1)

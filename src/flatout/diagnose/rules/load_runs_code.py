@@ -28,7 +28,7 @@ from flatout.probe.value_paths import is_given
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source, call in program.calls("torch.load"):
         if is_given(call, "weights_only", False):
             kept = [k for k in call.keywords if k.arg != "weights_only"]
@@ -39,4 +39,4 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             )
 
 
-RULE = Rule("FL304", "load_runs_code", Severity.FRAGILE, __doc__, look=look)
+RULE = Rule("FL304", "load_runs_code", Severity.FRAGILE, __doc__, check)

@@ -25,7 +25,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from flatout.diagnose.rewrites import with_argument
+from flatout.diagnose.rewrites import add_argument
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
@@ -34,7 +34,7 @@ from flatout.schema.findings import Finding, Severity
 COPYING = {"Module", "Optimizer", "Scheduler", "GradScaler"}  # their `load_state_dict` keeps their device
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     if not program.uses_device or program.mentions("offload_to_cpu", "cpu_offload"):
         return
     if any(
@@ -62,7 +62,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 "this checkpoint loads only on a machine that has the device it was saved from",
                 source.place(call),
                 f'torch.load({source.code(call.args[0])}, map_location="cpu"{rest})',
-                edits=with_argument(source, call, 'map_location="cpu"')
+                edits=add_argument(source, call, 'map_location="cpu"')
                 if _only_copied(program, source, call)
                 else [],
             )
@@ -144,4 +144,4 @@ def _loaded_again(program: ScriptProgram) -> set[int]:
     return found
 
 
-RULE = Rule("FL303", "load_without_map_location", Severity.FRAGILE, __doc__, look=look, fix_changes="")
+RULE = Rule("FL303", "load_without_map_location", Severity.FRAGILE, __doc__, check, fix_changes="")

@@ -41,7 +41,7 @@ from flatout.probe.value_paths import iterated
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source, call in program.calls("itertools.cycle"):
         if call.args and program.values.is_a(source, iterated(call.args[0]), "DataLoader"):
             shown = source.code(call.args[0])
@@ -53,4 +53,4 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             )
 
 
-RULE = Rule("FL206", "loader_cycled", Severity.MEMORY, __doc__, look=look, before=Severity.TIME)
+RULE = Rule("FL206", "loader_cycled", Severity.MEMORY, __doc__, check, sort_before=Severity.TIME)

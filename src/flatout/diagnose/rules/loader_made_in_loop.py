@@ -33,16 +33,16 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
-from flatout.diagnose.gains import found, of_step
+from flatout.diagnose.gains import share_of_step
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.wait_causes import WaitCause, cause, gain_without_wait, how_known
+from flatout.diagnose.wait_causes import WaitCause, gain_without_wait, how_measured, wait_cause
 from flatout.probe.program import ScriptProgram
 from flatout.probe.step_loops import ProgramEvent, StepLoop
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check_source(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         for event in [*loop.around, *loop.events]:
             call = event.node
@@ -90,25 +90,30 @@ def _changes(event: ProgramEvent) -> bool:
     return bool(names & bound)
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     for loader in profile.loaders:
-        if cause(profile, loader) is not WaitCause.REMADE:
+        if wait_cause(profile, loader) is not WaitCause.REMADE:
             continue
         said = f"this line has created {loader.made} loaders for {loader.batches or profile.steps} batches"
         evidence = [
             f"the first batch of each takes {loader.start_ms:.0f} ms",
-            f"waiting for data takes {of_step(profile, loader.wait_ms)}",
+            f"waiting for data takes {share_of_step(profile, loader.wait_ms)}",
         ]
-        yield found(
-            RULE,
+        yield RULE.profile_finding(
             said,
-            loader.place,
+            [loader.place],
             evidence=evidence,
             predicted=gain_without_wait(profile, loader),
-            how=how_known(profile),
+            how=how_measured(profile),
         )
 
 
 RULE = Rule(
-    "FL106", "loader_made_in_loop", Severity.TIME, __doc__, look=look, judge=judge, levers=("loader",)
+    "FL106",
+    "loader_made_in_loop",
+    Severity.TIME,
+    __doc__,
+    check_source,
+    check_profile,
+    levers=("loader",),
 )

@@ -21,23 +21,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from flatout.diagnose.gains import (
-    TIMED,
+    HOW_BY_TIME,
     certain_gain,
     event_of,
-    found,
-    how,
-    measured,
-    of_step,
-    said_ms,
+    format_ms,
+    how_by_what_if,
+    share_of_step,
+    speedup_without,
     synchronisations,
-    without,
+    was_measured,
 )
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     printed = [
         (c.ms, f"print, {c.calls:.3g} times per {profile.unit}", c.place)
         for c in synchronisations(profile, "print")
@@ -48,18 +47,16 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     seen = sorted((entry for entry in printed if entry[2] is not None), key=lambda entry: -entry[0])
     total = sum(ms for ms, _, _ in seen)
     what_if = certain_gain(profile, "logging")
-    ratio = what_if or (None if measured(profile, "logging") else without(profile, total))
-    if not seen or ratio is None or without(profile, total) is None:
+    ratio = what_if or (None if was_measured(profile, "logging") else speedup_without(profile, total))
+    if not seen or ratio is None or speedup_without(profile, total) is None:
         return
-    yield found(
-        RULE,
-        f"{seen[0][1].split(',')[0]} and similar calls take {of_step(profile, total)}",
-        seen[0][2],
-        evidence=[f"{place.sentence()}: {what}, {said_ms(ms)}" for ms, what, place in seen[:4] if place],
+    yield RULE.profile_finding(
+        f"{seen[0][1].split(',')[0]} and similar calls take {share_of_step(profile, total)}",
+        [place for _, _, place in seen],
+        evidence=[f"{place.sentence()}: {what}, {format_ms(ms)}" for ms, what, place in seen[:4] if place],
         predicted=ratio,
-        how=how("logging") if what_if else TIMED,
-        others=[p for _, _, p in seen[1:] if p],
+        how=how_by_what_if("logging") if what_if else HOW_BY_TIME,
     )
 
 
-RULE = Rule("FL163", "logging_cost", Severity.TIME, __doc__ or "", judge=judge)
+RULE = Rule("FL163", "logging_cost", Severity.TIME, __doc__, check_profile=check)

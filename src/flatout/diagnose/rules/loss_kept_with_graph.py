@@ -31,8 +31,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
-from flatout.diagnose.losses import graph_of, loss_given
-from flatout.diagnose.memory_growth import growing
+from flatout.diagnose.losses import call_with_loss, graph_of
+from flatout.diagnose.memory_growth import growth_finding
 from flatout.diagnose.rewrites import insert_after
 from flatout.diagnose.rule import Rule
 from flatout.probe.contexts import without_gradients
@@ -44,7 +44,7 @@ from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check_source(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.steps:
         for event in loop.events:
             for reaper, kept in _held(program, loop, event):
@@ -86,7 +86,7 @@ def _indirectly(
             f"{name} = {name}.detach()  # before it is kept",
         )
         return
-    call = loss_given(program, loop, event.source, kept)
+    call = call_with_loss(program, loop, event.source, kept)
     if call is not None and not _made_in_each_pass(program, loop, call):
         yield RULE.finding(
             f"`{into}` keeps the loss that `{call.source.code(given_by(call))}` gives it, with its whole graph: "
@@ -230,9 +230,9 @@ def _outlives(program: ScriptProgram, loop: StepLoop, event: ProgramEvent, reape
     return True
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     if profile.leak is not None and profile.leak.leaking and profile.leak.graph:
-        yield growing(RULE, profile, profile.leak, "with its graph")
+        yield growth_finding(RULE, profile, profile.leak, "with its graph")
 
 
 RULE = Rule(
@@ -240,8 +240,8 @@ RULE = Rule(
     "loss_kept_with_graph",
     Severity.MEMORY,
     __doc__,
-    look=look,
-    judge=judge,
+    check_source,
+    check_profile,
     fix_changes="",
-    before=Severity.TIME,
+    sort_before=Severity.TIME,
 )

@@ -38,7 +38,7 @@ from flatout.schema.findings import Finding, Severity
 MAKES_LEAF = ("torch.tensor", "torch.autograd.Variable", "torch.as_tensor")
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         for event in loop.of("backward"):
             if event.subject is None:
@@ -76,4 +76,4 @@ def _info(backward: ProgramEvent) -> bool:
     )
 
 
-RULE = Rule("FL019", "loss_made_a_leaf", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL019", "loss_made_a_leaf", Severity.WRONG, __doc__, check)

@@ -38,7 +38,7 @@ from flatout.probe.windows import size_of
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     if program.mentions(
         "accumulate", "Accelerator", "Fabric", "div_", "mul_"
     ):  # they may divide out of sight
@@ -95,4 +95,4 @@ def scaled_down(source: SourceFile, loss: ast.AST, depth: int = 0) -> bool:
     return any(scaled_down(source, name, depth + 1) for name in names)
 
 
-RULE = Rule("FL005", "loss_not_divided", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL005", "loss_not_divided", Severity.WRONG, __doc__, check)

@@ -40,7 +40,7 @@ from flatout.probe.step_loops import loops_over
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     main = program.main
     if main.cells or any(isinstance(node, ast.Name) and node.id == "__name__" for node in main.nodes):
         return
@@ -65,4 +65,4 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 return
 
 
-RULE = Rule("FL305", "main_guard_missing", Severity.FRAGILE, __doc__, look=look)
+RULE = Rule("FL305", "main_guard_missing", Severity.FRAGILE, __doc__, check)

@@ -61,7 +61,7 @@ RESHAPES = {"view", "reshape", "flatten", "transpose", "permute", "mT"}
 OF_TOKENS = {"id", "idx", "index", "token", "tokens", "sequence", "labels", "label", "collate"}
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     filled = any(_is_masked_label(source, node) for source, node in program.nodes(ast.UnaryOp))
     if not filled and not _pads(program):
         return
@@ -227,4 +227,4 @@ def _pads(program: ScriptProgram) -> bool:
     return False
 
 
-RULE = Rule("FL038", "mean_of_token_means", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL038", "mean_of_token_means", Severity.WRONG, __doc__, check)

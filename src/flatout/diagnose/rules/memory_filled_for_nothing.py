@@ -30,14 +30,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from flatout.diagnose.rewrites import after_statement
+from flatout.diagnose.rewrites import add_statement_after
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
 from flatout.schema.findings import Edit, Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     if program.mentions("fill_uninitialized_memory"):
         return
     for source, call in program.calls("torch.use_deterministic_algorithms"):
@@ -56,9 +56,15 @@ def _edits(source: SourceFile, call: ast.Call) -> list[Edit]:
     if not isinstance(call.func, ast.Attribute) or source.dotted(call.func.value) != "torch":
         return []
     name = f"{source.code(call.func.value)}.utils.deterministic.fill_uninitialized_memory"
-    return after_statement(source, call, f"{name} = False")
+    return add_statement_after(source, call, f"{name} = False")
 
 
 RULE = Rule(
-    "FL120", "memory_filled_for_nothing", Severity.TIME, __doc__, look=look, fix_changes="", weight=-1
+    "FL120",
+    "memory_filled_for_nothing",
+    Severity.TIME,
+    __doc__,
+    check,
+    fix_changes="",
+    weight=-1,
 )

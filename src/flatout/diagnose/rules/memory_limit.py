@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import found
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
@@ -28,7 +27,7 @@ from flatout.schema.sizes import size
 CLOSE = 0.9  # same threshold as PyTorch's TensorBoard plugin
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     memory = profile.memory
     total = profile.ceilings.get("memory_bytes") or next(
         (g.get("memory_bytes") for g in profile.machine.get("gpus") or () if isinstance(g, dict)), None
@@ -44,11 +43,16 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
         f"activations of {name}: {size(amount)}"
         for name, amount in sorted(memory.by_module.items(), key=lambda part: -part[1])[:3]
     ]
-    yield found(
-        RULE, f"the peak is {size(memory.peak_bytes)} of {size(total)}", memory.peak_place, evidence=evidence
+    yield RULE.profile_finding(
+        f"the peak is {size(memory.peak_bytes)} of {size(total)}", [memory.peak_place], evidence=evidence
     )
 
 
 RULE = Rule(
-    "FL255", "memory_limit", Severity.MEMORY, __doc__ or "", judge=judge, levers=("autocast", "allocator")
+    "FL255",
+    "memory_limit",
+    Severity.MEMORY,
+    __doc__,
+    check_profile=check,
+    levers=("autocast", "allocator"),
 )

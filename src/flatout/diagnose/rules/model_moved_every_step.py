@@ -30,7 +30,7 @@ from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         inside = {id(event.node) for event in loop.events}
         for event in loop.of("call"):
@@ -59,4 +59,4 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 )
 
 
-RULE = Rule("FL107", "model_moved_every_step", Severity.TIME, __doc__, look=look)
+RULE = Rule("FL107", "model_moved_every_step", Severity.TIME, __doc__, check)

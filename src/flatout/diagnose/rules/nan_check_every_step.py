@@ -38,7 +38,7 @@ from flatout.schema.findings import Finding, Severity
 ASKS = {"isnan", "isfinite", "isinf"}
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     if not program.uses_device:
         return
     for loop in program.steps:
@@ -78,4 +78,4 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 )
 
 
-RULE = Rule("FL102", "nan_check_every_step", Severity.TIME, __doc__, look=look)
+RULE = Rule("FL102", "nan_check_every_step", Severity.TIME, __doc__, check)

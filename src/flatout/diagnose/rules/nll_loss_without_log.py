@@ -32,7 +32,7 @@ WANTED = {"NLLLoss": "", "nll_loss": ""}
 WRONG = {"softmax", "sigmoid", "Linear", "Conv2d", "relu", "ReLU", "tanh", "Tanh"}
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source, call, name in losses(program, WANTED):
         made = ends_in(program, source, call.args[0]) if call.args else {""}
         if made <= WRONG:
@@ -45,4 +45,4 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             )
 
 
-RULE = Rule("FL018", "nll_loss_without_log", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL018", "nll_loss_without_log", Severity.WRONG, __doc__, check)

@@ -48,7 +48,7 @@ NO_SYNC = ("no_sync", "no_backward_sync")
 SWITCHES = ("require_backward_grad_sync", "set_requires_gradient_sync")  # True for an exchange
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     if not program.mentions(*NO_SYNC, *SWITCHES):
         return
     for loop in program.step_loops:
@@ -177,4 +177,4 @@ def _leaves_out(node: ast.expr) -> bool:
     return isinstance(target, ast.Attribute) and target.attr in NO_SYNC
 
 
-RULE = Rule("FL037", "no_sync_on_the_step", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL037", "no_sync_on_the_step", Severity.WRONG, __doc__, check)

@@ -28,7 +28,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from flatout.diagnose.rewrites import with_argument
+from flatout.diagnose.rewrites import add_argument
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.pinned_and_blocking import batches_moved, pins
 from flatout.probe.program import ScriptProgram
@@ -38,7 +38,7 @@ from flatout.probe.values import ValueOrigin
 from flatout.schema.findings import Edit, Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     pinned_elsewhere = program.mentions("pin_memory")  # a collate function may pin
     for event, loader in batches_moved(program):
         assert isinstance(event.node, ast.Call)
@@ -64,7 +64,7 @@ def _edits(event: ProgramEvent, loader: ValueOrigin) -> list[Edit]:
         or source.place(call).file != event.place.file
     ):
         return []
-    return with_argument(source, call, "pin_memory=True")
+    return add_argument(source, call, "pin_memory=True")
 
 
 def _options(call: ast.AST) -> set[str | None]:
@@ -76,7 +76,7 @@ RULE = Rule(
     "non_blocking_without_pinning",
     Severity.TIME,
     __doc__,
-    look=look,
+    check,
     levers=("loader", "device_prefetch"),
     fix_changes="",
 )

@@ -18,17 +18,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import event_of, found
+from flatout.diagnose.gains import event_of
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     calls, _, places = event_of(profile, "loss_not_finite")
     if calls > 0:
         share = f"{100 * min(1.0, calls):.0f} % of the losses are NaN or infinite"
-        yield found(RULE, share, places[0] if places else None, others=places[1:])
+        yield RULE.profile_finding(share, places)
 
 
-RULE = Rule("FL050", "not_finite", Severity.WRONG, __doc__ or "", judge=judge)
+RULE = Rule("FL050", "not_finite", Severity.WRONG, __doc__, check_profile=check)

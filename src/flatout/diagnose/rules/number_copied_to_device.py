@@ -40,7 +40,7 @@ from flatout.schema.findings import Finding, Severity
 MAKERS = ("torch.tensor", "torch.as_tensor")
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     seen: set[int] = set()
     for source, call in _often(program):
         number = _number(call)
@@ -104,4 +104,4 @@ def _always(source: SourceFile, call: ast.Call, function: ast.AST) -> bool:
     return False
 
 
-RULE = Rule("FL122", "number_copied_to_device", Severity.TIME, __doc__, look=look)
+RULE = Rule("FL122", "number_copied_to_device", Severity.TIME, __doc__, check)

@@ -47,7 +47,7 @@ from flatout.schema.profile import ProfileRecord
 MANY, MUCH = 100, 0.1  # operators of a loop in a step, and their share of the time of all operators
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check_source(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         for event in loop.of("call"):
             call = event.node
@@ -141,7 +141,7 @@ def _from_loader(program: ScriptProgram, loop: StepLoop, event: ProgramEvent, ba
     )
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     """Measure the independent loops of the source: the calls and the share of the operators inside them."""
     for file in sorted({o.place.file for o in profile.operations if o.place is not None}):
         try:
@@ -182,4 +182,11 @@ def _lines_of(program: ScriptProgram, source: SourceFile, start: int) -> set[int
     return found
 
 
-RULE = Rule("FL118", "one_sample_at_a_time", Severity.TIME, __doc__, look=look, judge=judge)
+RULE = Rule(
+    "FL118",
+    "one_sample_at_a_time",
+    Severity.TIME,
+    __doc__,
+    check_source,
+    check_profile,
+)

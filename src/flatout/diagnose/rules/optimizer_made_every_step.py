@@ -26,14 +26,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
-from flatout.diagnose.gains import OFTEN, event_of, found, times_at_one_place
+from flatout.diagnose.gains import MIN_REPEATS, calls_at_busiest_line, event_of
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check_source(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         made = [event for event in loop.of("call") if loop.always(event) and isinstance(event.node, ast.Call)]
         for event in made:
@@ -63,11 +63,18 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 )
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     _, _, places = event_of(profile, "make_optimizer")
-    made = times_at_one_place(profile, "make_optimizer")
-    if places and made >= OFTEN:
-        yield found(RULE, f"this line has created {made} optimizers", places[0])
+    made = calls_at_busiest_line(profile, "make_optimizer")
+    if places and made >= MIN_REPEATS:
+        yield RULE.profile_finding(f"this line has created {made} optimizers", places[:1])
 
 
-RULE = Rule("FL027", "optimizer_made_every_step", Severity.WRONG, __doc__, look=look, judge=judge)
+RULE = Rule(
+    "FL027",
+    "optimizer_made_every_step",
+    Severity.WRONG,
+    __doc__,
+    check_source,
+    check_profile,
+)

@@ -38,12 +38,12 @@ import ast
 from collections.abc import Iterator
 
 from flatout.diagnose.checkpoints import (
-    LOADS,
-    POSITIONS,
-    about_optimizer,
-    entries_read,
+    LOAD_FUNCTIONS,
+    POSITION_KEYS,
+    checkpoint_reads,
     entry_of,
-    optimizer_saves,
+    is_optimizer,
+    optimizer_entries,
 )
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules.checkpoint_without_optimizer import has_state
@@ -60,9 +60,9 @@ READERS = ("print", "len", "type", "isinstance", "list", "sorted")
 DICTS = ("ckpt", "check", "state", "saved", "snapshot", "resume", "dict", "data")
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
-    reads = [(source, node) for source, node, key in entries_read(program) if key in POSITIONS]
-    saves = optimizer_saves(program)
+def check(program: ScriptProgram) -> Iterator[Finding]:
+    reads = [(source, node) for source, node, key in checkpoint_reads(program) if key in POSITION_KEYS]
+    saves = optimizer_entries(program)
     for source, function, parameter in _unused(program):
         position = any(home is source and source.function(node) is function for home, node in reads)
         weights = _weights(program, source, function)
@@ -129,7 +129,8 @@ def _is_optimizer(
 
 def _loads_file(source: SourceFile, function: ast.AST) -> bool:
     return any(
-        isinstance(node, ast.Call) and source.dotted(node.func) in LOADS for node in ast.walk(function)
+        isinstance(node, ast.Call) and source.dotted(node.func) in LOAD_FUNCTIONS
+        for node in ast.walk(function)
     )
 
 
@@ -149,7 +150,7 @@ def _weights(program: ScriptProgram, source: SourceFile, around: ast.AST) -> ast
         if isinstance(call.func, ast.Attribute)
         and call.func.attr == "load_state_dict"
         and (source.function(call) or source.tree) is around
-        and not about_optimizer(program, source, call.func.value)
+        and not is_optimizer(program, source, call.func.value)
         and not any(word in ast.unparse(call).lower() for word in ("sched", "scaler"))
     ]
     return found[-1] if found and not _delegates(around) else None
@@ -175,7 +176,7 @@ def _may_load(program: ScriptProgram) -> bool:
             if entry is None or "opt" not in entry[1].lower():
                 continue
             if any(word in ast.unparse(entry[0]).lower() for word in DICTS) or any(
-                origin.dotted in LOADS for origin in program.origins(source, entry[0])
+                origin.dotted in LOAD_FUNCTIONS for origin in program.origins(source, entry[0])
             ):
                 return True
     return _hands_on(program)
@@ -193,7 +194,7 @@ def _of_another(program: ScriptProgram, source: SourceFile, owner: ast.expr, cal
 
 def _hands_on(program: ScriptProgram) -> bool:
     """Return whether a loaded checkpoint leaves its function as a whole: what others do with it is not visible."""
-    waiting, seen = list(program.calls(*LOADS)), 0
+    waiting, seen = list(program.calls(*LOAD_FUNCTIONS)), 0
     while seen < len(waiting) < 100:
         source, call = waiting[seen]
         seen += 1
@@ -260,4 +261,4 @@ def _resumes(program: ScriptProgram, source: SourceFile, node: ast.expr) -> bool
     return bool(names & (starts | counted))
 
 
-RULE = Rule("FL044", "optimizer_not_resumed", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL044", "optimizer_not_resumed", Severity.WRONG, __doc__, check)

@@ -48,7 +48,7 @@ WITHOUT_PARAMETERS = {
 }
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source in program.sources:
         for call in source.calls:
             if (
@@ -200,4 +200,4 @@ def _gives_new_parameters(
     return "Module" in made and not made & WITHOUT_PARAMETERS and not wrapped
 
 
-RULE = Rule("FL020", "optimizer_of_another_model", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL020", "optimizer_of_another_model", Severity.WRONG, __doc__, check)

@@ -19,7 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import TIMED, certain_gain, event_of, found, how, measured, of_step, without
+from flatout.diagnose.gains import (
+    HOW_BY_TIME,
+    certain_gain,
+    event_of,
+    how_by_what_if,
+    share_of_step,
+    speedup_without,
+    was_measured,
+)
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
@@ -28,11 +36,11 @@ FUSED = ("Adam", "AdamW", "SGD", "Adagrad")
 MUCH = 1.15  # a fused optimizer, or one with few parameters, rarely takes more than this
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     phase = profile.phases.get("optimizer")
     what_if = certain_gain(profile, "optimizer")
-    own = without(profile, phase.share * (profile.mean_step_ms or 0.0)) if phase else what_if
-    if own is None or (measured(profile, "optimizer") and what_if is None):
+    own = speedup_without(profile, phase.share * (profile.mean_step_ms or 0.0)) if phase else what_if
+    if own is None or (was_measured(profile, "optimizer") and what_if is None):
         return
     # No fix saves more than the optimizer's own time, which also replaces a what-if that was not measured.
     ratio = what_if if what_if is not None and what_if.median <= own.median else own
@@ -40,7 +48,7 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     if ratio.median < MUCH or not optimizers:
         return
     takes = (
-        f"takes {of_step(profile, phase.share * (profile.mean_step_ms or 0.0))}"
+        f"takes {share_of_step(profile, phase.share * (profile.mean_step_ms or 0.0))}"
         if phase
         else "takes much of the step"
     )
@@ -50,17 +58,21 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     form = "fused" if kind in FUSED else "foreach"
     evidence = [f"{kind} updates {first.get('tensors')} tensors, {forms}"]
     _, _, places = event_of(profile, "make_optimizer")
-    yield found(
-        RULE,
+    yield RULE.profile_finding(
         f"the optimizer {takes}",
-        places[0] if places else None,
+        places[:1],
         evidence=evidence,
         predicted=ratio,
-        how=how("optimizer") if ratio is what_if else TIMED,
+        how=how_by_what_if("optimizer") if ratio is what_if else HOW_BY_TIME,
         fix=f"{kind}(..., {form}=True)  # keep its other arguments",
     )
 
 
 RULE = Rule(
-    "FL151", "optimizer_share", Severity.TIME, __doc__ or "", judge=judge, levers=("fused_optimizer",)
+    "FL151",
+    "optimizer_share",
+    Severity.TIME,
+    __doc__,
+    check_profile=check,
+    levers=("fused_optimizer",),
 )

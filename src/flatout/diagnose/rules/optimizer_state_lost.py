@@ -52,7 +52,7 @@ from flatout.schema.findings import Finding, Severity
 STEPS = ("step", "scaler_step")
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     by_root: dict[int, list[ProgramEvent]] = {}
     for event in program.events:
         by_root.setdefault(id(event.root), []).append(event)
@@ -151,4 +151,4 @@ def _loaded_again(run: list[ProgramEvent], made: ProgramEvent) -> bool:
     )
 
 
-RULE = Rule("FL041", "optimizer_state_lost", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL041", "optimizer_state_lost", Severity.WRONG, __doc__, check)

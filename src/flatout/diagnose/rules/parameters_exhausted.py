@@ -33,7 +33,7 @@ from flatout.probe.script import SourceFile
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source in program.sources:
         for node in source.nodes:
             if (
@@ -95,4 +95,4 @@ def _one_after_the_other(source: SourceFile, first: ast.AST, second: ast.AST) ->
     return not apart and not deferred
 
 
-RULE = Rule("FL033", "parameters_used_up", Severity.WRONG, __doc__, look=look, weight=-1)
+RULE = Rule("FL033", "parameters_used_up", Severity.WRONG, __doc__, check, weight=-1)

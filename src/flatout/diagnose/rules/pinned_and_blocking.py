@@ -29,7 +29,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from flatout.diagnose.rewrites import with_argument
+from flatout.diagnose.rewrites import add_argument
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.probe.step_loops import ProgramEvent, StepLoop
@@ -38,7 +38,7 @@ from flatout.probe.values import ValueOrigin
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for event, loader in batches_moved(program):
         assert isinstance(event.node, ast.Call)
         if pins(loader) is True and not non_blocking(event.node):
@@ -49,7 +49,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 event.place,
                 info,
                 others=[loader.source.place(loader.node)],
-                edits=with_argument(event.source, event.node, "non_blocking=True"),
+                edits=add_argument(event.source, event.node, "non_blocking=True"),
             )
     for event, shown in moved_from_given_loader(program):
         assert isinstance(event.node, ast.Call)
@@ -59,7 +59,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 f"`{shown}` is given by the caller: if it pins its batches, `{call}` waits for the copy anyway",
                 event.place,
                 f"{call[:-1]}{', ' if event.node.args or event.node.keywords else ''}non_blocking=True)",
-                edits=with_argument(event.source, event.node, "non_blocking=True"),
+                edits=add_argument(event.source, event.node, "non_blocking=True"),
             )
 
 
@@ -159,7 +159,7 @@ RULE = Rule(
     "pinned_and_blocking",
     Severity.TIME,
     __doc__,
-    look=look,
+    check,
     levers=("device_prefetch",),
     fix_changes="",
 )

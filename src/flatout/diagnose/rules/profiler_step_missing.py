@@ -35,7 +35,7 @@ from flatout.probe.script import SourceFile
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     steps = [event for event in program.events if event.kind == "profiler_step"]
     for source, call in program.calls("torch.profiler.profile"):
         plan = next((keyword.value for keyword in call.keywords if keyword.arg == "schedule"), None)
@@ -85,4 +85,4 @@ def _handed_on(program: ScriptProgram, source: SourceFile, name: str) -> bool:
     return False
 
 
-RULE = Rule("FL025", "profiler_step_missing", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL025", "profiler_step_missing", Severity.WRONG, __doc__, check)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import event_of, found, of_step, without
+from flatout.diagnose.gains import event_of, share_of_step, speedup_without
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
@@ -25,18 +25,16 @@ from flatout.schema.profile import ProfileRecord
 MUCH = 1.15  # users expect a cheap metric in each step
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     _, ms, places = event_of(profile, "between")
-    ratio = without(profile, ms)
+    ratio = speedup_without(profile, ms)
     if ratio is None or ratio.median < MUCH or not places:
         return
-    yield found(
-        RULE,
-        f"`{places[0].text}` takes {of_step(profile, ms)}",
-        places[0],
+    yield RULE.profile_finding(
+        f"`{places[0].text}` takes {share_of_step(profile, ms)}",
+        places,
         predicted=ratio,
         how="the step without this line, by its measured time",
-        others=places[1:],
     )
 
 
@@ -44,8 +42,8 @@ RULE = Rule(
     "FL167",
     "python_between",
     Severity.TIME,
-    __doc__ or "",
-    judge=judge,
+    __doc__,
+    check_profile=check,
     replaced_at_its_line_by=(
         "logging_cost",
         "gc_collect_every_step",

@@ -52,7 +52,7 @@ SHARDS = (
 )
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     if not any(program.calls(*WRAPPED)) or program.mentions(*SHARDS):
         return
     for loop in program.step_loops:
@@ -89,4 +89,4 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 )
 
 
-RULE = Rule("FL035", "ranks_see_the_same_data", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL035", "ranks_see_the_same_data", Severity.WRONG, __doc__, check)

@@ -37,7 +37,7 @@ WITHOUT = ("disable", "ignore", "skip", "allow_in_graph", "custom_op", "library"
 MAX_FUNCTIONS = 300
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     if program.mentions("capture_scalar_outputs"):
         return
     waiting = list(_compiled(program))
@@ -122,4 +122,4 @@ def _reads(program: ScriptProgram, source: SourceFile, call: ast.Call) -> bool:
     )
 
 
-RULE = Rule("FL123", "read_in_compiled_code", Severity.TIME, __doc__, look=look)
+RULE = Rule("FL123", "read_in_compiled_code", Severity.TIME, __doc__, check)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import found
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
@@ -26,17 +25,15 @@ from flatout.schema.profile import ProfileRecord
 A_FEW = 2  # the first change of a size makes it dynamic, as intended
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     seen = profile.compiled
     if seen is None or seen.recompiles <= A_FEW:
         return
-    yield found(
-        RULE,
+    yield RULE.profile_finding(
         f"{seen.recompiles} recompilations so far; compiling took {seen.ms / 1000:.1f} s",
-        seen.places[0] if seen.places else None,
+        seen.places,
         evidence=seen.reasons[:4],
-        others=seen.places[1:],
     )
 
 
-RULE = Rule("FL155", "recompiles", Severity.TIME, __doc__ or "", judge=judge)
+RULE = Rule("FL155", "recompiles", Severity.TIME, __doc__, check_profile=check)

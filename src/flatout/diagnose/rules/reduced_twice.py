@@ -51,7 +51,7 @@ QUIET = (
 )  # they only read
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source in program.sources:
         sums = [(call, tensor) for call in source.calls if (tensor := _summed(source, call)) is not None]
         for call, tensor in sums:
@@ -192,4 +192,4 @@ def _sets(node: ast.AST, name: str) -> bool:
     )
 
 
-RULE = Rule("FL043", "reduced_twice", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL043", "reduced_twice", Severity.WRONG, __doc__, check)

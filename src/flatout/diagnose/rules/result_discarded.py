@@ -22,7 +22,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from flatout.diagnose.rewrites import around
+from flatout.diagnose.rewrites import wrap
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
@@ -71,7 +71,7 @@ PURE = {
 }
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source, node in program.nodes(ast.Expr):
         call = node.value if isinstance(node, ast.Expr) else None
         if (
@@ -91,7 +91,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 f"`{source.code(call)}` returns a new tensor, which is discarded; `{source.code(owner)}` does not change",
                 source.place(node),
                 f"{source.code(owner)} = {source.code(call)}",
-                edits=around(source, call, f"{source.code(owner)} = ", ""),
+                edits=wrap(source, call, f"{source.code(owner)} = ", ""),
             )
 
 
@@ -100,7 +100,7 @@ RULE = Rule(
     "result_thrown_away",
     Severity.WRONG,
     __doc__,
-    look=look,
+    check,
     fix_changes="the name is the new tensor from here on",
     weight=-1,
 )

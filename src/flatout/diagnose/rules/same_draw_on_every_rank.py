@@ -53,7 +53,7 @@ DRAWS = {
 CHOOSES = ("item", "tolist", "cpu", "numpy")  # what follows is a choice that all ranks make alike
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source, call in [*program.method_calls("broadcast"), *program.calls("accelerate.utils.broadcast")]:
         sent = call.args[0] if call.args else None
         if not isinstance(sent, ast.Name) or not _from_rank_0(program, source, call):
@@ -157,4 +157,4 @@ def _uses(function: ast.AST, name: str) -> list[ast.Name]:
     ]
 
 
-RULE = Rule("FL039", "same_draw_on_every_rank", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL039", "same_draw_on_every_rank", Severity.WRONG, __doc__, check)

@@ -45,7 +45,7 @@ from flatout.schema.findings import Finding, Severity
 SEEDED = {"numpy.random.default_rng", "numpy.random.RandomState", "random.Random"}
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source, klass in program.datasets_defined():
         for method in klass.body:
             if not isinstance(method, FUNCTIONS) or method.name != "__getitem__":
@@ -78,4 +78,4 @@ def _constant(seed: ast.expr) -> bool:
     )
 
 
-RULE = Rule("FL036", "same_noise_for_every_sample", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL036", "same_noise_for_every_sample", Severity.WRONG, __doc__, check)

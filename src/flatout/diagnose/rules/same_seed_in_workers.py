@@ -44,7 +44,7 @@ from flatout.schema.findings import Finding, Severity
 SEEDS = ("random.seed", "numpy.random.seed", "torch.manual_seed", "torch.random.manual_seed")
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source, function, where in _in_workers(program):
         own = {node.arg for node in ast.walk(function) if isinstance(node, ast.arg)}
         for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
@@ -90,4 +90,4 @@ def _outer(source: SourceFile, name: ast.Name, own: set[str]) -> bool:
     )
 
 
-RULE = Rule("FL013", "same_seed_in_workers", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL013", "same_seed_in_workers", Severity.WRONG, __doc__, check)

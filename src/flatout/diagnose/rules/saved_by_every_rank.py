@@ -29,7 +29,7 @@ from flatout.probe.step_loops import ProgramEvent
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     wraps = {id(call) for _, call in program.calls("torch.nn.parallel.DistributedDataParallel")}
     distributed = {event.root for event in program.events if id(event.node) in wraps}
     for event in program.events if distributed else ():
@@ -68,4 +68,4 @@ def _leaves_early(event: ProgramEvent) -> bool:
     )
 
 
-RULE = Rule("FL313", "saved_by_every_rank", Severity.FRAGILE, __doc__, look=look)
+RULE = Rule("FL313", "saved_by_every_rank", Severity.FRAGILE, __doc__, check)

@@ -38,7 +38,7 @@ from flatout.probe.step_loops import ProgramEvent, implies, together
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         passes, scaler_steps = loop.of("backward"), loop.of("scaler_step")
         by_scaler = [event for event in passes if _by_scaler(program, event)]
@@ -105,4 +105,4 @@ def _scaler(event: ProgramEvent) -> str:
     return event.source.code(scale.value) if isinstance(scale, ast.Attribute) else "scaler"
 
 
-RULE = Rule("FL009", "scaler_on_one_side", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL009", "scaler_on_one_side", Severity.WRONG, __doc__, check)

@@ -35,7 +35,7 @@ from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         for step in loop.of("scaler_step"):
             call = step.node
@@ -51,4 +51,4 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 )
 
 
-RULE = Rule("FL301", "scaler_update_missing", Severity.FRAGILE, __doc__, look=look)
+RULE = Rule("FL301", "scaler_update_missing", Severity.FRAGILE, __doc__, check)

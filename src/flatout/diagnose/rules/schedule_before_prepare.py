@@ -45,7 +45,7 @@ PROCESSES = "num_processes"
 OTHER_COUNTS = ("split_batches", "step_scheduler_with_optimizer")  # options that change one of the two counts
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     if program.mentions(*OTHER_COUNTS):
         return
     for source in program.sources:
@@ -118,4 +118,4 @@ def _uses(node: ast.AST, names: set[str], lengths: list[ast.Call]) -> bool:
     return node in lengths or (isinstance(node, (ast.Name, ast.Attribute)) and ast.unparse(node) in names)
 
 
-RULE = Rule("FL046", "schedule_before_prepare", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL046", "schedule_before_prepare", Severity.WRONG, __doc__, check)

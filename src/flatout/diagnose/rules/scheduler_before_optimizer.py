@@ -45,7 +45,7 @@ from flatout.schema.findings import Finding, Severity
 STEPS = ("step", "scaler_step")
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     if any(
         isinstance(node, ast.Attribute)
         and node.attr == "last_epoch"
@@ -144,4 +144,4 @@ def _optimizers(source: SourceFile, made: ast.AST) -> Iterator[tuple[SourceFile,
         yield from ((source, each) for each in named or made.args[:1])
 
 
-RULE = Rule("FL011", "scheduler_before_optimizer", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL011", "scheduler_before_optimizer", Severity.WRONG, __doc__, check)

@@ -19,17 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import OFTEN, event_of, found, times_at_one_place
+from flatout.diagnose.gains import MIN_REPEATS, calls_at_busiest_line, event_of
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     _, _, places = event_of(profile, "make_scheduler")
-    made = times_at_one_place(profile, "make_scheduler")
-    if places and made >= OFTEN:
-        yield found(RULE, f"this line has created {made} schedulers", places[0])
+    made = calls_at_busiest_line(profile, "make_scheduler")
+    if places and made >= MIN_REPEATS:
+        yield RULE.profile_finding(f"this line has created {made} schedulers", places[:1])
 
 
-RULE = Rule("FL053", "scheduler_remade", Severity.WRONG, __doc__ or "", judge=judge)
+RULE = Rule("FL053", "scheduler_remade", Severity.WRONG, __doc__, check_profile=check)

@@ -39,7 +39,7 @@ SEEDS = (
 )
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         for event in [*loop.around, *loop.events]:
             if (
@@ -70,4 +70,4 @@ def _new_run(program: ScriptProgram, loop: StepLoop, around: ast.AST) -> bool:
     )
 
 
-RULE = Rule("FL026", "seed_in_the_loop", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL026", "seed_in_the_loop", Severity.WRONG, __doc__, check)

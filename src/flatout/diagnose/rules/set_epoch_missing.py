@@ -45,7 +45,7 @@ from flatout.schema.findings import Finding, Severity
 SAMPLERS = ("torch.utils.data.distributed.DistributedSampler", "torch.utils.data.DistributedSampler")
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     if program.mentions("set_epoch", "Trainer", "Fabric", "Accelerator"):
         return
     yield from _endless(program)
@@ -171,4 +171,4 @@ def _named_loader(source: SourceFile, loader: ast.expr) -> bool:
     return any("DataLoader" in each for each in annotations) or "loader" in ast.unparse(loader).lower()
 
 
-RULE = Rule("FL012", "set_epoch_missing", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL012", "set_epoch_missing", Severity.WRONG, __doc__, check)

@@ -17,14 +17,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from flatout.diagnose.gains import (
-    TIMED,
+    HOW_BY_TIME,
     certain_gain,
-    found,
-    how,
-    measured,
-    said_ms,
+    format_ms,
+    how_by_what_if,
+    speedup_without,
     synchronisations,
-    without,
+    was_measured,
 )
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
@@ -32,27 +31,25 @@ from flatout.schema.profile import ProfileRecord
 from flatout.schema.sizes import size
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     seen = [c for c in synchronisations(profile, "to device") if c.pinned is False or c.non_blocking is False]
     total = sum(c.ms for c in seen)
     what_if = certain_gain(profile, "copies")
-    ratio = what_if or (None if measured(profile, "copies") else without(profile, total))
+    ratio = what_if or (None if was_measured(profile, "copies") else speedup_without(profile, total))
     if profile.device == "cpu" or not seen or ratio is None:
         return
     first = seen[0]
     kind = "pageable" if first.pinned is False else "blocking"
-    yield found(
-        RULE,
-        f"{kind} copies move {size(first.sized_bytes)} per {profile.unit} to the device in {said_ms(total)}",
-        first.place,
+    yield RULE.profile_finding(
+        f"{kind} copies move {size(first.sized_bytes)} per {profile.unit} to the device in {format_ms(total)}",
+        [c.place for c in seen],
         evidence=[
             f"{c.place.sentence()}: pinned {c.pinned}, non_blocking {c.non_blocking}"
             for c in seen[:4]
             if c.place
         ],
         predicted=ratio,
-        how=how("copies") if what_if else TIMED,
-        others=[c.place for c in seen[1:] if c.place],
+        how=how_by_what_if("copies") if what_if else HOW_BY_TIME,
     )
 
 
@@ -60,7 +57,7 @@ RULE = Rule(
     "FL162",
     "slow_copies",
     Severity.TIME,
-    __doc__ or "",
-    judge=judge,
+    __doc__,
+    check_profile=check,
     levers=("device_prefetch", "loader", "resident_data"),
 )

@@ -22,18 +22,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import found, of_step
+from flatout.diagnose.gains import share_of_step
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.wait_causes import WaitCause, cause, gain_without_wait, how_known
+from flatout.diagnose.wait_causes import WaitCause, gain_without_wait, how_measured, wait_cause
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     for loader in profile.loaders:
-        if cause(profile, loader) is not WaitCause.SLOW_FETCH or loader.slow_place is None:
+        if wait_cause(profile, loader) is not WaitCause.SLOW_FETCH or loader.slow_place is None:
             continue
-        evidence = [f"waiting for data takes {of_step(profile, loader.wait_ms)}"]
+        evidence = [f"waiting for data takes {share_of_step(profile, loader.wait_ms)}"]
         if loader.fetch_ms is not None:
             where = (
                 f"by {loader.workers} worker{'s'[: loader.workers - 1]}"
@@ -44,14 +44,12 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
                 f"fetching a batch of {loader.batch_size} takes {loader.fetch_ms:.1f} ms, {where}"
             )
         share = f"{100 * (loader.slow_share or 0):.0f} % of the fetching time is spent in `{loader.slow_place.text}`"
-        yield found(
-            RULE,
+        yield RULE.profile_finding(
             share,
-            loader.slow_place,
+            [loader.slow_place, loader.place],
             evidence=evidence,
             predicted=gain_without_wait(profile, loader),
-            how=how_known(profile),
-            others=[loader.place] if loader.place else [],
+            how=how_measured(profile),
         )
 
 
@@ -59,8 +57,8 @@ RULE = Rule(
     "FL161",
     "slow_fetch",
     Severity.TIME,
-    __doc__ or "",
-    judge=judge,
+    __doc__,
+    check_profile=check,
     levers=("cached_prefix", "batched_transforms", "loader", "resident_data"),
     replaced_at_its_line_by=("host_growth",),
 )

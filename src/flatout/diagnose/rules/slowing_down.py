@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from flatout.diagnose.gains import found, said_ms
+from flatout.diagnose.gains import format_ms
 from flatout.diagnose.rule import Rule
 from flatout.measure.statistics import quantile
 from flatout.schema.findings import Finding, Severity
@@ -29,18 +29,17 @@ BLOCKS = 6
 GROWN = 1.15  # the last block over the first
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     medians = blocks(profile.step_ms_list)
     if medians is None or medians != sorted(medians) or medians[-1] < GROWN * medians[0]:
         return
     ratio = medians[-1] / medians[0]
     place = profile.leak.place if profile.leak is not None and profile.leak.leaking else None
-    said = f"the time per {profile.unit} grew from {said_ms(medians[0])} to {said_ms(medians[-1])} over {len(profile.step_ms_list)} measurements"
-    yield found(
-        RULE,
+    said = f"the time per {profile.unit} grew from {format_ms(medians[0])} to {format_ms(medians[-1])} over {len(profile.step_ms_list)} measurements"
+    yield RULE.profile_finding(
         said,
-        place,
-        evidence=["medians of equal blocks: " + ", ".join(said_ms(m) for m in medians)],
+        [place],
+        evidence=["medians of equal blocks: " + ", ".join(format_ms(m) for m in medians)],
         predicted=Ratio(ratio, ratio, ratio, len(profile.step_ms_list)),
         how="the first steps of this run versus the last; the step time keeps growing",
     )
@@ -57,4 +56,4 @@ def blocks(times: Sequence[float]) -> list[float] | None:
     return [quantile(sorted(times[at * length : (at + 1) * length]), 0.5) for at in range(BLOCKS)]
 
 
-RULE = Rule("FL170", "slowing_down", Severity.TIME, __doc__ or "", judge=judge)
+RULE = Rule("FL170", "slowing_down", Severity.TIME, __doc__, check_profile=check)

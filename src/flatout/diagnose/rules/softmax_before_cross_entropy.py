@@ -63,7 +63,7 @@ SHAPES = {
 }
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source, call, name in losses(program, TWICE):
         made = ends_in(program, source, call.args[0]) if call.args else {""}
         if made == {TWICE[name]}:
@@ -225,4 +225,4 @@ def _of_module(program: ScriptProgram, source: SourceFile, model: ast.AST, depth
     return found or {""}
 
 
-RULE = Rule("FL017", "softmax_before_cross_entropy", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL017", "softmax_before_cross_entropy", Severity.WRONG, __doc__, check)

@@ -25,7 +25,7 @@ import ast
 from collections.abc import Iterator
 
 from flatout.diagnose.dimensions import dimensions
-from flatout.diagnose.rewrites import with_argument
+from flatout.diagnose.rewrites import add_argument
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
@@ -35,7 +35,7 @@ FUNCTIONS = ("torch.nn.functional.softmax", "torch.nn.functional.log_softmax", "
 MODULES = ("torch.nn.Softmax", "torch.nn.LogSoftmax", "torch.nn.Softmin")
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for names, before in ((FUNCTIONS, 1), (MODULES, 0)):
         for source, call in program.calls(*names):
             if len(call.args) <= before and not any(
@@ -55,7 +55,7 @@ def _edits(program: ScriptProgram, source: SourceFile, call: ast.Call) -> list[E
     count = dimensions(program, source, call.args[0]) if len(call.args) == 1 else None
     if count is None:
         return []
-    return with_argument(source, call, f"dim={0 if count in (1, 3) else 1}")
+    return add_argument(source, call, f"dim={0 if count in (1, 3) else 1}")
 
 
-RULE = Rule("FL314", "softmax_without_dim", Severity.FRAGILE, __doc__, look=look, fix_changes="")
+RULE = Rule("FL314", "softmax_without_dim", Severity.FRAGILE, __doc__, check, fix_changes="")

@@ -29,7 +29,7 @@ from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         steps = loop.of("step", "scaler_step")
         zeros = loop.of("zero_grad")
@@ -51,4 +51,4 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             )
 
 
-RULE = Rule("FL006", "step_before_backward", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL006", "step_before_backward", Severity.WRONG, __doc__, check)

@@ -40,7 +40,7 @@ from flatout.schema.findings import Finding, Severity
 COUNTERS = {"range": "range", "trange": "range", "enumerate": "enumerate"}
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         steps, passes = loop.of("step", "scaler_step"), loop.of("backward")
         gates = [window(loop, step) for step in steps]
@@ -197,4 +197,4 @@ def _by_one(node: ast.AST) -> bool:
     return isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add) and _number(node.value) == 1
 
 
-RULE = Rule("FL040", "step_off_by_one", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL040", "step_off_by_one", Severity.WRONG, __doc__, check)

@@ -26,7 +26,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from flatout.diagnose.rewrites import without_statement
+from flatout.diagnose.rewrites import remove_statement
 from flatout.diagnose.rule import Rule
 from flatout.probe.evaluation_loops import over_batches
 from flatout.probe.program import ScriptProgram
@@ -42,7 +42,7 @@ NAMES = (
 )
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     found = list(every_step(program, *NAMES))
     for event, when, weight in found:
         pair = [other for other, _, each in found if each == weight and other.loops == event.loops]
@@ -52,7 +52,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             f"`{event.source.code(event.node)}` makes the host wait for the device in every {when}",
             event.place,
             f"# remove {event.source.code(event.node)}, or time every hundredth step",
-            edits=[] if _needed(program, event) else without_statement(event.source, event.node),
+            edits=[] if _needed(program, event) else remove_statement(event.source, event.node),
             weight=weight,
         )
 
@@ -102,4 +102,4 @@ def every_step(program: ScriptProgram, *dotted: str) -> Iterator[tuple[ProgramEv
                 yield event, when, weight
 
 
-RULE = Rule("FL103", "synchronize_every_step", Severity.TIME, __doc__, look=look, fix_changes="")
+RULE = Rule("FL103", "synchronize_every_step", Severity.TIME, __doc__, check, fix_changes="")

@@ -38,7 +38,7 @@ from flatout.probe.script import SourceFile
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source, statement in program.nodes(ast.Assign):
         assert isinstance(statement, ast.Assign)
         target = statement.targets[0]
@@ -96,4 +96,4 @@ def _new_tensor(program: ScriptProgram, source: SourceFile, binding: Binding) ->
     )
 
 
-RULE = Rule("FL207", "tensor_as_key", Severity.MEMORY, __doc__, look=look, before=Severity.TIME)
+RULE = Rule("FL207", "tensor_as_key", Severity.MEMORY, __doc__, check, sort_before=Severity.TIME)

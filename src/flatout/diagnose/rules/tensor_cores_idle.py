@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import found
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
@@ -28,20 +27,24 @@ from flatout.schema.profile import ProfileRecord
 MUCH = 0.1  # of the operators' time
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     able = sorted((o for o in profile.operations if o.tensor_cores is not None), key=lambda o: -o.share)
     idle = [o for o in able if not o.tensor_cores]
     share = sum(o.share for o in idle)
     if not idle or any(o.tensor_cores for o in able) or share < MUCH:
         return
-    yield found(
-        RULE,
+    yield RULE.profile_finding(
         f"operators that could use Tensor Cores take {100 * share:.0f} % of the device's time, but none of them does",
-        idle[0].place,
+        [idle[0].place],
         evidence=[f"{o.name} {', '.join(o.dtypes)}: {100 * o.share:.0f} %" for o in idle[:4]],
     )
 
 
 RULE = Rule(
-    "FL164", "tensor_cores_idle", Severity.TIME, __doc__ or "", judge=judge, levers=("tf32", "autocast")
+    "FL164",
+    "tensor_cores_idle",
+    Severity.TIME,
+    __doc__,
+    check_profile=check,
+    levers=("tf32", "autocast"),
 )

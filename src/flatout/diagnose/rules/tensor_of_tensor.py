@@ -29,7 +29,7 @@ from flatout.probe.script import SourceFile
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source, call in program.calls("torch.tensor"):
         if (
             call.args
@@ -67,4 +67,4 @@ def _is_copy(source: SourceFile, call: ast.Call) -> bool:
     return own and len(call.args) == 1 and not call.keywords
 
 
-RULE = Rule("FL311", "tensor_of_tensor", Severity.FRAGILE, __doc__, look=look, fix_changes="")
+RULE = Rule("FL311", "tensor_of_tensor", Severity.FRAGILE, __doc__, check, fix_changes="")

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import certain_gain, event_of, found, how, measured
+from flatout.diagnose.gains import certain_gain, event_of, how_by_what_if, was_measured
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
@@ -25,7 +25,7 @@ from flatout.schema.profile import ProfileRecord
 MUCH = 1.1  # smaller gains vary with the other load of the machine
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     threads, cores = profile.settings.get("threads"), profile.settings.get("cores")
     gains = [
         (ratio, name)
@@ -33,12 +33,11 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
         if (ratio := certain_gain(profile, name)) is not None and ratio.median >= MUCH
     ]
     _, _, places = event_of(profile, "set_threads")
-    if threads and cores and int(threads) > int(cores) and not measured(profile, "one thread fewer"):
+    if threads and cores and int(threads) > int(cores) and not was_measured(profile, "one thread fewer"):
         # This is often so slow that there was no time to measure it.
-        yield found(
-            RULE,
+        yield RULE.profile_finding(
             f"torch runs on {threads} threads, but the program may use only {cores} cores",
-            places[0] if places else None,
+            places[:1],
         )
     if not gains or not threads:
         return
@@ -46,13 +45,12 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     other = max(
         1, int(threads) + 1 if name.endswith("more") else min(int(threads) - 1, int(cores or threads))
     )
-    yield found(
-        RULE,
+    yield RULE.profile_finding(
         f"torch runs on {threads} threads of {cores} cores; {other} are faster",
-        places[0] if places else None,
+        places[:1],
         evidence=[f"{name}: {ratio.sentence()}"],
         predicted=ratio,
-        how=how(name),
+        how=how_by_what_if(name),
     )
 
 
@@ -60,8 +58,8 @@ RULE = Rule(
     "FL158",
     "thread_count",
     Severity.TIME,
-    __doc__ or "",
-    judge=judge,
+    __doc__,
+    check_profile=check,
     levers=("threads",),
     replaced_by=("too_many_workers",),
 )

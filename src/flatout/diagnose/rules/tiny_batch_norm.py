@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import event_of, found
+from flatout.diagnose.gains import event_of
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
@@ -26,7 +26,7 @@ from flatout.schema.profile import ProfileRecord
 FEW = 4
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     layers = sum(
         count
         for name, count in (profile.settings.get("modules") or {}).items()
@@ -36,10 +36,9 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     if not layers or samples is None or samples > FEW:
         return
     _, _, places = event_of(profile, "forward")
-    yield found(
-        RULE,
+    yield RULE.profile_finding(
         f"{layers} batch normalisation layers receive {samples} samples at a time",
-        places[0] if places else None,
+        places[:1],
     )
 
 
@@ -53,4 +52,4 @@ def _samples(profile: ProfileRecord) -> Iterable[int]:
                     yield int(first[1])
 
 
-RULE = Rule("FL350", "tiny_batch_norm", Severity.FRAGILE, __doc__ or "", judge=judge)
+RULE = Rule("FL350", "tiny_batch_norm", Severity.FRAGILE, __doc__, check_profile=check)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import WORTH, found, said_ms
+from flatout.diagnose.gains import MIN_GAIN, format_ms
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
@@ -29,7 +29,7 @@ TINY_US = 60.0  # per call, including its callees
 FLOOR_US = 5.0  # cost of a call that computes nothing
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     calls, each_us, step = profile.operators_a_step, profile.operator_us, profile.step_ms
     if (
         not calls
@@ -44,14 +44,13 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     ratio = step / max(step - min(idle_ms, 0.9 * step), 0.1 * step)
     busiest = max((o for o in profile.operations if o.place), key=lambda o: o.calls, default=None)
     evidence = [
-        f"{o.name}: {o.calls:.0f} calls, {said_ms(o.host_ms)}"
+        f"{o.name}: {o.calls:.0f} calls, {format_ms(o.host_ms)}"
         for o in sorted(profile.operations, key=lambda o: -o.calls)[:4]
     ]
-    if ratio >= WORTH:
-        yield found(
-            RULE,
-            f"a {profile.unit} of {said_ms(step)} calls {calls:.0f} operators of {each_us:.0f} us each",
-            busiest.place if busiest else None,
+    if ratio >= MIN_GAIN:
+        yield RULE.profile_finding(
+            f"a {profile.unit} of {format_ms(step)} calls {calls:.0f} operators of {each_us:.0f} us each",
+            [busiest.place if busiest else None],
             evidence=[profile.bound_why, *evidence] if profile.bound_why else evidence,
             predicted=Ratio(ratio, ratio, ratio, max(1, profile.steps)),
             how=f"estimate: the host's time outside arithmetic, {FLOOR_US:g} us per operator",
@@ -62,8 +61,8 @@ RULE = Rule(
     "FL153",
     "tiny_operators",
     Severity.TIME,
-    __doc__ or "",
-    judge=judge,
+    __doc__,
+    check_profile=check,
     levers=("compile", "fused_ops"),
     replaced_by=("host_sync_every_step", "data_wait", "slow_fetch", "python_between"),
 )

@@ -16,30 +16,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import found, of_step
+from flatout.diagnose.gains import share_of_step
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.wait_causes import crowded, gain_without_wait, how_known
+from flatout.diagnose.wait_causes import gain_without_wait, has_too_many_workers, how_measured
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 from flatout.schema.sizes import size
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check(profile: ProfileRecord) -> Iterable[Finding]:
     for loader in profile.loaders:
-        if not crowded(profile, loader):
+        if not has_too_many_workers(profile, loader):
             continue
         # torch itself warns from one worker per core on; the cost is reported if it was measured.
-        evidence = [f"waiting for data takes {of_step(profile, loader.wait_ms)}"]
+        evidence = [f"waiting for data takes {share_of_step(profile, loader.wait_ms)}"]
         if loader.worker_bytes:
             evidence.append(f"the workers hold {size(loader.worker_bytes)} of memory")
-        yield found(
-            RULE,
+        yield RULE.profile_finding(
             f"{loader.workers} workers share {profile.settings.get('cores')} cores with the program",
-            loader.place,
+            [loader.place],
             evidence=evidence,
             predicted=gain_without_wait(profile, loader),
-            how=how_known(profile),
+            how=how_measured(profile),
         )
 
 
-RULE = Rule("FL166", "too_many_workers", Severity.TIME, __doc__ or "", judge=judge, levers=("loader",))
+RULE = Rule("FL166", "too_many_workers", Severity.TIME, __doc__, check_profile=check, levers=("loader",))

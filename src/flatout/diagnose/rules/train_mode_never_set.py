@@ -52,7 +52,7 @@ NO_GRAD = ("torch.no_grad", "torch.inference_mode")
 STEPS = ("step", "scaler_step")
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     if _sets_training(program) or _of_a_library(program):
         return
     for loop in program.steps:
@@ -172,4 +172,4 @@ def _of_a_library(program: ScriptProgram) -> bool:
     )
 
 
-RULE = Rule("FL045", "train_mode_never_set", Severity.WRONG, __doc__, look=look, weight=-1)
+RULE = Rule("FL045", "train_mode_never_set", Severity.WRONG, __doc__, check, weight=-1)

@@ -31,7 +31,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterable, Iterator
 
-from flatout.diagnose.gains import event_of, found
+from flatout.diagnose.gains import event_of
 from flatout.diagnose.rule import Rule
 from flatout.probe.contexts import without_gradients
 from flatout.probe.program import ScriptProgram
@@ -43,7 +43,7 @@ DIFFERENT = ("Dropout", "BatchNorm", "AlphaDropout", "SyncBatchNorm", "RReLU", "
 ENDS = (ast.Break, ast.Return, ast.Raise)
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check_source(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         if loop.of("train"):
             continue
@@ -90,7 +90,7 @@ def _is_trained(program: ScriptProgram, event: ProgramEvent, training: list[Prog
     )
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     modes, modules = profile.settings.get("training") or {}, profile.settings.get("modules") or {}
     asleep = int(modes.get("eval") or modes.get("False") or 0)
     awake = int(modes.get("train") or modes.get("True") or 0)
@@ -98,11 +98,17 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     if not asleep or awake or not concerned:  # with parts frozen on purpose, others are not frozen
         return
     _, _, places = event_of(profile, "forward")
-    yield found(
-        RULE,
+    yield RULE.profile_finding(
         f"all {asleep} modules are in evaluation mode during training, including {', '.join(concerned)}",
-        places[0] if places else None,
+        places[:1],
     )
 
 
-RULE = Rule("FL016", "train_mode_not_restored", Severity.WRONG, __doc__, look=look, judge=judge)
+RULE = Rule(
+    "FL016",
+    "train_mode_not_restored",
+    Severity.WRONG,
+    __doc__,
+    check_source,
+    check_profile,
+)

@@ -28,7 +28,7 @@ from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for source, call in program.calls("torch.save"):
         if (
             call.args
@@ -49,4 +49,4 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             )
 
 
-RULE = Rule("FL302", "whole_model_saved", Severity.FRAGILE, __doc__, look=look)
+RULE = Rule("FL302", "whole_model_saved", Severity.FRAGILE, __doc__, check)

@@ -36,10 +36,16 @@ import ast
 import re
 from collections.abc import Iterable, Iterator
 
-from flatout.diagnose.gains import found, of_step
-from flatout.diagnose.rewrites import with_argument
+from flatout.diagnose.gains import share_of_step
+from flatout.diagnose.rewrites import add_argument
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.wait_causes import WaitCause, begin_ms, cause, gain_without_wait, how_known
+from flatout.diagnose.wait_causes import (
+    WaitCause,
+    gain_without_wait,
+    how_measured,
+    iterator_start_ms,
+    wait_cause,
+)
 from flatout.probe.names import FUNCTIONS
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import SourceFile
@@ -53,7 +59,7 @@ OTHER_HOOK = re.compile(
 )
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check_source(program: ScriptProgram) -> Iterator[Finding]:
     seen: set[int] = set()
     for loop in program.step_loops:
         if not loop.outer or not isinstance(loop.loop.node, ast.For):
@@ -75,7 +81,7 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
                 edits: list[Edit] = []
                 if _option(call, "persistent_workers") is None:
                     code = f"{code[:-1]}, persistent_workers=True)"
-                    edits = with_argument(origin.source, call, "persistent_workers=True")
+                    edits = add_argument(origin.source, call, "persistent_workers=True")
                 said = f"this loader restarts its {workers.value!r} workers in every epoch"
                 yield RULE.finding(said, origin.source.place(call), code, edits=edits)
     yield from _data_modules(program, seen)
@@ -143,19 +149,18 @@ def _persistent(call: ast.Call) -> bool:
     return given is not None and not (isinstance(given, ast.Constant) and given.value is False)
 
 
-def judge(profile: ProfileRecord) -> Iterable[Finding]:
+def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     for loader in profile.loaders:
-        if cause(profile, loader) is not WaitCause.RESTARTED:
+        if wait_cause(profile, loader) is not WaitCause.RESTARTED:
             continue
         epochs = f"{loader.begun} times for {loader.batches or profile.steps} batches"
         said = f"{loader.workers} workers were started {epochs}, {loader.start_ms:.0f} ms each time until the first batch"
-        yield found(
-            RULE,
+        yield RULE.profile_finding(
             said,
-            loader.place,
-            evidence=[f"this takes {of_step(profile, begin_ms(profile, loader))}"],
+            [loader.place],
+            evidence=[f"this takes {share_of_step(profile, iterator_start_ms(profile, loader))}"],
             predicted=gain_without_wait(profile, loader),
-            how=how_known(profile),
+            how=how_measured(profile),
         )
 
 
@@ -164,8 +169,8 @@ RULE = Rule(
     "workers_not_kept",
     Severity.TIME,
     __doc__,
-    look=look,
-    judge=judge,
+    check_source,
+    check_profile,
     levers=("loader",),
     fix_changes="later epochs draw other random numbers, because their loader draws no new seed",
 )

@@ -30,7 +30,7 @@ from flatout.probe.step_loops import ProgramEvent, StepLoop, implies, together
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         for step in loop.of("step", "scaler_step"):
             dropping = _dropping(program, loop, step)
@@ -67,4 +67,4 @@ def _dropping(program: ScriptProgram, loop: StepLoop, step: ProgramEvent) -> Pro
     return None
 
 
-RULE = Rule("FL003", "zero_grad_before_step", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL003", "zero_grad_before_step", Severity.WRONG, __doc__, check)

@@ -37,7 +37,7 @@ from flatout.probe.windows import counts, resolved
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for loop in program.step_loops:
         for step in loop.of("step", "scaler_step"):
             for zero in loop.of("zero_grad"):
@@ -197,4 +197,4 @@ def _own(zero: ProgramEvent, step: ProgramEvent) -> bool:
     ) and ast.dump(zero.subject) == ast.dump(step.subject)  # type: ignore[arg-type]
 
 
-RULE = Rule("FL004", "zero_grad_in_window", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL004", "zero_grad_in_window", Severity.WRONG, __doc__, check)

@@ -28,14 +28,14 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from flatout.diagnose.rewrites import after_statement
+from flatout.diagnose.rewrites import add_statement_after
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.probe.step_loops import ProgramEvent, StepLoop
 from flatout.schema.findings import Edit, Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for loop, step in uncleared(program):
         if not [event for event in [*loop.around, *loop.apart] if event.kind == "zero_grad"]:
             name = step.source.code(step.subject) if step.subject is not None else "optimizer"
@@ -57,7 +57,7 @@ def _edits(program: ScriptProgram, step: ProgramEvent) -> list[Edit]:
     )
     if uncalled or step.subject is None:
         return []
-    return after_statement(step.source, step.node, f"{step.source.code(step.subject)}.zero_grad()")
+    return add_statement_after(step.source, step.node, f"{step.source.code(step.subject)}.zero_grad()")
 
 
 def uncleared(program: ScriptProgram) -> Iterator[tuple[StepLoop, ProgramEvent]]:
@@ -110,6 +110,6 @@ RULE = Rule(
     "zero_grad_missing",
     Severity.WRONG,
     __doc__,
-    look=look,
+    check,
     fix_changes="each step follows the gradients of its own batches",
 )

@@ -32,7 +32,7 @@ from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
 
 
-def look(program: ScriptProgram) -> Iterator[Finding]:
+def check(program: ScriptProgram) -> Iterator[Finding]:
     for loop, step in uncleared(program):
         zeros = [
             event
@@ -51,4 +51,4 @@ def look(program: ScriptProgram) -> Iterator[Finding]:
             )
 
 
-RULE = Rule("FL002", "zero_grad_outside", Severity.WRONG, __doc__, look=look)
+RULE = Rule("FL002", "zero_grad_outside", Severity.WRONG, __doc__, check)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from flatout.schema.program import Ledger, TrainingContext
 
-KEPT = 256  # different copies; further ones, for example moved parameters, are real copies
+MAX_CACHED_COPIES = 256  # different copies; further ones, for example moved parameters, are real copies
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
@@ -29,12 +29,12 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     tensor_class = context.torch.Tensor
-    kept: dict[tuple[Any, ...], Any] = {}
+    cache: dict[tuple[Any, ...], Any] = {}
 
-    def answered(really: Callable[..., Any]) -> Any:
+    def cached(original: Callable[..., Any]) -> Any:
         def move(tensor: Tensor, *args: object, **kwargs: object) -> Any:
             if tensor.device.type != "cpu" or tensor.requires_grad or not context.torch.is_grad_enabled():
-                return really(tensor, *args, **kwargs)
+                return original(tensor, *args, **kwargs)
             caller = sys._getframe(1)
             key = (
                 caller.f_code,
@@ -44,17 +44,17 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
                 repr(args),
                 repr(sorted(kwargs.items(), key=lambda item: item[0])),
             )
-            if key in kept:
-                return kept[key].detach()
-            moved = really(tensor, *args, **kwargs)
-            if moved.device.type != "cpu" and len(kept) < KEPT:
-                kept[key] = moved
+            if key in cache:
+                return cache[key].detach()
+            moved = original(tensor, *args, **kwargs)
+            if moved.device.type != "cpu" and len(cache) < MAX_CACHED_COPIES:
+                cache[key] = moved
             return moved
 
         return move
 
-    ledger.set(tensor_class, "to", answered(tensor_class.to))
-    ledger.set(tensor_class, "cuda", answered(tensor_class.cuda))
+    ledger.set(tensor_class, "to", cached(tensor_class.to))
+    ledger.set(tensor_class, "cuda", cached(tensor_class.cuda))
     return ledger.restore
 
 

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
     from flatout.schema.program import Ledger, TrainingContext
 
-KEPT = 4  # batches per loader: lengths may differ from batch to batch
-MOST_UNUSED = 32  # batches of an iterator without a backward pass; more are an evaluation
-SPARE_BYTES = 2**30  # no spare copy is kept beyond this size
+MAX_CACHED_BATCHES = 4  # batches per loader: lengths may differ from batch to batch
+MAX_BATCHES_WITHOUT_BACKWARD = 32  # of an iterator; more are an evaluation
+MAX_SPARE_BYTES = 2**30  # no spare copy is kept beyond this size
 
-_KEPT: WeakKeyDictionary[Any, dict[int, CachedBatches]] = (
+_CACHES: WeakKeyDictionary[Any, dict[int, CachedBatches]] = (
     WeakKeyDictionary()
 )  # context -> data set -> batches, kept across switches
 
@@ -44,24 +44,24 @@ class CachedBatches:
 
     @property
     def full(self) -> bool:
-        return len(self._batches) >= KEPT
+        return len(self._batches) >= MAX_CACHED_BATCHES
 
-    def take(self, batch: object) -> None:
+    def add(self, batch: object) -> None:
         self._batches.append(_rebuilt(batch, lambda tensor: tensor))
         self._versions.append(_versions(batch))
-        if sum(map(_bytes, self._batches)) < SPARE_BYTES:
+        if sum(map(_bytes, self._batches)) < MAX_SPARE_BYTES:
             self._spare[len(self._batches) - 1] = _rebuilt(batch, lambda tensor: tensor.clone())
 
-    def give(self) -> Any:
+    def next_batch(self) -> Any:
         """The next batch in new containers, because scripts remove entries.
 
         The tensors are new, too, if the script wrote into the old ones.
         """
-        at = self._turn % len(self._batches)
+        i = self._turn % len(self._batches)
         self._turn += 1
-        if at in self._spare and _versions(self._batches[at]) != self._versions[at]:
-            return _rebuilt(self._spare[at], lambda tensor: tensor.clone())
-        return _rebuilt(self._batches[at], lambda tensor: tensor)
+        if i in self._spare and _versions(self._batches[i]) != self._versions[i]:
+            return _rebuilt(self._spare[i], lambda tensor: tensor.clone())
+        return _rebuilt(self._batches[i], lambda tensor: tensor)
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
@@ -71,44 +71,43 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    kept = _KEPT.setdefault(context, {})
+    caches = _CACHES.setdefault(context, {})
     # iterator -> backward passes so far, and its batches since the last one
-    unused: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+    streaks: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
 
     def evaluates(iterator: Any) -> bool:
-        backwards, count = unused.get(iterator, (context.backwards, 0))
-        unused[iterator] = context.backwards, count + 1 if backwards == context.backwards else 0
-        return unused[iterator][1] > MOST_UNUSED
+        backwards, count = streaks.get(iterator, (context.backwards, 0))
+        streaks[iterator] = context.backwards, count + 1 if backwards == context.backwards else 0
+        return streaks[iterator][1] > MAX_BATCHES_WITHOUT_BACKWARD
 
-    def wrap(take: Callable[..., Any]) -> Callable[..., Any]:
-        def next_kept(iterator: Any) -> Any:
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        def next_cached(iterator: Any) -> Any:
             if context.paused or not context.torch.is_grad_enabled():
-                return take(iterator)
-            mine = kept.get(id(iterator._dataset))
-            if mine is None:
-                mine = kept[id(iterator._dataset)] = CachedBatches(iterator._dataset)
-            if mine.full:
-                return take(iterator) if evaluates(iterator) else mine.give()
-            batch = take(iterator)
-            mine.take(batch)
+                return original(iterator)
+            cached = caches.get(id(iterator._dataset))
+            if cached is None:
+                cached = caches[id(iterator._dataset)] = CachedBatches(iterator._dataset)
+            if cached.full:
+                return original(iterator) if evaluates(iterator) else cached.next_batch()
+            batch = original(iterator)
+            cached.add(batch)
             return batch
 
-        return next_kept
+        return next_cached
 
     wrap_loader_method(context.torch, "batch", wrap, ledger)
-    undo: Undo = ledger.restore
-    return undo
+    return ledger.restore
 
 
-def _rebuilt(thing: object, tensor: Callable[[Any], Any]) -> Any:
-    """The same batch in new containers, with each tensor mapped by ``tensor``."""
+def _rebuilt(batch: object, copied: Callable[[Any], Any]) -> Any:
+    """The same batch in new containers, with each tensor mapped by ``copied``."""
 
-    def of(leaf: Any) -> Any:
+    def rebuilt_leaf(leaf: Any) -> Any:
         if hasattr(leaf, "untyped_storage"):
-            return tensor(leaf)
+            return copied(leaf)
         return copy.copy(leaf) if hasattr(leaf, "__dict__") else leaf
 
-    return mapped(thing, of)
+    return mapped(batch, rebuilt_leaf)
 
 
 def _versions(batch: object) -> list[int]:

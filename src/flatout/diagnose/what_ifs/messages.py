@@ -54,18 +54,18 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     ledger.set(builtins, "print", lambda *args, **kwargs: None)
     for name in ("stdout", "stderr"):
         ledger.set(sys, name, _DiscardingStream(getattr(sys, name)))
-    before = logging.root.manager.disable
+    previous_level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
-    ledger.call("logging.disable", lambda: logging.disable(before))
-    for module, owner, starts in WRITERS:
-        found = sys.modules.get(module)
-        found = getattr(found, owner, None) if owner else found
+    ledger.call("logging.disable", lambda: logging.disable(previous_level))
+    for module, owner, prefixes in WRITERS:
+        target = sys.modules.get(module)
+        target = getattr(target, owner, None) if owner else target
         for name in (
-            [name for name in vars(found) if name.startswith(starts) and callable(getattr(found, name))]
-            if found is not None
+            [name for name in vars(target) if name.startswith(prefixes) and callable(getattr(target, name))]
+            if target is not None
             else []
         ):
-            ledger.set(found, name, lambda *args, **kwargs: None)
+            ledger.set(target, name, lambda *args, **kwargs: None)
     return ledger.restore
 
 

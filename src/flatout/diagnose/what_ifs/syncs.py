@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
     from flatout.schema.program import Ledger, TrainingContext
 
-READERS = ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy")
-OFTEN = 1000  # times within one step, at one place
+READ_METHODS = ("item", "tolist", "__bool__", "__float__", "__int__", "cpu", "numpy")
+MAX_STALE_READS = 1000  # times within one step, at one place
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
@@ -31,33 +31,33 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     torch = context.torch
-    seen: dict[Any, Any] = {}
-    asked: Counter[Any] = Counter()
+    previous: dict[Any, Any] = {}
+    reads: Counter[Any] = Counter()
     step = [context.steps]
 
-    def stale(really: Callable[..., Any]) -> Any:
-        def answer(tensor: Tensor, *args: object, **kwargs: object) -> Any:
+    def stale(original: Callable[..., Any]) -> Any:
+        def read(tensor: Tensor, *args: object, **kwargs: object) -> Any:
             if (
                 tensor.requires_grad and tensor.grad_fn is None
             ):  # a parameter: it is saved or averaged, not read
-                return really(tensor, *args, **kwargs)
+                return original(tensor, *args, **kwargs)
             if context.device_type != "cpu" and tensor.device.type == "cpu":
-                return really(tensor, *args, **kwargs)
+                return original(tensor, *args, **kwargs)
             if value == "floats" and not (tensor.dtype.is_floating_point or tensor.dtype == torch.bool):
-                return really(tensor, *args, **kwargs)
+                return original(tensor, *args, **kwargs)
             if step[0] != context.steps:
                 step[0] = context.steps
-                asked.clear()
+                reads.clear()
             caller = sys._getframe(1)
             key = (caller.f_code, caller.f_lasti, tuple(tensor.shape), tensor.dtype)
-            asked[key] += 1
-            if key not in seen or asked[key] > OFTEN:
-                seen[key] = really(tensor, *args, **kwargs)
-            return list(seen[key]) if isinstance(seen[key], list) else seen[key]
+            reads[key] += 1
+            if key not in previous or reads[key] > MAX_STALE_READS:
+                previous[key] = original(tensor, *args, **kwargs)
+            return list(previous[key]) if isinstance(previous[key], list) else previous[key]
 
-        return answer
+        return read
 
-    for name in READERS:
+    for name in READ_METHODS:
         ledger.set(torch.Tensor, name, stale(getattr(torch.Tensor, name)))
     if context.device_type == "cuda":
         for owner in (torch.cuda, torch.cuda.Event, torch.cuda.Stream):

@@ -13,24 +13,28 @@ if TYPE_CHECKING:
 
 
 def _fewer(facts: Facts, context: TrainingContext) -> Options | Skip:
-    now = context.torch.get_num_threads()
+    threads = context.torch.get_num_threads()
     # If there are more threads than cores, try one thread per core.
-    return Options((min(now - 1, facts.cores),)) if now > 1 else Skip("the program already uses one thread")
+    return (
+        Options((min(threads - 1, facts.cores),))
+        if threads > 1
+        else Skip("the program already uses one thread")
+    )
 
 
 def _more(facts: Facts, context: TrainingContext) -> Options | Skip:
-    now = context.torch.get_num_threads()
+    threads = context.torch.get_num_threads()
     return (
-        Options((now + 1,))
-        if now < facts.cores
+        Options((threads + 1,))
+        if threads < facts.cores
         else Skip(f"the program already uses all {facts.cores} cores")
     )
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
-    before = context.torch.get_num_threads()
+    threads = context.torch.get_num_threads()
     context.torch.set_num_threads(int(value))  # type: ignore[arg-type]
-    ledger.call("torch.set_num_threads", lambda: context.torch.set_num_threads(before))
+    ledger.call("torch.set_num_threads", lambda: context.torch.set_num_threads(threads))
     return ledger.restore
 
 
