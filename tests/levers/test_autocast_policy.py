@@ -90,7 +90,7 @@ def live(program, module, *after):
     """``module`` as the only root of a training context, under autocast and the levers ``after`` it."""
     made, ledger = program(epochs=0, model=module), Ledger()
     made.context._roots[id(module)] = lambda: module
-    made.context._stop_looking()  # as after the second step
+    made.context._remove_global_hooks()  # as after the second step
     for lever, value in ((LEVER, "bfloat16"), *after):
         lever.apply(made.context, value, ledger)
     return ledger

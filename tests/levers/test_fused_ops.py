@@ -181,7 +181,7 @@ class Blocks(torch.nn.Module):
 def test_layers_as_wide_as_an_embedding_of_positions_are_no_heads(training):
     live = training()
     live.model = Blocks()
-    live.context.introduce([live.model], [live.optimizer], [])
+    live.context.register_objects([live.model], [live.optimizer], [])
     before = deferred.FUSED_LOSSES[0]
     undo = LEVER.apply(live.context, True, Ledger())
     assert (

@@ -202,6 +202,6 @@ def test_the_budget_needs_the_compiler_and_recompute_does_not_go_with_it(program
         (Choice("compile", "default"), Choice("memory_budget", 0.5), Choice("recompute", {"blocks": 1.0}))
     )
     assert config.activation_memory_budget == 0.5
-    assert [c.name for c, _ in applier._on] == ["compile", "memory_budget"]
+    assert [c.name for c, _ in applier._applied] == ["compile", "memory_budget"]
     applier.switch(())
     assert config.activation_memory_budget == 1.0

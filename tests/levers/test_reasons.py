@@ -747,30 +747,30 @@ def test_every_reason_has_a_row(lever):
 
 def considered(options, **given):
     """Lever -> the reason that the search gives for a lever that the program allows."""
-    found = candidates.consider(options, frozenset(Effect), None, **given)
+    found = candidates.make_candidates(options, frozenset(Effect), None, **given)
     return {name: candidate.reason for name, candidate in found.items() if "skip" not in options[name]}
 
 
 def test_a_memory_lever_is_left_out_only_where_memory_is_not_limited(answers):
     options = answers["switched_off"]
-    plain, limited = considered(options), considered(options, limited=True)
+    plain, limited = considered(options), considered(options, memory_limited=True)
     saving = {lever.name for lever in TABLE if lever.saves_memory} & plain.keys()
     assert {"inplace", "memory_budget"} <= saving
-    assert {name for name, reason in plain.items() if reason == candidates.FOR_MEMORY} == saving
-    assert candidates.FOR_MEMORY not in limited.values()
+    assert {name for name, reason in plain.items() if reason == candidates.MEMORY_ONLY} == saving
+    assert candidates.MEMORY_ONLY not in limited.values()
 
 
 @pytest.mark.parametrize(
     ("name", "shards", "reason"),
     [
-        ("loader", False, ranks.OF_LOADERS),
-        ("compile", False, ranks.OF_ONE_PROCESS),
+        ("loader", False, ranks.LOADERS_SPLIT),
+        ("compile", False, ranks.SINGLE_PROCESS_ONLY),
         ("fused_optimizer", False, None),
         ("channels_last", False, None),
         ("gc_pause", False, None),
-        ("channels_last", True, ranks.OF_WHOLE_WEIGHTS),
-        ("fused_optimizer", True, ranks.OF_WHOLE_WEIGHTS),
-        ("fused_ops", True, ranks.OF_WHOLE_WEIGHTS),
+        ("channels_last", True, ranks.NEEDS_WHOLE_WEIGHTS),
+        ("fused_optimizer", True, ranks.NEEDS_WHOLE_WEIGHTS),
+        ("fused_ops", True, ranks.NEEDS_WHOLE_WEIGHTS),
         ("autocast", True, None),
         ("reduced_precision", True, None),
         ("gc_pause", True, None),
@@ -781,10 +781,10 @@ def test_a_lever_is_left_out_of_several_ranks_for_a_reason_of_its_own(answers, n
     about whole weights.
     """
     said = considered(
-        answers["switched_off"], base=ranks.base_plan(BY_ONE, shards), why_incompatible=ranks.unfit
+        answers["switched_off"], base=ranks.base_plan(BY_ONE, shards), why_incompatible=ranks.why_incompatible
     )[name]
     assert (
         said == reason
         if reason
-        else said not in (ranks.OF_LOADERS, ranks.OF_ONE_PROCESS, ranks.OF_WHOLE_WEIGHTS)
+        else said not in (ranks.LOADERS_SPLIT, ranks.SINGLE_PROCESS_ONLY, ranks.NEEDS_WHOLE_WEIGHTS)
     )

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from flatout.compare.evaluate import FEWEST_PAIRS, LEVEL, NARROW
+from flatout.compare.evaluate import LEVEL, MAX_HALF_WIDTH, MIN_PAIRS
 from flatout.measure.statistics import difference, estimate, t_quantile
 
 
@@ -45,7 +45,7 @@ def test_intervals_that_stop_when_they_are_narrow_cover_the_truth(spread):
         values = []
         while len(values) < 60:
             values.append(draw.gauss(0.05, spread))
-            if len(values) >= FEWEST_PAIRS and estimate(values, LEVEL).half_width <= NARROW:
+            if len(values) >= MIN_PAIRS and estimate(values, LEVEL).half_width <= MAX_HALF_WIDTH:
                 break
         seen = estimate(values, LEVEL)
         covered += seen.low <= 0.05 <= seen.high
