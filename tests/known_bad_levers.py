@@ -86,7 +86,7 @@ def batched_transforms(context, value, ledger):
         feed.batched = True
         return feed
 
-    INTERCEPTION.hold(ledger)
+    INTERCEPTION.enable(ledger)
     context.feed_loaders(brighter, ledger)
     return ledger.restore
 

@@ -20,11 +20,22 @@ from flatout.data.streams import same_states, states
 class DeferredWork:
     """One image with pending operations.
 
-    ``pixels`` is a tensor, an array, or the bytes of a PIL image. ``shape`` is its shape, ``out`` the
+    ``pixels`` is a tensor, an array, or the bytes of a PIL image. ``shape`` is its shape, ``out_shape`` the
     result's.
     """
 
-    __slots__ = ("certain", "draws", "form", "out", "pipeline", "pixels", "recorder", "shape", "turn", "used")
+    __slots__ = (
+        "metadata_known",
+        "draws",
+        "form",
+        "out_shape",
+        "pipeline",
+        "pixels",
+        "recorder",
+        "shape",
+        "call_index",
+        "used",
+    )
 
     def __init__(
         self,
@@ -32,20 +43,20 @@ class DeferredWork:
         pipeline: TransformPipeline,
         pixels: Any,
         shape: ImageShape,
-        out: ImageShape,
+        out_shape: ImageShape,
         draws: tuple[CallDraws, ...],
-        turn: int = 0,
+        call_index: int = 0,
     ) -> None:
         lowered = _lowered(pipeline)
         self.recorder = recorder
         self.pipeline = pipeline
         self.pixels = pixels
         self.shape = shape
-        self.out = out
+        self.out_shape = out_shape
         self.draws = draws
-        self.turn = turn  # index of the call within its sample
+        self.call_index = call_index  # index of the call within its sample
         self.form: ImageForm = lowered.exit
-        self.certain = not lowered.tail
+        self.metadata_known = not lowered.tail
         self.used = False  # whether it entered a batch or was accessed
 
 
@@ -65,21 +76,23 @@ def rows_of(works: Sequence[DeferredWork]) -> list[Any]:
     for number, work in enumerate(works):
         groups.setdefault((work.pipeline.number, work.shape), []).append(number)
     rows: list[Any] = [None] * len(works)
-    for mine in groups.values():
-        group = [works[number] for number in mine]
-        for number, row in zip(mine, after(_lowered(group[0].pipeline), _run(group)), strict=True):
+    for members in groups.values():
+        group = [works[number] for number in members]
+        for number, row in zip(members, apply_tail(_lowered(group[0].pipeline), _run(group)), strict=True):
             rows[number] = row
     return rows
 
 
 def _run(works: Sequence[DeferredWork]) -> Tensor:
     numbers = [
-        columns for part in zip(*(work.draws for work in works), strict=True) for columns in numbers_of(part)
+        columns
+        for call_draws in zip(*(work.draws for work in works), strict=True)
+        for columns in numbers_of(call_draws)
     ]
     return _lowered(works[0].pipeline).run(stack([work.pixels for work in works], works[0].shape), numbers)
 
 
-def after(lowered: Lowered, batch: Tensor) -> list[Any]:
+def apply_tail(lowered: Lowered, batch: Tensor) -> list[Any]:
     """Return the rows of a batch after the single-image steps that follow the operations."""
     rows: list[Any] = list(batch.unbind())
     if not lowered.tail:
@@ -99,7 +112,7 @@ def _lowered(pipeline: TransformPipeline) -> Lowered:
     return pipeline.lowered
 
 
-def finished(work: DeferredWork, row: Tensor) -> Any:
+def finished_image(work: DeferredWork, row: Tensor) -> Any:
     """Return the image as in a plain run, with its own memory. Raises NotBatchable if it is not a tensor."""
     if work.form.kind == "pil":
         from PIL import Image

@@ -36,7 +36,7 @@ def pad(transform: Module, form: ImageForm) -> BatchOperation:
     return Pad(*sides(transform.padding), *_filling(transform, form))
 
 
-def random_crop(apart_axes: bool) -> Reader:
+def random_crop(separate_axes: bool) -> Reader:
     def read(transform: Module, form: ImageForm) -> Sequence[BatchOperation]:
         height, width = transform.size
         filling = _filling(transform, form)
@@ -46,12 +46,12 @@ def random_crop(apart_axes: bool) -> Reader:
             # v2 stores left, right, top, bottom; v1 stores the given value
             steps.append(
                 Pad(left, right, top, bottom, *filling)
-                if apart_axes
+                if separate_axes
                 else Pad(left, top, right, bottom, *filling)
             )
         if transform.pad_if_needed:
             steps.append(PadTo(height, width, *filling))
-        return [*steps, Window(height, width, apart_axes)]
+        return [*steps, Window(height, width, separate_axes)]
 
     return read
 
@@ -65,8 +65,8 @@ def normalize(transform: Module, form: ImageForm) -> BatchOperation:
     if form.kind != "tensor" or not form.dtype.is_floating_point:
         raise NotBatchable("it needs a floating-point tensor")
     mean, deviation = (
-        tuple(float(v) for v in torch.as_tensor(each).flatten().tolist())
-        for each in (transform.mean, transform.std)
+        tuple(float(v) for v in torch.as_tensor(values).flatten().tolist())
+        for values in (transform.mean, transform.std)
     )
     if 0 in torch.tensor(deviation, dtype=form.dtype):
         raise NotBatchable("it has a standard deviation of zero")
@@ -116,11 +116,11 @@ def nothing(transform: object, form: ImageForm) -> Sequence[BatchOperation]:
 
 def sides(padding: int | Sequence[int]) -> tuple[int, int, int, int]:
     """Return left, top, right and bottom of a padding given as one, two or four numbers."""
-    given = (padding,) if isinstance(padding, int) else tuple(padding)
-    found = {1: given * 4, 2: given * 2, 4: given}.get(len(given))
-    if found is None or any(not isinstance(v, int) or v < 0 for v in found):
+    values = (padding,) if isinstance(padding, int) else tuple(padding)
+    padded_sides = {1: values * 4, 2: values * 2, 4: values}.get(len(values))
+    if padded_sides is None or any(not isinstance(v, int) or v < 0 for v in padded_sides):
         raise NotBatchable(f"it has the padding {padding!r}")
-    return found[0], found[1], found[2], found[3]
+    return padded_sides[0], padded_sides[1], padded_sides[2], padded_sides[3]
 
 
 def _filling(transform: Module, form: ImageForm) -> tuple[str, tuple[float, ...]]:
@@ -129,7 +129,7 @@ def _filling(transform: Module, form: ImageForm) -> tuple[str, tuple[float, ...]
         raise NotBatchable(f"it has the padding mode {mode!r}")
     if mode != "constant":
         return mode, (0,)
-    given = (
+    values = (
         (0,)
         if fill is None
         else (fill,)
@@ -139,11 +139,11 @@ def _filling(transform: Module, form: ImageForm) -> tuple[str, tuple[float, ...]
         else ("",)
     )
     whole = not form.dtype.is_floating_point
-    if any(not isinstance(v, (int, float)) or (whole and (v != int(v) or not 0 <= v <= 255)) for v in given):
+    if any(not isinstance(v, (int, float)) or (whole and (v != int(v) or not 0 <= v <= 255)) for v in values):
         raise NotBatchable(f"it fills with {fill!r}")
-    if form.kind == "pil" and len(given) not in (1, len(form.mode)):
+    if form.kind == "pil" and len(values) not in (1, len(form.mode)):
         raise NotBatchable(f"it fills an image of mode {form.mode} with {fill!r}")
-    return mode, tuple(given)
+    return mode, tuple(values)
 
 
 def _both(name: str, v1: Reader, v2: Reader) -> dict[str, Reader]:
@@ -158,7 +158,7 @@ READERS: dict[str, Reader] = {
     **_same("RandomHorizontalFlip", flip(-1)),
     **_same("RandomVerticalFlip", flip(-2)),
     **_same("Pad", pad),
-    **_both("RandomCrop", random_crop(apart_axes=False), random_crop(apart_axes=True)),
+    **_both("RandomCrop", random_crop(separate_axes=False), random_crop(separate_axes=True)),
     **_same("CenterCrop", center_crop),
     **_same("Normalize", normalize),
     **_same("ToTensor", to_tensor),

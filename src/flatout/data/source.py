@@ -78,12 +78,12 @@ def is_pipe(dataset: Dataset) -> bool:
     return any(kind.__name__ in ("IterDataPipe", "MapDataPipe") for kind in type(dataset).__mro__)
 
 
-def fetched(dataset: Dataset, indices: Sequence[Any]) -> Any:
+def fetch_samples(dataset: Dataset, indices: Sequence[Any]) -> Any:
     """Fetch samples from a map-style data set as torch's fetcher does."""
-    together = getattr(dataset, "__getitems__", None)
-    return together(indices) if together else [dataset[index] for index in indices]
+    fetch_batch = getattr(dataset, "__getitems__", None)
+    return fetch_batch(indices) if fetch_batch else [dataset[index] for index in indices]
 
 
-def spread(length: int, count: int) -> list[int]:
+def spread_indices(length: int, count: int) -> list[int]:
     """Return evenly spread indices of a data set, including the first and the last."""
     return sorted({number * (length - 1) // max(1, count - 1) for number in range(count)}) if length else []

@@ -45,7 +45,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     keep = _keep({"mib": most})
 
     def kept(feed: Feed) -> None:
-        feed.keep = keep
+        feed.cache = keep
 
     feeds, why = try_feeds(context.training_loaders, kept, type(context.ledger)())
     if why:
@@ -73,11 +73,11 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
     def kept(loader: DataLoader, asked: dict[str, Any], feed: Feed | None) -> Any:
         feed = feed or Feed(loader)
-        feed.keep = keep
+        feed.cache = keep
         feed.listeners["keep"] = lambda sentence: context.report("cached_prefix", sentence)
         return feed
 
-    INTERCEPTION.hold(ledger)
+    INTERCEPTION.enable(ledger)
     context.feed_loaders(kept, ledger)
     return ledger.restore
 

@@ -48,16 +48,16 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
         return Skip(
             "the training data set is an IterableDataset; another number of workers could repeat or reorder its samples"
         )
-    from flatout.data.streams import can_stand_in, has_own_order, own_order, seeds_itself
+    from flatout.data.streams import can_emulate, custom_sampler, has_custom_sampler, seeds_itself
 
     live = context.training_loaders
     pin: dict[str, Any] = {"pin": True} if context.device_type == "cuda" else {}
-    if live and all(has_own_order(loader.sampler, loader.batch_sampler) for loader in live):
-        return Skip(OWN_ORDER.format(name=own_order(live[0].sampler, live[0].batch_sampler)))
+    if live and all(has_custom_sampler(loader.sampler, loader.batch_sampler) for loader in live):
+        return Skip(OWN_ORDER.format(name=custom_sampler(live[0].sampler, live[0].batch_sampler)))
     asked, cores, random = usable[0]["asked_workers"], max(1, facts.cores), context.data_is_random()
     if random and asked >= cores and not any(map(seeds_itself, context.live_loaders)):
         return Options(
-            tuple({"workers": n, **pin} for n in range(asked - 1, -1, -1) if can_stand_in(n, asked))[:4],
+            tuple({"workers": n, **pin} for n in range(asked - 1, -1, -1) if can_emulate(n, asked))[:4],
             effect=Effect.EXACT,
         )
     counts = [n for n in dict.fromkeys((1, min(2, cores), cores // 2, cores, 0)) if n != asked and n >= 0]
@@ -90,15 +90,15 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
 def _feed(loader: DataLoader, asked: dict[str, Any], feed: Any) -> Any:
     """How to make the batches if fewer workers replace the requested workers."""
-    from flatout.data.streams import can_stand_in, seeds_itself
+    from flatout.data.streams import can_emulate, seeds_itself
 
     workers = asked.get("num_workers", 0)
-    if not can_stand_in(loader.num_workers, workers) or loader.batch_sampler is None or seeds_itself(loader):
+    if not can_emulate(loader.num_workers, workers) or loader.batch_sampler is None or seeds_itself(loader):
         return feed
     from flatout.data.feed import Feed
 
     feed = feed or Feed(loader)
-    feed.as_workers = workers
+    feed.emulated_workers = workers
     return feed
 
 
@@ -118,9 +118,9 @@ def _change(dataset: Dataset, arguments: dict[str, Any], value: dict[str, Any]) 
         return arguments
     if batches < FEWEST_BATCHES:
         return arguments
-    from flatout.data.streams import can_stand_in, has_own_order, without_workers
+    from flatout.data.streams import can_emulate, has_custom_sampler, without_workers
 
-    if has_own_order(arguments.get("sampler"), arguments.get("batch_sampler")):
+    if has_custom_sampler(arguments.get("sampler"), arguments.get("batch_sampler")):
         return arguments
     asked = arguments.get("num_workers", 0)
     workers = int(value.get("workers", asked))
@@ -130,7 +130,7 @@ def _change(dataset: Dataset, arguments: dict[str, Any], value: dict[str, Any]) 
         return arguments
     changed = {**arguments, "num_workers": workers} if workers else without_workers(arguments)
     if workers:
-        changed["persistent_workers"] = arguments.get("persistent_workers", False) or not can_stand_in(
+        changed["persistent_workers"] = arguments.get("persistent_workers", False) or not can_emulate(
             workers, asked
         )
         if "prefetch" in value:

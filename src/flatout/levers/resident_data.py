@@ -46,11 +46,11 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     beside = facts.memory_bytes // MIB // SHARE
 
     def kept(feed: Feed) -> None:
-        feed.batched, feed.keep = True, CacheOptions(CacheBudget(max(most, beside) * MIB))
+        feed.batched, feed.cache = True, CacheOptions(CacheBudget(max(most, beside) * MIB))
 
     feeds, why = try_feeds(context.training_loaders, kept, type(context.ledger)())
-    if why or all(feed.refusal or feed.keeps_nothing for feed in feeds):
-        return Skip(why or feeds[0].refusal or feeds[0].keeps_nothing)
+    if why or all(feed.refusal or feed.why_no_cache for feed in feeds):
+        return Skip(why or feeds[0].refusal or feeds[0].why_no_cache)
     needed = sum(feed.store.bytes_of_all for feed in feeds if feed.store is not None)
     whole = max(1, -(-needed // MIB))
     if whole > max(most, beside):
@@ -74,7 +74,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
         raise LookupError("there is no CUDA device to make batches on")
     device_copies, keep = (
         DeviceCopies(),
-        CacheOptions(CacheBudget(value["mib"] * MIB), ahead=True, handed_on=context.handed_on),
+        CacheOptions(CacheBudget(value["mib"] * MIB), eager=True, shared_samples=context.handed_on),
     )
     return_device_copies(device_copies, ledger)
 
@@ -87,7 +87,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
     def resident(loader: DataLoader, asked: dict[str, Any], feed: Feed | None) -> Any:
         feed = feed or Feed(loader)
-        feed.batched, feed.keep = True, keep
+        feed.batched, feed.cache = True, keep
         # The device of the optimizers' weights, or the current device if the script creates them later.
         device = (
             context.device
@@ -95,16 +95,16 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
             else torch.device("cuda", torch.cuda.current_device())
         )
         feed.resident = (
-            None if feed.keeps_nothing else ResidentDevice(device, device_copies, bool(value.get("host")))
+            None if feed.why_no_cache else ResidentDevice(device, device_copies, bool(value.get("host")))
         )
-        feed.as_workers = asked.get("num_workers", 0) if not seeds_itself(loader) else 0
+        feed.emulated_workers = asked.get("num_workers", 0) if not seeds_itself(loader) else 0
         feed.listeners["keep"] = feed.listeners["batched"] = lambda sentence: context.report(
             "resident_data", sentence
         )
         return feed
 
     context.change_loaders(change, ledger)
-    INTERCEPTION.hold(ledger)
+    INTERCEPTION.enable(ledger)
     context.feed_loaders(resident, ledger)
     return ledger.restore
 
