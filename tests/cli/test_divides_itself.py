@@ -9,7 +9,7 @@ import re
 import pytest
 
 from flatout.agent.ledger import Ledger
-from flatout.distributed.single_process import for_ourselves, must_be_the_rank, one_process
+from flatout.distributed.single_process import original_init_process_group, reject_child_process, one_process
 from flatout.launch.command import Command, understand
 from flatout.schema.errors import CannotDivide
 from flatout.schema.records import TrialRecord
@@ -92,11 +92,11 @@ def test_a_split_without_a_rehearsal_is_rejected_by_the_rank_itself():
         for name in (torch.distributed, torch.distributed.distributed_c10d):
             with pytest.raises(CannotDivide, match="the script parallelises itself"):
                 name.init_process_group("gloo")
-        assert for_ourselves(torch) is really
+        assert original_init_process_group(torch) is really
     finally:
         ledger.restore()
     assert torch.distributed.init_process_group is really
-    must_be_the_rank(torch)  # flatout did not start this process
+    reject_child_process(torch)  # flatout did not start this process
     child = torch.multiprocessing.get_context("fork").Process(target=rejects)
     child.start()
     child.join()
@@ -105,7 +105,7 @@ def test_a_split_without_a_rehearsal_is_rejected_by_the_rank_itself():
 
 def rejects():
     try:
-        must_be_the_rank(torch)
+        reject_child_process(torch)
     except CannotDivide:
         os._exit(7)
 

@@ -67,9 +67,9 @@ class Attached(Listener):
         self.real_files: Callable[[], AbstractContextManager[None]] = nullcontext
         if here is not None and here.world_size > 1:
             from flatout.agent.rank_files import keep_aside, launch_folder
-            from flatout.distributed.rendezvous import of_rank_0
+            from flatout.distributed.rendezvous import broadcast_text
 
-            self.plan = Plan.from_json(json.loads(of_rank_0(torch, here, json.dumps(self.plan.to_json()))))
+            self.plan = Plan.from_json(json.loads(broadcast_text(torch, here, json.dumps(self.plan.to_json()))))
             self.real_files = keep_aside(launch_folder(here), here.rank, self.context.ledger)
         self.applier = Applier(TABLE.of(self.plan.names), request.facts, self.context)
         self.applier.start(self.plan, EARLY)

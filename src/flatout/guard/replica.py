@@ -204,7 +204,7 @@ class StepReplica:
         state = random_state(self.context)
         try:
             with (
-                self.context.data_parallel.alone()
+                self.context.data_parallel.single_rank()
                 if self.context.data_parallel is not None
                 else nullcontext()
             ):

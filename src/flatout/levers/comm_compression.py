@@ -23,7 +23,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from flatout.distributed.absent import why_left_alone, why_none
+from flatout.distributed.absent import why_not_hookable, why_not_split
 from flatout.schema.accepted import Number, Table
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
@@ -43,7 +43,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
         return Skip(why)
     torch = context.torch
     parameters = (
-        context.data_parallel.that_train()
+        context.data_parallel.trained_parameters()
         if context.data_parallel is not None
         else [p for ddp in context.ddp_modules for p in ddp.parameters() if p.requires_grad]
     )
@@ -56,7 +56,7 @@ def _why_not(context: TrainingContext) -> str:
     """Why this process sends no gradients that this lever could compress, or an empty string."""
     if context.data_parallel is not None:
         return ""
-    return why_left_alone(context.ddp_modules) if context.ddp_modules else why_none(context.torch, ONLY)
+    return why_not_hookable(context.ddp_modules) if context.ddp_modules else why_not_split(context.torch, ONLY)
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:

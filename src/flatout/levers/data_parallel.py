@@ -25,8 +25,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flatout.distributed.absent import why_none
-from flatout.distributed.division import WORDS
+from flatout.distributed.absent import why_not_split
+from flatout.distributed.division import ACCEPTED
 from flatout.job.rank_environment import this_rank
 from flatout.schema.accepted import Number, Table, Text
 from flatout.schema.enums import Effect, Moment
@@ -44,7 +44,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     return (
         Options(({"reduction": "mean"},))
         if here is not None and here.world_size > 1
-        else Skip(why_none(context.torch))
+        else Skip(why_not_split(context.torch))
     )
 
 
@@ -55,7 +55,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
     division, here = SplitSettings.read(value), this_rank()
     if here is None or here.world_size < 2:
-        raise LookupError(why_none(context.torch))
+        raise LookupError(why_not_split(context.torch))
     divided = DataParallelScript(context.torch, context, here, division, ledger)
     divided.install()
     ledger.set(context, "data_parallel", divided)
@@ -78,7 +78,7 @@ LEVER = Lever(
     apply=apply,
     accepts=(
         Table(
-            {**WORDS, "loaders": (Number(0, 1000), Text(r"(\d+(, *\d+)*)?", "numbers separated by commas"))}
+            {**ACCEPTED, "loaders": (Number(0, 1000), Text(r"(\d+(, *\d+)*)?", "numbers separated by commas"))}
         ),
     ),
     page=__doc__,

@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from flatout.distributed.absent import why_none
+from flatout.distributed.absent import why_not_split
 from flatout.schema.accepted import Number
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
@@ -36,9 +36,9 @@ ALIKE = "all bucket sizes that this lever tries give the same buckets"
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if context.data_parallel is None:
-        return Skip(why_none(context.torch))
+        return Skip(why_not_split(context.torch))
     divided = context.data_parallel
-    parameters = divided.that_train()
+    parameters = divided.trained_parameters()
     if not parameters:
         return Skip("no forward pass has used a parameter with requires_grad yet")
     from flatout.distributed.exchange import buckets_of
@@ -50,7 +50,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
             values.append(value)
     if not values:
         return Skip(ALIKE)
-    exact = divided.here.world_size == 2 and divided.transport.kind == "plain"
+    exact = divided.rank_env.world_size == 2 and divided.transport.kind == "plain"
     return Options(tuple(values), effect=Effect.EXACT if exact else Effect.ROUNDING)
 
 
@@ -61,7 +61,7 @@ def _bytes(value: Any) -> int | None:
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Raises LookupError without ranks."""
     if (divided := context.data_parallel) is None:
-        raise LookupError(why_none(context.torch))
+        raise LookupError(why_not_split(context.torch))
     ledger.set(divided, "transport", replace(divided.transport, bucket_bytes=_bytes(value)))
     return ledger.restore
 

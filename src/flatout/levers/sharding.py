@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from flatout.distributed.absent import why_none
+from flatout.distributed.absent import why_not_split
 from flatout.job.rank_environment import this_rank
 from flatout.schema.accepted import Table
 from flatout.schema.enums import Effect, Moment
@@ -41,7 +41,7 @@ OVER = ("node", "all")
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     here = this_rank()
     if here is None or here.world_size < 2:
-        return Skip(why_none(context.torch))
+        return Skip(why_not_split(context.torch))
     if not context.torch.distributed.is_available():
         return Skip("this torch was built without torch.distributed")
     return Options(({"over": "node"},))
@@ -64,7 +64,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
         Sharding(
             context.torch,
             context,
-            divided.here,
+            divided.rank_env,
             str(over),
             lambda module: repeated(context.torch, module),
             ledger,

@@ -85,14 +85,14 @@ class Rate:
         self._count = 0
 
     def step(self, end_s: float, samples: int) -> None:
-        at = self._count % self.WINDOW
-        self._ends[at], self._samples[at] = end_s, samples
+        i = self._count % self.WINDOW
+        self._ends[i], self._samples[i] = end_s, samples
         self._count += 1
 
     def samples_per_s(self) -> float | None:
-        kept = min(self._count, self.WINDOW)
-        if kept < 2:
+        count = min(self._count, self.WINDOW)
+        if count < 2:
             return None
-        first, last = (self._count - kept) % self.WINDOW, (self._count - 1) % self.WINDOW
+        first, last = (self._count - count) % self.WINDOW, (self._count - 1) % self.WINDOW
         span = self._ends[last] - self._ends[first]
-        return (sum(self._samples[:kept]) - self._samples[first]) / span if span > 0 else None
+        return (sum(self._samples[:count]) - self._samples[first]) / span if span > 0 else None
