@@ -9,8 +9,8 @@ import re
 import pytest
 
 from flatout.agent.ledger import Ledger
-from flatout.distributed.single_process import original_init_process_group, reject_child_process, one_process
-from flatout.launch.command import Command, understand
+from flatout.distributed.single_process import one_process, original_init_process_group, reject_child_process
+from flatout.launch.command import Command, parse_command
 from flatout.schema.errors import CannotDivide
 from flatout.schema.records import TrialRecord
 from flatout.tune.already_parallel import how, meant, missing
@@ -114,18 +114,18 @@ def test_the_right_command_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("train.py", "job.sh"):
         (tmp_path / name).write_text("")
-    script = understand(["python", "-u", "train.py", "--lr", "0.1"])
+    script = parse_command(["python", "-u", "train.py", "--lr", "0.1"])
     assert meant("group", script, 4).endswith("flatout run torchrun --nproc-per-node 4 train.py --lr 0.1")
-    assert meant("group", understand(["train.py", "a b"]), 2).endswith(
+    assert meant("group", parse_command(["train.py", "a b"]), 2).endswith(
         "torchrun --nproc-per-node 2 train.py 'a b'"
     )
-    assert meant("group", understand(["python", "-m", "train", "-x"]), 2).endswith(
+    assert meant("group", parse_command(["python", "-m", "train", "-x"]), 2).endswith(
         "torchrun --nproc-per-node 2 -m train -x"
     )
     assert meant("group", Command(("./job.sh",), ("./job.sh",)), 2).endswith(
         "torchrun --nproc-per-node 2 --no-python ./job.sh"
     )
-    assert meant("launcher", understand(["torchrun", "--nproc-per-node", "2", "train.py"]), 4).endswith(
+    assert meant("launcher", parse_command(["torchrun", "--nproc-per-node", "2", "train.py"]), 4).endswith(
         ": flatout run torchrun --nproc-per-node 2 train.py"
     )
     assert how("launcher") != how("group") != how("children")

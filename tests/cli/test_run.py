@@ -8,7 +8,7 @@ import signal
 import pytest
 from processes import working_in
 
-from flatout.launch.command import understand
+from flatout.launch.command import parse_command
 from flatout.probe.machine import look
 from flatout.tune.plan_files import job_folder, key_of
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
 def keys(flatout, *words):
     """The keys that a plan for this command must have, and where it is looked for."""
     with working_in(flatout.folder):
-        command = understand(words)
+        command = parse_command(words)
         return key_of(command, look()), flatout.folder / job_folder(command).plan
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset
 from flatout.data.feed import Feed
 from flatout.data.keeping import CacheBudget, CacheOptions
 from flatout.data.shared_samples import CHECKED_SAMPLES, SharedSamples
-from flatout.data.source import spread_indices
+from flatout.data.source import spread
 from flatout.data.store import TESTED_SAMPLES
 
 LENGTH = 3000
@@ -66,7 +66,7 @@ def test_the_next_program_fetches_only_a_few_samples(tmp_path):
 
 @pytest.mark.parametrize(
     "at",
-    [spread_indices(LENGTH, TESTED_SAMPLES)[3], spread_indices(LENGTH, CHECKED_SAMPLES)[100]],
+    [spread(LENGTH, TESTED_SAMPLES)[3], spread(LENGTH, CHECKED_SAMPLES)[100]],
     ids=["among the proven", "among the checked"],
 )
 def test_another_data_set_is_fetched_whole(tmp_path, at):

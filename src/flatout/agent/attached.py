@@ -69,7 +69,9 @@ class Attached(Listener):
             from flatout.agent.rank_files import keep_aside, launch_folder
             from flatout.distributed.rendezvous import broadcast_text
 
-            self.plan = Plan.from_json(json.loads(broadcast_text(torch, here, json.dumps(self.plan.to_json()))))
+            self.plan = Plan.from_json(
+                json.loads(broadcast_text(torch, here, json.dumps(self.plan.to_json())))
+            )
             self.real_files = keep_aside(launch_folder(here), here.rank, self.context.ledger)
         self.applier = Applier(TABLE.of(self.plan.names), request.facts, self.context)
         self.applier.start(self.plan, EARLY)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from flatout.compare.work_trees import HERE, WorkTrees
-from flatout.launch.command import Command, is_python, measurable, understand
+from flatout.launch.command import Command, check_measurable, is_python, parse_command
 from flatout.schema.errors import UsageError
 from flatout.schema.plan import Plan
 
@@ -47,13 +47,13 @@ def of_commands(words: Sequence[str]) -> tuple[Side, Side]:
         typed = [shlex.split(word) for word in words]
     except ValueError as error:
         raise UsageError(f"a command line cannot be split into words: {error}.") from None
-    a, b = (Side(shlex.join(one.shown), measurable(one)) for one in map(understand, typed))
+    a, b = (Side(shlex.join(one.shown), check_measurable(one)) for one in map(parse_command, typed))
     return a, b
 
 
 def of_plans(words: Sequence[str], plans: Sequence[tuple[str, Plan]]) -> tuple[Side, Side]:
     """Return the sides of one command under two plans, each with its name."""
-    a, b = (Side(f"plan {name}", measurable(understand(words)), plan) for name, plan in plans)
+    a, b = (Side(f"plan {name}", check_measurable(parse_command(words)), plan) for name, plan in plans)
     return a, b
 
 
@@ -70,9 +70,11 @@ def revisions(text: str) -> tuple[str, str]:
 def at_revision(words: Sequence[str], revision: str, trees: WorkTrees) -> Side:
     """Return the side of a command at a revision; `HERE` is the folder as it is. Raises UsageError."""
     if revision == HERE:
-        return Side("the folder as it is", measurable(understand(words)), revision=trees.commit("HEAD"))
+        return Side(
+            "the folder as it is", check_measurable(parse_command(words)), revision=trees.commit("HEAD")
+        )
     folder, commit = trees.at(revision), trees.commit(revision)
-    command = measurable(understand(words, folder))
+    command = check_measurable(parse_command(words, folder))
     paths = trees.import_paths(folder)
     before = os.environ.get("PYTHONPATH", "")
     if paths:

@@ -24,7 +24,7 @@ from flatout.data.pipelines import Pipelines, TransformPipeline
 MAX_PIXEL_BYTES = 2**28  # of deferred images; beyond this, they are computed before their batch is complete
 
 
-class DeferringRecorder:
+class BatchRecorder:
     """One batch of about ``count`` samples. ``observer`` receives transforms that were never read."""
 
     def __init__(

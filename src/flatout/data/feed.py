@@ -32,7 +32,7 @@ from flatout.data.operation import NotBatchable
 from flatout.data.pipeline_tracker import PROBED_SAMPLES, PipelineTracker, track_pipelines
 from flatout.data.pipelines import Pipelines
 from flatout.data.samples import CHANGED, KeptSamples, open_samples
-from flatout.data.source import FeedSource, cannot_feed, cannot_keep, fetch_samples, spread_indices
+from flatout.data.source import FeedSource, cannot_feed, cannot_keep, fetch_samples, spread
 from flatout.data.store import Store
 from flatout.data.streams import (
     WorkerStreams,
@@ -75,7 +75,7 @@ class Feed:
         self._has_init_fn = loader.worker_init_fn is not None
         self._reported: set[str] = set()
         self._checked_pid: int | None = None
-        self._generators: list[Any] = []  # random generators of the data set
+        self._rngs: list[Any] = []  # random generators of the data set
         # in a spawned worker until its first batch: the pipelines that it should find, and the type of its ledger
         self._spawned: tuple[Any, Any] | None = None
 
@@ -155,8 +155,8 @@ class Feed:
             self.tracker = None
             self._close_samples()
             return
-        self._generators = own_generators(self.dataset)
-        with preserve_states(self._generators):
+        self._rngs = own_generators(self.dataset)
+        with preserve_states(self._rngs):
             try:
                 self._read()
             except NotBatchable as why:
@@ -173,9 +173,9 @@ class Feed:
     def try_out(self) -> str:
         """Make a small batch both ways. Return why they differ, or "". Random generators do not change."""
         if hasattr(self.dataset, "__len__"):
-            with preserve_states(self._generators):
+            with preserve_states(self._rngs):
                 if not self.refusal and self._has_samples_or_pipelines:
-                    self._checked_batch(spread_indices(len(self.dataset), PROBED_SAMPLES))
+                    self._checked_batch(spread(len(self.dataset), PROBED_SAMPLES))
         return self.refusal
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
@@ -190,7 +190,7 @@ class Feed:
             self._checked_pid = os.getpid()
             return self._checked_batch(indices)
         # If kept samples are only gathered, only the batch operations can draw.
-        before = torch.get_rng_state() if self._can_gather else states(self._generators)
+        before = torch.get_rng_state() if self._can_gather else states(self._rngs)
         try:
             return self._make_batch(indices, self.dataset)
         except Exception as error:
@@ -219,9 +219,9 @@ class Feed:
 
     def _checked_batch(self, indices: Sequence[Any]) -> Any:
         """Return the plain batch, and check that flatout's batch and final random states are the same."""
-        self._generators = own_generators(self.dataset)
+        self._rngs = own_generators(self.dataset)
         if self.samples is not None:
-            self.samples.generators = self._generators
+            self.samples.generators = self._rngs
             if (
                 torch.utils.data.get_worker_info() is not None
                 and self._has_init_fn
@@ -230,16 +230,16 @@ class Feed:
                 self._stop_caching(
                     "samples are not kept: the script's worker_init_fn may change the data set"
                 )
-        start = states(self._generators)
+        start = states(self._rngs)
         batch = self._plain_batch(indices)
-        end = states(self._generators)
+        end = states(self._rngs)
         if self.samples is not None:  # changes by the data set's own code
             self.samples.record()
         why = self._difference(batch, indices, start, end)
         if why and self.samples is not None and self.batched:
             restore_states(start)
             self._stop_caching(f"samples are not kept: {why}")
-            with preserve_states(self._generators):
+            with preserve_states(self._rngs):
                 self.tracker = self._new_tracker()
             why = self._difference(batch, indices, start, end)
         restore_states(end)
@@ -262,7 +262,7 @@ class Feed:
                 )  # fetching has already changed the data set
                 why = why or (
                     ""
-                    if same_states(end, states(self._generators))
+                    if same_states(end, states(self._rngs))
                     else "random numbers would be drawn in a different order"
                 )
             except Exception as error:
@@ -304,10 +304,10 @@ class Feed:
         if self._spawned is None:
             return
         (signature, ledger_type), self._spawned = self._spawned, None
-        self._generators = own_generators(self.dataset)
+        self._rngs = own_generators(self.dataset)
         if ledger_type is not None:
             INTERCEPTION.enable(ledger_type())
-        with preserve_states(self._generators):
+        with preserve_states(self._rngs):
             try:
                 self.tracker = self._new_tracker()
             except Exception as error:
@@ -353,7 +353,7 @@ class Feed:
             self._read()
 
     def _new_tracker(self) -> PipelineTracker:
-        reading = PipelineReader(self.batched, self.light, self._active_cache is not None, self._generators)
+        reading = PipelineReader(self.batched, self.light, self._active_cache is not None, self._rngs)
         return track_pipelines(self.dataset, self._plain_collate, reading, partial(self._report, "batched"))
 
     def _open_samples(self, cache: CacheOptions, tracker: PipelineTracker) -> None:
@@ -363,7 +363,7 @@ class Feed:
                 cache,
                 tracker.pipelines,
                 self._has_workers,
-                self._generators,
+                self._rngs,
                 split_optional=not self.batched,
             )
         self.samples.pipelines = tracker.pipelines

@@ -25,15 +25,15 @@ class DeferredWork:
     """
 
     __slots__ = (
-        "metadata_known",
+        "call_index",
         "draws",
         "form",
+        "metadata_known",
         "out_shape",
         "pipeline",
         "pixels",
         "recorder",
         "shape",
-        "call_index",
         "used",
     )
 

@@ -34,8 +34,8 @@ def _tables() -> _Tables:
     """Return tables for Pillow's Convert.c, rgb2hsv_row and hsv2rgb, with C's promotions to double."""
     steps = torch.arange(256, dtype=torch.float32)
     up, down = steps[:, None], steps
-    spread_indices = torch.maximum(up, down).clamp(min=1)
-    up, down = up / spread_indices, down / spread_indices
+    spread = torch.maximum(up, down).clamp(min=1)
+    up, down = up / spread, down / spread
     branches = [
         up - down,
         (2.0 + up.double() - down.double()).float(),
@@ -44,9 +44,9 @@ def _tables() -> _Tables:
     circle = torch.stack(branches).double().div(6.0).add(1.0).fmod(1.0).float()
     hue = circle.double().mul(255.0).int().flatten()
 
-    highest, spread_indices = steps[:, None], steps
+    highest, spread = steps[:, None], steps
     saturation = (
-        (spread_indices / highest.clamp(min=1))
+        (spread / highest.clamp(min=1))
         .double()
         .mul(255.0)
         .floor()
@@ -76,7 +76,7 @@ def rotate_byte_hue(images: Tensor, turns: Tensor) -> Tensor:
     """Convert to HSV bytes, add to the hue byte with wrap-around, and convert back, bit for bit as Pillow."""
     tables = _tables()
     highest, below = images.amax(1), images.amax(1, keepdim=True) - images
-    spread_indices = below.amax(1)
+    spread = below.amax(1)
     red, green, blue = below.unbind(1)
     is_red, is_green = red == 0, green == 0
     up = torch.where(is_red, blue, torch.where(is_green, red, green))
@@ -84,7 +84,7 @@ def rotate_byte_hue(images: Tensor, turns: Tensor) -> Tensor:
     branch = torch.where(is_red, 0.0, torch.where(is_green, 65536.0, 131072.0))
     steps = (turns.double() * 255).int().view(-1, 1, 1)  # towards zero, as numpy.int32 does
     hue = (_lookup(tables.hue, up.mul_(256).add_(down).add_(branch)) + steps) & 255
-    index = highest * 256 + spread_indices
+    index = highest * 256 + spread
     product = _lookup(tables.saturation, index) * _lookup(tables.fraction, hue)
     product = torch.where(_lookup(tables.single_precision, hue), product.float().double(), product)
     middle = (1.0 - product).mul_(highest).add_(0.5).floor_().float()
@@ -100,10 +100,10 @@ def rotate_hue(images: Tensor, turns: Tensor, v2: bool) -> Tensor:
     """Rotate the hue of images in [0, 1]. v2 multiplies by reciprocals and adds in a different order."""
     lowest, highest = torch.aminmax(images, dim=1)
     grey = highest == lowest
-    spread_indices = highest - lowest
-    saturation = spread_indices / torch.where(grey, 1.0, highest)
+    spread = highest - lowest
+    saturation = spread / torch.where(grey, 1.0, highest)
     red, green, blue = (
-        (highest.unsqueeze(1) - images) / torch.where(grey, 1.0, spread_indices).unsqueeze(1)
+        (highest.unsqueeze(1) - images) / torch.where(grey, 1.0, spread).unsqueeze(1)
     ).unbind(1)
     is_red, is_green = images[:, 0] == highest, images[:, 1] == highest
     hue = torch.where(is_red, blue - green, torch.where(is_green, red + 2.0 - blue, green + 4.0 - red))

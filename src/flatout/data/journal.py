@@ -17,7 +17,7 @@ MAX_PATTERN_CALLS = 16  # most calls per sample that are recognised as a pattern
 class CallDraws:
     """The numbers of one call: a separate row, or an index into columns drawn for many calls."""
 
-    __slots__ = ("shared_columns", "operations", "index", "row", "shape")
+    __slots__ = ("index", "operations", "row", "shape", "shared_columns")
 
     def __init__(self, operations: tuple[BatchOperation, ...], shape: ImageShape) -> None:
         self.operations = operations

@@ -11,7 +11,7 @@ import torch
 from flatout.data.changes import DatasetState
 from flatout.data.operation import NotBatchable
 from flatout.data.shared_samples import SharedSamples
-from flatout.data.source import spread_indices
+from flatout.data.source import spread
 from flatout.data.store import TESTED_SAMPLES, Store
 from flatout.data.streams import same_states, states
 
@@ -42,7 +42,7 @@ def tested_store(
     and ``generators`` holds its random generators.
     """
     length, before = len(copy), states(generators)
-    samples = {index: fetch(index) for index in spread_indices(length, TESTED_SAMPLES)}
+    samples = {index: fetch(index) for index in spread(length, TESTED_SAMPLES)}
     store = Store(
         next(iter(samples.values())), length, options.memory.remaining_bytes, shared, options.folder
     )

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from flatout.data.deferred import deferred_image, is_deferred, materialize
-from flatout.data.deferring import DeferringRecorder
+from flatout.data.deferring import BatchRecorder
 from flatout.data.finishing import DeferredWork
 from flatout.data.images import form_of, shape_of
 from flatout.data.intercept import OriginalCall, recording
@@ -41,7 +41,7 @@ class ReplayProgram(Constant):
 class UnreadResult:
     """Stands for the result of an unread transform while its sample is kept. It can only be passed on."""
 
-    __slots__ = ("pipeline", "call_index")
+    __slots__ = ("call_index", "pipeline")
 
     def __init__(self, pipeline: TransformPipeline, call_index: int) -> None:
         self.pipeline = pipeline
@@ -182,7 +182,7 @@ def _without_metadata(image: Any) -> Any:
 
 
 def replay_sample(
-    kept: tuple[Any, tuple[Any, ...], ReplayProgram], pipelines: Pipelines, recorder: DeferringRecorder
+    kept: tuple[Any, tuple[Any, ...], ReplayProgram], pipelines: Pipelines, recorder: BatchRecorder
 ) -> Any:
     """Rebuild a kept sample by making its calls again."""
     structure, sources, program = kept

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from flatout.data.batch_comparison import difference
-from flatout.data.deferring import DeferringRecorder
+from flatout.data.deferring import BatchRecorder
 from flatout.data.images import copy_image, same_pixels
 from flatout.data.intercept import OriginalCall, package_of, recording
 from flatout.data.lowering import Lowered, count_deterministic, extend, lower
@@ -54,7 +54,7 @@ class CallObserver:
     """Records the first calls of each transform. With ``on_copies``, transforms get copies of the images."""
 
     def __init__(self, generators: Sequence[Any], on_copies: bool) -> None:
-        self._generators = generators
+        self._rngs = generators
         self._on_copies = on_copies
         self._counts: Counter[int] = Counter()
         self._results: dict[int, tuple[Any, TransformCall]] = {}
@@ -66,7 +66,7 @@ class CallObserver:
                 return original(transform, image)
         self._counts[id(transform)] += 1
         input_copy, argument = copy_image(image), copy_image(image) if self._on_copies else image
-        before = states(self._generators)
+        before = states(self._rngs)
         with recording(None):
             result = original(transform, argument)
         parent = self._results.get(id(image), (None, None))[1]
@@ -76,7 +76,7 @@ class CallObserver:
             input_copy,
             copy_image(result),
             before,
-            states(self._generators),
+            states(self._rngs),
             not same_pixels(input_copy, argument),
         )
         self.calls.append(call)
@@ -247,7 +247,7 @@ def _mismatch(pipeline: TransformPipeline, calls: Sequence[TransformCall], gener
             member.transform is not link.transform for member, link in zip(chain, links, strict=True)
         ):
             continue
-        recorder = DeferringRecorder(Pipelines(), draw_now=True)
+        recorder = BatchRecorder(Pipelines(), draw_now=True)
         image = copy_image(chain[0].image)
         with recording(None):
             for member, link in zip(chain, links, strict=True):

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import ConcatDataset
 
-from flatout.data.deferring import DeferringRecorder
+from flatout.data.deferring import BatchRecorder
 from flatout.data.inspection import inspection_copy
 from flatout.data.intercept import INTERCEPTION, recording
 from flatout.data.observing import CallObserver, InPlaceTransform, PipelineReader
 from flatout.data.operation import NotBatchable
 from flatout.data.pipelines import Pipelines, TransformPipeline
-from flatout.data.source import fetch_samples, spread_indices
+from flatout.data.source import fetch_samples, spread
 from flatout.data.streams import preserve_states, restore_states, states
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class PipelineTracker:
         for _ in range(MAX_ROUNDS):
             if not self.pipelines.batched:
                 return
-            recorder = DeferringRecorder(self.pipelines, draw_now=True, batch_size=PROBED_SAMPLES)
+            recorder = BatchRecorder(self.pipelines, draw_now=True, batch_size=PROBED_SAMPLES)
             with recording(recorder):
                 samples = fetch()
                 recorder.collating = True
@@ -113,7 +113,7 @@ class PipelineTracker:
     # -- batches --------------------------------------------------------------------------------------------
 
     def batch(
-        self, samples_of: Callable[[DeferringRecorder], Any], collate: Callable[[Any], Any], batch_size: int
+        self, samples_of: Callable[[BatchRecorder], Any], collate: Callable[[Any], Any], batch_size: int
     ) -> Any:
         """Return the batch of these ``batch_size`` samples. A retry uses the same random numbers."""
         for _ in range(MAX_ROUNDS):
@@ -136,9 +136,9 @@ class PipelineTracker:
             restore_states(before)
         raise NotBatchable("its images are used in a way that flatout cannot follow")
 
-    def recorder(self, batch_size: int = 8) -> DeferringRecorder:
+    def recorder(self, batch_size: int = 8) -> BatchRecorder:
         """Return the recorder of one batch."""
-        return DeferringRecorder(self.pipelines, self.draw_now, batch_size, self._observer)
+        return BatchRecorder(self.pipelines, self.draw_now, batch_size, self._observer)
 
     def review(self) -> None:
         """After a batch, disable pipelines without a gain, and read transforms called for the first time."""
@@ -164,7 +164,7 @@ def track_pipelines(
     INTERCEPTION.add_classes()
     tracker = PipelineTracker(reader, report, observes_batches=reader.batched and not reader.keeping)
     if hasattr(dataset, "__len__"):
-        copy, indices = inspection_copy(dataset), spread_indices(len(dataset), PROBED_SAMPLES)
+        copy, indices = inspection_copy(dataset), spread(len(dataset), PROBED_SAMPLES)
         if isinstance(dataset, ConcatDataset):
             indices = sorted({*indices, *dataset.cumulative_sizes[:MAX_PARTS], 0} - {len(dataset)})
         tracker.probe(lambda: fetch_samples(copy, indices), collate)

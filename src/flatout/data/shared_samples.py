@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flatout.data.source import spread_indices
+from flatout.data.source import spread
 from flatout.data.store import TESTED_SAMPLES, Store
 
 CHECKED_SAMPLES = 256  # samples that are fetched again and compared before a file is used
@@ -59,7 +59,7 @@ class SharedSamples:
                 column.copy_(content[offset : offset + len(column)])
                 offset += len(column)
         store.filled.fill_(True)
-        if all(holds(index) for index in spread_indices(store.rows, CHECKED_SAMPLES)):
+        if all(holds(index) for index in spread(store.rows, CHECKED_SAMPLES)):
             return True
         store.filled.fill_(False)  # including earlier rows: the file may have replaced them
         return False
@@ -88,7 +88,7 @@ class SharedSamples:
             return None
         digest = hashlib.blake2b(repr((store.template, store.length)).encode(), digest_size=16)
         for column in store.columns:
-            rows = column[spread_indices(store.length, TESTED_SAMPLES)]
+            rows = column[spread(store.length, TESTED_SAMPLES)]
             digest.update(memory_of(rows))
         return self.folder / f"{digest.hexdigest()}.samples"
 

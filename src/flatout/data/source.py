@@ -84,6 +84,6 @@ def fetch_samples(dataset: Dataset, indices: Sequence[Any]) -> Any:
     return fetch_batch(indices) if fetch_batch else [dataset[index] for index in indices]
 
 
-def spread_indices(length: int, count: int) -> list[int]:
+def spread(length: int, count: int) -> list[int]:
     """Return evenly spread indices of a data set, including the first and the last."""
     return sorted({number * (length - 1) // max(1, count - 1) for number in range(count)}) if length else []

@@ -166,8 +166,8 @@ class WorkerStreams:
 
     def _reset(self) -> None:
         self._process = os.getpid()
-        self._generators = own_generators(self._dataset)
-        self._states = [(*seeded, states(self._generators)[3]) for seeded in self._initial_states]
+        self._rngs = own_generators(self._dataset)
+        self._states = [(*seeded, states(self._rngs)[3]) for seeded in self._initial_states]
 
     @contextmanager
     def batch(self) -> Iterator[None]:
@@ -177,12 +177,12 @@ class WorkerStreams:
             self._reset()
         if self._batch is None:
             self._batch = info.id if info is not None else 0
-        process_states, worker = states(self._generators), self._batch % self.workers
+        process_states, worker = states(self._rngs), self._batch % self.workers
         restore_states(self._states[worker])
         try:
             yield
         finally:
-            self._states[worker] = states(self._generators)
+            self._states[worker] = states(self._rngs)
             restore_states(process_states)
             self._batch += info.num_workers if info is not None else 1
 

@@ -25,12 +25,12 @@ class RankBatches:
     """``share`` is the part of the batch that this rank is computing; None before the first one."""
 
     def __init__(
-        self, torch: ModuleType, context: TrainingContext, rank_env: RankEnvironment, division: SplitSettings
+        self, torch: ModuleType, context: TrainingContext, env: RankEnvironment, division: SplitSettings
     ) -> None:
-        self.torch, self.context, self.rank_env, self.division = torch, context, rank_env, division
+        self.torch, self.context, self.env, self.division = torch, context, env, division
         self.share: BatchShare | None = None
         self.in_forward = False  # in a forward pass of the model
-        self.streams, self.host = Streams(torch, rank_env.rank), HostStreams(rank_env.rank)
+        self.streams, self.host = Streams(torch, env.rank), HostStreams(env.rank)
 
     def install(self, ledger: Ledger) -> None:
         torch = self.torch
@@ -57,11 +57,11 @@ class RankBatches:
         samples = samples if samples is not None else self.context.samples_in(batch)
         if samples is None:
             raise CannotDivide("its batches hold no tensor with one row per sample")
-        if self.share is None and samples < self.rank_env.world_size:
+        if self.share is None and samples < self.env.world_size:
             raise CannotDivide(
-                f"its first batch has {samples} sample{'s' * (samples > 1)}, fewer than the {self.rank_env.world_size} ranks"
+                f"its first batch has {samples} sample{'s' * (samples > 1)}, fewer than the {self.env.world_size} ranks"
             )
-        self.share = part = share(samples, self.rank_env.rank, self.rank_env.world_size)
+        self.share = part = share(samples, self.env.rank, self.env.world_size)
         return self.context.rows_of(batch, samples, part.start, part.stop)
 
     def _is_training(self, loader: DataLoader) -> bool:
@@ -73,7 +73,7 @@ class RankBatches:
         )
 
     def _wrap_iterator_init(self, init: Callable[..., Any]) -> Callable[..., Any]:
-        batches, rank_env, division = self, self.rank_env, self.division
+        batches, env, division = self, self.env, self.division
 
         def init_split(iterator: _BaseDataLoaderIter, loader: DataLoader) -> None:
             init(iterator, loader)
@@ -82,11 +82,11 @@ class RankBatches:
             iterator.flatout_split = division.batches
             if division.batches == INDEX:
                 iterator._index_sampler = SplitBatches(
-                    iterator._index_sampler, rank_env.rank, rank_env.world_size
+                    iterator._index_sampler, env.rank, env.world_size
                 )
                 iterator._sampler_iter = iter(iterator._index_sampler)
             if division.draws == OWN:  # workers of different ranks need different random numbers
-                iterator._base_seed = offset(iterator._base_seed, rank_env.rank)
+                iterator._base_seed = offset(iterator._base_seed, env.rank)
 
         return init_split
 

@@ -48,13 +48,13 @@ class DataParallelScript:
         self,
         torch: ModuleType,
         context: TrainingContext,
-        rank_env: RankEnvironment,
+        env: RankEnvironment,
         division: SplitSettings,
         ledger: Ledger,
     ) -> None:
-        self.torch, self.context, self.rank_env, self.division = torch, context, rank_env, division
+        self.torch, self.context, self.env, self.division = torch, context, env, division
         self.ledger = ledger
-        self.batches = RankBatches(torch, context, rank_env, division)
+        self.batches = RankBatches(torch, context, env, division)
         self.has_joined = False
         self.roots: list[weakref.ref[Any]] = []
         self.depth = 0  # of forward passes of the roots
@@ -117,7 +117,7 @@ class DataParallelScript:
         parameters = [*module.parameters()]
         if not self.has_joined:
             self.has_joined = True
-            join(self.torch, self.rank_env, parameters[0].device, self.ledger)
+            join(self.torch, self.env, parameters[0].device, self.ledger)
         self.roots.append(weakref.ref(module))
         self._make_equal([*(p for p in parameters if not self._is_sharded(p)), *module.buffers()])
         if self.sharding is not None:
@@ -250,7 +250,7 @@ class DataParallelScript:
         part = self.batches.share
         if self.division.batches != WHOLE or part is None or part.size == part.samples:
             return output
-        return join_outputs(self.torch, output, part, self.rank_env.world_size)
+        return join_outputs(self.torch, output, part, self.env.world_size)
 
     def _live_roots(self) -> list[Any]:
         return [root for ref in self.roots if (root := ref()) is not None]
@@ -270,8 +270,8 @@ class DataParallelScript:
         assert self.batches.share is not None
         weight = self.batches.share.weight
         if self.division.batches == WHOLE or self.division.reduction == SUM:
-            return float(self.rank_env.world_size) if weight else 0.0
-        return weight * self.rank_env.world_size
+            return float(self.env.world_size) if weight else 0.0
+        return weight * self.env.world_size
 
     def _current_exchange(self) -> Exchange:
         """The exchange for the coming backward pass."""
@@ -285,7 +285,7 @@ class DataParallelScript:
             self.close_exchange()
             by_optimizer = len(self.context.optimizers) > 1
             exchange = self.exchange = Exchange(
-                self.torch, self.rank_env, parameters, by_optimizer, transport
+                self.torch, self.env, parameters, by_optimizer, transport
             )
             exchange.may_leave_early &= self.sharding is None  # its own exchanges run at that time
         exchange.begin()

@@ -120,14 +120,14 @@ class Exchange:
     def __init__(
         self,
         torch: ModuleType,
-        rank_env: RankEnvironment,
+        env: RankEnvironment,
         parameters: Sequence[Any],
         by_optimizer: bool,
         transport: Transport,
     ) -> None:
-        self.torch, self.rank_env, self.parameters, self.by_optimizer = (
+        self.torch, self.env, self.parameters, self.by_optimizer = (
             torch,
-            rank_env,
+            env,
             list(parameters),
             by_optimizer,
         )
@@ -205,7 +205,7 @@ class Exchange:
             for number, flat in zip(numbers, means, strict=True):
                 self._write_back(self.buckets[number], flat, used)
         self.traffic = Traffic(self.sender.sent_bytes, len(means), left_early)
-        return list(extra[: len(values)] / self.rank_env.world_size)
+        return list(extra[: len(values)] / self.env.world_size)
 
     def _updated_buckets(self) -> list[int]:
         """The buckets that received a gradient on any rank."""

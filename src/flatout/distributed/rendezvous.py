@@ -19,33 +19,33 @@ if TYPE_CHECKING:
 TIMEOUT_S = 1800.0  # torch's default: a rank may evaluate for long before it arrives
 
 
-def join(torch: ModuleType, rank_env: RankEnvironment, device: Device, ledger: Ledger) -> None:
+def join(torch: ModuleType, env: RankEnvironment, device: Device, ledger: Ledger) -> None:
     """Create the process group for tensors on the model's ``device``.
 
     Hide it from the script: a script that asks whether there are ranks would start to parallelise itself.
     """
-    distributed, store_ = torch.distributed, store(torch, rank_env, TIMEOUT_S)
-    backend = "gloo" if device.type != "cuda" else _backend_of_cuda(torch, rank_env, store_, device)
+    distributed, store_ = torch.distributed, store(torch, env, TIMEOUT_S)
+    backend = "gloo" if device.type != "cuda" else _backend_of_cuda(torch, env, store_, device)
     original_init_process_group(torch)(
-        backend, store=store_, rank=rank_env.rank, world_size=rank_env.world_size
+        backend, store=store_, rank=env.rank, world_size=env.world_size
     )
     ledger.call("process group", distributed.destroy_process_group)
     ledger.set(distributed, "is_initialized", lambda: False)
 
 
-def _backend_of_cuda(torch: ModuleType, rank_env: RankEnvironment, store_: Store, device: Device) -> str:
+def _backend_of_cuda(torch: ModuleType, env: RankEnvironment, store_: Store, device: Device) -> str:
     """NCCL needs one device per rank; ranks that share a device use gloo."""
     if not torch.distributed.is_nccl_available():
         return "gloo"
     store_.set(
-        f"device {rank_env.rank}", f"{os.uname().nodename} {torch.cuda.get_device_properties(device).uuid}"
+        f"device {env.rank}", f"{os.uname().nodename} {torch.cuda.get_device_properties(device).uuid}"
     )
-    devices = {store_.get(f"device {rank}") for rank in range(rank_env.world_size)}
-    return "cpu:gloo,cuda:nccl" if len(devices) == rank_env.world_size else "gloo"
+    devices = {store_.get(f"device {rank}") for rank in range(env.world_size)}
+    return "cpu:gloo,cuda:nccl" if len(devices) == env.world_size else "gloo"
 
 
-def store(torch: ModuleType, rank_env: RankEnvironment, timeout_s: float) -> Any:
-    """The torch store for the rendezvous of ``rank_env``.
+def store(torch: ModuleType, env: RankEnvironment, timeout_s: float) -> Any:
+    """The torch store for the rendezvous of ``env``.
 
     Raises DistError if it is unreachable within the timeout.
 
@@ -54,14 +54,14 @@ def store(torch: ModuleType, rank_env: RankEnvironment, timeout_s: float) -> Any
     timeout = type(torch.distributed.constants.default_pg_timeout)(
         seconds=timeout_s
     )  # a datetime.timedelta, without the clocks of its module
-    address = urlsplit(rank_env.rendezvous)
+    address = urlsplit(env.rendezvous)
     if address.scheme == "file":
-        store_ = torch.distributed.FileStore(address.path, rank_env.world_size)
+        store_ = torch.distributed.FileStore(address.path, env.world_size)
         store_.set_timeout(timeout)
         return store_
     if address.scheme != "tcp" or not address.hostname or not address.port:
         raise ValueError(
-            f"{RENDEZVOUS}={rank_env.rendezvous} is not a valid rendezvous. Use file:///path or tcp://host:port/round"
+            f"{RENDEZVOUS}={env.rendezvous} is not a valid rendezvous. Use file:///path or tcp://host:port/round"
         )
     store_ = torch.distributed.TCPStore(
         address.hostname, address.port, is_master=False, timeout=timeout, wait_for_workers=False
@@ -69,11 +69,11 @@ def store(torch: ModuleType, rank_env: RankEnvironment, timeout_s: float) -> Any
     return torch.distributed.PrefixStore(f"flatout{address.path}", store_)
 
 
-def broadcast_text(torch: ModuleType, rank_env: RankEnvironment, text: str) -> str:
+def broadcast_text(torch: ModuleType, env: RankEnvironment, text: str) -> str:
     """Return the ``text`` of rank 0. On one machine all ranks have the same."""
-    if rank_env.rendezvous.startswith("file:"):
+    if env.rendezvous.startswith("file:"):
         return text
-    store_ = store(torch, rank_env, TIMEOUT_S)
-    if rank_env.rank == 0:
+    store_ = store(torch, env, TIMEOUT_S)
+    if env.rank == 0:
         store_.set("text", text)
     return str(store_.get("text").decode())

@@ -38,15 +38,15 @@ class Sharding:
         self,
         torch: ModuleType,
         context: TrainingContext,
-        rank_env: RankEnvironment,
+        env: RankEnvironment,
         over: str,
         blocks_of: Callable[[Module], list[Module]],
         ledger: Ledger,
     ) -> None:
-        self.torch, self.context, self.rank_env, self.over, self.blocks_of = (
+        self.torch, self.context, self.env, self.over, self.blocks_of = (
             torch,
             context,
-            rank_env,
+            env,
             over,
             blocks_of,
         )
@@ -54,7 +54,7 @@ class Sharding:
         self.mesh: Any = None
         self.hooked: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose layers may be called separately
         self.open_calls: list[Any] = []  # modules being called in pieces
-        self.interop = DTensorInterop(torch, rank_env.world_size, ledger)
+        self.interop = DTensorInterop(torch, env.world_size, ledger)
         self.formats = Formats(torch, self, ledger)
         self._hooks: list[Any] = []
         ledger.call("hooks of pieces", self._remove_hooks)
@@ -186,16 +186,16 @@ class Sharding:
     def _mesh(self, device_type: str) -> Any:
         from torch.distributed.device_mesh import DeviceMesh
 
-        rank_env, ranks = self.rank_env, self.torch.arange(self.rank_env.world_size)
+        env, ranks = self.env, self.torch.arange(self.env.world_size)
         if (
             self.over == ALL
-            or rank_env.local_world_size >= rank_env.world_size
-            or rank_env.local_world_size < MIN_NODE_RANKS
-            or rank_env.world_size % rank_env.local_world_size
+            or env.local_world_size >= env.world_size
+            or env.local_world_size < MIN_NODE_RANKS
+            or env.world_size % env.local_world_size
         ):
             return DeviceMesh(device_type, ranks, mesh_dim_names=("shard",))
         return DeviceMesh(
-            device_type, ranks.view(-1, rank_env.local_world_size), mesh_dim_names=("replicate", "shard")
+            device_type, ranks.view(-1, env.local_world_size), mesh_dim_names=("replicate", "shard")
         )
 
     @staticmethod

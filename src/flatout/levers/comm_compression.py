@@ -56,7 +56,9 @@ def _why_not(context: TrainingContext) -> str:
     """Why this process sends no gradients that this lever could compress, or an empty string."""
     if context.data_parallel is not None:
         return ""
-    return why_not_hookable(context.ddp_modules) if context.ddp_modules else why_not_split(context.torch, ONLY)
+    return (
+        why_not_hookable(context.ddp_modules) if context.ddp_modules else why_not_split(context.torch, ONLY)
+    )
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:

@@ -78,7 +78,10 @@ LEVER = Lever(
     apply=apply,
     accepts=(
         Table(
-            {**ACCEPTED, "loaders": (Number(0, 1000), Text(r"(\d+(, *\d+)*)?", "numbers separated by commas"))}
+            {
+                **ACCEPTED,
+                "loaders": (Number(0, 1000), Text(r"(\d+(, *\d+)*)?", "numbers separated by commas")),
+            }
         ),
     ),
     page=__doc__,

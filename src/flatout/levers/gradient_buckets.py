@@ -50,7 +50,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
             values.append(value)
     if not values:
         return Skip(ALIKE)
-    exact = divided.rank_env.world_size == 2 and divided.transport.kind == "plain"
+    exact = divided.env.world_size == 2 and divided.transport.kind == "plain"
     return Options(tuple(values), effect=Effect.EXACT if exact else Effect.ROUNDING)
 
 

@@ -64,7 +64,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
         Sharding(
             context.torch,
             context,
-            divided.rank_env,
+            divided.env,
             str(over),
             lambda module: repeated(context.torch, module),
             ledger,

@@ -20,7 +20,7 @@ class RandomState:
     ``device`` is the model's.
     """
 
-    __slots__ = ("_device", "_numpy", "_device_state", "_python", "_torch", "_torch_state")
+    __slots__ = ("_device", "_device_state", "_numpy", "_python", "_torch", "_torch_state")
 
     def __init__(self, torch: ModuleType, device: Device = None, others: bool = True) -> None:
         self._torch, self._device = torch, device

@@ -97,7 +97,7 @@ class Compiling:
         try:
             if not trial.is_ready(trial.started_s + LONGEST_S, wait_s):
                 return False
-            trial.hold(look_again=True)
+            trial.hold(rescan=True)
             tuning.interleaver.background.remove(trial)
             self._measure(trial)
         except ProgramGone as gone:

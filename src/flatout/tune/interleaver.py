@@ -128,7 +128,7 @@ class Interleaver(BlockTimer):
 
     def _stop_background(self) -> None:
         for trial in self.background:
-            trial.hold(look_again=True)
+            trial.hold(rescan=True)
 
     def enter(
         self, plan: Plan, seed: int, timeout_s: float, perturbation: float = 0.0, alone: bool = False

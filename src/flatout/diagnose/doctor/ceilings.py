@@ -32,7 +32,7 @@ def measure(facts: Facts, tell: Callable[[str], None]) -> CeilingsRecord:
     with temporary_folder("bench") as place:
         out = place / "figures.jsonl"
         tell("matrix products and memory")
-        run = TimedCommand([*PYTHON, "flatout.measure.bench", str(out)], environment).answer(LIMIT_S)
+        run = TimedCommand([*PYTHON, "flatout.measure.bench", str(out)], environment).result(LIMIT_S)
         for line in json_lines(out):
             if isinstance(line.get("ceiling"), dict):
                 record.ceilings.append(Ceiling.from_json(line["ceiling"]))

@@ -66,9 +66,9 @@ class SnapshotTaker:
         snapshot = gather(MachineSnapshot(flatout=__version__, created=today()), self._root)
         until = seconds() + PROGRAM_LIMIT_S
         snapshot.runs = {
-            name: asked.answer(max(until - seconds(), 0.1)) for name, asked in self._programs.items()
+            name: asked.result(max(until - seconds(), 0.1)) for name, asked in self._programs.items()
         }
-        snapshot.runs[TORCH] = self._torch.answer(torch_limit_s)
+        snapshot.runs[TORCH] = self._torch.result(torch_limit_s)
         snapshot.torch = {
             str(record.pop("stage")): record for record in json_lines(self._written) if "stage" in record
         }
