@@ -131,14 +131,12 @@ class DatasetState:
         )
 
     def _block_sums(self, tensor: Tensor) -> tuple[Any, ...]:
-        """Return the sum of every 2 KiB."""
         size = tensor.numel() * tensor.element_size()
         if size > self._remaining_bytes or tensor.layout != torch.strided or tensor.is_quantized:
             return ()
         self._remaining_bytes -= size
-        octets = (
-            tensor.reshape(-1).unsqueeze(-1).view(torch.uint8).flatten()
-        )  # one element may have any stride
+        # one element may have any stride
+        octets = tensor.reshape(-1).unsqueeze(-1).view(torch.uint8).flatten()
         whole = len(octets) // 2048 * 2048
         remainder = octets[whole:].tolist()
         if octets.storage_offset() % 8:
@@ -188,9 +186,8 @@ def _data_in(dataset: Dataset) -> Iterator[Any]:
 
 
 def _is_array(value: object) -> bool:
-    return (
-        type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
-    )  # a memory-mapped file is not read
+    # a memory-mapped file is not read
+    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
 
 
 def _is_small(thing: Any) -> bool:

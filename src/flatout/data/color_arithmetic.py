@@ -53,9 +53,8 @@ class PillowColorArithmetic:
     def contrast(self, images: Tensor, factors: Tensor) -> Tensor:
         grey = images if images.shape[1] == 1 else self.grey(images)
         count = grey[0].numel()
-        mean = (
-            divide_in_place(grey.sum(dim=(1, 2, 3), dtype=torch.float64), count).add_(0.5).floor_()
-        )  # ImageStat divides Python's integers
+        # ImageStat divides Python's integers
+        mean = divide_in_place(grey.sum(dim=(1, 2, 3), dtype=torch.float64), count).add_(0.5).floor_()
         return self._blend(_per_image(mean.float()), images, factors)
 
     def saturation(self, images: Tensor, factors: Tensor) -> Tensor:

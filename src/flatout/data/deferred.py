@@ -33,8 +33,6 @@ class Pending(Protocol):
 
 
 class _Deferred(Tensor):
-    """Common base of all deferred tensors."""
-
     pending: Pending
 
     @classmethod

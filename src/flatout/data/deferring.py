@@ -82,7 +82,6 @@ class BatchRecorder:
         return image
 
     def _defer_again(self, pipeline: TransformPipeline, image: object) -> Any:
-        """Call a transform on an image that another call deferred."""
         before: DeferredWork = vars(image)["pending"]
         out_shape = pipeline.out_shape(before.out_shape)
         if out_shape is None:
@@ -162,9 +161,8 @@ class BatchRecorder:
         for work in works:
             work.used = True
             work.pipeline.batched_count += self.collating or len(works) >= self._batch_size
-            work.pipeline.single_count += (
-                not self.collating and len(works) < self._batch_size
-            )  # for example, a few views of one sample
+            # for example, a few views of one sample
+            work.pipeline.single_count += not self.collating and len(works) < self._batch_size
         return batch
 
     def draw_pending(self) -> bool:

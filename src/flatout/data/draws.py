@@ -97,7 +97,6 @@ def draw_columns(kinds: Sequence[Draw], rows: int, generator: torch.Generator | 
 
 
 def _next_words(count: int, generator: torch.Generator) -> Tensor:
-    """Return the next words as int64 [count]; ``count`` is even."""
     pairs = torch.empty(count // 2, dtype=torch.int64).random_(-(2**63), None, generator=generator)
     return torch.stack((pairs >> 32 & 0xFFFFFFFF, pairs & 0xFFFFFFFF), dim=1).flatten()
 

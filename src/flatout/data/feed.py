@@ -179,7 +179,6 @@ class Feed:
         return self.refusal
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
-        """Return the finished batch of these samples."""
         self._begin_in_worker()
         if self.refusal or not self._has_samples_or_pipelines:
             return self._plain_batch(indices)
@@ -209,7 +208,6 @@ class Feed:
 
     @property
     def _can_gather(self) -> bool:
-        """Return whether all samples are kept, need no single-image step, and use default collation."""
         if self.samples is None or self._plain_collate is not default_collate:
             return False
         return self.samples.store.full and can_gather(self.pipelines, self.samples.store)
@@ -218,7 +216,6 @@ class Feed:
         return self._plain_collate(fetch_samples(self.dataset, indices))
 
     def _checked_batch(self, indices: Sequence[Any]) -> Any:
-        """Return the plain batch, and check that flatout's batch and final random states are the same."""
         self._rngs = own_generators(self.dataset)
         if self.samples is not None:
             self.samples.generators = self._rngs
@@ -394,7 +391,6 @@ class Feed:
         self._report("keep", why)
 
     def _pause(self, why: str) -> None:
-        """Stop until the next epoch."""
         self._close_samples()
         self.tracker = None
         self._report("keep", why)

@@ -72,7 +72,6 @@ def gather_batch(
 
 
 def _images(column: Tensor, cell: Cell) -> Tensor:
-    """Return the images as [B, C, H, W]."""
     return (
         column
         if cell.kind != "array"

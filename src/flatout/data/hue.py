@@ -46,14 +46,7 @@ def _tables() -> _Tables:
 
     highest, spread = steps[:, None], steps
     saturation = (
-        (spread / highest.clamp(min=1))
-        .double()
-        .mul(255.0)
-        .floor()
-        .clamp(max=255)
-        .div(255.0)
-        .float()
-        .double()
+        (spread / highest.clamp(min=1)).double().mul(255.0).floor().clamp(max=255).div(255.0).float().double()
     )
     lowest = ((1.0 - saturation) * highest.double() + 0.5).floor().float()
 
@@ -102,9 +95,9 @@ def rotate_hue(images: Tensor, turns: Tensor, v2: bool) -> Tensor:
     grey = highest == lowest
     spread = highest - lowest
     saturation = spread / torch.where(grey, 1.0, highest)
-    red, green, blue = (
-        (highest.unsqueeze(1) - images) / torch.where(grey, 1.0, spread).unsqueeze(1)
-    ).unbind(1)
+    red, green, blue = ((highest.unsqueeze(1) - images) / torch.where(grey, 1.0, spread).unsqueeze(1)).unbind(
+        1
+    )
     is_red, is_green = images[:, 0] == highest, images[:, 1] == highest
     hue = torch.where(is_red, blue - green, torch.where(is_green, red + 2.0 - blue, green + 4.0 - red))
     hue = hue.mul_(1.0 / 6.0) if v2 else divide_in_place(hue, 6)

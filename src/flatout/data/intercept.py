@@ -122,7 +122,6 @@ INTERCEPTION = _Interception()
 
 
 def _classes() -> list[type]:
-    """Return the transform classes of the imported libraries."""
     classes: list[type] = []
     for module, is_transform in (
         ("torchvision.transforms.transforms", _is_v1),

@@ -174,7 +174,6 @@ def _reads_only_pixels(step: object) -> bool:
 
 
 def _without_metadata(image: Any) -> Any:
-    """Return a PIL image without the metadata of its file."""
     if hasattr(image, "getbands") and "transparency" not in image.info:
         image = image.copy()
         image.info = {}

@@ -54,9 +54,8 @@ class Lowered:
 
     def run(self, images: Tensor, numbers: Sequence[Sequence[Any]]) -> Tensor:
         """Run the operations on images [B, C, H, W]. The result is contiguous."""
-        images = (
-            images.contiguous()
-        )  # channels first, so that windows, flips and floats are long runs of memory
+        # channels first, so that windows, flips and floats are long runs of memory
+        images = images.contiguous()
         for operation, columns in zip(self.operations, numbers, strict=True):
             if images.device.type != "cpu":
                 columns = [
@@ -133,9 +132,8 @@ def lower(transform: object, images: Sequence[Any], light: bool = False, unfinis
             reasons["its transforms may change the images of the data set in place"] = None
             continue
         candidate = _longest_run(steps, start, form, light, reasons, unfinished)
-        if candidate is not None and any(
-            draws_numbers[candidate.end :]
-        ):  # it would draw only after all images have drawn for the operations
+        # it would draw only after all images have drawn for the operations
+        if candidate is not None and any(draws_numbers[candidate.end :]):
             reasons[
                 f"{type(steps[draws_numbers.index(True, candidate.end)]).__name__} draws random numbers after the transforms that could run on a batch"
             ] = None
@@ -206,7 +204,6 @@ def _longest_run(
     reasons: dict[str, None],
     unfinished: bool = False,
 ) -> Lowered | None:
-    """Return the longest run from here that ends in tensors: any next step can take rows of a batch."""
     form, operations = entry, list[BatchOperation]()
     run: Lowered | None = None
     for position in range(start, len(steps)):
@@ -247,7 +244,6 @@ def count_deterministic(steps: Sequence[Any], images: Iterable[Any]) -> int:
 
 
 def _describe(images: Sequence[Any]) -> tuple[ImageForm | None, bool]:
-    """Return the common form of the images (or None), and whether they have one shape."""
     forms, shapes = (
         {form_of(image) for image in images},
         {shape_of(image) if form_of(image) else None for image in images},

@@ -141,7 +141,6 @@ class PipelineReader:
         has_successor: bool,
         reasons: dict[str, None],
     ) -> None:
-        """Add the pipeline of these calls, if any."""
         transform = group[0].transform
         lowered = None
         if self.batched:
@@ -156,9 +155,8 @@ class PipelineReader:
             and lowered.exit.kind == "tensor"
             and {type(call.result) for call in group} == {Tensor}
         ):
-            lowered = replace(
-                lowered, exit=replace(lowered.exit, tv=False)
-            )  # v1 turns torchvision's images into plain tensors
+            # v1 turns torchvision's images into plain tensors
+            lowered = replace(lowered, exit=replace(lowered.exit, tv=False))
         pipeline = self._pipeline(len(pipelines.entries), parent, transform, lowered, group)
         if lowered is not None:
             why_not = _mismatch(pipeline, group, self.generators)
@@ -239,7 +237,6 @@ def _pipelines_of(pipelines: Pipelines, call: TransformCall | None) -> list[Tran
 
 
 def _mismatch(pipeline: TransformPipeline, calls: Sequence[TransformCall], generators: Sequence[Any]) -> str:
-    """Return why a pipeline does not reproduce its calls' images and random numbers, or an empty string."""
     links = pipeline.chain
     for call in calls:
         chain = call.chain[-len(links) :]

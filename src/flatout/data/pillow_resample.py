@@ -177,7 +177,6 @@ def _resample_vertical(
 def _resample_horizontal(
     pixels: Tensor, name: str, size: int, lengths: Sequence[int], offsets: Sequence[int]
 ) -> Tensor:
-    """Resample [B, H, W, C] to [B, H, size, C]."""
     return _resample_vertical(pixels.transpose(1, 2), name, size, lengths, offsets).transpose(1, 2)
 
 

@@ -40,9 +40,8 @@ class TransformPipeline:
     single_count: int = 0  # images computed one by one, because the program accessed them
     batched_count: int = 0  # images computed in batches
     _out_shapes: dict[ImageShape, ImageShape | None] = field(default_factory=dict)
-    _call_shapes: dict[Any, tuple[ImageShape, ImageShape] | None] = field(
-        default_factory=dict
-    )  # of PIL images: type, mode and size
+    # of PIL images: type, mode and size
+    _call_shapes: dict[Any, tuple[ImageShape, ImageShape] | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         lowered, parent_lowered = self.lowered, self.parent.lowered if self.parent is not None else None
@@ -122,7 +121,6 @@ class Pipelines:
         return iter(self.entries)
 
     def __bool__(self) -> bool:
-        """Return whether any pipeline is still followed."""
         return any(not pipeline.disabled for pipeline in self.entries)
 
     def add(self, pipeline: TransformPipeline) -> None:
@@ -196,7 +194,6 @@ def parameters_of(transform: object, read: Sequence[Any]) -> TransformState:
 
 
 def _containers(transform: Any) -> list[Any]:
-    """Return the containers of the steps of nested Compose and Sequential."""
     if type(transform) is torch.nn.Sequential:
         return [
             vars(transform)["_modules"],

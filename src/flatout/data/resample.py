@@ -202,17 +202,14 @@ def _resampler(transform: Module, form: ImageForm, v2: bool) -> Resampler:
 
 
 def _pillow_version() -> int:
-    """Return the major version of the imported Pillow."""
     version = getattr(sys.modules.get("PIL"), "__version__", "none")
-    if not re.fullmatch(
-        r"\d+(\.\d+)*", version
-    ):  # pillow-simd has versions such as 9.5.0.post2, and different arithmetic
+    # pillow-simd has versions such as 9.5.0.post2, and different arithmetic
+    if not re.fullmatch(r"\d+(\.\d+)*", version):
         raise NotBatchable(f"flatout does not know how Pillow {version} resamples")
     return int(version.split(".")[0])
 
 
 def _resizes_bytes_directly() -> bool:
-    """Return whether v2 passes bytes to torch without conversion."""
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") or platform.machine() in (
         "aarch64",
         "arm64",

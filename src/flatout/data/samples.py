@@ -123,7 +123,6 @@ class KeptSamples:
         return recorder.sample(sample)
 
     def _holds(self, index: int) -> bool:
-        """Return whether the store holds this sample as it is fetched now."""
         before = states(self.generators)
         try:
             same = self.store.holds(index, self._sample(self.dataset, index)) and same_states(
@@ -147,7 +146,6 @@ class KeptSamples:
             raise NotBatchable(f"samples are no longer kept: {why}") from why
 
     def _recheck(self, index: int, dataset: Dataset) -> None:
-        """Fetch one of the kept samples again, to detect changes."""
         before = states(self.generators)
         try:
             sample = self._sample(dataset, index)

@@ -65,7 +65,6 @@ class SharedSamples:
         return False
 
     def _save(self, store: Store, path: Path) -> bool:
-        """Write the store to a file. Return False if it is too large or cannot be written."""
         if store.bytes > MAX_FILE_BYTES or not store.full:
             return False
         part = path.with_suffix(f".{os.getpid()}")

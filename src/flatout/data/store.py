@@ -131,7 +131,6 @@ def _match(template: Any, sample: Any, values: list[Any]) -> None:
 
 
 def _column_values(cell: Cell, values: Sequence[Any]) -> Tensor:
-    """Return the values of one column as a tensor [B, ...]. Raises NotBatchable if one does not match the cell."""
     first = values[0]
     if cell.kind == "number" and all(type(value) is cell.detail for value in values):
         return torch.tensor(values, dtype=cell.dtype)
@@ -182,9 +181,8 @@ class Store:
         shape = (self.rows, *cell.shape)
         count = torch.Size(shape).numel()
         if folder is not None and count:
-            with tempfile.NamedTemporaryFile(
-                dir=folder, prefix="flatout-", suffix=".column"
-            ) as file:  # mapped, so its name may be removed
+            # mapped, so its name may be removed
+            with tempfile.NamedTemporaryFile(dir=folder, prefix="flatout-", suffix=".column") as file:
                 file.truncate(count * cell.dtype.itemsize)
                 return torch.from_file(file.name, shared=True, size=count, dtype=cell.dtype).view(shape)
         column = torch.empty(shape, dtype=cell.dtype)
@@ -204,7 +202,6 @@ class Store:
         self.filled[index] = True
 
     def _encode(self, samples: Sequence[Any]) -> list[Tensor]:
-        """Return the values of these samples, column by column."""
         rows: list[list[Any]] = []
         for sample in samples:
             rows.append([])

@@ -65,7 +65,6 @@ class RankBatches:
         return self.context.rows_of(batch, samples, part.start, part.stop)
 
     def _is_training(self, loader: DataLoader) -> bool:
-        """Whether this loader trains. An evaluation runs without gradients, or uses another loader."""
         return (
             self.torch.is_grad_enabled()
             and self.division.batches in (INDEX, CUT)
@@ -81,9 +80,7 @@ class RankBatches:
                 return
             iterator.flatout_split = division.batches
             if division.batches == INDEX:
-                iterator._index_sampler = SplitBatches(
-                    iterator._index_sampler, env.rank, env.world_size
-                )
+                iterator._index_sampler = SplitBatches(iterator._index_sampler, env.rank, env.world_size)
                 iterator._sampler_iter = iter(iterator._index_sampler)
             if division.draws == OWN:  # workers of different ranks need different random numbers
                 iterator._base_seed = offset(iterator._base_seed, env.rank)

@@ -106,7 +106,6 @@ class DataParallelScript:
         self.stop_watching = lambda: self.ledger.set(module_class, "__call__", call)
 
     def _add_root(self, module: Module) -> None:
-        """Handle a module's first forward pass; the other ranks are at the same point."""
         if (
             any(root() is module for root in self.roots)
             or not any(p.requires_grad for p in module.parameters())
@@ -129,11 +128,9 @@ class DataParallelScript:
         self.context.wrap_forward(module, partial(self._wrap_forward, module), self.ledger)
 
     def _make_equal(self, tensors: Iterable[Any]) -> None:
-        """Copy rank 0's values to every rank."""
         for tensor in tensors:
-            dense = (
-                tensor.data.contiguous()
-            )  # a copy only for other memory formats, which some backends reject
+            # a copy only for other memory formats, which some backends reject
+            dense = tensor.data.contiguous()
             self.torch.distributed.broadcast(dense, src=0)
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.data.copy_(dense)
@@ -171,7 +168,6 @@ class DataParallelScript:
         return forward_split
 
     def _in_worker(self) -> bool:
-        """Whether this process is a DataLoader worker, which trains nothing."""
         return self.torch.utils.data.get_worker_info() is not None
 
     def _wrap_train(self, train: Callable[..., Any]) -> Callable[..., Any]:
@@ -274,7 +270,6 @@ class DataParallelScript:
         return weight * self.env.world_size
 
     def _current_exchange(self) -> Exchange:
-        """The exchange for the coming backward pass."""
         parameters = self.trained_parameters()
         exchange, transport = self.exchange, self.transport
         if (
@@ -284,9 +279,7 @@ class DataParallelScript:
         ):
             self.close_exchange()
             by_optimizer = len(self.context.optimizers) > 1
-            exchange = self.exchange = Exchange(
-                self.torch, self.env, parameters, by_optimizer, transport
-            )
+            exchange = self.exchange = Exchange(self.torch, self.env, parameters, by_optimizer, transport)
             exchange.may_leave_early &= self.sharding is None  # its own exchanges run at that time
         exchange.begin()
         return exchange
@@ -319,7 +312,6 @@ class DataParallelScript:
             self.stop_watching = None
 
     def _all_parameters(self) -> list[Any]:
-        """The parameters of the optimizers and of the modules that train, in the same order on every rank."""
         optimizers = self.context.optimizers
         signature = (
             len(self.roots),
@@ -337,7 +329,6 @@ class DataParallelScript:
         return self.parameters_cache[1]
 
     def _is_sharded(self, parameter: Parameter) -> bool:
-        """Whether sharding averages its gradient."""
         return self.sharding is not None and bool(self.sharding.holds(parameter))
 
 

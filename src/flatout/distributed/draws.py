@@ -47,7 +47,6 @@ def draw_for_whole_batch(torch: Any, share_of: Callable[[], BatchShare | None]) 
 
 
 def _shape(arg: object, tensor_class: Any) -> list[int] | None:
-    """The shape of a tensor that numbers are drawn into or for, or the requested sizes."""
     if isinstance(arg, tensor_class):
         return list(arg.shape) if arg.dim() else None
     return (

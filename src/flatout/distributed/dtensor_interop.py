@@ -199,7 +199,6 @@ class DTensorInterop:
         )
 
     def _is_plain(self, value: object) -> bool:
-        """A tensor that is not sharded and not a mere number."""
         return (
             isinstance(value, self.torch.Tensor)
             and not self.is_sharded(value)
@@ -223,7 +222,6 @@ class DTensorInterop:
             return repr(self.whole(tensor))
 
     def _deepcopy(self, tensor: Tensor, memo: dict[int, Any]) -> Any:
-        """``copy.deepcopy`` of a weight returns a whole one."""
         if id(tensor) not in memo:
             with self.torch.no_grad():
                 memo[id(tensor)] = copy.deepcopy(self.whole(tensor))

@@ -83,7 +83,6 @@ class Sender:
         self._futures: list[Any] = []
 
     def __len__(self) -> int:
-        """The buckets under way."""
         return len(self._futures)
 
     def send(self, number: int, tensors: Sequence[Tensor], last: bool) -> None:
@@ -208,7 +207,6 @@ class Exchange:
         return list(extra[: len(values)] / self.env.world_size)
 
     def _updated_buckets(self) -> list[int]:
-        """The buckets that received a gradient on any rank."""
         if not self.parameters:
             return []
         local = {self.bucket_of[index] for index in self.arrivals}
@@ -219,7 +217,6 @@ class Exchange:
         return [number for number, flag in enumerate(flags.tolist()) if flag]
 
     def _flags_and_values(self, values: Sequence[Any]) -> Any:
-        """The values, and for each parameter whether this rank has a gradient."""
         torch = self.torch
         device = next((tensor.device for tensor in (*self.parameters, *values)), torch.device("cpu"))
         dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32

@@ -83,9 +83,8 @@ class Formats:
             module: Module, state_dict: Any, strict: bool = True, assign: bool = False
         ) -> Any:
             is_sharded = any(map(formats.sharding.holds, module.parameters()))
-            return original(
-                module, state_dict, strict, assign and not is_sharded
-            )  # a sharded weight takes the values and stays the same object
+            # a sharded weight takes the values and stays the same object
+            return original(module, state_dict, strict, assign and not is_sharded)
 
         return load_state_dict
 
@@ -159,7 +158,6 @@ class Formats:
 
 
 def _is_flatouts(hook: object) -> bool:
-    """Whether a hook is FSDP2's or flatout's; torch wraps some in an object with the function in ``hook``."""
     function = getattr(hook, "hook", hook)
     module = getattr(function, "__module__", None) or ""
     return module.startswith(FSDP_MODULES) or module == SHARDING_MODULE

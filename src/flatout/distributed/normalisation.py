@@ -55,7 +55,6 @@ def _forward_of(torch: ModuleType, module: Module, original: Callable[..., Any])
 
 
 def _update_running_statistics(torch: ModuleType, module: Module, mean: Tensor, variance: Tensor) -> None:
-    """Update the running statistics as torch does."""
     if not module.track_running_stats or module.running_mean is None:
         return
     with torch.no_grad():

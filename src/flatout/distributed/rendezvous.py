@@ -26,9 +26,7 @@ def join(torch: ModuleType, env: RankEnvironment, device: Device, ledger: Ledger
     """
     distributed, store_ = torch.distributed, store(torch, env, TIMEOUT_S)
     backend = "gloo" if device.type != "cuda" else _backend_of_cuda(torch, env, store_, device)
-    original_init_process_group(torch)(
-        backend, store=store_, rank=env.rank, world_size=env.world_size
-    )
+    original_init_process_group(torch)(backend, store=store_, rank=env.rank, world_size=env.world_size)
     ledger.call("process group", distributed.destroy_process_group)
     ledger.set(distributed, "is_initialized", lambda: False)
 
@@ -37,9 +35,7 @@ def _backend_of_cuda(torch: ModuleType, env: RankEnvironment, store_: Store, dev
     """NCCL needs one device per rank; ranks that share a device use gloo."""
     if not torch.distributed.is_nccl_available():
         return "gloo"
-    store_.set(
-        f"device {env.rank}", f"{os.uname().nodename} {torch.cuda.get_device_properties(device).uuid}"
-    )
+    store_.set(f"device {env.rank}", f"{os.uname().nodename} {torch.cuda.get_device_properties(device).uuid}")
     devices = {store_.get(f"device {rank}") for rank in range(env.world_size)}
     return "cpu:gloo,cuda:nccl" if len(devices) == env.world_size else "gloo"
 
@@ -51,9 +47,8 @@ def store(torch: ModuleType, env: RankEnvironment, timeout_s: float) -> Any:
 
     Raises ValueError if the address is invalid.
     """
-    timeout = type(torch.distributed.constants.default_pg_timeout)(
-        seconds=timeout_s
-    )  # a datetime.timedelta, without the clocks of its module
+    # a datetime.timedelta, without the clocks of its module
+    timeout = type(torch.distributed.constants.default_pg_timeout)(seconds=timeout_s)
     address = urlsplit(env.rendezvous)
     if address.scheme == "file":
         store_ = torch.distributed.FileStore(address.path, env.world_size)

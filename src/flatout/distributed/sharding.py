@@ -105,9 +105,8 @@ class Sharding:
         self.ledger.set(module, "__class__", kind)  # FSDP2 makes its own class; its methods are not used here
         for group in self._groups(module):
             group.force_sum_reduction_for_comms = True  # every backend can add
-        self._hooks.append(
-            module.register_forward_hook(self._clone_views, prepend=True)
-        )  # before FSDP2's own
+        # before FSDP2's own
+        self._hooks.append(module.register_forward_hook(self._clone_views, prepend=True))
         pairs = {
             id(p): (p, owner._parameters[name])
             for owner, name, p in weights
@@ -131,7 +130,6 @@ class Sharding:
         return [p for p in parameters if not p.dim() or p.dtype != largest or not p.is_floating_point()]
 
     def _replace_in_optimizers(self, pairs: dict[int, tuple[Any, Any]]) -> None:
-        """Replace the whole weights in the optimizers by the sharded ones, including their state."""
         for optimizer in self.context.optimizers:
             for group in optimizer.param_groups:
                 group["params"][:] = [pairs[id(p)][1] if id(p) in pairs else p for p in group["params"]]

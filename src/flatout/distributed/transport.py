@@ -57,9 +57,8 @@ class Transport:
         state = powerSGD_hook.PowerSGDState(
             group, matrix_approximation_rank=self.rank, start_powerSGD_iter=self.after
         )
-        return state, lambda state, bucket: powersgd_blocking(
-            state, bucket
-        )  # torch rejects the annotation of a bucket
+        # torch rejects the annotation of a bucket
+        return state, lambda state, bucket: powersgd_blocking(state, bucket)
 
     def register(self, torch: ModuleType, ddp: DistributedDataParallel) -> None:
         """Register the hook with a script's module, for the rest of its life: torch cannot remove one."""

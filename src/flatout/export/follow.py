@@ -93,7 +93,6 @@ def _is_running(pid: int) -> bool:
 
 
 def _exit_when_overdue(pid: int) -> None:
-    """End this process some time after the program, even if the tracker's client waits for an answer."""
     while _is_running(pid):
         sleep(POLL_S)
     sleep(CLOSE_TIMEOUT_S)

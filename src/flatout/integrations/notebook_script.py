@@ -51,7 +51,6 @@ def _without_cell_magic(source: str) -> str:
 
 
 def _strip_ipython(source: str) -> tuple[str, Sequence[str]]:
-    """Return the source without calls of IPython and imports from ``__future__``, and the names of these."""
     lines, future = source.splitlines(), list[str]()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module == "__future__":

@@ -69,8 +69,6 @@ def flatout_compare(request: pytest.FixtureRequest) -> Callable[[str | Sequence[
 
 
 class _Comparison:
-    """The comparison of one test with its baseline."""
-
     def __init__(self, request: pytest.FixtureRequest) -> None:
         self.config, self.nodeid = request.config, request.node.nodeid
         marker = request.node.get_closest_marker("flatout")

@@ -163,7 +163,6 @@ def _python(typed: Sequence[str], cwd: Path) -> Command:
 
 
 def _module_file(module: str, rest: Sequence[str], cwd: Path) -> Path | None:
-    """Return the file of a module below this folder, or the script of a launcher (torch.distributed.run)."""
     parts = Path(*module.split("."))
     if not parts.name:  # `python -m ""`
         return None
@@ -199,7 +198,6 @@ def _words_in(word: str) -> list[str]:
 
 
 def _suggestion(missing: Path) -> str:
-    """Return a sentence with what a missing program was probably meant to be; "" if nothing is near."""
     word = str(missing)
     if words := _words_in(word):
         return f" The quotes make one word of a command line; did you mean {shlex.join(words)}?"

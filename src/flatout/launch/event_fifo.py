@@ -17,9 +17,8 @@ class EventFifo:
 
     def __init__(self, folder: Path) -> None:
         os.mkfifo(folder / "event_fifo", 0o600)
-        self.descriptor = os.open(
-            folder / "event_fifo", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC
-        )  # read-write, so that it never reaches end of file
+        # read-write, so that it never reaches end of file
+        self.descriptor = os.open(folder / "event_fifo", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._timers: list[threading.Timer] = []
 
     def lines(self) -> list[list[str]]:

@@ -18,9 +18,8 @@ LOST_ANOTHER = re.compile(
     r"Connection (?:closed|reset) by (?:remote )?peer|Connection was likely closed|remote process exited|ncclRemoteError|Broken pipe|Socket closed"
     r"|recvValue failed|sendBytes failed|the ranks have lost each other|rank \d+ has ended the training"
 )
-PREFIX = re.compile(
-    r"^\[rank\d+\]: ?", re.MULTILINE
-)  # torch's prefix of each traceback line once there is a process group
+# torch's prefix of each traceback line once there is a process group
+PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 
 
 @dataclass(frozen=True)

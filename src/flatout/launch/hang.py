@@ -332,7 +332,6 @@ def _furthest_behind(group: Sequence[ProgramProcess], stacks: dict[int, Stack]) 
 
 
 def _children(pid: int) -> dict[int, str]:
-    """Return the names of the running children of a process."""
     try:
         return {child.pid: child.name() for child in psutil.Process(pid).children()}
     except psutil.Error:

@@ -60,7 +60,6 @@ class LocalLauncher:
         cores: int | None = None,
         report: Callable[[str], None] = print_stderr,
     ) -> None:
-        """Raises UsageError if the launch is impossible."""
         if procs < 1:
             raise UsageError(f"a program needs at least one rank, not {procs}: `--procs 2`.")
         if not hasattr(select, "epoll"):
@@ -120,9 +119,8 @@ class LocalLauncher:
         variables = rank_environment(
             self.environment, number, self.procs, self.folder, device=device, cores=self.cores
         )
-        return variables | (
-            OFFLINE_TRACKERS if number else {}
-        )  # one process reports to an experiment tracker
+        # one process reports to an experiment tracker
+        return variables | (OFFLINE_TRACKERS if number else {})
 
     # -- the end ---------------------------------------------------------------------------------------------
 
@@ -143,9 +141,8 @@ class LocalLauncher:
             first = next(number for number, code in enumerate(codes) if code)
         self.failed = first
         traceback = self.ranks[first].traceback(self.folder)
-        code = (
-            1 if self.ranks[first].killed and traceback else codes[first]
-        )  # its exception was uncaught, but its exit hung
+        # its exception was uncaught, but its exit hung
+        code = 1 if self.ranks[first].killed and traceback else codes[first]
         self._report(first, code, traceback)
         return exit_code(code)
 

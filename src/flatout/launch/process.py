@@ -167,7 +167,6 @@ class ProgramRun:
                 pass
 
     def _descendant_groups(self) -> set[int]:
-        """Return the groups of all descendants (torchrun gives each rank a session), as of the first stop."""
         import psutil  # here, because the supervisor does not need it
 
         groups = {self.process.pid}

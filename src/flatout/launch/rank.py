@@ -31,7 +31,6 @@ class Rank:
         new_group: bool,
         setup: Callable[[], None],
     ) -> None:
-        """Start the rank. ``setup`` is called in the new process. Raises ProgramNotFound."""
         self.number, self.asked_to_exit, self.killed = number, False, False
         self._drain: Drain | None = None
         launcher = os.getpid()

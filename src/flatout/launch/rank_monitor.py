@@ -78,7 +78,6 @@ class RankMonitor:
     # -- what comes ------------------------------------------------------------------------------------------
 
     def _on_fifo_line(self, word: str = "", number: str = "", pid: str = "", first: str = "") -> None:
-        """Handle a line of the event FIFO: from a rank, a program that a rank started, or a timer."""
         if word == "timer":
             self._on_timer(number)
         if not number.isdigit() or int(number) >= len(self.ranks):

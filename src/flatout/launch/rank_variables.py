@@ -97,7 +97,6 @@ def _listed(text: str, gpu_count: int) -> list[str]:
 
 
 def _gpus() -> int:
-    """Count the GPUs of this machine or container by their device files, else (on WSL) with nvidia-smi."""
     files = glob.glob("/dev/nvidia[0-9]*")
     if files:
         return len(files)

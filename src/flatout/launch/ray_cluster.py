@@ -247,7 +247,6 @@ def run_ranks(
 
 
 def _check_exit(ray: Any, finished: Any, title: str, rank: int) -> None:
-    """Raise what a rank that has ended failed with."""
     try:
         code, tail = ray.get(finished)
     except FlatoutError as error:

@@ -86,9 +86,8 @@ def _wait_and_reap(folder: str, name: str, read_end: int) -> None:
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)  # so that readers of the launcher's output do not wait for the reaper
     os.closerange(3, read_end)
-    os.closerange(
-        read_end + 1, max(read_end + 2, os.sysconf("SC_OPEN_MAX"))
-    )  # including its own copy of the other end
+    # including its own copy of the other end
+    os.closerange(read_end + 1, max(read_end + 2, os.sysconf("SC_OPEN_MAX")))
     if os.read(read_end, 1):
         return
     end_members(folder, name)

@@ -37,8 +37,8 @@ from flatout.launch.rank_monitor import RankMonitor
 from flatout.launch.reaper import Reaper, end_members
 from flatout.launch.restart_policy import (
     Attempt,
-    Incident,
     Ending,
+    Incident,
     RestartHistory,
     failures_in,
     oom_kills,
@@ -115,7 +115,6 @@ class StartMonitor(RankMonitor):
             super()._on_timer(name)
 
     def _kill(self) -> None:
-        """Kill the program and all processes that it started."""
         super()._kill()
         end_members(str(self.folder), MARK)
 
@@ -224,9 +223,7 @@ class Supervisor:
                     f"{self.title} did not exit within {self.grace_s:g} s of {name} and was killed. Increase --grace."
                 )
             self.stop_signal = stop_signal if rank.killed or code == -stop_signal else None
-            return Ending(
-                "asked", 128 + stop_signal if rank.killed else exit_code(code), f"ended by {name}"
-            )
+            return Ending("asked", 128 + stop_signal if rank.killed else exit_code(code), f"ended by {name}")
         if monitor.hung is not None:
             return Ending("hung", ProgramHung.exit_code, monitor.hung.message, monitor.hung.place)
         step = processes.max_of(heartbeat.NOT_FINITE)
@@ -277,7 +274,6 @@ class Supervisor:
         )
 
     def _why_not_restarted(self, attempt: Attempt, outcome: Ending) -> str | None:
-        """Return why the program is not restarted; None if it is."""
         if outcome.kind in ("well", "asked"):
             return ""
         if outcome.kind == "nan":
@@ -313,7 +309,6 @@ class Supervisor:
             )
 
     def _print_summary(self) -> None:
-        """Print one summary line, if there were steps."""
         reached = max(attempt.reached for attempt in self.history.attempts)
         if not reached:
             return

@@ -75,7 +75,6 @@ class Accumulation:
         return sum(loss * (weight / total) for loss, weight in zip(self._losses, self._weights, strict=True))
 
     def _exchange_zero(self, parallel: DistributedDataParallel) -> None:
-        """Exchange the gradients of the earlier micro-batches in a backward pass whose gradients are zero."""
         if parallel.find_unused_parameters or parallel.static_graph:
             raise LoopError(
                 "the last micro-batch of a step counts nothing (n is 0), and DistributedDataParallel with find_unused_parameters or "

@@ -154,14 +154,12 @@ class Gradient:
             return self.training.loss_fn(model, batch)
 
     def _loss_on_this_rank(self, batch: object) -> Any:
-        """The result of loss_fn with the model that one rank may call without the others."""
         return self._loss_of(self._on_device(batch), self.training.local_model)
 
     def _on_device(self, batch: object) -> Any:
         return move(batch, self.training.device) if self._moves_batches else batch
 
     def _no_sync(self) -> Any:
-        """Ranks exchange gradients once per step."""
         no_sync = getattr(self.training.model, "no_sync", None)
         return no_sync() if no_sync is not None else nullcontext()
 
@@ -197,10 +195,6 @@ class Gradient:
         ).run(batch, size)
 
     def _shrink(self, failed: OutOfMemory, window: Window) -> None:
-        """Use smaller micro-batches from now on.
-
-        Raises LoopError if there are none, or none with the exact gradient.
-        """
         if failed.size <= 1:
             raise LoopError(
                 f"out of memory with a single sample: {failed.message}. {failed.what_would_fit()}"

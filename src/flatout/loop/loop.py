@@ -184,7 +184,6 @@ class Loop:
             saving.close()
 
     def _epochs(self, first: int, first_epoch: int) -> Iterator[Step]:
-        """Yield steps, counted from the step at which this training began: ``index`` of them are done."""
         saving = self._saving
         while self.epoch - first_epoch < self.epochs and (
             self.steps is None or self.index - first < self.steps
@@ -230,7 +229,6 @@ class Loop:
         return loop_html(title, self.index, min(limits, default=None), facts, self._lever_results())
 
     def _lever_results(self) -> list[tuple[str, str, str]]:
-        """Return the name of each lever, whether it is in use, and the reason why not."""
         return [
             (
                 spell(outcome.choice.name, outcome.choice.value),

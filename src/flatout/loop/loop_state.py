@@ -141,7 +141,6 @@ class LoopState:
             ) from error
 
     def _modules(self) -> dict[str, Any]:
-        """The model and all other modules, for example averages of its weights."""
         return {
             "model": self.model,
             **{
@@ -152,7 +151,6 @@ class LoopState:
         }
 
     def _buffers(self) -> dict[str, Any]:
-        """Buffers that are missing from the state_dict."""
         buffers = {}
         for key, root in self._modules().items():
             stored = set(root.state_dict(keep_vars=True))
@@ -160,7 +158,6 @@ class LoopState:
         return buffers
 
     def _modes(self) -> dict[str, list[str]]:
-        """Modules that are not in training mode."""
         return {
             key: [name for name, module in root.named_modules() if not module.training]
             for key, root in self._modules().items()

@@ -96,9 +96,8 @@ class Precision:
                 self.device,
             )
         for owner in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
-            ledger.set_flag(
-                owner, "fp32_precision", owner.fp32_precision
-            )  # restored last: setting "highest" leaves "ieee"
+            # restored last: setting "highest" leaves "ieee"
+            ledger.set_flag(owner, "fp32_precision", owner.fp32_precision)
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high")
         ledger.call("torch.set_float32_matmul_precision", lambda: torch.set_float32_matmul_precision(before))

@@ -173,7 +173,6 @@ class ReductionTest:
 
     @contextmanager
     def _without_dropout(self) -> Iterator[None]:
-        """Training mode, except for modules whose name shows that they only add randomness."""
         dropouts = [
             module
             for module in self.model.modules()

@@ -96,9 +96,8 @@ def open_checkpoints(folder: Path, from_scratch: bool, group: RankGroup | None) 
 
 
 def _open_on_first_rank(folder: Path, from_scratch: bool) -> OpenedCheckpoints:
-    checkpoints = CheckpointFolder(
-        folder, metadata=heartbeat.saved
-    ).open()  # a restarted program resumes from it by itself
+    # a restarted program resumes from it by itself
+    checkpoints = CheckpointFolder(folder, metadata=heartbeat.saved).open()
     try:
         if from_scratch:
             moved_to = checkpoints.move_all_aside()

@@ -279,7 +279,6 @@ class LoopCheckpointing:
 
 
 def _digest_of_script() -> str | None:
-    """Digest of the program's main file; None in a notebook."""
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12] if path else None

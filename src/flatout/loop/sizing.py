@@ -78,7 +78,6 @@ def search_fastest(size: int) -> Sizing:
 
 
 def _timed(candidate: int, steps: int) -> Generator[int, SizingSample, float | None]:
-    """The median time of some steps after warm-up; None as soon as one did not fit."""
     times = []
     for step in range(WARM_STEPS + steps):
         sample = yield candidate
