@@ -243,14 +243,14 @@ def test_a_bounded_number_of_images_waits(monkeypatch):
     """Images are computed early whatever the batch size, and the batch is the same."""
     monkeypatch.setattr(deferring, "MAX_PIXEL_BYTES", 5 * 11 * 13 * 3)
     most = [0]
-    really = deferring.DeferringRecorder._defer
+    really = deferring.BatchRecorder._defer
 
     def answered(recorder, work):
         answer = really(recorder, work)
         most[0] = max(most[0], recorder._pixel_bytes)
         return answer
 
-    monkeypatch.setattr(deferring.DeferringRecorder, "_defer", answered)
+    monkeypatch.setattr(deferring.BatchRecorder, "_defer", answered)
     assert same_as_plain(lambda: epochs(Images(Views(augmented())), batch_size=24), BATCHED) == []
     assert 0 < most[0] <= 5 * 11 * 13 * 3
 

@@ -43,11 +43,11 @@ def same(a, b):
     pick=st.randoms(use_true_random=False),
     seed=st.integers(0, 999),
 )
-def test_numbers_are_those_of_the_calls_one_by_one(pattern, repeated, at_once, pick, seed):
+def test_numbers_are_those_of_the_calls_one_by_one(pattern, repeated, draw_now, pick, seed):
     order = pattern * repeated
     rows, end = plain(order, seed)
     torch.manual_seed(seed)
-    journal = DrawJournal(at_once)
+    journal = DrawJournal(draw_now)
     draws = [journal.add(KINDS[kind], SHAPE) for kind in order]
     journal.draw_pending()
     assert journal.in_order
@@ -91,7 +91,7 @@ def test_seeding_interrupts_a_pending_call():
     journal.interrupt()
     journal.draw_pending()
     assert not journal.in_order
-    at_once = DrawJournal(draw_now=True)
-    at_once.add(KINDS[0], SHAPE)
-    at_once.interrupt()
-    assert at_once.in_order
+    draw_now = DrawJournal(draw_now=True)
+    draw_now.add(KINDS[0], SHAPE)
+    draw_now.interrupt()
+    assert draw_now.in_order

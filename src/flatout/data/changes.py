@@ -22,7 +22,7 @@ MAX_DIGEST_BYTES = 2**32  # most bytes read at the start of an epoch
 MAX_DEPTH = 6
 MAX_OBJECTS = 256
 MAX_ENTRIES = 64  # entries of longer lists are data
-LIBRARIES = (
+LIBRARIES = [
     "torch",
     "torchvision",
     "numpy",
@@ -35,7 +35,7 @@ LIBRARIES = (
     "builtins",
     "typing",
     "functools",
-)
+]
 
 
 class TransformState:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import c_float
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -139,43 +140,27 @@ def _positions(numbers: Sequence[Tensor], rows: int) -> Tensor:
 FLOAT_MEAN = 2.0**-20  # the summation order of a mean over an image depends on the number of threads
 
 
-def _jitter(v2: bool) -> Reader:
-    def read(transform: object, form: ImageForm) -> BatchOperation:
-        ranges = tuple(getattr(transform, name) for name in ("brightness", "contrast", "saturation", "hue"))
-        floats = form.kind == "tensor" and form.dtype.is_floating_point and ranges[1] is not None
-        return Jitter(color_arithmetic(form, v2), ranges, FLOAT_MEAN if floats else 0.0)
-
-    return read
+def _jitter(v2: bool, transform: object, form: ImageForm) -> BatchOperation:
+    ranges = tuple(getattr(transform, name) for name in ("brightness", "contrast", "saturation", "hue"))
+    floats = form.kind == "tensor" and form.dtype.is_floating_point and ranges[1] is not None
+    return Jitter(color_arithmetic(form, v2), ranges, FLOAT_MEAN if floats else 0.0)
 
 
-def _grey(v2: bool) -> Reader:
-    def read(transform: Module, form: ImageForm) -> BatchOperation:
-        channels = transform.num_output_channels
-        if channels not in (1, 3):
-            raise NotBatchable(f"Grayscale to {channels} channels is not supported")
-        pil = form.kind == "pil"
-        return Grey(
-            color_arithmetic(form, v2),
-            channels,
-            ("L" if channels == 1 else "RGB") if pil else "",
-            repeats=v2 or pil,
-        )
-
-    return read
+def _grey(v2: bool, transform: Module, form: ImageForm) -> BatchOperation:
+    channels = transform.num_output_channels
+    if channels not in (1, 3):
+        raise NotBatchable(f"Grayscale to {channels} channels is not supported")
+    pil = form.kind == "pil"
+    mode = ("L" if channels == 1 else "RGB") if pil else ""
+    return Grey(color_arithmetic(form, v2), channels, mode, repeats=v2 or pil)
 
 
-def _random_grey(v2: bool) -> Reader:
-    def read(transform: Module, form: ImageForm) -> BatchOperation:
-        return RandomGrey(Grey(color_arithmetic(form, v2), 0), transform.p)
-
-    return read
+def _random_grey(v2: bool, transform: Module, form: ImageForm) -> BatchOperation:
+    return RandomGrey(Grey(color_arithmetic(form, v2), 0), transform.p)
 
 
 READERS: dict[str, Reader] = {
-    "v1.ColorJitter": _jitter(False),
-    "v2.ColorJitter": _jitter(True),
-    "v1.Grayscale": _grey(False),
-    "v2.Grayscale": _grey(True),
-    "v1.RandomGrayscale": _random_grey(False),
-    "v2.RandomGrayscale": _random_grey(True),
+    f"v{1 + v2}.{name}": partial(read, v2)
+    for name, read in (("ColorJitter", _jitter), ("Grayscale", _grey), ("RandomGrayscale", _random_grey))
+    for v2 in (False, True)
 }

@@ -60,7 +60,7 @@ class BatchRecorder:
             return original(transform, image)
 
     def resume(self, pipeline: TransformPipeline, image: object, done_steps: int) -> Any:
-        """Return a call's result for an image after ``done`` steps: deferred if possible, otherwise real."""
+        """Return a call's result for an image after ``done_steps`` steps: deferred if possible, otherwise real."""
         steps = pipeline.call_steps[done_steps:]
         if pipeline.parent is not None and type(image) in CLASSES:
             if pipeline.lowered is not None:

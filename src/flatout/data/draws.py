@@ -135,7 +135,14 @@ class BulkNumberSource(NumberSource):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._go_to(self._position)
+        if self._words:
+            self.generator.set_state(self._state)
+            if self._position > 1:
+                torch.empty(self._position // 2, dtype=torch.int64).random_(
+                    -(2**63), None, generator=self.generator
+                )
+            if self._position % 2:
+                torch.empty(1, dtype=torch.int32).random_(generator=self.generator)
 
     def uniform(self, low: float, high: float) -> float:
         low, high = c_float(low).value, c_float(high).value
@@ -156,14 +163,6 @@ class BulkNumberSource(NumberSource):
             self._words += _next_words(max(MIN_READ_WORDS, len(self._words)), self.generator).tolist()
         self._position += 1
         return self._words[self._position - 1]
-
-    def _go_to(self, count: int) -> None:
-        if self._words:
-            self.generator.set_state(self._state)
-            if count > 1:
-                torch.empty(count // 2, dtype=torch.int64).random_(-(2**63), None, generator=self.generator)
-            if count % 2:
-                torch.empty(1, dtype=torch.int32).random_(generator=self.generator)
 
 
 @cache

@@ -110,15 +110,16 @@ class Feed:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a spawned worker, which reads the pipelines again from its data set."""
-        cleared: dict[str, Any] = {
-            "listeners": {},
-            "following": None,
-            "_own": [],
-            "copies": None,
-        }
         tracker = self.tracker
         spawned = None if tracker is None else (tracker.pipelines.signature(), INTERCEPTION.ledger_type)
-        return {**vars(self), **cleared, "_spawned": spawned}
+        return {
+            **vars(self),
+            "listeners": {},
+            "tracker": None,
+            "_rngs": [],
+            "prefetch": None,
+            "_spawned": spawned,
+        }
 
     # -- preparing ------------------------------------------------------------------------------------------
 
@@ -218,7 +219,7 @@ class Feed:
     def _checked_batch(self, indices: Sequence[Any]) -> Any:
         self._rngs = own_generators(self.dataset)
         if self.samples is not None:
-            self.samples.generators = self._rngs
+            self.samples.rngs = self._rngs
             if (
                 torch.utils.data.get_worker_info() is not None
                 and self._has_init_fn

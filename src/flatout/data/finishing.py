@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from flatout.data.pipelines import TransformPipeline
 from flatout.data.streams import same_states, states
 
 
+@dataclass(slots=True, eq=False)
 class DeferredWork:
     """One image with pending operations.
 
@@ -24,40 +26,21 @@ class DeferredWork:
     result's.
     """
 
-    __slots__ = (
-        "call_index",
-        "draws",
-        "form",
-        "metadata_known",
-        "out_shape",
-        "pipeline",
-        "pixels",
-        "recorder",
-        "shape",
-        "used",
-    )
+    recorder: Any
+    pipeline: TransformPipeline
+    pixels: Any
+    shape: ImageShape
+    out_shape: ImageShape
+    draws: tuple[CallDraws, ...]
+    call_index: int = 0  # index of the call within its sample
+    used: bool = False  # whether it entered a batch or was accessed
+    form: ImageForm = field(init=False)
+    metadata_known: bool = field(init=False)
 
-    def __init__(
-        self,
-        recorder: Any,
-        pipeline: TransformPipeline,
-        pixels: Any,
-        shape: ImageShape,
-        out_shape: ImageShape,
-        draws: tuple[CallDraws, ...],
-        call_index: int = 0,
-    ) -> None:
-        lowered = _lowered(pipeline)
-        self.recorder = recorder
-        self.pipeline = pipeline
-        self.pixels = pixels
-        self.shape = shape
-        self.out_shape = out_shape
-        self.draws = draws
-        self.call_index = call_index  # index of the call within its sample
-        self.form: ImageForm = lowered.exit
+    def __post_init__(self) -> None:
+        lowered = _lowered(self.pipeline)
+        self.form = lowered.exit
         self.metadata_known = not lowered.tail
-        self.used = False  # whether it entered a batch or was accessed
 
 
 def batch_of(works: Sequence[DeferredWork]) -> Tensor | None:

@@ -8,10 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.data.operation import (
-    ImageForm,
-    ImageShape,
-)
+from flatout.data.operation import ImageForm, ImageShape
 
 PIL_MODES = ("L", "RGB", "RGBA")
 

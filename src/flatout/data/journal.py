@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,17 +15,15 @@ from flatout.data.operation import BatchOperation, ImageShape, draw_row, listed_
 MAX_PATTERN_CALLS = 16  # most calls per sample that are recognised as a pattern
 
 
+@dataclass(slots=True, eq=False)
 class CallDraws:
     """The numbers of one call: a separate row, or an index into columns drawn for many calls."""
 
-    __slots__ = ("index", "operations", "row", "shape", "shared_columns")
-
-    def __init__(self, operations: tuple[BatchOperation, ...], shape: ImageShape) -> None:
-        self.operations = operations
-        self.shape = shape
-        self.row: list[Any] | None = None
-        self.shared_columns: list[Sequence[Any]] | None = None
-        self.index = 0
+    operations: tuple[BatchOperation, ...]
+    shape: ImageShape
+    row: list[Any] | None = None
+    shared_columns: list[Sequence[Any]] | None = None
+    index: int = 0
 
     def numbers(self) -> list[Any]:
         """Return the row of this call; an operation with listed draws gets a tuple of numbers."""

@@ -34,14 +34,14 @@ class CacheOptions:
 
 
 def tested_store(
-    copy: Any, fetch: Callable[[int], Any], options: CacheOptions, shared: bool, generators: Sequence[Any]
+    copy: Any, fetch: Callable[[int], Any], options: CacheOptions, shared: bool, rngs: Sequence[Any]
 ) -> Store:
     """Return a store, after checking that samples are the same each time. Raises NotBatchable if they are not.
 
     ``copy`` is a copy of the data set for inspection. ``fetch`` returns a sample of it in its kept form,
-    and ``generators`` holds its random generators.
+    and ``rngs`` holds its random generators.
     """
-    length, before = len(copy), states(generators)
+    length, before = len(copy), states(rngs)
     samples = {index: fetch(index) for index in spread(length, TESTED_SAMPLES)}
     store = Store(
         next(iter(samples.values())), length, options.memory.remaining_bytes, shared, options.folder
@@ -53,10 +53,10 @@ def tested_store(
     contents, attributes = DatasetState(copy), dict(getattr(copy, "__dict__", {}))
     for index, sample in samples.items():
         refetched = fetch(index)
-        if not same_states(before, states(generators)):
+        if not same_states(before, states(rngs)):
             raise NotBatchable("fetching a sample draws random numbers")
         torch.rand(1, device="cpu")  # a different generator state each time
-        before = states(generators)
+        before = states(rngs)
         if index < store.rows:
             store.put([index], [sample])
             if not store.holds(index, refetched):

@@ -38,14 +38,12 @@ class ReplayProgram(Constant):
     calls: tuple[tuple[int, int], ...] = ()
 
 
+@dataclass(slots=True, eq=False)
 class UnreadResult:
     """Stands for the result of an unread transform while its sample is kept. It can only be passed on."""
 
-    __slots__ = ("call_index", "pipeline")
-
-    def __init__(self, pipeline: TransformPipeline, call_index: int) -> None:
-        self.pipeline = pipeline
-        self.call_index = call_index
+    pipeline: TransformPipeline
+    call_index: int
 
 
 class SampleRecorder:

@@ -53,8 +53,8 @@ class TransformCall:
 class CallObserver:
     """Records the first calls of each transform. With ``on_copies``, transforms get copies of the images."""
 
-    def __init__(self, generators: Sequence[Any], on_copies: bool) -> None:
-        self._rngs = generators
+    def __init__(self, rngs: Sequence[Any], on_copies: bool) -> None:
+        self._rngs = rngs
         self._on_copies = on_copies
         self._counts: Counter[int] = Counter()
         self._results: dict[int, tuple[Any, TransformCall]] = {}
@@ -102,7 +102,7 @@ class PipelineReader:
     batched: bool
     light: bool
     keeping: bool
-    generators: Sequence[Any] = ()
+    rngs: Sequence[Any] = ()
 
     def add(self, pipelines: Pipelines, calls: Sequence[TransformCall]) -> list[str]:
         """Read pipelines from these calls. Return why some are not batched. Moves random generators.
@@ -159,7 +159,7 @@ class PipelineReader:
             lowered = replace(lowered, exit=replace(lowered.exit, tv=False))
         pipeline = self._pipeline(len(pipelines.entries), parent, transform, lowered, group)
         if lowered is not None:
-            why_not = _mismatch(pipeline, group, self.generators)
+            why_not = _mismatch(pipeline, group, self.rngs)
             pipeline.reset_counts()
             if why_not:
                 reasons[why_not] = None
@@ -236,7 +236,7 @@ def _pipelines_of(pipelines: Pipelines, call: TransformCall | None) -> list[Tran
     return [pipeline for pipeline in found if pipeline is not None]
 
 
-def _mismatch(pipeline: TransformPipeline, calls: Sequence[TransformCall], generators: Sequence[Any]) -> str:
+def _mismatch(pipeline: TransformPipeline, calls: Sequence[TransformCall], rngs: Sequence[Any]) -> str:
     links = pipeline.chain
     for call in calls:
         chain = call.chain[-len(links) :]
@@ -250,7 +250,7 @@ def _mismatch(pipeline: TransformPipeline, calls: Sequence[TransformCall], gener
             for member, link in zip(chain, links, strict=True):
                 restore_states(member.before)
                 image = recorder.resume(link, image, 0)
-                if not same_states(states(generators), member.after):
+                if not same_states(states(rngs), member.after):
                     return f"{link.name} draws its random numbers in an unknown order"
             recorder.close()
             why = difference(call.result, image, pipeline.tolerance, layout=False)

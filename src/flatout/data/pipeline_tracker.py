@@ -45,11 +45,11 @@ class PipelineTracker:
         self._observer = self._new_observer()
 
     @property
-    def generators(self) -> Sequence[Any]:
-        return self._reader.generators
+    def rngs(self) -> Sequence[Any]:
+        return self._reader.rngs
 
     def _new_observer(self) -> CallObserver | None:
-        return CallObserver(self.generators, on_copies=False) if self._observes_batches else None
+        return CallObserver(self.rngs, on_copies=False) if self._observes_batches else None
 
     @property
     def may_follow(self) -> bool:
@@ -64,7 +64,7 @@ class PipelineTracker:
         ``fetch`` takes the samples from a copy of the data set. Raises InPlace if inspecting a sample changes
         it.
         """
-        observer = CallObserver(self.generators, on_copies=True)
+        observer = CallObserver(self.rngs, on_copies=True)
         with recording(observer):
             _collate_quietly(collate, fetch())
         reasons = self._reader.add(self.pipelines, observer.calls)
@@ -102,7 +102,7 @@ class PipelineTracker:
         """Read the transforms of the observed plain calls."""
         if not observer.calls:
             return
-        with preserve_states(self.generators):
+        with preserve_states(self.rngs):
             try:
                 reasons = self._reader.add(self.pipelines, observer.calls)
             except InPlaceTransform as why:
@@ -117,7 +117,7 @@ class PipelineTracker:
     ) -> Any:
         """Return the batch of these ``batch_size`` samples. A retry uses the same random numbers."""
         for _ in range(MAX_ROUNDS):
-            before = states(self.generators)
+            before = states(self.rngs)
             recorder = self.recorder(batch_size)
             with recording(recorder):
                 samples = samples_of(recorder)

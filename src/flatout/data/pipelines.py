@@ -11,7 +11,7 @@ import torch
 from flatout.data.changes import TransformState
 from flatout.data.images import form_of, shape_of
 from flatout.data.intercept import as_step
-from flatout.data.lowering import CONTAINERS, Lowered, flatten, name_of
+from flatout.data.lowering import CONTAINERS, LARGE, Lowered, flatten, name_of
 from flatout.data.operation import BatchOperation, ImageShape, NotBatchable, shape_after
 
 MAX_SHAPES = 4096  # most image shapes that are cached
@@ -103,9 +103,6 @@ class TransformPipeline:
 def _limit_size(cache: dict[Any, Any]) -> None:
     if len(cache) >= MAX_SHAPES:
         cache.clear()
-
-
-LARGE = ImageShape(3, 2**14, 2**14)  # large enough that every transform that can draw does draw
 
 
 class Pipelines:

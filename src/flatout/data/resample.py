@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -216,31 +216,21 @@ def _resizes_bytes_directly() -> bool:
     )
 
 
-def _resize(v2: bool) -> Reader:
-    def read(transform: Module, form: ImageForm) -> BatchOperation:
-        size = transform.size
-        return Resize(
-            _resampler(transform, form, v2),
-            (size,) if isinstance(size, int) else size and tuple(size),
-            transform.max_size,
-        )
-
-    return read
+def _resize(v2: bool, transform: Module, form: ImageForm) -> BatchOperation:
+    size = transform.size
+    size = (size,) if isinstance(size, int) else size and tuple(size)
+    return Resize(_resampler(transform, form, v2), size, transform.max_size)
 
 
-def _resized_crop(v2: bool) -> Reader:
-    def read(transform: Module, form: ImageForm) -> BatchOperation:
-        height, width = transform.size if len(transform.size) == 2 else transform.size * 2
-        return ResizedCrop(
-            _resampler(transform, form, v2), height, width, tuple(transform.scale), tuple(transform.ratio)
-        )
-
-    return read
+def _resized_crop(v2: bool, transform: Module, form: ImageForm) -> BatchOperation:
+    height, width = transform.size if len(transform.size) == 2 else transform.size * 2
+    return ResizedCrop(
+        _resampler(transform, form, v2), height, width, tuple(transform.scale), tuple(transform.ratio)
+    )
 
 
 READERS: dict[str, Reader] = {
-    "v1.Resize": _resize(False),
-    "v2.Resize": _resize(True),
-    "v1.RandomResizedCrop": _resized_crop(False),
-    "v2.RandomResizedCrop": _resized_crop(True),
+    f"v{1 + v2}.{name}": partial(read, v2)
+    for name, read in (("Resize", _resize), ("RandomResizedCrop", _resized_crop))
+    for v2 in (False, True)
 }

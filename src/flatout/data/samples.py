@@ -30,7 +30,7 @@ CHANGED = "samples are no longer kept: the script has changed its data set"
 class KeptSamples:
     """Kept samples. Methods raise NotBatchable with the reason if samples may no longer be kept.
 
-    With ``shared``, loader workers fill the same store. ``generators`` holds the random generators of the data set.
+    With ``shared``, loader workers fill the same store. ``rngs`` holds the random generators of the data set.
     """
 
     def __init__(
@@ -39,23 +39,21 @@ class KeptSamples:
         options: CacheOptions,
         pipelines: Pipelines,
         shared: bool,
-        generators: Sequence[Any],
+        rngs: Sequence[Any],
     ) -> None:
         self.dataset = dataset
         self.pipelines = pipelines
         self.options = options
-        self.generators = generators
+        self.rngs = rngs
         copy = inspection_copy(dataset)
-        self.store: Store = tested_store(
-            copy, lambda index: self._sample(copy, index), options, shared, generators
-        )
+        self.store: Store = tested_store(copy, lambda index: self._sample(copy, index), options, shared, rngs)
         self.dataset_state: DatasetState | None = DatasetState(dataset)
         self._ran_dataset_code = False  # changes during a fetch are made by the data set's own code
         self._batches = 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a spawned worker, which reads the pipelines and its own data set again."""
-        return {**vars(self), "pipelines": Pipelines(), "own": [], "contents": None}
+        return {**vars(self), "pipelines": Pipelines(), "rngs": [], "dataset_state": None}
 
     def close(self) -> None:
         self.options.memory.remaining_bytes += self.store.bytes
@@ -123,10 +121,10 @@ class KeptSamples:
         return recorder.sample(sample)
 
     def _holds(self, index: int) -> bool:
-        before = states(self.generators)
+        before = states(self.rngs)
         try:
             same = self.store.holds(index, self._sample(self.dataset, index)) and same_states(
-                before, states(self.generators)
+                before, states(self.rngs)
             )
         except NotBatchable:
             same = False
@@ -135,10 +133,10 @@ class KeptSamples:
         return same
 
     def _fill(self, indices: Sequence[int], dataset: Dataset) -> None:
-        before = states(self.generators)
+        before = states(self.rngs)
         try:
             samples = [self._sample(dataset, index) for index in indices]
-            if not same_states(before, states(self.generators)):
+            if not same_states(before, states(self.rngs)):
                 raise NotBatchable("fetching a sample draws random numbers")
             self.store.put(indices, samples)
         except NotBatchable as why:
@@ -146,13 +144,13 @@ class KeptSamples:
             raise NotBatchable(f"samples are no longer kept: {why}") from why
 
     def _recheck(self, index: int, dataset: Dataset) -> None:
-        before = states(self.generators)
+        before = states(self.rngs)
         try:
             sample = self._sample(dataset, index)
         except NotBatchable as why:
             restore_states(before)
             raise NotBatchable(f"samples are no longer kept: {why}") from why
-        if not same_states(before, states(self.generators)):
+        if not same_states(before, states(self.rngs)):
             restore_states(before)
             raise NotBatchable("samples are no longer kept: fetching one of them now draws random numbers")
         if not self.store.holds(index, sample):
@@ -164,14 +162,14 @@ def open_samples(
     options: CacheOptions,
     pipelines: Pipelines,
     shared: bool,
-    generators: Sequence[Any],
+    rngs: Sequence[Any],
     split_optional: bool,
 ) -> KeptSamples:
     """Open a store of samples with remaining calls, or (``split_optional``) as returned. Raises NotBatchable."""
     try:
-        return KeptSamples(dataset, options, pipelines, shared, generators)
+        return KeptSamples(dataset, options, pipelines, shared, rngs)
     except NotBatchable:
         if not split_optional or not pipelines:
             raise
     pipelines.entries.clear()
-    return KeptSamples(dataset, options, pipelines, shared, generators)
+    return KeptSamples(dataset, options, pipelines, shared, rngs)

@@ -19,16 +19,17 @@ if TYPE_CHECKING:
 MAX_DEPTH = 6
 MAX_ENTRIES = 64  # entries of longer lists are data
 MAX_OBJECTS = 4096  # most objects inspected
+States = tuple[Any, Any, Any, list[tuple[Any, Any]]]  # of torch, random, numpy, the data set
 
 
-def states(generators: Sequence[Any] = ()) -> tuple[Any, Any, Any, list[tuple[Any, Any]]]:
+def states(rngs: Sequence[Any] = ()) -> States:
     """Return the states of the process's generators and of a data set's `own_generators`."""
     numpy = sys.modules.get("numpy")
-    saved = [(generator, _state_of(generator)) for generator in generators]
+    saved = [(generator, _state_of(generator)) for generator in rngs]
     return torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None, saved
 
 
-def restore_states(saved: tuple[Any, Any, Any, list[tuple[Any, Any]]]) -> None:
+def restore_states(saved: States) -> None:
     torch.set_rng_state(saved[0])
     random.setstate(saved[1])
     if saved[2] is not None:
@@ -37,9 +38,7 @@ def restore_states(saved: tuple[Any, Any, Any, list[tuple[Any, Any]]]) -> None:
         _set_state_of(generator, state)
 
 
-def same_states(
-    a: tuple[Any, Any, Any, list[tuple[Any, Any]]], b: tuple[Any, Any, Any, list[tuple[Any, Any]]]
-) -> bool:
+def same_states(a: States, b: States) -> bool:
     if not torch.equal(a[0], b[0]) or a[1] != b[1] or (a[2] is None) != (b[2] is None):
         return False
     return (a[2] is None or _same(a[2], b[2])) and _same(
@@ -56,9 +55,9 @@ def _same(a: Any, b: Any) -> bool:
 
 
 @contextmanager
-def preserve_states(generators: Sequence[Any] = ()) -> Iterator[None]:
+def preserve_states(rngs: Sequence[Any] = ()) -> Iterator[None]:
     """Restore the random generators on exit, so that draws inside do not affect the program."""
-    saved = states(generators)
+    saved = states(rngs)
     try:
         yield
     finally:
@@ -67,7 +66,7 @@ def preserve_states(generators: Sequence[Any] = ()) -> Iterator[None]:
 
 def own_generators(thing: object) -> list[Any]:
     """Return the generators held by a data set or its transforms, or named by their code in its module."""
-    generators: dict[int, Any] = {}
+    rngs: dict[int, Any] = {}
     seen: set[int] = set()
 
     def visit(value: object, depth: int) -> None:
@@ -75,7 +74,7 @@ def own_generators(thing: object) -> list[Any]:
             return
         seen.add(id(value))
         if _is_generator(value):
-            generators[id(value)] = value
+            rngs[id(value)] = value
         elif isinstance(value, FunctionType):
             visit_code(value, depth)
         elif isinstance(value, (list, tuple, set)):
@@ -118,7 +117,7 @@ def own_generators(thing: object) -> list[Any]:
                 visit(part, depth + 1)
 
     visit(thing, 0)
-    return list(generators.values())
+    return list(rngs.values())
 
 
 def _is_generator(value: object) -> bool:
@@ -162,7 +161,7 @@ class WorkerStreams:
         self._reset()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_own": [], "_states": []}
+        return {**vars(self), "_rngs": [], "_states": []}
 
     def _reset(self) -> None:
         self._process = os.getpid()

@@ -43,13 +43,7 @@ class Sharding:
         blocks_of: Callable[[Module], list[Module]],
         ledger: Ledger,
     ) -> None:
-        self.torch, self.context, self.env, self.over, self.blocks_of = (
-            torch,
-            context,
-            env,
-            over,
-            blocks_of,
-        )
+        self.torch, self.context, self.env, self.over, self.blocks_of = (torch, context, env, over, blocks_of)
         self.ledger = ledger
         self.mesh: Any = None
         self.hooked: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose layers may be called separately

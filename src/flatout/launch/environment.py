@@ -24,10 +24,7 @@ EXPLAIN = "flatout.diagnose.crash_explanation:explain"
 
 
 def job_environment(
-    job: Path,
-    extra: Mapping[str, str],
-    replaces_process: bool = False,
-    base: Mapping[str, str] | None = None,
+    job: Path, extra: Mapping[str, str], replaces_process: bool = False, base: Mapping[str, str] | None = None
 ) -> dict[str, str]:
     """Return the environment ``base`` plus the job and our site folder first on PYTHONPATH; ``extra`` wins.
 

@@ -271,9 +271,7 @@ class ProgramProcesses:
         is_worker = parents and not first.page[STEPS]  # a rank is a child of torchrun
         title = f"loader worker (process {first.pid}) of {parents[0].title}" if is_worker else first.title
         return ProcessEvent(
-            "stopped",
-            f"{title} was stopped (SIGSTOP) for {silent_s:.0f} s; it was continued",
-            self.steps,
+            "stopped", f"{title} was stopped (SIGSTOP) for {silent_s:.0f} s; it was continued", self.steps
         )
 
     def _hang_event(self, alive: Sequence[ProgramProcess], now: float) -> ProcessEvent:

@@ -181,11 +181,7 @@ def _interface_of(address: str) -> str:
 
 
 def run_ranks(
-    address: str,
-    job: RayJob,
-    ranks: int,
-    gpus: bool,
-    show: Callable[[bytes], None] = lambda _: None,
+    address: str, job: RayJob, ranks: int, gpus: bool, show: Callable[[bytes], None] = lambda _: None
 ) -> int:
     """Run the program as several ranks; return 0 if all succeed. ``show`` receives the output of rank 0.
 

@@ -113,11 +113,7 @@ class Gradient:
             for pair in zip(split(batch, sizes(batch_size)), sizes(batch_size), strict=True)
         ]
         accumulation = Accumulation(
-            training.torch,
-            training.precision,
-            self.reduction == SUM,
-            samples,
-            self._parallel,
+            training.torch, training.precision, self.reduction == SUM, samples, self._parallel
         )
         for i, (part, size) in enumerate(parts):
             with self._no_sync() if i < len(parts) - 1 else nullcontext():

@@ -16,20 +16,6 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-PARTS = (
-    "model",
-    "buffers",
-    "modes",
-    "optimizer",
-    "scheduler",
-    "extra_state",
-    "precision",
-    "micro_batches",
-    "gradient",
-    "sized",
-)
-
-
 def check_not_sharded(model: Module) -> None:
     """Raises LoopError if the model is sharded: no rank has all of its state."""
     module = sys.modules.get("torch.distributed.fsdp")
@@ -118,12 +104,11 @@ class LoopState:
         self._update.reset()
         if self._sizer is not None and sized is not None:
             self._sizer.result = Sized(sized["micro_batch"], sized["ms"])
-        now = self.state()
         differing: list[str] = [
             f"extra_state[{name!r}] is new" for name in self.extra_state if name not in state["extra_state"]
         ]
-        for part in PARTS:
-            _compare(self.torch, state[part], now[part], part, differing.append)
+        for part, now in self.state().items():
+            _compare(self.torch, state[part], now, part, differing.append)
         return differing
 
     def restore_buffers(self, buffers: Mapping[str, Any]) -> None:

@@ -91,11 +91,7 @@ class MicroBatches:
 
     def state(self) -> dict[str, Any]:
         """The sizes found, for a checkpoint."""
-        return {
-            "requested": self.requested,
-            "limit": self.limit,
-            "failed": list(self.failed),
-        }
+        return {"requested": self.requested, "limit": self.limit, "failed": list(self.failed)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.requested, self.limit, self.failed = state["requested"], state["limit"], list(state["failed"])

@@ -28,7 +28,7 @@ class RandomState:
         self._device_state = (
             torch.cuda.get_rng_state(device) if device is not None and device.type == "cuda" else None
         )
-        self._python: Any = _python_state() if others else None
+        self._python: Any = random.getstate() if others else None
         self._numpy: Any = _numpy_state() if others else None
 
     def restore(self) -> None:
@@ -50,7 +50,7 @@ class RandomState:
 
     def others_changed(self) -> bool:
         """Whether ``random`` or numpy have been used since."""
-        if self._python != _python_state():
+        if self._python != random.getstate():
             return True
         before, now = self._numpy, _numpy_state()
         return (
@@ -58,10 +58,6 @@ class RandomState:
             and now is not None
             and (now[2:] != before[2:] or bool((now[1] != before[1]).any()))
         )
-
-
-def _python_state() -> Any:
-    return random.getstate()
 
 
 def _numpy_state() -> Any:

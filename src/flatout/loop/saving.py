@@ -234,11 +234,7 @@ class LoopCheckpointing:
             }
         else:
             state |= self.loop_state.rank_part()
-        metadata = {
-            "environment": self._environment(),
-            "inexact": self._why_not_exact(),
-            "ranks": self.ranks,
-        }
+        metadata = {"environment": self._environment(), "inexact": self._why_not_exact(), "ranks": self.ranks}
         self.saver.save(loop.index, pack(self.torch, state), metadata, began_s)
         if self.every == 1:
             self.saver.wait()  # with save_every=1 no step may be lost, not even one that is being written

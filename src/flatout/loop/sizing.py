@@ -107,12 +107,7 @@ class Sizer:
     ``step_begins`` sets the micro-batch of a step, ``step_ends`` reports its result.
     """
 
-    def __init__(
-        self,
-        torch: ModuleType,
-        device: Device,
-        micro_batches: MicroBatches,
-    ) -> None:
+    def __init__(self, torch: ModuleType, device: Device, micro_batches: MicroBatches) -> None:
         self.micro_batches = micro_batches
         self.result: Sized | None = None
         self._clock, self._headroom = clock_for(torch, device), MemoryHeadroom(torch, device)

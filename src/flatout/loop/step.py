@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Step:
     """One optimizer step over one effective batch. `Loop` yields these.
 
@@ -28,38 +30,17 @@ class Step:
         ends_epoch: Whether this is the last step of its epoch. None if the loader has no length.
     """
 
-    __slots__ = (
-        "_rate",
-        "ends_epoch",
-        "epoch",
-        "grad_norm",
-        "index",
-        "loss",
-        "lr",
-        "metrics",
-        "parts",
-        "samples",
-        "skipped",
-    )
-
-    def __init__(
-        self,
-        index: int,
-        epoch: int,
-        loss: Tensor,
-        lr: float,
-        samples: int,
-        parts: int,
-        grad_norm: object,
-        metrics: dict[str, Any],
-        skipped: str,
-        ends_epoch: bool | None,
-        rate: Rate,
-    ) -> None:
-        self.index, self.epoch, self.loss, self.lr, self.samples = index, epoch, loss, lr, samples
-        self.parts = parts
-        self.grad_norm, self.metrics, self.skipped, self.ends_epoch = grad_norm, metrics, skipped, ends_epoch
-        self._rate = rate
+    index: int
+    epoch: int
+    loss: Tensor
+    lr: float
+    samples: int
+    parts: int
+    grad_norm: Any
+    metrics: dict[str, Any]
+    skipped: str
+    ends_epoch: bool | None
+    _rate: Rate
 
     @property
     def samples_per_s(self) -> float | None:
