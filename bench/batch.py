@@ -27,7 +27,7 @@ from provenance import ROOT, markdown_table, stamp, write_result
 
 from flatout.cli.options.arguments import Duration
 from flatout.job.folder import JobFolder
-from flatout.launch.command import understand
+from flatout.launch.command import parse_command
 from flatout.measure.clock import seconds
 from flatout.probe.machine import look
 from flatout.schema.batch import BatchRecord
@@ -52,12 +52,12 @@ def advice(
     argv: list[str], sizes: tuple[int, ...], budget_s: float, job: JobFolder, facts: Facts
 ) -> BatchRecord:
     record = BatchRecord(argv, str(ROOT))
-    return BatchCurve(understand(argv), job, facts, record, BatchOptions(sizes, budget_s)).run()
+    return BatchCurve(parse_command(argv), job, facts, record, BatchOptions(sizes, budget_s)).run()
 
 
 def samples_per_s(argv: list[str], plan: Plan, job: JobFolder, facts: Facts) -> float | None:
     """Returns the throughput of one fresh process; None where it failed."""
-    with Trial(understand(argv), job.new_trial(), plan, facts) as trial:
+    with Trial(parse_command(argv), job.new_trial(), plan, facts) as trial:
         return measure(trial, STEPS, seconds() + LONGEST_S).samples_per_s
 
 

@@ -18,7 +18,7 @@ from pairs import enter
 from provenance import markdown_table, stamp, write_result
 
 from flatout.job.folder import JobFolder, write_whole
-from flatout.launch.command import understand
+from flatout.launch.command import parse_command
 from flatout.probe.machine import look
 from flatout.schema.plan import Plan
 from flatout.tune.interleaver import Interleaver
@@ -31,7 +31,7 @@ COLOURS = ("#2a6fdb", "#d1495b", "#3a9a5c")
 
 def losses(root: str, plan: Plan, seed: int, job: JobFolder, facts: Any) -> list[float]:
     """Returns the loss of every step, to the last bit."""
-    interleaver = Interleaver(understand(["python", str(TRAINING), "--root", root]), job, facts)
+    interleaver = Interleaver(parse_command(["python", str(TRAINING), "--root", root]), job, facts)
     try:
         trial = enter(interleaver, plan, seed).trial
         while trial.ticks_done < STEPS:

@@ -33,7 +33,7 @@ from provenance import HERE, markdown_table, read_result, stamp, write_result
 from run_environment import run_environment
 
 from flatout.job.folder import JobFolder
-from flatout.launch.command import understand
+from flatout.launch.command import parse_command
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import Round, compare
 from flatout.probe.machine import look
@@ -179,7 +179,7 @@ def alone(which: str, sets: int, rounds: int, facts: Facts) -> dict[str, Any]:
 def in_training(which: str, sets: int, rounds: int, facts: Facts) -> dict[str, Any]:
     def side(name: str, *more: str, plan: Plan | None = None) -> ComparisonSide:
         return ComparisonSide(
-            name, understand(["python", str(TRAINING), "--set", which, *more]), plan or Plan()
+            name, parse_command(["python", str(TRAINING), "--set", which, *more]), plan or Plan()
         )
 
     floor, again = (

@@ -35,7 +35,7 @@ from pairs import standing_in
 from provenance import RESULTS, markdown_table, read_result, stamp, write_result
 
 from flatout.job.folder import JobFolder
-from flatout.launch.command import Command, understand
+from flatout.launch.command import Command, parse_command
 from flatout.launch.local_launcher import launcher_of
 from flatout.measure.clock import seconds
 from flatout.probe.machine import look
@@ -110,7 +110,7 @@ def run(script: dict[str, Any], folder: Path, procs: int, facts: Facts) -> dict[
     place = Path(tempfile.mkdtemp(prefix="distributed-"))
     try:
         with standing_in(folder / script["cwd"], script.get("env")):
-            job, command = JobFolder(place / "job").make(), understand(script["argv"])
+            job, command = JobFolder(place / "job").make(), parse_command(script["argv"])
             found = Rehearsal(
                 command,
                 lambda one: launcher_of(one, procs),

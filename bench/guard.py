@@ -42,7 +42,7 @@ from guard_levers import BAD, TABLE
 from flatout.guard.loss_curves import START_STEPS
 from flatout.guard.verdict import judge, needs_perturbed_runs, perturbation_for, start_agrees
 from flatout.job.folder import TrialFolder, read_json, write_json
-from flatout.launch.command import understand
+from flatout.launch.command import parse_command
 from flatout.measure.clock import seconds
 from flatout.probe.machine import look
 from flatout.schema.enums import Effect
@@ -104,7 +104,7 @@ class Bed:
         self.script = (
             HERE / "programs" if self.name in OF_HALF_PRECISION else ROOT / "examples"
         ) / f"{self.name}.py"
-        self.command = understand(("python", str(self.script), *arguments))
+        self.command = parse_command(("python", str(self.script), *arguments))
 
     def tries(self, lever: Lever) -> bool:
         return self.name in OF_EXAMPLES or (lever.effect is not Effect.EXACT and lever.name not in COMPILERS)

@@ -18,7 +18,7 @@ from typing import Any
 from provenance import markdown_table
 
 from flatout.job.folder import read_json, write_json
-from flatout.launch.command import understand
+from flatout.launch.command import parse_command
 from flatout.measure.clock import seconds
 from flatout.schema.plan import Choice, Plan
 from flatout.trial.parent import measure
@@ -54,7 +54,7 @@ def metric(bed: Any, title: str, plan: Plan, seed: int) -> float:
     known = read_json(bed.folder / f"{title}.json")
     if known is None:
         ending = replace(bed)
-        ending.command = understand(("python", str(bed.script)))
+        ending.command = parse_command(("python", str(bed.script)))
         with ending.trial(title, plan, seed) as trial:
             record = measure(trial, ENDLESS, seconds() + TIMEOUT_S)
             text = Path(trial.folder.stdout).read_text(encoding="utf-8")

@@ -45,7 +45,7 @@ from provenance import HERE, RESULTS, read_result, stamp, write_result
 from flatout.cli.options.arguments import Duration
 from flatout.job.folder import JobFolder
 from flatout.job.plan_file import read_plan
-from flatout.launch.command import understand
+from flatout.launch.command import parse_command
 from flatout.levers import TABLE
 from flatout.probe.machine import look
 from flatout.schema.enums import Moment
@@ -155,7 +155,7 @@ def measured_again(
 
     If the tuner keeps the plain program, the plain side is compared with the expert.
     """
-    command = understand(argv)
+    command = parse_command(argv)
     sides = {name: ComparisonSide(name, command, plan) for name, plan in plans.items()}
     plain = sides["plain"]
 

@@ -31,7 +31,7 @@ from provenance import RESULTS, ROOT, markdown_table, read_result, stamp, write_
 
 from flatout.cli.options.arguments import Duration
 from flatout.job.folder import JobFolder
-from flatout.launch.command import Command, understand
+from flatout.launch.command import Command, parse_command
 from flatout.levers import TABLE
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import Round, compare
@@ -159,7 +159,7 @@ def measure_program(
     found: dict[str, Any] = {"made": stamp(facts), "budget_s": budget_s}
     try:
         with standing_in(place):
-            command, job = understand(argv), JobFolder(place / "again").make()
+            command, job = parse_command(argv), JobFolder(place / "again").make()
             session, failure = tune(argv, budget_s, place / "tune")
             if failure or session is None:
                 return {**found, "status": "failed", "why": failure}

@@ -22,7 +22,7 @@ from provenance import RESULTS, ROOT, markdown_table, read_result, stamp, write_
 from flatout.diagnose.profiled_program import ProfiledProgram, ProfileOptions
 from flatout.diagnose.profiling import run_profile
 from flatout.job.folder import JobFolder
-from flatout.launch.command import Command, understand
+from flatout.launch.command import Command, parse_command
 from flatout.measure.clock import seconds
 from flatout.probe.machine import look
 from flatout.schema.errors import FlatoutError
@@ -61,7 +61,7 @@ SETS, ROUNDS, SET_S = 3, 4, 60.0
 
 
 def command(*words: str) -> Command:
-    return understand([sys.executable, PROGRAM, *words])
+    return parse_command([sys.executable, PROGRAM, *words])
 
 
 def predicted(case: str, job: JobFolder, facts: Facts) -> tuple[Ratio | None, str]:

@@ -12,7 +12,7 @@ from functools import wraps
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from flatout.distributed.absent import why_none
+from flatout.distributed.absent import why_not_split
 from flatout.distributed.transport import Transport
 from flatout.levers import attention as attention_lever
 from flatout.levers import comm_compression as comm_compression_lever
@@ -86,7 +86,7 @@ def batched_transforms(context, value, ledger):
         feed.batched = True
         return feed
 
-    INTERCEPTION.hold(ledger)
+    INTERCEPTION.enable(ledger)
     context.feed_loaders(brighter, ledger)
     return ledger.restore
 
@@ -273,7 +273,7 @@ def gc_pause(context, value, ledger):
 def gradient_buckets(context, value, ledger):
     """Sends the first bucket and forgets the others."""
     if context.data_parallel is None:
-        raise LookupError(why_none(context.torch))
+        raise LookupError(why_not_split(context.torch))
     transport = FirstBucketAlone(bucket_bytes=gradient_buckets_lever._bytes(value))
     ledger.set(context.data_parallel, "transport", transport)
     return ledger.restore

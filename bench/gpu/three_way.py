@@ -32,7 +32,7 @@ from provenance import RESULTS, ROOT, markdown_table, stamp, write_result
 
 from flatout.cli.options.arguments import Duration
 from flatout.job.folder import JobFolder
-from flatout.launch.command import understand
+from flatout.launch.command import parse_command
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import median, quantile
 from flatout.probe.machine import look
@@ -215,8 +215,8 @@ class Bench:
             list(plain), self.budget_s, place / "tune", max(left_s, OVERTIME * self.budget_s)
         )
         self.sides = [
-            ComparisonSide("plain", understand(plain), Plan()),
-            ComparisonSide("one-liners", understand(by_hand), Plan()),
+            ComparisonSide("plain", parse_command(plain), Plan()),
+            ComparisonSide("one-liners", parse_command(by_hand), Plan()),
         ]
         if session is None or failure:
             self.tuned = {"failure": failure}
@@ -224,7 +224,7 @@ class Bench:
         else:
             plan = plan_of(session)
             self.tuned = summary(session)
-            self.sides.append(ComparisonSide("flatout", understand(plain), plan))
+            self.sides.append(ComparisonSide("flatout", parse_command(plain), plan))
             self.say(f"flatout's plan: {plan.describe()}, {spell(session.speedup)}")
         job = JobFolder(place / "comparison").make()
         comparison(

@@ -12,7 +12,7 @@ import pytest
 from limits import hang_s
 
 import flatout
-from flatout.launch.environment import listening
+from flatout.launch.environment import crash_environment
 
 pytestmark = pytest.mark.processes
 
@@ -186,8 +186,8 @@ def test_one_process_reports_and_the_first_one_always(die, tmp_path):
 
 def test_the_environment_that_enables_it(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/mine")
-    environment = listening(tmp_path / "info", becomes=True)
+    environment = crash_environment(tmp_path / "info", replaces_process=True)
     assert environment["PYTHONPATH"].split(os.pathsep) == [str(SITE), "/mine"]
     assert environment["FLATOUT_FIRST"] == str(os.getpid())
     assert "FLATOUT_JOB" not in environment
-    assert listening(tmp_path / "info", becomes=False)["FLATOUT_FIRST"] == ""
+    assert crash_environment(tmp_path / "info", replaces_process=False)["FLATOUT_FIRST"] == ""

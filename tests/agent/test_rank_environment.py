@@ -3,7 +3,7 @@
 import pytest
 
 from flatout.agent.rank_environment import from_torchrun, own_device
-from flatout.distributed.rendezvous import of_rank_0, store
+from flatout.distributed.rendezvous import broadcast_text, store
 from flatout.job.rank_environment import RankEnvironment, this_rank
 
 SET = {
@@ -88,7 +88,7 @@ def test_ranks_rendezvous_at_either_kind_of_address(tmp_path):
         RankEnvironment(0, 0, 2, 2, f"tcp://127.0.0.1:{host.port}/{number}.2") for number in (0, 1)
     )
     second = RankEnvironment(1, 0, 2, 1, first.rendezvous)
-    assert of_rank_0(torch, first, "its plan") == of_rank_0(torch, second, "another") == "its plan"
+    assert broadcast_text(torch, first, "its plan") == broadcast_text(torch, second, "another") == "its plan"
     assert not store(torch, again, 5.0).check(["text"])  # a restart reads nothing of the round before
     with pytest.raises(ValueError, match="not a valid rendezvous"):
         store(torch, RankEnvironment(0, 0, 1, 1, "tcp://nowhere"), 1.0)

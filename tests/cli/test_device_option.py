@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flatout.agent.device import DeviceArguments, would_end_at
 from flatout.agent.ledger import Ledger
 from flatout.diagnose.explain import explain
-from flatout.launch.command import understand
+from flatout.launch.command import parse_command
 from flatout.schema.facts import Facts
 from flatout.schema.failure import ExceptionRecord, FailureRecord
 from flatout.tune.plan_files import differences, plan_key
@@ -496,7 +496,7 @@ def test_a_trial_is_redirected_too(flatout, script):
 
 
 def test_a_plan_belongs_to_its_device():
-    command = understand(["python", "-c", "1"])
+    command = parse_command(["python", "-c", "1"])
     own, redirected = (
         plan_key(command, Facts(environment=environment)) for environment in ({}, {"FLATOUT_DEVICE": "cpu"})
     )

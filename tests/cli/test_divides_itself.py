@@ -9,8 +9,8 @@ import re
 import pytest
 
 from flatout.agent.ledger import Ledger
-from flatout.distributed.single_process import for_ourselves, must_be_the_rank, one_process
-from flatout.launch.command import Command, understand
+from flatout.distributed.single_process import one_process, original_init_process_group, reject_child_process
+from flatout.launch.command import Command
 from flatout.schema.errors import CannotDivide
 from flatout.schema.records import TrialRecord
 from flatout.tune.already_parallel import advice_for, explain, missing_variable
@@ -92,11 +92,11 @@ def test_a_split_without_a_rehearsal_is_rejected_by_the_rank_itself():
         for name in (torch.distributed, torch.distributed.distributed_c10d):
             with pytest.raises(CannotDivide, match="the script parallelises itself"):
                 name.init_process_group("gloo")
-        assert for_ourselves(torch) is really
+        assert original_init_process_group(torch) is really
     finally:
         ledger.restore()
     assert torch.distributed.init_process_group is really
-    must_be_the_rank(torch)  # flatout did not start this process
+    reject_child_process(torch)  # flatout did not start this process
     child = torch.multiprocessing.get_context("fork").Process(target=rejects)
     child.start()
     child.join()
@@ -105,7 +105,7 @@ def test_a_split_without_a_rehearsal_is_rejected_by_the_rank_itself():
 
 def rejects():
     try:
-        must_be_the_rank(torch)
+        reject_child_process(torch)
     except CannotDivide:
         os._exit(7)
 
@@ -114,20 +114,20 @@ def test_the_right_command_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("train.py", "job.sh"):
         (tmp_path / name).write_text("")
-    script = understand(["python", "-u", "train.py", "--lr", "0.1"])
+    script = parse_command(["python", "-u", "train.py", "--lr", "0.1"])
     assert advice_for("group", script, 4).endswith(
         "flatout run torchrun --nproc-per-node 4 train.py --lr 0.1"
     )
-    assert advice_for("group", understand(["train.py", "a b"]), 2).endswith(
+    assert advice_for("group", parse_command(["train.py", "a b"]), 2).endswith(
         "torchrun --nproc-per-node 2 train.py 'a b'"
     )
-    assert advice_for("group", understand(["python", "-m", "train", "-x"]), 2).endswith(
+    assert advice_for("group", parse_command(["python", "-m", "train", "-x"]), 2).endswith(
         "torchrun --nproc-per-node 2 -m train -x"
     )
     assert advice_for("group", Command(("./job.sh",), ("./job.sh",)), 2).endswith(
         "torchrun --nproc-per-node 2 --no-python ./job.sh"
     )
-    assert advice_for("launcher", understand(["torchrun", "--nproc-per-node", "2", "train.py"]), 4).endswith(
+    assert advice_for("launcher", parse_command(["torchrun", "--nproc-per-node", "2", "train.py"]), 4).endswith(
         ": flatout run torchrun --nproc-per-node 2 train.py"
     )
     assert explain("launcher") != explain("group") != explain("children")

@@ -8,7 +8,6 @@ import signal
 import pytest
 from processes import working_in
 
-from flatout.launch.command import understand
 from flatout.probe.machine import look
 from flatout.tune.plan_files import job_folder, plan_key
 
@@ -18,7 +17,7 @@ pytestmark = [pytest.mark.timeout(120), pytest.mark.processes]
 def keys(flatout, *words):
     """The keys that a plan for this command must have, and where it is looked for."""
     with working_in(flatout.folder):
-        command = understand(words)
+        command = parse_command(words)
         return plan_key(command, look()), flatout.folder / job_folder(command).plan
 
 

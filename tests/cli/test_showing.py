@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from flatout.launch.command import understand
 from flatout.levers import TABLE
 from flatout.probe.machine import look
 from flatout.schema.plan import Choice, Plan
@@ -163,7 +162,7 @@ def test_the_plan_of_a_command_is_the_one_that_run_uses(flatout, script, monkeyp
     for name in ("one.py", "two.py"):
         script("pass", name=name)
     monkeypatch.chdir(flatout.folder)
-    one, two = (understand(["python", name]) for name in ("one.py", "two.py"))
+    one, two = (parse_command(["python", name]) for name in ("one.py", "two.py"))
     chosen = Plan((Choice("channels_last", True),), plan_key(one, look()))
     job_folder(one).make().plan.write_text(chosen.to_toml())
     beside = flatout.folder / "flatout.toml"

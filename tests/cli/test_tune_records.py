@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from flatout.cli import main
 from flatout.cli.tune import tune
-from flatout.launch.command import understand
+from flatout.launch.command import parse_command
 from flatout.schema.session import LeverRecord
 from flatout.tune.goal import Goal
 from flatout.tune.plan_files import job_folder
@@ -22,7 +22,7 @@ def job(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("import torch\n", encoding="utf-8")
     before = signal.getsignal(signal.SIGTERM)
-    yield job_folder(understand(WORDS)).make()
+    yield job_folder(parse_command(WORDS)).make()
     signal.signal(signal.SIGTERM, before)
 
 
@@ -61,7 +61,7 @@ def test_the_end_names_the_plan_beside_the_script_where_it_was_written(job, monk
     done = CliRunner().invoke(main.flatout, words, catch_exceptions=False)
     assert done.stdout.endswith(f"report: {job.report}\nplan:   flatout.toml\n")
     done = CliRunner().invoke(main.flatout, [*words, "--fast"], catch_exceptions=False)
-    other = job_folder(understand([*WORDS, "--fast"]))
+    other = job_folder(parse_command([*WORDS, "--fast"]))
     assert done.stdout.endswith(f"plan:   {other.plan}\n")
     assert done.stderr.endswith(
         f"flatout: the plan is in {other.plan}; flatout.toml stays, because it was made for `python train.py`\n"

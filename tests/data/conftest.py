@@ -18,7 +18,7 @@ from torchvision import tv_tensors
 from torchvision.transforms.v2.functional import pil_to_tensor
 
 from flatout.data import color, resample
-from flatout.data.draws import BulkNumbers, columns
+from flatout.data.draws import BulkNumberSource, draw_columns
 from flatout.data.operation import BatchOperation, ImageForm, ImageShape
 
 FORMS = {
@@ -83,17 +83,17 @@ def lowered(operations, images, seed):
     kinds = [operation.draws(shape) for operation, shape in zip(operations, shapes, strict=False)]
     numbers: list[Any]
     if any(each is None for each in kinds):
-        with BulkNumbers() as words:
+        with BulkNumberSource() as words:
             rows = [
-                [operation.drawn(shape, words) for operation, shape in zip(operations, shapes, strict=False)]
+                [operation.draw(shape, words) for operation, shape in zip(operations, shapes, strict=False)]
                 for _ in images
             ]
         numbers = [
-            operation.together(shapes[at], [row[at] for row in rows])
+            operation.to_columns(shapes[at], [row[at] for row in rows])
             for at, operation in enumerate(operations)
         ]
     else:
-        left = iter(columns([kind for each in kinds for kind in each], len(images)))
+        left = iter(draw_columns([kind for each in kinds for kind in each], len(images)))
         numbers = [[next(left) for _ in each] for each in kinds]
     before = images.clone()
     done = images
@@ -113,7 +113,7 @@ def same():
     def check(transform, name, size=(33, 47), count=9, seeds=(1, 2), most=0.0):
         found = read(transform, FORMS[name])
         operations = [found] if isinstance(found, BatchOperation) else list(found)
-        declared = sum(operation.apart for operation in operations)
+        declared = sum(operation.tolerance for operation in operations)
         assert declared <= most
         for seed in seeds:
             images = pil_images(name, *size, count, seed)

@@ -199,7 +199,7 @@ def forked(image, index, transform=augmented()):  # noqa: B008
         return transform(image), index
 
 
-def opened(_, index, transform=augmented()):  # noqa: B008
+def open_samples(_, index, transform=augmented()):  # noqa: B008
     with Image.open(FILES[index]) as image:
         return transform(image), index
 
@@ -278,7 +278,7 @@ FOLLOWED = {
     "either": lambda: Images(
         Sometimes(random.random, augmented(), v1.Compose([v1.CenterCrop(10), v1.ToTensor()]))
     ),
-    "file": lambda: Sample(opened),
+    "file": lambda: Sample(open_samples),
     "buffer": lambda: Sample(buffered),
     "overwritten": lambda: Sample(overwritten),
     "shape": lambda: Sample(
@@ -371,7 +371,7 @@ def as_lists(samples):
     return tuple(zip(*samples, strict=True))
 
 
-def as_it_is(samples):
+def identity(samples):
     return samples
 
 
@@ -405,7 +405,7 @@ COLLATED = {
     "cat": by_cat,
     "numpy": by_numpy,
     "lists": as_lists,
-    "as it is": as_it_is,
+    "as it is": identity,
     "mixed": mixed,
     "twice": twice,
     "default": default_collate,

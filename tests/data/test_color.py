@@ -13,7 +13,7 @@ from torchvision.transforms import transforms as v1
 from torchvision.transforms import v2
 
 from flatout.data.color import FLOAT_MEAN, READERS
-from flatout.data.hue import turn_bytes
+from flatout.data.hue import rotate_byte_hue
 from flatout.data.operation import ImageForm, ImageShape, NotBatchable
 
 NAMES = ["pil-rgb", "pil-l", "bytes", "tv-bytes", "bytes-1", "floats", "floats-1"]
@@ -68,7 +68,7 @@ def test_hue_of_every_colour_on_a_grid():
     colours = torch.cartesian_prod(levels, levels, levels).view(1, -1, len(levels), 3)
     for turn in (0.0, 0.123, -0.5):
         wanted = v1.F.adjust_hue(Image.fromarray(colours[0].numpy()), turn)
-        got = turn_bytes(colours.permute(0, 3, 1, 2).float(), torch.tensor([turn]))
+        got = rotate_byte_hue(colours.permute(0, 3, 1, 2).float(), torch.tensor([turn]))
         assert torch.equal(got[0].permute(1, 2, 0).to(torch.uint8), torch.from_numpy(np.array(wanted)))
 
 

@@ -18,7 +18,7 @@ from torchvision import transforms
 
 from flatout.agent.ledger import Ledger
 from flatout.data.device import (
-    MOST_COPIES,
+    MAX_COPIES,
     CopyStream,
     DeviceCopies,
     DevicePrefetcher,
@@ -64,7 +64,7 @@ def test_counterparts_keep_no_batch_alive_and_are_few():
     del host
     gc.collect()
     assert gone() is None
-    kept = [torch.zeros(1) for _ in range(MOST_COPIES + 5)]
+    kept = [torch.zeros(1) for _ in range(MAX_COPIES + 5)]
     for each in kept:
         device_copies.offer(each, each.clone(), None)
     assert [device_copies.take(each, CPU) is None for each in kept].count(True) == 5
@@ -74,7 +74,7 @@ def test_copies_have_the_original_values():
     lane, tensor = CopyStream(CPU), torch.arange(6).view(2, 3)
     with lane.open():
         there, back = lane.to_device(tensor), lane.to_host(tensor)
-    assert lane.mark() is None
+    assert lane.record_event() is None
     assert torch.equal(there, tensor)
     assert torch.equal(back, tensor)
     assert there.data_ptr() != tensor.data_ptr() != back.data_ptr()
@@ -143,7 +143,7 @@ def test_the_programs_random_numbers_keep_their_order(depth, ahead, draws):
         )
         feed, iterator = Feed(loader), iter(loader)
         if fed:
-            feed.ahead, feed.copies = ahead, (depth, device_copies)
+            feed.ahead, feed.prefetch = ahead, (depth, device_copies)
             iterator._dataset_fetcher.dataset, iterator._dataset_fetcher.collate_fn = (
                 feed.begin(iterator),
                 feed.collate,
@@ -192,10 +192,10 @@ PIPELINE = [
 
 def fed(dataset, resident):
     ledger = Ledger()
-    INTERCEPTION.hold(ledger)
+    INTERCEPTION.enable(ledger)
     loader = DataLoader(dataset, batch_size=5, shuffle=True)
     feed = Feed(loader)
-    feed.batched, feed.keep, feed.resident = True, CacheOptions(CacheBudget(2**24), ahead=True), resident
+    feed.batched, feed.cache, feed.resident = True, CacheOptions(CacheBudget(2**24), eager=True), resident
     info = []
     feed.listeners["keep"] = info.append
     torch.manual_seed(3)

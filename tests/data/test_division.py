@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
 from flatout.data.color_arithmetic import PillowColorArithmetic, TensorColorArithmetic  # noqa: E402
-from flatout.data.hue import turn_tensor  # noqa: E402
+from flatout.data.hue import rotate_hue  # noqa: E402
 from flatout.data.operations import ScaleBytes  # noqa: E402
 
 BYTES = torch.arange(256, dtype=torch.uint8)
@@ -37,10 +37,10 @@ def test_the_emulated_device_rounds_differently():
 OPERATIONS = {
     "scale": lambda images: ScaleBytes(torch.float32)(images, ()),
     "scale of version 2": lambda images: ScaleBytes(torch.float32, divide=False)(images, ()),
-    "hue of bytes": lambda images: TensorColorArithmetic(bytes=True, v2=False).hue(
+    "hue of bytes": lambda images: TensorColorArithmetic(is_bytes=True, v2=False).hue(
         images.float(), torch.linspace(-0.3, 0.4, len(images))
     ),
-    "hue of floats": lambda images: turn_tensor(
+    "hue of floats": lambda images: rotate_hue(
         images.float().mul(1 / 255), torch.linspace(-0.3, 0.4, len(images)), False
     ),
     "contrast of Pillow": lambda images: PillowColorArithmetic().contrast(

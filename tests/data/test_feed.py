@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
-from flatout.data.batch_comparison import different
+from flatout.data.batch_comparison import difference
 
 each_feed = pytest.mark.parametrize("levers", FEEDS, ids=FEED_NAMES)
 KEEPING, KEEPING_NAMES = FEEDS[1:], FEED_NAMES[1:]
@@ -411,12 +411,12 @@ def test_a_change_by_the_script_counts_from_the_next_batch_on(change, levers):
         same_as_plain(lambda: epochs(Images(fixed()), 3, change), *levers)
 
 
-def stacked():
+def stack_deferred():
     return np.stack([np.asarray(image) for image in pil_images()])
 
 
 def tensors():
-    return torch.from_numpy(stacked()).permute(0, 3, 1, 2)
+    return torch.from_numpy(stack_deferred()).permute(0, 3, 1, 2)
 
 
 def floats():
@@ -431,7 +431,7 @@ def floats():
 )
 def test_data_that_is_changed_in_place(change, levers):
     """One image among many: an occasional check of a sample would miss it."""
-    same_as_plain(lambda: epochs(Images(fixed(), stacked()), 3, change), *levers)
+    same_as_plain(lambda: epochs(Images(fixed(), stack_deferred()), 3, change), *levers)
     same_as_plain(lambda: epochs(Images(floats(), tensors()), 3, change), *levers)
 
 
@@ -726,10 +726,10 @@ def test_a_transform_runs_once_for_a_batch():
 
 def test_difference_between_two_batches():
     x = torch.tensor([[0.0, 1.0], [2.0, float("nan")]])
-    assert different(x, x.clone(), 0.0) == ""
+    assert difference(x, x.clone(), 0.0) == ""
     for other in (x.double(), x.t(), x.flatten(), torch.where(x == 0, -0.0, x), x + 1e-6, [x]):
-        assert different(x, other, 0.0)
-    assert different([x[0], {"a": 1}], [x[0] + 0.25, {"a": 1}], 0.25) == ""
-    assert different([x[0], {"a": 1}], [x[0] + 0.26, {"a": 1}], 0.25)
+        assert difference(x, other, 0.0)
+    assert difference([x[0], {"a": 1}], [x[0] + 0.25, {"a": 1}], 0.25) == ""
+    assert difference([x[0], {"a": 1}], [x[0] + 0.26, {"a": 1}], 0.25)
     for other in ([x], [x, {"b": 1}], (x, {"a": 1}), [x, {"a": 2}]):
-        assert different([x, {"a": 1}], other, 0.0)
+        assert difference([x, {"a": 1}], other, 0.0)

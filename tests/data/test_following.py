@@ -63,8 +63,8 @@ def computed(monkeypatch, program, *levers):
         _, _, said = run(program, *levers)
     pipelines = [pipeline for following in every.values() for pipeline in following.pipelines]
     return (
-        sum(each.together for each in pipelines),
-        sum(each.alone for each in pipelines),
+        sum(each.batched_count for each in pipelines),
+        sum(each.single_count for each in pipelines),
         [sentence for _, sentence in said],
     )
 
@@ -241,16 +241,16 @@ def test_an_image_that_torchvision_rejects_is_rejected_in_the_same_place(levers)
 
 def test_a_bounded_number_of_images_waits(monkeypatch):
     """Images are computed early whatever the batch size, and the batch is the same."""
-    monkeypatch.setattr(deferring, "MOST_HELD_BYTES", 5 * 11 * 13 * 3)
+    monkeypatch.setattr(deferring, "MAX_PIXEL_BYTES", 5 * 11 * 13 * 3)
     most = [0]
-    really = deferring.Deferring._answer
+    really = deferring.BatchRecorder._defer
 
     def answered(recorder, work):
         answer = really(recorder, work)
-        most[0] = max(most[0], recorder._held_bytes)
+        most[0] = max(most[0], recorder._pixel_bytes)
         return answer
 
-    monkeypatch.setattr(deferring.Deferring, "_answer", answered)
+    monkeypatch.setattr(deferring.BatchRecorder, "_defer", answered)
     assert same_as_plain(lambda: epochs(Images(Views(augmented())), batch_size=24), BATCHED) == []
     assert 0 < most[0] <= 5 * 11 * 13 * 3
 

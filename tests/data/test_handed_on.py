@@ -9,9 +9,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from flatout.data.feed import Feed
 from flatout.data.keeping import CacheBudget, CacheOptions
-from flatout.data.shared_samples import CHECKED, SharedSamples
+from flatout.data.shared_samples import CHECKED_SAMPLES, SharedSamples
 from flatout.data.source import spread
-from flatout.data.store import PROVED
+from flatout.data.store import TESTED_SAMPLES
 
 LENGTH = 3000
 
@@ -40,11 +40,11 @@ def kept(dataset, folder):
     """
     asked.clear()
     feed = Feed(DataLoader(dataset, batch_size=10))
-    feed.keep = CacheOptions(
-        CacheBudget(2**24), ahead=True, handed_on=SharedSamples(folder, nullcontext, time.monotonic)
+    feed.cache = CacheOptions(
+        CacheBudget(2**24), eager=True, shared_samples=SharedSamples(folder, nullcontext, time.monotonic)
     )
     feed.prepare()
-    assert feed.store is not None, feed.refusal or feed.keeps_nothing
+    assert feed.store is not None, feed.refusal or feed.why_no_cache
     assert feed.store.full
     return feed.store, len(asked)
 
@@ -56,23 +56,23 @@ def holds(store, dataset):
 
 
 def test_the_next_program_fetches_only_a_few_samples(tmp_path):
-    store, fetched = kept(Numbers(), tmp_path)
-    assert fetched >= LENGTH
-    again, fetched = kept(Numbers(), tmp_path)
-    assert fetched < CHECKED + 4 * PROVED
+    store, fetch_samples = kept(Numbers(), tmp_path)
+    assert fetch_samples >= LENGTH
+    again, fetch_samples = kept(Numbers(), tmp_path)
+    assert fetch_samples < CHECKED_SAMPLES + 4 * TESTED_SAMPLES
     assert holds(store, Numbers())
     assert holds(again, Numbers())
 
 
 @pytest.mark.parametrize(
     "at",
-    [spread(LENGTH, PROVED)[3], spread(LENGTH, CHECKED)[100]],
+    [spread(LENGTH, TESTED_SAMPLES)[3], spread(LENGTH, CHECKED_SAMPLES)[100]],
     ids=["among the proven", "among the checked"],
 )
 def test_another_data_set_is_fetched_whole(tmp_path, at):
     kept(Numbers(), tmp_path)
-    store, fetched = kept(Numbers(changed=[at]), tmp_path)
-    assert fetched >= LENGTH
+    store, fetch_samples = kept(Numbers(changed=[at]), tmp_path)
+    assert fetch_samples >= LENGTH
     assert holds(store, Numbers(changed=[at]))
 
 
@@ -81,8 +81,8 @@ def test_a_truncated_file_is_ignored(tmp_path, content):
     kept(Numbers(), tmp_path)
     (file,) = tmp_path.iterdir()
     file.write_bytes(content)
-    store, fetched = kept(Numbers(), tmp_path)
-    assert fetched >= LENGTH
+    store, fetch_samples = kept(Numbers(), tmp_path)
+    assert fetch_samples >= LENGTH
     assert holds(store, Numbers())
 
 
@@ -92,8 +92,8 @@ def test_random_samples_are_not_handed_on(tmp_path):
             return self.rows[index] + torch.rand(3), index
 
     feed = Feed(DataLoader(Noisy(), batch_size=10))
-    feed.keep = CacheOptions(
-        CacheBudget(2**24), ahead=True, handed_on=SharedSamples(tmp_path, nullcontext, time.monotonic)
+    feed.cache = CacheOptions(
+        CacheBudget(2**24), eager=True, shared_samples=SharedSamples(tmp_path, nullcontext, time.monotonic)
     )
     feed.prepare()
     assert feed.store is None

@@ -84,7 +84,7 @@ def shown(program):
 )
 def test_calls_of_one_image_by_transforms_of_torchvisions_own(program, names, ledger):
     assert shown(program) == []
-    INTERCEPTION.hold(ledger)
+    INTERCEPTION.enable(ledger)
     assert shown(program) == names
     ledger.restore()
     assert shown(program) == []
@@ -95,8 +95,8 @@ def test_everything_is_restored_with_the_last_holder(ledger):
 
     before, collation = dict(vars(v1.Compose)), dict(default_collate_fn_map)
     other = Ledger()
-    INTERCEPTION.hold(ledger)
-    INTERCEPTION.hold(other)
+    INTERCEPTION.enable(ledger)
+    INTERCEPTION.enable(other)
     assert collate_deferred in default_collate_fn_map.values()
     ledger.restore()
     assert shown(lambda: v1.ToTensor()(IMAGE)) == ["ToTensor"]

@@ -10,7 +10,7 @@ from feeding import pil_images
 from torchvision import transforms as v1
 from torchvision.transforms import v2
 
-from flatout.data.lowering import deterministic, flat, lower, name_of, read
+from flatout.data.lowering import count_deterministic, flatten, lower, name_of, read
 from flatout.data.operation import ImageForm, NotBatchable
 from flatout.data.operations import Flip
 
@@ -54,7 +54,7 @@ def test_the_run_that_is_chosen(steps, wanted):
     transform = v1.Compose(steps)
     found = lower(transform, IMAGES)
     assert (found.start, found.end) == wanted
-    every = flat(transform)
+    every = flatten(transform)
     assert [*every[: wanted[1]], *found.tail] == every == list(found.steps)
 
 
@@ -142,4 +142,4 @@ def test_heavy_transforms_stay_with_the_single_image_on_request():
     ids=str,
 )
 def test_the_number_of_steps_without_random_numbers(steps, count):
-    assert deterministic(steps, IMAGES) == count
+    assert count_deterministic(steps, IMAGES) == count

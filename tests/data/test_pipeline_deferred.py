@@ -21,7 +21,7 @@ from torchvision.transforms import v2
 
 from flatout.agent.ledger import Ledger
 from flatout.data.deferred import is_deferred
-from flatout.data.deferring import Deferring
+from flatout.data.deferring import BatchRecorder
 from flatout.data.intercept import INTERCEPTION, recording
 from flatout.data.observing import CallObserver, PipelineReader
 from flatout.data.pipelines import Pipelines
@@ -36,7 +36,7 @@ TV = v2.Compose([v2.RandomCrop(9), v2.ToImage()])
 @pytest.fixture(scope="module", autouse=True)
 def intercepted():
     ledger = Ledger()
-    INTERCEPTION.hold(ledger)
+    INTERCEPTION.enable(ledger)
     yield
     ledger.restore()
 
@@ -65,7 +65,7 @@ def both(transform, pipelines, use, images=IMAGES[:1]):
     plain = [transform(image) for image in images]
     found = use(plain[0]), [type(image) for image in plain], plain, torch.get_rng_state()
     torch.manual_seed(4)
-    recorder = Deferring(pipelines, at_once=True)
+    recorder = BatchRecorder(pipelines, draw_now=True)
     with recording(recorder):
         images = [transform(image) for image in images]
         assert all(map(is_deferred, images))
@@ -207,7 +207,7 @@ def test_an_image_that_is_read_is_the_real_one(use, pipelines):
 
 
 def test_an_image_knows_its_size_without_computing(pipelines):
-    recorder = Deferring(pipelines, at_once=True)
+    recorder = BatchRecorder(pipelines, draw_now=True)
     with recording(recorder):
         pil_image = IMAGE(IMAGES[0])
         assert (pil_image.size, pil_image.mode) == ((9, 8), "RGB")
@@ -225,10 +225,10 @@ def test_an_image_knows_its_size_without_computing(pipelines):
     order=st.permutations(range(6)),
     taken=st.integers(1, 6),
     looked=st.sets(st.integers(0, 5)),
-    at_once=st.booleans(),
+    draw_now=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_any_images_in_any_order_make_the_plain_batch(pipelines, order, taken, looked, at_once, seed):
+def test_any_images_in_any_order_make_the_plain_batch(pipelines, order, taken, looked, draw_now, seed):
     """Some of them were read before, from two interleaved pipelines with one generator."""
     torch.manual_seed(seed)
     plain = [
@@ -237,7 +237,7 @@ def test_any_images_in_any_order_make_the_plain_batch(pipelines, order, taken, l
     ]
     end = torch.get_rng_state()
     torch.manual_seed(seed)
-    recorder = Deferring(pipelines, at_once=at_once)
+    recorder = BatchRecorder(pipelines, draw_now=draw_now)
     with recording(recorder):
         images = [
             (TENSOR if at % 3 else TO_TENSOR)(IMAGE(image) if at % 3 == 0 else image)
@@ -245,7 +245,7 @@ def test_any_images_in_any_order_make_the_plain_batch(pipelines, order, taken, l
         ]
         for at in looked:
             images[at].sum()
-        assert recorder.settle()
+        assert recorder.draw_pending()
         chosen = [at for at in order if at % 3][:taken]
         batch = torch.stack([images[at] for at in chosen])
         assert torch.equal(batch, torch.stack([plain[at] for at in chosen]))
@@ -261,7 +261,7 @@ def test_pixels_that_change_after_the_call(pipelines):
     torch.manual_seed(1)
     plain = TENSOR(image)
     torch.manual_seed(1)
-    recorder = Deferring(pipelines, at_once=True)
+    recorder = BatchRecorder(pipelines, draw_now=True)
     with recording(recorder):
         x = TENSOR(image)
         image.paste((0, 0, 0), (0, 0, 13, 11))
@@ -280,10 +280,10 @@ def test_images_of_a_pipeline_that_is_not_proved_hold_their_data(pipelines):
         torch.manual_seed(1)
         plain = TENSOR(IMAGES[0])
         torch.manual_seed(1)
-        recorder = Deferring(pipelines, at_once=True)
+        recorder = BatchRecorder(pipelines, draw_now=True)
         with recording(recorder), pytest.warns(UserWarning, match="To copy construct"):
-            copied = torch.tensor(TENSOR(IMAGES[0]))
-        assert torch.equal(plain, copied)
+            copy_image = torch.tensor(TENSOR(IMAGES[0]))
+        assert torch.equal(plain, copy_image)
         assert recorder.close() == [pipeline]
         assert not pipeline.proved
     finally:

@@ -9,7 +9,15 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from flatout.data.draws import WIDEST, BulkNumbers, Integer, Numbers, Uniform, columns, understood
+from flatout.data.draws import (
+    WIDEST,
+    BulkNumberSource,
+    Integer,
+    NumberSource,
+    Uniform,
+    draw_columns,
+    matches_torch,
+)
 
 finite = st.floats(-1e4, 1e4, allow_nan=False, width=32)
 kinds = st.one_of(
@@ -32,7 +40,7 @@ def two(seed, before=0):
 @example(0, [Uniform(1e-43, 3.0), Uniform()], 3, 1)  # a tie, but for the 1e-43
 def test_columns_are_one_call_after_another(seed, listed, rows, before):
     bulk, single = two(seed, before)
-    together = columns(listed, rows, bulk)
+    together = draw_columns(listed, rows, bulk)
     one_by_one = [[kind.draw(single) for kind in listed] for _ in range(rows)]
     assert len(together) == len(listed)
     for at in range(len(listed)):
@@ -56,7 +64,7 @@ calls = st.one_of(
 def test_words_are_numbers(seed, asked):
     """This holds for any request in any order."""
     ahead, single = two(seed)
-    numbers, found = Numbers(single), []
+    numbers, found = NumberSource(single), []
 
     def answers(numbers):
         found.extend(getattr(numbers, name)(*arguments) for name, *arguments in asked)
@@ -64,7 +72,7 @@ def test_words_are_numbers(seed, asked):
 
     wanted = answers(numbers)
     found.clear()
-    with BulkNumbers(ahead) as words:
+    with BulkNumberSource(ahead) as words:
         assert answers(words) == wanted
     assert torch.equal(ahead.get_state(), single.get_state())
 
@@ -72,7 +80,7 @@ def test_words_are_numbers(seed, asked):
 @pytest.mark.parametrize("count", [0, 1, 2, 63, 64, 65, 127, 128, 129, 700])
 def test_the_generator_ends_in_the_state_after_the_calls(count):
     ahead, single = two(3)
-    with BulkNumbers(ahead) as words:
+    with BulkNumberSource(ahead) as words:
         for _ in range(count):
             words.uniform(0.0, 1.0)
     for _ in range(count):
@@ -84,7 +92,7 @@ def test_the_generator_is_restored_where_the_reading_fails():
     ahead, single = two(4)
 
     def fail():
-        with BulkNumbers(ahead) as words:
+        with BulkNumberSource(ahead) as words:
             words.uniform(0.0, 1.0)
             raise LookupError
 
@@ -96,7 +104,7 @@ def test_the_generator_is_restored_where_the_reading_fails():
 
 def test_the_default_generator():
     torch.manual_seed(8)
-    found = columns([Uniform(), Integer(7)], 3), Numbers().uniform(0.0, 1.0)
+    found = draw_columns([Uniform(), Integer(7)], 3), NumberSource().uniform(0.0, 1.0)
     torch.manual_seed(8)
     wanted = (
         [(torch.rand(1).item(), torch.randint(0, 7, (1,)).item()) for _ in range(3)],
@@ -107,7 +115,7 @@ def test_the_default_generator():
 
 
 def test_this_torch_is_understood():
-    assert understood()
+    assert matches_torch()
 
 
 @pytest.mark.parametrize(
@@ -117,7 +125,7 @@ def test_this_torch_is_understood():
 def test_no_rounding_anywhere(low, high):
     """torchvision's bounds of random numbers, many times."""
     bulk, single = two(11)
-    together = columns([Uniform(low, high)], 4001, bulk)[0]
+    together = draw_columns([Uniform(low, high)], 4001, bulk)[0]
     assert torch.equal(
         together,
         torch.stack([torch.empty(1).uniform_(low, high, generator=single) for _ in range(4001)])[:, 0],

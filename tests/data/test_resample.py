@@ -11,7 +11,7 @@ from torchvision.transforms import InterpolationMode as Mode
 from torchvision.transforms import transforms as v1
 from torchvision.transforms import v2
 
-from flatout.data.draws import BulkNumbers
+from flatout.data.draws import BulkNumberSource
 from flatout.data.operation import ImageForm, ImageShape, NotBatchable
 from flatout.data.resample import READERS, areas
 
@@ -99,7 +99,7 @@ def test_crops(same, family, name, arguments, size):
 def test_areas_and_aspects_are_torchs():
     """A box hides most of a last bit; the numbers that it is made from do not."""
     low, high = torch.log(torch.tensor((0.3, 3.3)))
-    with BulkNumbers(torch.Generator().manual_seed(5)) as words:
+    with BulkNumberSource(torch.Generator().manual_seed(5)) as words:
         drawn = [pair for _ in range(50) for pair in areas(words, (0.02, 0.33), (0.3, 3.3), 1024)]
     make = torch.Generator().manual_seed(5)
     for area, aspect in drawn:

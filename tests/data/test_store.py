@@ -18,7 +18,7 @@ from feeding import difference, pil_images
 from flatout.data.batch_comparison import same_bits
 from flatout.data.changes import DatasetState
 from flatout.data.operation import NotBatchable
-from flatout.data.store import Constant, Store, mapped
+from flatout.data.store import Constant, Store, map_values
 
 MIB = 2**20
 Named = namedtuple("Named", "a b")
@@ -66,7 +66,7 @@ def has(store, rows):
 
 def values_of(sample):
     found = []
-    mapped(sample, found.append)
+    map_values(sample, found.append)
     return found
 
 

@@ -11,8 +11,8 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from flatout.data.streams import (
     WorkerStreams,
-    can_stand_in,
-    has_own_order,
+    can_emulate,
+    has_custom_sampler,
     own_generators,
     restore_states,
     same_states,
@@ -118,7 +118,7 @@ def test_streams_leave_the_seeds_of_every_device_alone():
     [(0, 3, True), (1, 3, True), (2, 3, False), (2, 4, True), (3, 3, False), (4, 2, False)],
 )
 def test_loaders_whose_workers_can_be_replaced(workers, asked, can):
-    assert can_stand_in(workers, asked) is can
+    assert can_emulate(workers, asked) is can
 
 
 class Mine(torch.utils.data.Sampler):
@@ -153,10 +153,10 @@ GENERATOR = torch.Generator()
     ids=lambda value: type(value).__name__,
 )
 def test_whose_sampler_order_it_is(sampler, own):
-    assert has_own_order(sampler, None) is own
-    assert has_own_order(None, sampler) is own
+    assert has_custom_sampler(sampler, None) is own
+    assert has_custom_sampler(None, sampler) is own
     if isinstance(sampler, torch.utils.data.Sampler):
-        assert has_own_order(None, BatchSampler(sampler, 2, False)) is own
+        assert has_custom_sampler(None, BatchSampler(sampler, 2, False)) is own
 
 
 def test_loaders_that_seed_their_workers_themselves():

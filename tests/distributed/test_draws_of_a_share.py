@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from flatout.distributed.draws import drawn_for_the_whole  # noqa: E402
+from flatout.distributed.draws import draw_for_whole_batch  # noqa: E402
 from flatout.distributed.shares import share  # noqa: E402
 
 functional = torch.nn.functional
@@ -38,7 +38,7 @@ def test_a_share_gets_the_random_numbers_of_the_whole(name, samples, world, seed
         if part.size == 1 and each > 1:  # a share of one sample looks like any shape
             continue
         torch.manual_seed(seed)
-        with drawn_for_the_whole(torch, lambda part=part: part):
+        with draw_for_whole_batch(torch, lambda part=part: part):
             mine = draw(part.size)
         assert torch.equal(mine, whole.narrow(dim, part.start * each, part.size * each))
         assert torch.equal(torch.rand(3), after)  # the generator has advanced equally
@@ -59,7 +59,7 @@ def test_the_gradient_of_an_attention_is_that_of_the_whole():
     expected = gradients(*whole)
     for rank in range(2):
         part = share(6, rank, 2)
-        with drawn_for_the_whole(torch, lambda part=part: part):
+        with draw_for_whole_batch(torch, lambda part=part: part):
             mine = gradients(*whole[:, part.start : part.stop])
         assert all(
             torch.allclose(a, b[part.start : part.stop], atol=1e-6)
@@ -72,6 +72,6 @@ def test_random_tensors_without_a_sample_dimension_are_unchanged():
     torch.manual_seed(0)
     plain = [torch.randperm(9), torch.randn(3, 7), torch.rand(())]
     torch.manual_seed(0)
-    with drawn_for_the_whole(torch, lambda: part):
+    with draw_for_whole_batch(torch, lambda: part):
         drawn = [torch.randperm(9), torch.randn(3, 7), torch.rand(())]
     assert all(torch.equal(a, b) for a, b in zip(plain, drawn, strict=True))

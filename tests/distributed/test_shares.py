@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from flatout.distributed.division import SplitSettings
-from flatout.distributed.shares import DividedBatches, share
+from flatout.distributed.shares import SplitBatches, share
 from flatout.distributed.streams import HostStreams, Streams
 from flatout.levers.data_parallel import LEVER
 
@@ -44,14 +44,14 @@ def test_prefetched_batches_keep_their_shares(length, batch, world, drop_last, a
     """Workers prepare several batches before the first is used; used in order, each finds its own share."""
     whole = torch.utils.data.BatchSampler(range(length), batch, drop_last)
     for rank in range(world):
-        divided = DividedBatches(whole, rank, world)
+        divided = SplitBatches(whole, rank, world)
         assert len(divided) == len(whole)
         iterator, waiting, taken = iter(divided), [], []
         for indices in iterator:
             waiting.append(indices)
             if len(waiting) >= ahead:
-                taken.append((waiting.pop(0), iterator.drawn.popleft()))
-        taken += [(indices, iterator.drawn.popleft()) for indices in waiting]
+                taken.append((waiting.pop(0), iterator.shares.popleft()))
+        taken += [(indices, iterator.shares.popleft()) for indices in waiting]
         for (indices, part), plain in zip(taken, whole, strict=True):
             assert indices == plain[part.start : part.stop]
             assert part.samples == len(plain)

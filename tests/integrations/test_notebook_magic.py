@@ -127,8 +127,8 @@ def test_an_interrupted_cell_ends_its_program(flatout, script):
     begin = "import os\nos.system(f'echo {os.getpid()} > new; mv new began')\n"
     script(f"{begin}size = 8\n{TRAIN}")
     started = (
-        "import sys\nfrom pathlib import Path\nfrom flatout.integrations.flatout_command import show_flatout\n"
-        "show_flatout(['profile', sys.executable, 'train.py'], Path.cwd(), sys.stdout.write)"
+        "import sys\nfrom pathlib import Path\nfrom flatout.integrations.flatout_command import stream_flatout\n"
+        "stream_flatout(['profile', sys.executable, 'train.py'], Path.cwd(), sys.stdout.write)"
     )
     process = flatout.start("-c", started, python=[sys.executable])
     began = flatout.folder / "began"

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.launch.command import understand
-from flatout.launch.environment import SITE, attached
+from flatout.launch.command import parse_command
+from flatout.launch.environment import SITE, job_environment
 from flatout.schema.errors import FlatoutError
 
 
@@ -70,10 +70,10 @@ def here(tmp_path, monkeypatch):
     ],
 )
 def test_commands(here, typed, script, module, closed):
-    command = understand(typed.split())
+    command = parse_command(typed.split())
     assert command.typed == tuple(typed.split())
     assert command.argv == tuple(typed.split())
-    assert (str(command.script) if command.script else None, command.module, command.closed) == (
+    assert (str(command.script) if command.script else None, command.module, command.disabled_by) == (
         script,
         module,
         closed,
@@ -81,7 +81,7 @@ def test_commands(here, typed, script, module, closed):
 
 
 def test_a_script_alone_runs_under_this_python(here):
-    command = understand(["train.py", "--lr", "0.1"])
+    command = parse_command(["train.py", "--lr", "0.1"])
     assert command.argv == (sys.executable, "train.py", "--lr", "0.1")
     assert command.script == Path("train.py")
 
@@ -94,7 +94,7 @@ def test_a_script_alone_runs_under_this_python(here):
 def test_any_words_are_a_command_or_a_clear_error(here, words):
     for first in ([], ["python"], ["python", "-m"], ["torchrun"]):
         try:
-            command = understand([*first, *words])
+            command = parse_command([*first, *words])
         except FlatoutError as error:
             said = str(error)
             assert said.strip().endswith((".", "`", "`."))
@@ -106,10 +106,10 @@ def test_any_words_are_a_command_or_a_clear_error(here, words):
 
 
 def test_titles_are_names_of_folders(here):
-    assert understand(["python", "with space.py"]).title == "with-space"
-    assert understand(["python", "-m", "pkg.train"]).title == "train"
-    assert understand(["python", "-m", "not.here"]).title == "not-here"
-    assert understand(["go.sh"]).title == "go-sh"
+    assert parse_command(["python", "with space.py"]).title == "with-space"
+    assert parse_command(["python", "-m", "pkg.train"]).title == "train"
+    assert parse_command(["python", "-m", "not.here"]).title == "not-here"
+    assert parse_command(["go.sh"]).title == "go-sh"
 
 
 def test_the_digest_distinguishes_commands_and_folders(here, monkeypatch):
@@ -119,16 +119,16 @@ def test_the_digest_distinguishes_commands_and_folders(here, monkeypatch):
         ["python", "train.py", "--lr 1"],
         ["train.py"],
     ]
-    digests = [understand(words).digest for words in commands]
+    digests = [parse_command(words).digest for words in commands]
     assert len(set(digests)) == len(digests)
-    assert understand(commands[0]).digest == digests[0]
+    assert parse_command(commands[0]).digest == digests[0]
     (here / "sub" / "train.py").write_text("pass\n")
     monkeypatch.chdir(here / "sub")
-    assert understand(commands[0]).digest not in digests
+    assert parse_command(commands[0]).digest not in digests
 
 
 def test_the_digest_of_the_script_follows_its_content(here):
-    command = understand(["python", "train.py"])
+    command = parse_command(["python", "train.py"])
     before = command.script_digest
     (here / "train.py").write_text("pass  # changed\n")
     assert command.script_digest != before
@@ -139,12 +139,12 @@ def test_the_digest_of_the_script_follows_its_content(here):
 def test_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", "/mine:/other")
     monkeypatch.setenv("KEEP", "this")
-    environment = attached(tmp_path / "job.json", {"LD_PRELOAD": "x", "KEEP": "that"})
+    environment = job_environment(tmp_path / "job.json", {"LD_PRELOAD": "x", "KEEP": "that"})
     assert environment["PYTHONPATH"] == f"{SITE}:/mine:/other"
     assert environment["FLATOUT_JOB"] == str(tmp_path / "job.json")
     assert (environment["LD_PRELOAD"], environment["KEEP"]) == ("x", "that")
     monkeypatch.delenv("PYTHONPATH")
-    assert attached(tmp_path, {})["PYTHONPATH"] == str(
+    assert job_environment(tmp_path, {})["PYTHONPATH"] == str(
         SITE
     )  # an empty entry would put the current folder on the path
     assert (SITE / "sitecustomize.py").is_file()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from processes import working_in
 
-from flatout.launch.command import understand
+from flatout.launch.command import parse_command
 from flatout.probe.machine import look
 from flatout.schema.plan import Choice, Plan
 from flatout.tune.plan_files import job_folder, plan_key
@@ -118,7 +118,7 @@ def test_a_plan_of_the_folder_that_is_not_applied_is_named_once(ways, words):
     script = ways.folder / "train.py"
     script.write_text("print('trained')\n")
     with working_in(ways.folder):
-        command = understand([*words, "train.py"])
+        command = parse_command([*words, "train.py"])
         plan = replace(
             Plan().with_choice(Choice("gc_pause", True)), made_for=plan_key(command, look(command.argv))
         )

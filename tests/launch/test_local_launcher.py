@@ -19,8 +19,16 @@ from limits import hang_s
 from processes import alive, state, until
 
 from flatout.job.rank_environment import OF_RANKS
-from flatout.launch.failure import ENDED, FAILING, LEAVING, LOST_ANOTHER, RankEvent, first_of, shown
-from flatout.launch.rank_variables import cuda_devices, one_each, share_of_cores
+from flatout.launch.failure import (
+    EXITED,
+    EXITING,
+    FAILING,
+    LOST_ANOTHER,
+    RankEvent,
+    end_of_output,
+    first_failed,
+)
+from flatout.launch.rank_variables import check_devices, cuda_devices, share_of_cores
 from flatout.schema.errors import UsageError
 
 pytestmark = pytest.mark.processes
@@ -239,7 +247,7 @@ def test_missing_devices(monkeypatch):
         ):
             cuda_devices(environment, 3)
     with pytest.raises(UsageError, match="2 ranks need one device each, but 1 given"):
-        one_each(["0"], 2)
+        check_devices(["0"], 2)
 
 
 @pytest.mark.parametrize(
@@ -678,28 +686,28 @@ def test_a_stop_from_another_process_stops_the_ranks(begin, flatout):
 
 
 def first(*signs, lost=()):
-    return first_of(signs, lambda rank: rank in lost)
+    return first_failed(signs, lambda rank: rank in lost)
 
 
 def test_the_rule():
     failing, leaving = (
         [RankEvent(rank, FAILING) for rank in range(4)],
-        [RankEvent(rank, LEAVING) for rank in range(4)],
+        [RankEvent(rank, EXITING) for rank in range(4)],
     )
 
     def ended(rank, code, **more):
-        return RankEvent(rank, ENDED, code, **more)
+        return RankEvent(rank, EXITED, code, **more)
 
     assert first(failing[2], failing[1], ended(1, 1), ended(2, 1)) == 2
     assert first(leaving[0], ended(0, 0), ended(1, 0)) is None
     assert first(leaving[1], failing[0], ended(0, 1), ended(1, 3)) == 1
     assert first(leaving[1], failing[0], ended(0, 1), ended(1, 0)) == 0
     assert first(failing[0], ended(2, -9), ended(0, 1), lost={0}) == 2
-    assert first(failing[0], ended(2, -15, info=True), ended(0, 1), lost={0}) == 0
+    assert first(failing[0], ended(2, -15, asked_to_exit=True), ended(0, 1), lost={0}) == 0
     assert first(failing[3], failing[0], lost={0, 3}) == 3
-    assert first(RankEvent(1, FAILING, own=False), ended(0, 1), ended(1, 0)) == 0
-    assert first(RankEvent(1, FAILING, own=False), ended(0, 1), ended(1, 1)) == 1
-    assert first(leaving[1], ended(1, -9, info=True, killed=True)) is None
+    assert first(RankEvent(1, FAILING, from_rank=False), ended(0, 1), ended(1, 0)) == 0
+    assert first(RankEvent(1, FAILING, from_rank=False), ended(0, 1), ended(1, 1)) == 1
+    assert first(leaving[1], ended(1, -9, asked_to_exit=True, killed=True)) is None
 
 
 @pytest.mark.parametrize(
@@ -717,10 +725,14 @@ def test_messages_of_a_rank_that_has_lost_another(words):
 
 def test_the_shown_output():
     words = "Traceback (most recent call last):\n  x\nValueError: a\n"
-    assert shown(words, "loss 1\n" + words + "flatout: because\n") == words + "flatout: because"
+    assert end_of_output(words, "loss 1\n" + words + "flatout: because\n") == words + "flatout: because"
     assert (
-        shown(words, "[rank1]: " + words.strip().replace("\n", "\n[rank1]: ") + "\nflatout: because\n")
+        end_of_output(
+            words, "[rank1]: " + words.strip().replace("\n", "\n[rank1]: ") + "\nflatout: because\n"
+        )
         == words + "flatout: because"
     )
-    assert shown(words, "") == words.rstrip()
-    assert shown("", "\n".join(map(str, range(100)))).splitlines() == [str(line) for line in range(70, 100)]
+    assert end_of_output(words, "") == words.rstrip()
+    assert end_of_output("", "\n".join(map(str, range(100)))).splitlines() == [
+        str(line) for line in range(70, 100)
+    ]

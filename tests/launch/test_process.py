@@ -109,7 +109,7 @@ def test_pausing_stops_every_process_of_it(start, tmp_path):
     sizes = [f.stat().st_size for f in files()]
     time.sleep(0.3)
     assert [f.stat().st_size for f in files()] == sizes
-    program.go_on()
+    program.resume()
     until(lambda: all(f.stat().st_size > size for f, size in zip(files(), sizes, strict=True)))
     program.stop()
     program.end(0.0)

@@ -65,23 +65,23 @@ def test_it_is_parsed_as_by_the_interpreter(probes, words):
     )
     reports = [json.loads(each[7:]) for each in done.stdout.splitlines() if each.startswith("REPORT ")]
     if not reports:
-        if line.runs == "module":  # -I and -P leave this folder out
+        if line.kind == "module":  # -I and -P leave this folder out
             assert f"No module named {line.words[0]}" in done.stderr, (words, line, done.stderr)
-        elif line.runs == "code":
+        elif line.kind == "code":
             assert line.words[0] != REPORT, (words, line, done.stderr)
-        elif line.runs == "script":
+        elif line.kind == "script":
             assert f"can't open file {str(probes / line.words[0])!r}" in done.stderr or not line.words[0], (
                 words,
                 line,
             )
         else:
-            assert (line.runs, line.disables) == ("", None), (words, line, done.stderr)
+            assert (line.kind, line.disables) == ("", None), (words, line, done.stderr)
         return
     given_words, argv, isolated, no_site, no_environment, interactive = reports[0]
     assert given_words == words
-    assert line.runs, (words, line)
+    assert line.kind, (words, line)
     assert argv == list(line.words[1:]), (words, line)
     assert bool(line.disables) == (isolated or no_site or no_environment), (words, line)
-    what = {"code": REPORT, "module": "probe", "script": "probe.py", "stdin": "-"}[line.runs]
+    what = {"code": REPORT, "module": "probe", "script": "probe.py", "stdin": "-"}[line.kind]
     # with -i, the report may be that of the standard input, after the code
     assert interactive or [*line.words[:1], what][0] == what, (words, line)

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from flatout.launch import ray_cluster
-from flatout.launch.ray_cluster import RayJob, connect, run_ranks, work
+from flatout.launch.ray_cluster import RayJob, connect, ray_job, run_ranks
 from flatout.schema.errors import NodesApart, ProgramFailed, ProgramNotFound, UsageError
 
 there = pytest.mark.skipif(
@@ -39,7 +39,7 @@ def test_without_ray_the_next_command_is_named(monkeypatch):
 def test_a_node_gets_the_differences_from_this_process(tmp_path, monkeypatch):
     (tmp_path / "job.json").write_text('{"plan": 1}')
     monkeypatch.setenv("HERE", "before")
-    info = work(
+    info = ray_job(
         ["python", "train.py"],
         {
             **os.environ,

@@ -9,8 +9,16 @@ import pytest
 from processes import until
 
 from flatout.job import heartbeat
-from flatout.launch.hang import ANSWER_S, LOOK_S, START_S, Frame, ProgramProcesses, Stack, stack_in
-from flatout.launch.restart_policy import Attempt, Ending, RestartHistory, ending_of
+from flatout.launch.hang import (
+    MIN_START_LIMIT_S,
+    POLL_S,
+    STACK_TIMEOUT_S,
+    Frame,
+    ProgramProcesses,
+    Stack,
+    stack_in,
+)
+from flatout.launch.restart_policy import Attempt, Ending, RestartHistory, outcome_of
 
 
 @pytest.mark.processes
@@ -23,8 +31,8 @@ def test_a_hang_is_a_time_without_a_sign_of_life_of_any_process(tmp_path):
         nonlocal now
         begun = now
         while now - begun < seconds:
-            now += LOOK_S
-            event = processes.look(now)
+            now += POLL_S
+            event = processes.poll(now)
             if event is not None:
                 assert event.kind == kind
                 return event, now - begun
@@ -44,7 +52,7 @@ def test_a_hang_is_a_time_without_a_sign_of_life_of_any_process(tmp_path):
     )
     try:
         child.stdout.readline()
-        processes.look(now)
+        processes.poll(now)
         for _ in range(20):  # one process that works clears the other
             words[heartbeat.BATCHES] += 1
             assert polled("hung", 2.0)[0] is None
@@ -52,7 +60,7 @@ def test_a_hang_is_a_time_without_a_sign_of_life_of_any_process(tmp_path):
         event, silent_s = polled("hung", 30.0)
         assert event.message.startswith(f"process {child.pid} has finished no step")  # the one behind
         assert re.search("; 1 other waits for it. It (waits|runs): its Python line is unknown", event.message)
-        assert 3.0 + ANSWER_S <= silent_s <= 3.0 + ANSWER_S + 3 * LOOK_S
+        assert 3.0 + STACK_TIMEOUT_S <= silent_s <= 3.0 + STACK_TIMEOUT_S + 3 * POLL_S
         words[heartbeat.STEPS] += 1
         process = psutil.Process(child.pid)
         process.suspend()
@@ -73,7 +81,7 @@ def test_a_hang_is_a_time_without_a_sign_of_life_of_any_process(tmp_path):
         name.write_bytes(bytes(heartbeat.BYTES))  # no step yet
     processes, now = ProgramProcesses(str(tmp_path), 0.0, 3.0), 0.0
     assert polled("hung", 60.0)[0] is None
-    assert START_S > 60.0
+    assert MIN_START_LIMIT_S > 60.0
 
 
 STACK = """Thread 0x00007f01 (most recent call first):
@@ -90,19 +98,19 @@ Fatal nonsense
 
 def test_a_stack_is_read_and_its_own_line_found():
     main = stack_in(STACK)
-    assert main.own_line == Frame('/home/me/train "1".py', 40, "step")
+    assert main.user_frame == Frame('/home/me/train "1".py', 40, "step")
     assert (
-        main.words
+        main.description
         == '/home/me/train "1".py, line 40, in step (from there in compile of torch/_dynamo/eval_frame.py)'
     )
-    assert stack_in(STACK.partition("Current")[0]).own_line is None
+    assert stack_in(STACK.partition("Current")[0]).user_frame is None
     assert stack_in("") == stack_in("no stack\n  File broken") == Stack()
-    assert Stack().words == "its Python line is unknown, because it does not respond"
+    assert Stack().description == "its Python line is unknown, because it does not respond"
 
 
 def test_how_a_program_has_ended():
     def of(code, *failures, kernel=False):
-        return ending_of(code, "`train`", failures, kernel, 7)
+        return outcome_of(code, "`train`", failures, kernel, 7)
 
     lost = {
         "kinds": ["RuntimeError"],
@@ -112,7 +120,7 @@ def test_how_a_program_has_ended():
     root = "Root Cause (first observed failure):\n  rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 8)"
     report = {"kinds": ["ChildFailedError"], "message": root, "places": []}
     assert (of(-9).kind, of(-9).code) == ("signal", 137)
-    assert "may have run out of memory" in of(-9, kernel=None).what
+    assert "may have run out of memory" in of(-9, kernel=None).message
     assert of(-9, kernel=True).kind == of(1, kernel=True).kind == "memory"
     assert (
         of(1, {"kinds": ["OutOfMemoryError", "RuntimeError"], "message": "CUDA out of memory. Tried"}).kind
@@ -129,7 +137,9 @@ def test_how_a_program_has_ended():
         == "memory"
     )
     assert of(1, {"kinds": ["BrokenPipeError"], "message": "x"}).kind == "unheard"
-    assert of(1, lost, report).what == "`train` failed after step 7: rank 1 was the first to fail, by SIGKILL"
+    assert (
+        of(1, lost, report).message == "`train` failed after step 7: rank 1 was the first to fail, by SIGKILL"
+    )
     named = of(
         1,
         {
@@ -139,7 +149,7 @@ def test_how_a_program_has_ended():
         },
         report,
     )
-    assert (named.what, named.place) == (
+    assert (named.message, named.place) == (
         "`train` failed after step 7 with ValueError: a bad sample",
         "/home/me/train.py, line 3",
     )
@@ -149,10 +159,12 @@ def course_of(*attempts, kind="exit"):
     """The message after the last of these starts: (steps, base, saves, kept) each."""
     course, why = RestartHistory(), ""
     for number, (steps, base, saves, kept) in enumerate(attempts, 1):
-        attempt = Attempt(number, steps=steps, base=base, saves=saves, kept=kept)
+        attempt = Attempt(
+            number, steps=steps, resumed_step=base, checkpoint_count=saves, checkpoint_step=kept
+        )
         course.attempts.append(attempt)
-        course.note(attempt)
-        why = course.why_not_again(Ending(kind, 1, "it failed", advice="Take less"), attempt, 20)
+        course.record_attempt(attempt)
+        why = course.why_not_restarted(Ending(kind, 1, "it failed", advice="Take less"), attempt, 20)
     return why
 
 

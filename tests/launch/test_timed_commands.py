@@ -15,12 +15,12 @@ pytestmark = pytest.mark.processes
 def test_its_output_and_how_it_ended():
     ran = TimedCommand(
         [sys.executable, "-c", "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"]
-    ).answer(hang_s(20))
+    ).result(hang_s(20))
     assert (ran.code, ran.out, ran.err, ran.there, ran.timed_out) == (3, "out\n", "err\n", True, False)
 
 
 def test_a_missing_program():
-    ran = TimedCommand(["flatout-has-no-such-program"]).answer(1)
+    ran = TimedCommand(["flatout-has-no-such-program"]).result(1)
     assert (ran.code, ran.there, ran.said) == (None, False, "")
 
 
@@ -29,7 +29,7 @@ def test_a_program_that_cannot_be_started_is_reported(tmp_path):
     broken = tmp_path / "nvidia-smi"
     broken.write_bytes(b"\x7fELF\x00\x00")
     broken.chmod(0o755)
-    ran = TimedCommand([str(broken)]).answer(1)
+    ran = TimedCommand([str(broken)]).result(1)
     assert ran.code is None
     assert ran.there
     assert "Exec format error" in ran.err
@@ -44,7 +44,7 @@ def test_a_hanging_program_is_killed_with_its_children():
         ]
     )
     began = time.monotonic()
-    ran = asked.answer(hang_s(1.5))
+    ran = asked.result(hang_s(1.5))
     assert ran.timed_out
     assert ran.code is None
     assert time.monotonic() - began < hang_s(60)  # the program sleeps ten times as long
@@ -65,6 +65,6 @@ def _lives(number):
 
 def test_signals_are_negative():
     assert (
-        TimedCommand([sys.executable, "-c", "import os; os.kill(os.getpid(), 11)"]).answer(hang_s(20)).code
+        TimedCommand([sys.executable, "-c", "import os; os.kill(os.getpid(), 11)"]).result(hang_s(20)).code
         == -11
     )

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from flatout.launch.command import understand
+from flatout.launch.command import parse_command
 from flatout.launch.torchrun import FLAGS, RANKS, torchrun_of
 from flatout.schema.errors import ProgramNotFound, UsageError
 
@@ -31,25 +31,25 @@ def folder(tmp_path, monkeypatch):
     ],
 )
 def test_the_program_of_a_torchrun_command(folder, words, program, rdzv_id):
-    command = understand([*MODULE, *words.split()])
+    command = parse_command([*MODULE, *words.split()])
     found = torchrun_of(command, 2)
     assert (found.program.typed, found.rdzv_id, found.command) == (program, rdzv_id, command)
-    same = torchrun_of(understand([*MODULE, "--max-restarts", "3", *words.split()]), 2)
-    assert found.seed == same.seed != torchrun_of(understand([*MODULE, *words.split(), "more"]), 2).seed
+    same = torchrun_of(parse_command([*MODULE, "--max-restarts", "3", *words.split()]), 2)
+    assert found.seed == same.seed != torchrun_of(parse_command([*MODULE, *words.split(), "more"]), 2).seed
     environment = found.environment({"HOME": "/root"}, 2, gpus=True)
     assert (environment[RANKS], environment["FLATOUT_DATA_PARALLEL"]) == ("2", "gpus")
     assert environment["FLATOUT_LAUNCHER"] == str(os.getpid())  # torchrun replaces this process
 
 
 def test_other_commands_and_mistakes(folder):
-    assert torchrun_of(understand(["train.py"]), 2) is None
-    assert torchrun_of(understand([sys.executable, "-m", "timeit"]), 2) is None
+    assert torchrun_of(parse_command(["train.py"]), 2) is None
+    assert torchrun_of(parse_command([sys.executable, "-m", "timeit"]), 2) is None
     with pytest.raises(UsageError, match="names no script"):
-        torchrun_of(understand([*MODULE, "--nnodes", "2"]), 2)
+        torchrun_of(parse_command([*MODULE, "--nnodes", "2"]), 2)
     with pytest.raises(UsageError, match="--nproc-per-node gpu of torchrun disagrees with the 2 ranks"):
-        torchrun_of(understand([*MODULE, "--nproc-per-node", "gpu", "train.py"]), 2)
+        torchrun_of(parse_command([*MODULE, "--nproc-per-node", "gpu", "train.py"]), 2)
     with pytest.raises(ProgramNotFound):
-        torchrun_of(understand([*MODULE, "missing.py"]), 2)
+        torchrun_of(parse_command([*MODULE, "missing.py"]), 2)
 
 
 def test_the_options_without_a_value_are_those_of_torchs_parser():

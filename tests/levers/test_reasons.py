@@ -26,7 +26,7 @@ from trials import warm_programs
 
 import flatout
 from flatout.job.folder import JobFolder
-from flatout.launch.command import understand
+from flatout.launch.command import parse_command
 from flatout.launch.local_launcher import launcher_of
 from flatout.levers import TABLE
 from flatout.measure.clock import seconds
@@ -626,7 +626,7 @@ def surroundings(program, folder):
 def begin(name, folder):
     program = PROGRAMS[name]
     script = (str(HERE / f"{program.script}.py"), *program.words)
-    command = understand((sys.executable, *(("-m", *program.before) if program.before else ()), *script))
+    command = parse_command((sys.executable, *(("-m", *program.before) if program.before else ()), *script))
     if program.ranks:
         command = launcher_of(command, program.ranks, cores=program.ranks)
     with surroundings(program, folder):

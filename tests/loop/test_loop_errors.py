@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import flatout  # noqa: E402
-from flatout.loop.batches import moved, part_of, size_of  # noqa: E402
+from flatout.loop.batches import move, part_of, size_of  # noqa: E402
 from flatout.schema.errors import LoopError  # noqa: E402
 
 
@@ -309,7 +309,7 @@ def test_parts_of_batches_of_every_type(batch, expected):
     assert str(part) == str(expected)
     assert size_of(batch) == 6
     assert size_of(part) == 2
-    assert str(moved(batch, torch.device("cpu"))) == str(batch)
+    assert str(move(batch, torch.device("cpu"))) == str(batch)
 
 
 @pytest.mark.processes

@@ -173,10 +173,10 @@ PARTS = [
     ("optimizer", "state"),
     ("optimizer", "param_groups"),
     ("scheduler",),
-    ("also", "average"),
-    ("place", "consumed"),
-    ("place", "epoch_start"),
-    ("place", "now"),
+    ("extra_state", "average"),
+    ("loader_position", "given"),
+    ("loader_position", "began"),
+    ("loader_position", "now"),
     ("loop", "index"),
     ("loop", "epoch"),
     ("precision", "scaler"),
@@ -199,7 +199,7 @@ def test_no_part_of_a_checkpoint_can_be_left_out(tmp_path, monkeypatch, begun, u
 
     shutil.copytree(begun[8], tmp_path / "saves")
     donor = flatout.checkpoint.checkpoints.CheckpointFolder(begun[1]).newest()[0].read(torch)
-    really = saving.parts_of
+    really = saving.read_states
 
     def spoiled(*args):
         state, own = really(*args)
@@ -209,7 +209,7 @@ def test_no_part_of_a_checkpoint_can_be_left_out(tmp_path, monkeypatch, begun, u
         at[part[-1]] = given[part[-1]]
         return state, own
 
-    monkeypatch.setattr(saving, "parts_of", spoiled)
+    monkeypatch.setattr(saving, "read_states", spoiled)
     loop, digest = train(tmp_path / "saves", precision="fp16")
     assert loop.resumed.step == 8
     assert (digest, loop.index) != (undisturbed["fp16"], 15)

@@ -8,13 +8,13 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from flatout import Loop  # noqa: E402
-from flatout.loop.sizing import SizingSample, fastest  # noqa: E402
+from flatout.loop.sizing import SizingSample, search_fastest  # noqa: E402
 from flatout.schema.errors import LoopError  # noqa: E402
 
 
 def played(size, ms_of, fits=lambda size: True):
     """The choice where a step in micro-batches of each size takes this long, and the steps used."""
-    search = fastest(size)
+    search = search_fastest(size)
     candidate, steps = next(search), []
     while True:
         steps.append(candidate)

@@ -27,7 +27,7 @@ from flatout.kernels.layer_norm.op import layer_norm
 from flatout.levers.autocast import LEVER as AUTOCAST
 from flatout.levers.resident_data import LEVER as RESIDENT
 from flatout.levers.tf32 import LEVER as TF32
-from flatout.loop.reduction import Recogniser
+from flatout.loop.reduction import ReductionTest
 from flatout.schema.errors import LoopError
 from flatout.schema.facts import Facts, Gpu
 
@@ -146,7 +146,7 @@ def trying_out_a_loss_draws_nothing():
     )
     before = torch.cuda.get_rng_state(DEVICE)
     with contextlib.suppress(LoopError):  # it is random in evaluation, too
-        Recogniser(torch, model, lambda part: noisy(model, part)).recognise(batch, 6)
+        ReductionTest(torch, model, lambda part: noisy(model, part)).run(batch, 6)
     assert torch.equal(torch.cuda.get_rng_state(DEVICE), before)
 
 
@@ -157,7 +157,7 @@ def ranks_draw_for_themselves_on_their_device():
     for rank in range(2):
         torch.manual_seed(7)
         streams = Streams(torch, rank)
-        streams.part()
+        streams.use_own()
         own.append(torch.rand(4, device=DEVICE))
         with streams.common():
             common.append(torch.rand(4, device=DEVICE))

@@ -12,7 +12,7 @@ import pytest
 from cards import LIMIT_S, PROGRAMS, needed, on_cards, surroundings
 
 from flatout.job.folder import TrialFolder
-from flatout.launch.command import understand
+from flatout.launch.command import parse_command
 from flatout.measure.clock import seconds
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Choice, Plan
@@ -70,7 +70,7 @@ def test_memory_and_time_are_those_of_the_models_card_without_our_own_use(tmp_pa
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(BESIDE_A_FULL_CARD)
-    command = understand([sys.executable, "train.py", GAN, "--device", "cuda:1"])
+    command = parse_command([sys.executable, "train.py", GAN, "--device", "cuda:1"])
     with Trial(
         command,
         TrialFolder(tmp_path / "trial"),

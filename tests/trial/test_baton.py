@@ -11,7 +11,7 @@ import pytest
 from trials import warm_programs
 
 from flatout.job.folder import TrialFolder
-from flatout.launch.command import understand
+from flatout.launch.command import parse_command
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import median
 from flatout.schema.facts import Facts
@@ -81,7 +81,7 @@ def begin(tmp_path, monkeypatch):
     def start(plan=None, program=PROGRAM, ranks=0):
         (tmp_path / "train.py").write_text(program)
         first = ["torchrun", "--standalone", "--nproc-per-node", str(ranks)] if ranks else [sys.executable]
-        command = understand([*first, str(tmp_path / "train.py"), str(counter)])
+        command = parse_command([*first, str(tmp_path / "train.py"), str(counter)])
         begun.append(
             Trial(
                 command,

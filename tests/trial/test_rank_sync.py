@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from flatout.job.folder import TrialFolder
-from flatout.launch.command import understand
+from flatout.launch.command import parse_command
 from flatout.launch.local_launcher import launcher_of
 from flatout.measure.clock import seconds
 from flatout.schema.facts import Facts
@@ -53,7 +53,7 @@ def test_two_ranks_of_the_local_launcher(tmp_path, monkeypatch):
         tmp_path / "work"
     )  # what a program writes below its working folder goes to the file sandbox
     command = launcher_of(
-        understand([sys.executable, str(tmp_path / "train.py"), str(tmp_path / "seen")]), 2, cores=2
+        parse_command([sys.executable, str(tmp_path / "train.py"), str(tmp_path / "seen")]), 2, cores=2
     )
     base = Plan((Choice("data_parallel", {"reduction": "mean", "batches": "index", "loaders": "0"}),))
     with Trial(command, TrialFolder(tmp_path / "trial"), base, Facts()) as trial:

@@ -6,7 +6,7 @@ import pytest
 from trials import warm_programs
 
 from flatout.job.folder import JobFolder
-from flatout.launch.command import understand
+from flatout.launch.command import parse_command
 from flatout.measure.clock import seconds
 from flatout.probe.machine import look
 from flatout.schema.plan import Choice, Plan
@@ -42,7 +42,7 @@ def test_without_workers_batches_stay_the_same_under_every_seed(tmp_path, monkey
     job, facts = JobFolder(tmp_path / "job").make(), look()
 
     def batches(seed, plan):
-        command = understand([sys.executable, "train.py"])
+        command = parse_command([sys.executable, "train.py"])
         with Trial(command, job.new_trial(), plan, facts, TrialOptions(seed, reseed=True)) as trial:
             return measure(trial, 3, seconds() + 60).batch_hashes
 

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from flatout.job.folder import JobFolder
-from flatout.launch.command import understand
+from flatout.launch.command import parse_command
 from flatout.probe.machine import look
 from flatout.schema.session import SessionRecord
 from flatout.tune.goal import Goal
@@ -25,7 +25,7 @@ def new_tuning(tmp_path, monkeypatch):
         goal = goal or Goal(60.0)
         session = SessionRecord(["python", "train.py"], str(tmp_path), {}, budget_s=goal.budget_s)
         job = JobFolder(tmp_path / "job").make()
-        command = understand((sys.executable, "train.py"))
+        command = parse_command((sys.executable, "train.py"))
         made.append(Tuning(command, job, facts or look(), session, goal, **options))
         return made[-1]
 

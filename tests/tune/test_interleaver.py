@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from flatout.job.folder import JobFolder
-from flatout.launch.command import understand
+from flatout.launch.command import parse_command
 from flatout.measure.clock import seconds
 from flatout.probe.machine import look
 from flatout.schema.plan import Plan
@@ -45,7 +45,7 @@ def interleaver(tmp_path, monkeypatch):
         (tmp_path / "project" / "train.py").write_text(PROGRAM % steps)
         made.append(
             Interleaver(
-                understand([sys.executable, "train.py", str(tmp_path / "work")]),
+                parse_command([sys.executable, "train.py", str(tmp_path / "work")]),
                 JobFolder(tmp_path / "job").make(),
                 look(),
             )

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from flatout.job.folder import JobFolder
-from flatout.launch.command import understand
+from flatout.launch.command import parse_command
 from flatout.levers import TABLE
 from flatout.probe.machine import look
 from flatout.schema.enums import Effect
@@ -40,7 +40,7 @@ pytestmark = [
 def tuning(cluster, tmp_path, monkeypatch, tiny):
     (tmp_path / "train.py").write_text(tiny)
     monkeypatch.chdir(tmp_path)
-    command, facts = understand([sys.executable, "train.py"]), look()
+    command, facts = parse_command([sys.executable, "train.py"]), look()
     found = Tuning(
         command,
         JobFolder(tmp_path / "job").make(),

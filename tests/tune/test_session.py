@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from flatout.launch.command import understand
+from flatout.launch.command import parse_command
 from flatout.schema.facts import Facts, Gpu
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import Ratio
@@ -29,7 +29,7 @@ def command(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "train.py").write_text("pass\n")
-    return understand(["sub/train.py", "--lr", "0.1"])
+    return parse_command(["sub/train.py", "--lr", "0.1"])
 
 
 @pytest.fixture

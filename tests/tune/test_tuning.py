@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatout.job.folder import JobFolder
-from flatout.launch.command import understand
+from flatout.launch.command import parse_command
 from flatout.levers import TABLE
 from flatout.measure.load import MachineLoad
 from flatout.probe.machine import look
@@ -35,7 +35,7 @@ def make(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tuning")
     (folder / "train.py").touch()
     command, job, facts = (
-        understand((sys.executable, str(folder / "train.py"))),
+        parse_command((sys.executable, str(folder / "train.py"))),
         JobFolder(folder / "job").make(),
         look(),
     )

@@ -67,10 +67,10 @@ class AttachedRun(Listener):
         self.real_files: Callable[[], AbstractContextManager[None]] = nullcontext
         if rank_env is not None and rank_env.world_size > 1:
             from flatout.agent.rank_files import launch_folder, redirect_files
-            from flatout.distributed.rendezvous import of_rank_0
+            from flatout.distributed.rendezvous import broadcast_text
 
             self.plan = Plan.from_json(
-                json.loads(of_rank_0(torch, rank_env, json.dumps(self.plan.to_json())))
+                json.loads(broadcast_text(torch, rank_env, json.dumps(self.plan.to_json())))
             )
             self.real_files = redirect_files(launch_folder(rank_env), rank_env.rank, self.context.ledger)
         self.applier = Applier(TABLE.of(self.plan.names), request.facts, self.context)

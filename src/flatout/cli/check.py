@@ -22,7 +22,7 @@ from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules import TABLE
 from flatout.diagnose.rules.ignore_without_effect import RULE as UNUSED
 from flatout.job.secrets import masked
-from flatout.launch.command import measurable, understand
+from flatout.launch.command import check_measurable, parse_command
 from flatout.probe.machine import look
 from flatout.probe.program import ScriptProgram
 from flatout.render.findings import finding_lines, github_lines, summary
@@ -141,7 +141,7 @@ def ran(words: tuple[str, ...], run_s: float) -> list[Finding]:
         raise UsageError(
             f"a run of {run_s:g} s cannot measure anything; give at least {SHORTEST_S:g} s, as in --run 60s."
         )
-    cmd = measurable(understand(command_of(words)))
+    cmd = check_measurable(parse_command(command_of(words)))
     found = profile(
         cmd, writable(job_folder(cmd), False), warned(look(cmd.argv)), ProfileOptions(budget_s=run_s)
     ).findings

@@ -29,7 +29,7 @@ from flatout.compare.evaluate import compare_losses, fill_record, gates, stop_ru
 from flatout.compare.pairs import Pair, PairTimer
 from flatout.compare.sides import Side
 from flatout.compare.work_trees import WorkTrees
-from flatout.launch.command import measurable, understand
+from flatout.launch.command import check_measurable, parse_command
 from flatout.measure.clock import seconds
 from flatout.probe.machine import look
 from flatout.schema.compare import CompareRecord
@@ -131,7 +131,7 @@ def command(
                 raise UsageError(
                     "--baseline takes one command, not two; it is compared with the stored runs."
                 )
-            pair = (Side("now", measurable(understand(words))),)
+            pair = (Side("now", check_measurable(parse_command(words))),)
         else:
             pair = sides.command_sides(words)
         comparison = _Comparison(pair, facts, budget, job, {**limits, "pairs": pairs})

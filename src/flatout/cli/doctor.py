@@ -76,7 +76,7 @@ def _quote(console: Console) -> None:
     ):
         asked = TimedCommand(words)
         console.print(Text(f"\n{' '.join(words)}", style="bold"), soft_wrap=True)
-        console.print(Text(asked.answer(QUOTE_LIMIT_S).said or "no answer"), soft_wrap=True)
+        console.print(Text(asked.result(QUOTE_LIMIT_S).said or "no answer"), soft_wrap=True)
 
 
 def _bench(console: Console, quiet: bool) -> CeilingsRecord:

@@ -17,7 +17,7 @@ from flatout.cli.options.arguments import Duration
 from flatout.cli.options.json_output import print_json
 from flatout.job.temporary import temporary_folder
 from flatout.kernels import NAMES
-from flatout.launch.compiler import Ended, cpp_compiler, emulate, run_child
+from flatout.launch.compiler import ChildResult, cpp_compiler, emulate, run_child
 from flatout.measure.clock import seconds
 from flatout.schema.errors import UsageError
 from flatout.schema.outputs import KernelCheck, KernelChecksRecord
@@ -41,7 +41,7 @@ class Gate:
     last_begun: int = -1
     complete: bool = False
 
-    def run(self, prefix: Sequence[str] = ()) -> Ended:
+    def run(self, prefix: Sequence[str] = ()) -> ChildResult:
         """Run a child from the check after the last one that began. Raises UsageError if there is no kernel."""
         module = (sys.executable, "-m", "flatout.kernels", self.subject, str(self.records))
         left_s = max(self.until - seconds(), 1.0)
@@ -62,7 +62,7 @@ class Gate:
             raise UsageError(f"{self.subject} cannot be checked: {self.how(ended)}")
         return ended
 
-    def how(self, ended: Ended) -> str:
+    def how(self, ended: ChildResult) -> str:
         if ended.timed_out:
             how = f"it did not finish within {self.limit_s:.0f} s and was stopped; increase `--limit`"
         elif ended.signal_name == "SIGSEGV":
@@ -127,7 +127,7 @@ def check(subject: str, limit_s: float) -> Gate:
     return gate
 
 
-def _end_of(ended: Ended) -> str:
+def _end_of(ended: ChildResult) -> str:
     return " ".join(ended.output.split())[-300:]
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from flatout.cli.options.arguments import PROGRAM, program, read_plan, words_or_usage
 from flatout.cli.options.json_output import json_option, print_json
-from flatout.launch.command import understand
+from flatout.launch.command import parse_command
 from flatout.levers import TABLE
 from flatout.probe.machine import look
 from flatout.render.formatting import shell
@@ -48,7 +48,7 @@ def command(plan_path: str | None, template: bool, as_json: bool, words: tuple[s
         return
     path, reasons = Path(plan_path or "flatout.toml"), {}
     if words and plan_path is None:
-        cmd = understand(words_or_usage(words, "plan"))
+        cmd = parse_command(words_or_usage(words, "plan"))
         job = job_folder(cmd)
         found = find_plan(cmd, look(cmd.argv))
         if found.path is None and found.skipped:

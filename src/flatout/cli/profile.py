@@ -17,7 +17,7 @@ from flatout.cli.options.progress import LiveProgress
 from flatout.diagnose.profiled_program import ProfiledProgram, ProfileOptions
 from flatout.diagnose.profiling import MEMORY_STAGES, run_profile
 from flatout.job.folder import JobFolder, write_whole
-from flatout.launch.command import Command, measurable, understand
+from flatout.launch.command import Command, check_measurable, parse_command
 from flatout.probe.machine import look
 from flatout.schema.errors import UsageError
 from flatout.schema.facts import Facts
@@ -118,7 +118,7 @@ def command(
         )
     if tensorboard is not None:
         _tensorboard_or_usage()
-    cmd = measurable(understand(words_or_usage(words, "profile")))
+    cmd = check_measurable(parse_command(words_or_usage(words, "profile")))
     choose(device, cmd, "profile")
     folder = writable(job_folder(cmd, job), job is not None)
     requested = ProfileOptions(

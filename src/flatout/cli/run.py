@@ -30,9 +30,9 @@ from flatout.cli.options.messages import say, warned
 from flatout.job.folder import read_json, write_json
 from flatout.job.temporary import temporary
 from flatout.launch.caches import private_caches
-from flatout.launch.command import Command, measurable, understand
-from flatout.launch.entry_watch import EntryWatch, watch_beside
-from flatout.launch.environment import ENTERED, attached, listening
+from flatout.launch.command import Command, check_measurable, parse_command
+from flatout.launch.entry_watch import EntryWatch, watch_from_beside
+from flatout.launch.environment import ENTERED, crash_environment, job_environment
 from flatout.launch.torchrun import Torchrun, torchrun_of
 from flatout.levers import TABLE
 from flatout.probe.machine import hardware, with_software
@@ -121,7 +121,7 @@ def command(
     or --gpus it runs as several ranks, each on its share of every batch, after a rehearsal has shown that
     they learn the same. torchrun behind these options, or --ray, starts them on several machines.
     """
-    cmd = understand(words_or_usage(words, "run"))
+    cmd = parse_command(words_or_usage(words, "run"))
     asked = ranks.ranks_asked(elsewhere)
     watched = supervision.supervision(elsewhere)
     place = torchrun_of(cmd, asked.procs) if asked.given and ray is None else ray
@@ -164,7 +164,7 @@ def command(
         else None,
         summary=left,
     )
-    if left is not None and not cmd.closed:
+    if left is not None and not cmd.disabled_by:
         exports.start(left, export)
     if asked.several or place is not None:
         return _run_as_ranks(cmd, request, chosen, asked, place, watched)
@@ -190,11 +190,11 @@ def _run_alone(cmd: Command, request: RunRequest, watched: supervision.Supervisi
     if counted:
         request = replace(request, entry=COUNTED)
     prefix = f"flatout: {'this run is not counted' if counted else 'nothing was applied'}: "
-    if cmd.closed:
-        sys.stderr.write(f"{prefix}`python {cmd.closed}` disables flatout; remove {cmd.closed}\n")
+    if cmd.disabled_by:
+        sys.stderr.write(f"{prefix}`python {cmd.disabled_by}` disables flatout; remove {cmd.disabled_by}\n")
         _become(becomes, dict(os.environ))
     environment = _environment(request)
-    watch_beside(EntryWatch(Path(environment[ENTERED])), prefix)
+    watch_from_beside(EntryWatch(Path(environment[ENTERED])), prefix)
     _become(becomes, {**environment, **watched.environment})
 
 
@@ -212,9 +212,9 @@ def _run_as_ranks(
     from flatout.cli.options.rank_plans import plan_of_ranks, run_divided
     from flatout.launch.local_launcher import launcher_of
 
-    if cmd.closed:
+    if cmd.disabled_by:
         raise UsageError(
-            f"`python {cmd.closed}` disables flatout, so every rank would train on the same data. Remove the option."
+            f"`python {cmd.disabled_by}` disables flatout, so every rank would train on the same data. Remove the option."
         )
     plan = plan_of_ranks(cmd, request.facts, request.plan, chosen, asked.at_least_two, say)
     seed = place.seed if isinstance(place, Torchrun) else secrets.randbits(31)
@@ -233,13 +233,13 @@ def _run_as_ranks(
 
 
 def _on_ray(address: str, cmd: Command, asked: ranks.RankOptions, environment: dict[str, str]) -> int:
-    from flatout.launch.ray_cluster import run_ranks, work
+    from flatout.launch.ray_cluster import ray_job, run_ranks
 
     def show(part: bytes) -> None:
         sys.stdout.buffer.write(part)
         sys.stdout.buffer.flush()
 
-    return run_ranks(address, work(cmd.argv, environment), asked.procs, asked.gpus, show)
+    return run_ranks(address, ray_job(cmd.argv, environment), asked.procs, asked.gpus, show)
 
 
 def rescue_folder(cmd: Command, asked: bool) -> Path:
@@ -296,7 +296,7 @@ def _another_command(cmd: Command, found: FoundPlan) -> str:
 
 def _how_to_tune(cmd: Command, device: str | None) -> str:
     try:
-        return f"To tune: flatout tune {hint(device)}{shell(measurable(cmd).shown)}"
+        return f"To tune: flatout tune {hint(device)}{shell(check_measurable(cmd).shown)}"
     except NothingMeasured as why:
         return f"It cannot be tuned: {why}"
 
@@ -315,12 +315,12 @@ def _environment(request: RunRequest) -> dict[str, str]:
         say(sentence)
     job = temporary("run") / "job.json"
     write_json(job, replace(request, started=tuple(outcome.to_json() for outcome in outcomes)).to_json())
-    return attached(job, {**extra, **variables}, becomes=request.seed is None)
+    return job_environment(job, {**extra, **variables}, replaces_process=request.seed is None)
 
 
 def _listening() -> dict[str, str]:
     """Return the environment for a program that runs unchanged: only its crash report is written."""
-    return listening(temporary("run") / "explained", becomes=True)
+    return crash_environment(temporary("run") / "explained", replaces_process=True)
 
 
 def _become(cmd: Command, environment: dict[str, str]) -> NoReturn:

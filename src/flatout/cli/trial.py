@@ -16,7 +16,7 @@ from flatout.cli.options.messages import warned
 from flatout.diagnose.crash_explanation import explain_signal
 from flatout.job.folder import TrialFolder, write_whole
 from flatout.job.temporary import remove, temporary
-from flatout.launch.command import measurable, understand
+from flatout.launch.command import check_measurable, parse_command
 from flatout.launch.restart_policy import oom_kills
 from flatout.measure.clock import seconds
 from flatout.probe.machine import look
@@ -64,7 +64,7 @@ def command(
     exit code is 3 if the program ended without an error before a step could be measured.
     """
     plan = read_plan(plan_path)
-    cmd = measurable(understand(words_or_usage(words, "trial")))
+    cmd = check_measurable(parse_command(words_or_usage(words, "trial")))
     choose(device, cmd, "trial")
     folder = TrialFolder(temporary("trial"))
     kills = oom_kills()

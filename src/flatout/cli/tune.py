@@ -33,7 +33,7 @@ from flatout.cli.options.signals import stop_on_sigterm
 from flatout.diagnose.crash_explanation import explain_signal
 from flatout.job.folder import JobFolder, write_whole
 from flatout.job.sanitize import harmless
-from flatout.launch.command import Command, measurable, understand
+from flatout.launch.command import Command, check_measurable, parse_command
 from flatout.launch.restart_policy import oom_kills
 from flatout.probe.machine import look
 from flatout.schema.enums import Effect
@@ -153,7 +153,7 @@ def command(
     asked = ranks.ranks_asked(given)
     choose(
         device,
-        understand(words_or_usage(words, "tune")),
+        parse_command(words_or_usage(words, "tune")),
         "tune",
         asked.procs,
         asked.gpus,
@@ -189,7 +189,7 @@ def tune(
         raise UsageError(
             "--ray measures one process on each of several machines, but --procs and --gpus start several ranks on this one. Use one of them."
         )
-    cmd = measurable(understand(words))
+    cmd = check_measurable(parse_command(words))
     facts = warned(look(cmd.argv))
     made_for = asked.title if asked is not None else ""
     folder = writable(job_folder(cmd, job, made_for), job is not None)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from flatout.compare.work_trees import AS_IS, WorkTrees
-from flatout.launch.command import Command, is_python, measurable, understand
+from flatout.launch.command import Command, check_measurable, is_python, parse_command
 from flatout.schema.errors import UsageError
 from flatout.schema.plan import Plan
 
@@ -47,13 +47,13 @@ def command_sides(words: Sequence[str]) -> tuple[Side, Side]:
         typed = [shlex.split(word) for word in words]
     except ValueError as error:
         raise UsageError(f"a command line cannot be split into words: {error}.") from None
-    a, b = (Side(shlex.join(command.shown), measurable(command)) for command in map(understand, typed))
+    a, b = (Side(shlex.join(command.shown), check_measurable(command)) for command in map(parse_command, typed))
     return a, b
 
 
 def plan_sides(words: Sequence[str], plans: Sequence[tuple[str, Plan]]) -> tuple[Side, Side]:
     """The sides of one command under two plans, each with its name."""
-    a, b = (Side(f"plan {name}", measurable(understand(words)), plan) for name, plan in plans)
+    a, b = (Side(f"plan {name}", check_measurable(parse_command(words)), plan) for name, plan in plans)
     return a, b
 
 
@@ -70,9 +70,11 @@ def revisions(text: str) -> tuple[str, str]:
 def revision_side(words: Sequence[str], revision: str, work_trees: WorkTrees) -> Side:
     """The side of a command at a revision; `AS_IS` is the folder as it is. Raises UsageError."""
     if revision == AS_IS:
-        return Side("the folder as it is", measurable(understand(words)), revision=work_trees.commit("HEAD"))
+        return Side(
+            "the folder as it is", check_measurable(parse_command(words)), revision=work_trees.commit("HEAD")
+        )
     folder, commit = work_trees.check_out(revision), work_trees.commit(revision)
-    command = measurable(understand(words, folder))
+    command = check_measurable(parse_command(words, folder))
     paths = work_trees.import_paths(folder)
     python_path = os.environ.get("PYTHONPATH", "")
     if paths:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-DEEPEST = 8
+MAX_DEPTH = 8
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -22,22 +22,27 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(first, second)
 
 
-def different(plain: Any, other: Any, apart: float, layout: bool = True, depth: int = 0) -> str:
-    """Return why two batches differ, or "" if they are the same or no value differs by more than ``apart``.
+def difference(plain: Any, other: Any, tolerance: float, layout: bool = True, depth: int = 0) -> str:
+    """Return why two batches differ, or "" if they are the same or no value differs by more than ``tolerance``.
 
     With ``layout``, strides must be equal too.
     """
     if type(plain) is not type(other):
         return f"it would return a {type(other).__name__} instead of a {type(plain).__name__}"
     if isinstance(plain, Tensor):
-        return _different_tensors(plain.as_subclass(Tensor), other.as_subclass(Tensor), apart, layout)
-    if plain is other or depth > DEEPEST:
+        return _tensor_difference(plain.as_subclass(Tensor), other.as_subclass(Tensor), tolerance, layout)
+    if plain is other or depth > MAX_DEPTH:
         return "" if plain is other else "it is nested too deeply"
     if isinstance(plain, Mapping):
         if list(plain) != list(other):
             return "it has different keys"
         return next(
-            (why for key in plain if (why := different(plain[key], other[key], apart, layout, depth + 1))), ""
+            (
+                why
+                for key in plain
+                if (why := difference(plain[key], other[key], tolerance, layout, depth + 1))
+            ),
+            "",
         )
     if isinstance(plain, (list, tuple)):
         if len(plain) != len(other):
@@ -46,7 +51,7 @@ def different(plain: Any, other: Any, apart: float, layout: bool = True, depth: 
             (
                 why
                 for a, b in zip(plain, other, strict=True)
-                if (why := different(a, b, apart, layout, depth + 1))
+                if (why := difference(a, b, tolerance, layout, depth + 1))
             ),
             "",
         )
@@ -62,14 +67,14 @@ def different(plain: Any, other: Any, apart: float, layout: bool = True, depth: 
         return "" if same else "its values differ"
     if is_equal(plain, other):
         return ""
-    held = getattr(plain, "__dict__", None)
-    by_identity = type(plain).__eq__ is object.__eq__  # type: ignore[comparison-overlap]
-    if held and by_identity:  # an object of the program, made once per batch
-        return different(held, vars(other), apart, layout, depth + 1)
+    attributes = getattr(plain, "__dict__", None)
+    compares_identity = type(plain).__eq__ is object.__eq__  # type: ignore[comparison-overlap]
+    if attributes and compares_identity:  # an object of the program, made once per batch
+        return difference(attributes, vars(other), tolerance, layout, depth + 1)
     return "its values differ"
 
 
-def _different_tensors(plain: Tensor, other: Tensor, apart: float, layout: bool) -> str:
+def _tensor_difference(plain: Tensor, other: Tensor, tolerance: float, layout: bool) -> str:
     if (
         plain.dtype != other.dtype
         or plain.shape != other.shape
@@ -80,8 +85,10 @@ def _different_tensors(plain: Tensor, other: Tensor, apart: float, layout: bool)
         )
     if same_bits(plain, other):
         return ""
-    farthest = float((plain.double() - other.double()).abs().max()) if apart else float("inf")
-    return "" if farthest <= apart * 1.001 else "its values differ from those of the single-image transforms"
+    largest = float((plain.double() - other.double()).abs().max()) if tolerance else float("inf")
+    return (
+        "" if largest <= tolerance * 1.001 else "its values differ from those of the single-image transforms"
+    )
 
 
 def is_equal(plain: object, other: object) -> bool:

@@ -16,13 +16,13 @@ from torch.utils.data import Dataset
 
 from flatout.data.batch_comparison import is_equal
 
-SMALL = 2048  # largest number of list entries compared before every batch
+SMALL_LENGTH = 2048  # largest number of list entries compared before every batch
 SMALL_BYTES = 2**16
-LARGEST_BYTES = 2**32  # most bytes read at the start of an epoch
-DEEPEST = 6
-MOST_OBJECTS = 256
-MANY = 64  # entries of longer lists are data
-LIBRARIES = (
+MAX_DIGEST_BYTES = 2**32  # most bytes read at the start of an epoch
+MAX_DEPTH = 6
+MAX_OBJECTS = 256
+MAX_ENTRIES = 64  # entries of longer lists are data
+LIBRARIES = [
     "torch",
     "torchvision",
     "numpy",
@@ -35,42 +35,44 @@ LIBRARIES = (
     "builtins",
     "typing",
     "functools",
-)
+]
 
 
 class TransformState:
     """The attributes of transforms, nested transforms and lists; of containers, only the direct entries."""
 
     def __init__(self, transforms: Iterable[Any], containers: Iterable[Any] = ()) -> None:
-        self._held: dict[int, tuple[Any, list[Any]]] = {
+        self._recorded: dict[int, tuple[Any, list[Any]]] = {
             id(container): (container, _members(container)) for container in containers
         }
-        self._alive: list[Any] = [container.copy() for container in containers]  # so that no id is reused
+        self._copies: list[Any] = [container.copy() for container in containers]  # so that no id is reused
         for transform in transforms:
-            self._look(transform, 0)
+            self._record(transform, 0)
 
-    def _look(self, thing: Any, depth: int) -> None:
-        holder = (
+    def _record(self, thing: Any, depth: int) -> None:
+        container = (
             thing
             if type(thing) in (list, dict)
             else getattr(thing, "__dict__", None)
             if not isinstance(thing, (type, Tensor))
             else None
         )
-        if holder is None or id(holder) in self._held or depth > DEEPEST:
+        if container is None or id(container) in self._recorded or depth > MAX_DEPTH:
             return
-        self._held[id(holder)] = holder, _members(holder)
-        self._alive.append(holder.copy())
-        for part in holder.values() if isinstance(holder, dict) else holder:
-            self._look(part, depth + 1)
+        self._recorded[id(container)] = container, _members(container)
+        self._copies.append(container.copy())
+        for value in container.values() if isinstance(container, dict) else container:
+            self._record(value, depth + 1)
 
     def changed(self) -> bool:
-        return any(_members(now) != then for now, then in self._held.values())
+        return any(_members(container) != members for container, members in self._recorded.values())
 
 
-def _members(holder: list[Any] | dict[Any, Any]) -> list[Any]:
+def _members(container: list[Any] | dict[Any, Any]) -> list[Any]:
     """Return the keys and value ids of a list or dictionary, to detect whether its values change."""
-    return [*holder, *map(id, holder.values())] if isinstance(holder, dict) else [*map(id, holder)]
+    return (
+        [*container, *map(id, container.values())] if isinstance(container, dict) else [*map(id, container)]
+    )
 
 
 class DatasetState:
@@ -81,23 +83,26 @@ class DatasetState:
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
-        self._left_bytes = LARGEST_BYTES
-        self._large = [(thing, self._digest(thing)) for thing in _held_by(dataset) if not _is_small(thing)]
-        self.remember()
+        self._remaining_bytes = MAX_DIGEST_BYTES
+        self._large = [(thing, self._digest(thing)) for thing in _data_in(dataset) if not _is_small(thing)]
+        self.record()
 
-    def remember(self) -> None:
+    def record(self) -> None:
         """Record the attributes and the small objects as they are now."""
-        self._left_bytes = LARGEST_BYTES
-        self._attributes = [(held, _members(held), held.copy()) for held in _attributes_of(self._dataset)]
-        self._small = [(thing, self._digest(thing)) for thing in _held_by(self._dataset) if _is_small(thing)]
+        self._remaining_bytes = MAX_DIGEST_BYTES
+        self._attributes = [
+            (attributes, _members(attributes), attributes.copy())
+            for attributes in _attributes_of(self._dataset)
+        ]
+        self._small = [(thing, self._digest(thing)) for thing in _data_in(self._dataset) if _is_small(thing)]
 
     def changed(self, thoroughly: bool = False) -> bool:
-        self._left_bytes = LARGEST_BYTES
-        if any(_members(now) != then for now, then, _ in self._attributes):
+        self._remaining_bytes = MAX_DIGEST_BYTES
+        if any(_members(attributes) != recorded for attributes, recorded, _ in self._attributes):
             return True
         return not all(
-            is_equal(self._digest(thing), then)
-            for thing, then in (*self._small, *(self._large if thoroughly else ()))
+            is_equal(self._digest(thing), recorded)
+            for thing, recorded in (*self._small, *(self._large if thoroughly else ()))
         )
 
     def _digest(self, thing: Any) -> Any:
@@ -105,7 +110,7 @@ class DatasetState:
             return (
                 thing._version,
                 thing.data_ptr(),
-                *(self._sums(thing.detach().contiguous()) if thing.device.type == "cpu" else ()),
+                *(self._block_sums(thing.detach().contiguous()) if thing.device.type == "cpu" else ()),
             )
         if isinstance(thing, (list, dict)):
             first = next(iter(thing.values() if isinstance(thing, dict) else thing), None)
@@ -122,49 +127,45 @@ class DatasetState:
             return (thing.tolist(),)
         return (
             thing.ctypes.data,
-            *self._sums(torch.from_numpy(numpy.ascontiguousarray(thing).reshape(-1).view(numpy.uint8))),
+            *self._block_sums(torch.from_numpy(numpy.ascontiguousarray(thing).reshape(-1).view(numpy.uint8))),
         )
 
-    def _sums(self, tensor: Tensor) -> tuple[Any, ...]:
-        """Return the sum of every 2 KiB."""
+    def _block_sums(self, tensor: Tensor) -> tuple[Any, ...]:
         size = tensor.numel() * tensor.element_size()
-        if size > self._left_bytes or tensor.layout != torch.strided or tensor.is_quantized:
+        if size > self._remaining_bytes or tensor.layout != torch.strided or tensor.is_quantized:
             return ()
-        self._left_bytes -= size
-        octets = (
-            tensor.reshape(-1).unsqueeze(-1).view(torch.uint8).flatten()
-        )  # one element may have any stride
+        self._remaining_bytes -= size
+        # one element may have any stride
+        octets = tensor.reshape(-1).unsqueeze(-1).view(torch.uint8).flatten()
         whole = len(octets) // 2048 * 2048
-        odd = octets[whole:].tolist()
+        remainder = octets[whole:].tolist()
         if octets.storage_offset() % 8:
-            return octets[:whole].view(-1, 2048).sum(1).tolist(), odd
-        return octets[:whole].view(torch.int64).view(-1, 256).sum(1).tolist(), odd
+            return octets[:whole].view(-1, 2048).sum(1).tolist(), remainder
+        return octets[:whole].view(torch.int64).view(-1, 256).sum(1).tolist(), remainder
 
 
 def _attributes_of(dataset: Dataset) -> Iterator[dict[str, Any]]:
     """Yield the attributes of a data set, and of the data sets and other program objects that it holds."""
     seen: set[int] = set()
-    waiting = [(dataset, 0)]
-    while waiting and len(seen) < MOST_OBJECTS:
-        thing, depth = waiting.pop(0)
-        if id(thing) in seen or depth > DEEPEST:
+    queue = [(dataset, 0)]
+    while queue and len(seen) < MAX_OBJECTS:
+        thing, depth = queue.pop(0)
+        if id(thing) in seen or depth > MAX_DEPTH:
             continue
         seen.add(id(thing))
         if type(thing) in (list, tuple):
-            waiting += [(part, depth + 1) for part in thing[:MANY]]
+            queue += [(part, depth + 1) for part in thing[:MAX_ENTRIES]]
         elif isinstance(thing, FunctionType):
-            waiting += [
-                (cell.cell_contents, depth + 1) for cell in thing.__closure__ or () if _is_filled(cell)
-            ]
+            queue += [(cell.cell_contents, depth + 1) for cell in thing.__closure__ or () if _is_filled(cell)]
         elif (
             depth == 0
             or isinstance(thing, Dataset)
             or type(thing).__module__.partition(".")[0] not in LIBRARIES
         ):
-            held = getattr(thing, "__dict__", None)
-            if held is not None and not isinstance(thing, (type, ModuleType)):
-                yield held
-                waiting += [(value, depth + 1) for value in list(held.values())]
+            attributes = getattr(thing, "__dict__", None)
+            if attributes is not None and not isinstance(thing, (type, ModuleType)):
+                yield attributes
+                queue += [(value, depth + 1) for value in list(attributes.values())]
 
 
 def _is_filled(cell: CellType) -> bool:
@@ -174,7 +175,7 @@ def _is_filled(cell: CellType) -> bool:
         return False
 
 
-def _held_by(dataset: Dataset) -> Iterator[Any]:
+def _data_in(dataset: Dataset) -> Iterator[Any]:
     if isinstance(dataset, (list, dict)):
         yield dataset
     for held in _attributes_of(dataset):
@@ -185,14 +186,13 @@ def _held_by(dataset: Dataset) -> Iterator[Any]:
 
 
 def _is_array(value: object) -> bool:
-    return (
-        type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
-    )  # a memory-mapped file is not read
+    # a memory-mapped file is not read
+    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
 
 
 def _is_small(thing: Any) -> bool:
     if isinstance(thing, (list, dict)):
-        return len(thing) <= SMALL
+        return len(thing) <= SMALL_LENGTH
     return (
         thing.numel() * thing.element_size() if isinstance(thing, Tensor) else thing.nbytes
     ) <= SMALL_BYTES

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from ctypes import c_float
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -16,18 +17,18 @@ from flatout.data.draws import Draw, Integer, Uniform
 from flatout.data.operation import BatchOperation, ImageForm, ImageShape, NotBatchable, Reader
 
 
-def shade_of(form: ImageForm, v2: bool) -> ColorArithmetic:
+def color_arithmetic(form: ImageForm, v2: bool) -> ColorArithmetic:
     """Return the arithmetic that torchvision uses for images of this form."""
     if form.kind == "pil" and form.mode in ("L", "RGB"):
         return PillowColorArithmetic()
     if form.kind == "tensor" and form.dtype in (torch.uint8, torch.float32):
-        return TensorColorArithmetic(bytes=form.dtype == torch.uint8, v2=v2)
+        return TensorColorArithmetic(is_bytes=form.dtype == torch.uint8, v2=v2)
     raise NotBatchable(
         f"colour transforms do not run in batches on {form.mode or form.dtype} images ({form.kind})"
     )
 
 
-def _of_one_or_three_channels(operation: BatchOperation, shape: ImageShape) -> None:
+def _check_channels(operation: BatchOperation, shape: ImageShape) -> None:
     if shape.channels not in (1, 3):
         raise ValueError(
             f"{type(operation).__name__} supports images with 1 or 3 channels, not {shape.channels}"
@@ -38,13 +39,13 @@ def _of_one_or_three_channels(operation: BatchOperation, shape: ImageShape) -> N
 class Grey(BatchOperation):
     """Convert to grey, with one channel or three equal ones (``channels`` 0 keeps the number)."""
 
-    shade: ColorArithmetic
+    arithmetic: ColorArithmetic
     channels: int
     mode: str = ""  # mode of the resulting PIL image
     repeats: bool = True  # whether one channel becomes three; v1 does not change a one-channel tensor
 
     def shape(self, shape: ImageShape) -> ImageShape:
-        _of_one_or_three_channels(self, shape)
+        _check_channels(self, shape)
         return (
             shape._replace(channels=self.channels or shape.channels)
             if shape.channels == 3 or self.repeats
@@ -56,7 +57,7 @@ class Grey(BatchOperation):
 
     def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
         channels = self.shape(ImageShape(*images.shape[1:])).channels
-        grey = images if images.shape[1] == 1 else self.shade.grey(images.float()).to(images.dtype)
+        grey = images if images.shape[1] == 1 else self.arithmetic.grey(images.float()).to(images.dtype)
         return grey.expand(-1, channels, -1, -1)
 
 
@@ -88,38 +89,43 @@ class Jitter(BatchOperation):
     """
 
     heavy: ClassVar[bool] = True  # type: ignore[misc]
-    shade: ColorArithmetic
+    arithmetic: ColorArithmetic
     ranges: tuple[tuple[float, float] | None, ...]
     apart: float = 0.0
 
     def shape(self, shape: ImageShape) -> ImageShape:
-        _of_one_or_three_channels(self, shape)
+        _check_channels(self, shape)
         return shape
 
     def draws(self, shape: ImageShape) -> tuple[Draw, ...]:
         order = (Integer(4), Integer(3), Integer(2))  # torch.randperm(4)
-        return order + tuple(Uniform(*each) for each in self.ranges if each is not None)
+        return order + tuple(Uniform(*bounds) for bounds in self.ranges if bounds is not None)
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
-        steps = [at for at, each in enumerate(self.ranges) if each is not None]
+        steps = [index for index, bounds in enumerate(self.ranges) if bounds is not None]
         changes = [
-            (self.shade.brightness, self.shade.contrast, self.shade.saturation, self.shade.hue)[step]
+            (
+                self.arithmetic.brightness,
+                self.arithmetic.contrast,
+                self.arithmetic.saturation,
+                self.arithmetic.hue,
+            )[step]
             for step in steps
         ]
-        done = torch.empty(images.shape, dtype=torch.float32).copy_(images)
-        places = _places(numbers[:3], len(images))[:, steps]
-        turn = (places.unsqueeze(1) < places.unsqueeze(2)).sum(2)  # among the steps that run
-        for now in range(len(steps)):
-            for at, change in enumerate(changes):
-                rows = (turn[:, at] == now).nonzero().squeeze(1)
+        result = torch.empty(images.shape, dtype=torch.float32).copy_(images)
+        positions = _positions(numbers[:3], len(images))[:, steps]
+        rank = (positions.unsqueeze(1) < positions.unsqueeze(2)).sum(2)  # among the steps that run
+        for position in range(len(steps)):
+            for index, change in enumerate(changes):
+                rows = (rank[:, index] == position).nonzero().squeeze(1)
                 if len(rows) == len(images):
-                    done = change(done, numbers[3 + at])
+                    result = change(result, numbers[3 + index])
                 elif len(rows):
-                    done[rows] = change(done[rows], numbers[3 + at][rows])
-        return done.to(images.dtype)
+                    result[rows] = change(result[rows], numbers[3 + index][rows])
+        return result.to(images.dtype)
 
 
-def _places(numbers: Sequence[Tensor], rows: int) -> Tensor:
+def _positions(numbers: Sequence[Tensor], rows: int) -> Tensor:
     """Return the position of each of four steps, [B, 4], in the permutation of torch.randperm.
 
     torch.randperm makes it from these three words, swapping from the front.
@@ -134,40 +140,27 @@ def _places(numbers: Sequence[Tensor], rows: int) -> Tensor:
 FLOAT_MEAN = 2.0**-20  # the summation order of a mean over an image depends on the number of threads
 
 
-def _jitter(v2: bool) -> Reader:
-    def read(transform: object, form: ImageForm) -> BatchOperation:
-        ranges = tuple(getattr(transform, name) for name in ("brightness", "contrast", "saturation", "hue"))
-        floats = form.kind == "tensor" and form.dtype.is_floating_point and ranges[1] is not None
-        return Jitter(shade_of(form, v2), ranges, FLOAT_MEAN if floats else 0.0)
-
-    return read
+def _jitter(v2: bool, transform: object, form: ImageForm) -> BatchOperation:
+    ranges = tuple(getattr(transform, name) for name in ("brightness", "contrast", "saturation", "hue"))
+    floats = form.kind == "tensor" and form.dtype.is_floating_point and ranges[1] is not None
+    return Jitter(color_arithmetic(form, v2), ranges, FLOAT_MEAN if floats else 0.0)
 
 
-def _grey(v2: bool) -> Reader:
-    def read(transform: Module, form: ImageForm) -> BatchOperation:
-        channels = transform.num_output_channels
-        if channels not in (1, 3):
-            raise NotBatchable(f"Grayscale to {channels} channels is not supported")
-        pil = form.kind == "pil"
-        return Grey(
-            shade_of(form, v2), channels, ("L" if channels == 1 else "RGB") if pil else "", repeats=v2 or pil
-        )
-
-    return read
+def _grey(v2: bool, transform: Module, form: ImageForm) -> BatchOperation:
+    channels = transform.num_output_channels
+    if channels not in (1, 3):
+        raise NotBatchable(f"Grayscale to {channels} channels is not supported")
+    pil = form.kind == "pil"
+    mode = ("L" if channels == 1 else "RGB") if pil else ""
+    return Grey(color_arithmetic(form, v2), channels, mode, repeats=v2 or pil)
 
 
-def _random_grey(v2: bool) -> Reader:
-    def read(transform: Module, form: ImageForm) -> BatchOperation:
-        return RandomGrey(Grey(shade_of(form, v2), 0), transform.p)
-
-    return read
+def _random_grey(v2: bool, transform: Module, form: ImageForm) -> BatchOperation:
+    return RandomGrey(Grey(color_arithmetic(form, v2), 0), transform.p)
 
 
 READERS: dict[str, Reader] = {
-    "v1.ColorJitter": _jitter(False),
-    "v2.ColorJitter": _jitter(True),
-    "v1.Grayscale": _grey(False),
-    "v2.Grayscale": _grey(True),
-    "v1.RandomGrayscale": _random_grey(False),
-    "v2.RandomGrayscale": _random_grey(True),
+    f"v{1 + v2}.{name}": partial(read, v2)
+    for name, read in (("ColorJitter", _jitter), ("Grayscale", _grey), ("RandomGrayscale", _random_grey))
+    for v2 in (False, True)
 }

@@ -20,40 +20,38 @@ from flatout.data.operation import ImageForm, ImageShape
 
 EMPTY = torch.empty(0)
 CLASSES: set[type] = set()  # the classes of deferred images
-DEEPEST = 6
+MAX_DEPTH = 6
 
 
 class Pending(Protocol):
     """The pending computation of a deferred image."""
 
-    out: ImageShape
+    out_shape: ImageShape
     form: ImageForm  # of the image once it is computed
-    certain: bool  # whether ``out`` and ``form`` are final
+    metadata_known: bool  # whether ``out`` and ``form`` are final
     recorder: Any  # ``look(image)`` computes; ``stack(images)`` returns their batch or None
 
 
 class _Deferred(Tensor):
-    """Common base of all deferred tensors."""
-
     pending: Pending
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        answer = CERTAIN.get(func)
-        if answer is not None and not kwargs and is_deferred(args[0]) and args[0].pending.certain:
+        answer = METADATA.get(func)
+        if answer is not None and not kwargs and is_deferred(args[0]) and args[0].pending.metadata_known:
             return answer(args[0].pending, *args[1:])
         if func is torch.stack and not set(kwargs) - {"dim", "tensors", "out"} and kwargs.get("out") is None:
             images, dim = [*args, *(kwargs[name] for name in ("tensors", "dim") if name in kwargs), 0][:2]
-            batch = stacked(images) if dim == 0 else None
+            batch = stack_deferred(images) if dim == 0 else None
             if batch is not None:
                 return batch
         for image in deferred_in((args, kwargs)):
-            image.pending.recorder.look(image)
+            image.pending.recorder.on_access(image)
         return func(*args, **kwargs)
 
 
-def _asked(name: str) -> Any:
+def _metadata_property(name: str) -> Any:
     """Return a property for attributes that torchvision's tensors read without ``__torch_function__``."""
     getter = vars(torch._C.TensorBase)[name].__get__
 
@@ -63,19 +61,19 @@ def _asked(name: str) -> Any:
     return property(answer)
 
 
-def _size(pending: Pending, at: int | None = None) -> Any:
-    return torch.Size(pending.out) if at is None else pending.out[at]
+def _size(pending: Pending, dim: int | None = None) -> Any:
+    return torch.Size(pending.out_shape) if dim is None else pending.out_shape[dim]
 
 
-CERTAIN: dict[Any, Callable[..., Any]] = {
-    Tensor.shape.__get__: lambda pending, *_: torch.Size(pending.out),
+METADATA: dict[Any, Callable[..., Any]] = {
+    Tensor.shape.__get__: lambda pending, *_: torch.Size(pending.out_shape),
     Tensor.size: _size,
     Tensor.dim: lambda pending: 3,
     Tensor.ndimension: lambda pending: 3,
     Tensor.ndim.__get__: lambda pending, *_: 3,
-    Tensor.numel: lambda pending: torch.Size(pending.out).numel(),
-    Tensor.nelement: lambda pending: torch.Size(pending.out).numel(),
-    Tensor.__len__: lambda pending: pending.out[0],
+    Tensor.numel: lambda pending: torch.Size(pending.out_shape).numel(),
+    Tensor.nelement: lambda pending: torch.Size(pending.out_shape).numel(),
+    Tensor.__len__: lambda pending: pending.out_shape[0],
     Tensor.dtype.__get__: lambda pending, *_: pending.form.dtype,
     Tensor.is_floating_point: lambda pending: pending.form.dtype.is_floating_point,
     torch.is_floating_point: lambda pending: pending.form.dtype.is_floating_point,
@@ -89,13 +87,13 @@ CERTAIN: dict[Any, Callable[..., Any]] = {
 
 
 @cache
-def tensor_class(real: type) -> type:
+def tensor_class(real_class: type) -> type:
     """Return the class of deferred tensors that become ``real``: Tensor, or torchvision's Image."""
-    asked = {name: _asked(name) for name in ("shape", "ndim", "dtype", "device")}
+    properties = {name: _metadata_property(name) for name in ("shape", "ndim", "dtype", "device")}
     kind = type(
         "DeferredTensor",
-        (_Deferred, real) if real is not Tensor else (_Deferred,),
-        {"becomes": real, **asked},
+        (_Deferred, real_class) if real_class is not Tensor else (_Deferred,),
+        {"real_class": real_class, **properties},
     )
     CLASSES.add(kind)
     return kind
@@ -109,7 +107,7 @@ def pil_image_class() -> type:
     class DeferredImage(Image):
         """All attributes except size and mode come from the computed image."""
 
-        becomes = Image
+        real_class = Image
 
         def __getattribute__(self, name: str) -> Any:
             if name in ("__class__", "__dict__"):
@@ -117,21 +115,25 @@ def pil_image_class() -> type:
             pending = vars(self)["pending"]
             if name == "pending":
                 return pending
-            if name in ("size", "mode") and pending.certain:
-                return (pending.out.width, pending.out.height) if name == "size" else pending.form.mode
-            pending.recorder.look(self)
+            if name in ("size", "mode") and pending.metadata_known:
+                return (
+                    (pending.out_shape.width, pending.out_shape.height)
+                    if name == "size"
+                    else pending.form.mode
+                )
+            pending.recorder.on_access(self)
             return getattr(self, name)
 
         def __setattr__(self, name: str, value: object) -> None:
-            vars(self)["pending"].recorder.look(self)
+            vars(self)["pending"].recorder.on_access(self)
             Image.__setattr__(self, name, value)
 
         def __reduce_ex__(self, protocol: object) -> Any:
-            vars(self)["pending"].recorder.look(self)
+            vars(self)["pending"].recorder.on_access(self)
             return self.__reduce_ex__(protocol)
 
         def __eq__(self, other: object) -> bool:
-            vars(self)["pending"].recorder.look(self)
+            vars(self)["pending"].recorder.on_access(self)
             return bool(self == other)
 
         __hash__ = None  # type: ignore[assignment]  # as in PIL
@@ -140,7 +142,7 @@ def pil_image_class() -> type:
     return DeferredImage
 
 
-def deferred(pending: Pending) -> Any:
+def deferred_image(pending: Pending) -> Any:
     """Return the deferred image for this work."""
     form = pending.form
     if form.kind == "pil":
@@ -160,18 +162,18 @@ def is_deferred(thing: object) -> bool:
 
 def materialize(image: Any, value: Any) -> None:
     """Turn the deferred image into ``value``: a tensor with its own memory, or a PIL image."""
-    held, real = vars(image), type(image).becomes
-    del held["pending"]
+    attributes, real_class = vars(image), type(image).real_class
+    del attributes["pending"]
     if isinstance(value, Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             image.data = value
-        image.__class__ = real
+        image.__class__ = real_class
     else:
-        held.update(vars(value))
-        object.__dict__["__class__"].__set__(image, real)
+        attributes.update(vars(value))
+        object.__dict__["__class__"].__set__(image, real_class)
 
 
-def stacked(images: Sequence[Any]) -> Tensor | None:
+def stack_deferred(images: Sequence[Any]) -> Tensor | None:
     """Return the batch of deferred tensors of one recorder, or None if any image is not one."""
     if not isinstance(images, (list, tuple)) or not images or not all(map(is_deferred, images)):
         return None
@@ -184,15 +186,15 @@ def stacked(images: Sequence[Any]) -> Tensor | None:
 
 def collate_deferred(batch: Sequence[Any], *, collate_fn_map: object = None) -> Tensor:
     """Collate tensors as torch does, if the first one is deferred."""
-    together = stacked(list(batch))
-    if together is not None:
-        return together
+    batch_tensor = stack_deferred(list(batch))
+    if batch_tensor is not None:
+        return batch_tensor
     from torch.utils.data._utils.collate import collate_tensor_fn
 
     for image in deferred_in(batch):
-        image.pending.recorder.look(image)
-    found: Tensor = collate_tensor_fn(list(batch), collate_fn_map=collate_fn_map)
-    return found
+        image.pending.recorder.on_access(image)
+    collated: Tensor = collate_tensor_fn(list(batch), collate_fn_map=collate_fn_map)
+    return collated
 
 
 def deferred_in(thing: object) -> Iterator[Any]:
@@ -202,7 +204,7 @@ def deferred_in(thing: object) -> Iterator[Any]:
 
 def leaves(thing: object, depth: int = 0) -> Iterator[Any]:
     """Yield what nested lists, tuples and dictionaries hold, in order, also those of other classes."""
-    if depth < DEEPEST and isinstance(thing, (list, tuple, dict)):
+    if depth < MAX_DEPTH and isinstance(thing, (list, tuple, dict)):
         for part in thing.values() if isinstance(thing, dict) else thing:
             yield from leaves(part, depth + 1)
     else:

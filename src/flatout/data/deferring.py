@@ -14,66 +14,66 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from flatout.data.deferred import CLASSES, deferred, is_deferred, materialize
-from flatout.data.finishing import DeferredWork, batch_of, finished, rows_of
-from flatout.data.intercept import HERE, Plain, Recorder, recording
+from flatout.data.deferred import CLASSES, deferred_image, is_deferred, materialize
+from flatout.data.finishing import DeferredWork, batch_of, finished_image, rows_of
+from flatout.data.intercept import THREAD, OriginalCall, Recorder, recording
 from flatout.data.journal import CallDraws, DrawJournal
 from flatout.data.operation import ImageShape
 from flatout.data.pipelines import Pipelines, TransformPipeline
 
-MOST_HELD_BYTES = 2**28  # of deferred images; beyond this, they are computed before their batch is complete
+MAX_PIXEL_BYTES = 2**28  # of deferred images; beyond this, they are computed before their batch is complete
 
 
-class Deferring:
+class BatchRecorder:
     """One batch of about ``count`` samples. ``observer`` receives transforms that were never read."""
 
     def __init__(
-        self, pipelines: Pipelines, at_once: bool, count: int = 8, observer: Recorder | None = None
+        self, pipelines: Pipelines, draw_now: bool, batch_size: int = 8, observer: Recorder | None = None
     ) -> None:
         self._pipelines = pipelines
         self._observer = observer
-        self._count = max(2, count)
-        self._journal = DrawJournal(at_once)
-        self._made: list[tuple[ref[Any], DeferredWork]] = []
-        self._seen: set[TransformPipeline] = set()
-        self._lost: set[TransformPipeline] = set()
-        self._held_bytes = 0
+        self._batch_size = max(2, batch_size)
+        self._journal = DrawJournal(draw_now)
+        self._deferred: list[tuple[ref[Any], DeferredWork]] = []
+        self._pipelines_of_batch: set[TransformPipeline] = set()
+        self._lost_pipelines: set[TransformPipeline] = set()
+        self._pixel_bytes = 0
         self.collating = False
         self.calls = 0  # number of deferred calls
 
     # -- calls ----------------------------------------------------------------------------------------------
 
-    def call(self, transform: object, image: object, plain: Plain) -> Any:
+    def call(self, transform: object, image: object, original: OriginalCall) -> Any:
         work: DeferredWork | None = vars(image)["pending"] if type(image) in CLASSES else None
         pipeline = self._pipelines.of(work.pipeline if work is not None else None, transform)
         if pipeline is not None and pipeline.lowered is not None and (work is None or work.recorder is self):
-            HERE.recorder = None  # as `recording` does, at a third of the cost
+            THREAD.recorder = None  # as `recording` does, at a third of the cost
             try:
                 return self.resume(pipeline, image, 0)
             finally:
-                HERE.recorder = self
+                THREAD.recorder = self
         if work is not None:
-            work.recorder.look(image)
+            work.recorder.on_access(image)
         if self._observer is not None and self._pipelines.is_new(transform):
-            return self._observer.call(transform, image, plain)
+            return self._observer.call(transform, image, original)
         with recording(None):
-            return plain(transform, image)
+            return original(transform, image)
 
-    def resume(self, pipeline: TransformPipeline, image: object, done: int) -> Any:
-        """Return a call's result for an image after ``done`` steps: deferred if possible, otherwise real."""
-        steps = pipeline.own_steps[done:]
+    def resume(self, pipeline: TransformPipeline, image: object, done_steps: int) -> Any:
+        """Return a call's result for an image after ``done_steps`` steps: deferred if possible, otherwise real."""
+        steps = pipeline.call_steps[done_steps:]
         if pipeline.parent is not None and type(image) in CLASSES:
             if pipeline.lowered is not None:
-                return self._put_off_again(pipeline, image)
-            self.look(image)
+                return self._defer_again(pipeline, image)
+            self.on_access(image)
         elif pipeline.lowered is not None:
-            for step in pipeline.steps[done : pipeline.start]:
+            for step in pipeline.steps[done_steps : pipeline.start]:
                 image = step(image)
-            shapes = pipeline.entering(image)
+            shapes = pipeline.call_shapes(image)
             if shapes is not None:
-                return self._answer(
+                return self._defer(
                     DeferredWork(
-                        self, pipeline, self._pixels(image), *shapes, (self._draws(pipeline, shapes[0]),)
+                        self, pipeline, self._copy_pixels(image), *shapes, (self._draws(pipeline, shapes[0]),)
                     )
                 )
             steps = pipeline.steps[pipeline.start :]  # torchvision then rejects the image in the same place
@@ -81,95 +81,93 @@ class Deferring:
             image = step(image)
         return image
 
-    def _put_off_again(self, pipeline: TransformPipeline, image: object) -> Any:
-        """Call a transform on an image that another call deferred."""
+    def _defer_again(self, pipeline: TransformPipeline, image: object) -> Any:
         before: DeferredWork = vars(image)["pending"]
-        out = pipeline.out(before.out)
-        if out is None:
-            self.look(image)
-            for step in pipeline.own_steps:
+        out_shape = pipeline.out_shape(before.out_shape)
+        if out_shape is None:
+            self.on_access(image)
+            for step in pipeline.call_steps:
                 image = step(image)
             return image
         before.used = True
-        return self._answer(
+        return self._defer(
             DeferredWork(
                 self,
                 pipeline,
                 before.pixels,
                 before.shape,
-                out,
-                (*before.draws, self._draws(pipeline, before.out)),
+                out_shape,
+                (*before.draws, self._draws(pipeline, before.out_shape)),
             )
         )
 
     def _draws(self, pipeline: TransformPipeline, shape: ImageShape) -> CallDraws:
         if pipeline.draws:
-            return self._journal.add(pipeline.own, shape)
-        draws = CallDraws(pipeline.own, shape)
-        draws.block = pipeline.no_draws
+            return self._journal.add(pipeline.call_operations, shape)
+        draws = CallDraws(pipeline.call_operations, shape)
+        draws.shared_columns = pipeline.empty_numbers
         return draws
 
-    def _answer(self, work: DeferredWork) -> Any:
+    def _defer(self, work: DeferredWork) -> Any:
         self.calls += 1
-        answer = deferred(work) if work.pipeline.proved else self._shown(work)
-        self._made.append((ref(answer), work))
-        if self._held_bytes > MOST_HELD_BYTES:
-            self._compute_alive()
-        return answer
+        image = deferred_image(work) if work.pipeline.proved else self._deferred_with_data(work)
+        self._deferred.append((ref(image), work))
+        if self._pixel_bytes > MAX_PIXEL_BYTES:
+            self._compute_pending()
+        return image
 
-    def _pixels(self, image: Any) -> Any:
+    def _copy_pixels(self, image: Any) -> Any:
         """Copy the pixels: the program may write into its image after the call, or close its file."""
         if isinstance(image, Tensor):
-            mine: Any = image.as_subclass(Tensor).clone()
-            self._held_bytes += mine.numel() * mine.itemsize
-            return mine
-        mine = image.tobytes() if hasattr(image, "getbands") else image.copy()
-        self._held_bytes += len(mine) if type(mine) is bytes else mine.nbytes
-        return mine
+            pixels: Any = image.as_subclass(Tensor).clone()
+            self._pixel_bytes += pixels.numel() * pixels.itemsize
+            return pixels
+        pixels = image.tobytes() if hasattr(image, "getbands") else image.copy()
+        self._pixel_bytes += len(pixels) if type(pixels) is bytes else pixels.nbytes
+        return pixels
 
-    def _shown(self, work: DeferredWork) -> Any:
+    def _deferred_with_data(self, work: DeferredWork) -> Any:
         """Return a deferred image with data: before its pipeline is proved, no code may get an empty one."""
-        answer = deferred(work)
-        if isinstance(answer, Tensor):
+        image = deferred_image(work)
+        if isinstance(image, Tensor):
             with torch._C.DisableTorchFunctionSubclass():
-                answer.data = self._values([work])[0]
-        return answer
+                image.data = self._values([work])[0]
+        return image
 
-    def reseeded(self) -> None:
+    def before_seeding(self) -> None:
         """Draw all earlier numbers now: the program sets torch's generator."""
         self._journal.interrupt()
 
     # -- computing deferred images --------------------------------------------------------------------------
 
-    def look(self, image: object) -> None:
+    def on_access(self, image: object) -> None:
         """Turn a deferred image into the real one, because the program accesses it."""
         work: DeferredWork = vars(image)["pending"]
-        alive = self._alive() if self.collating else []
-        if len(alive) < 2:
-            work.pipeline.alone += 1
+        pending = self._pending() if self.collating else []
+        if len(pending) < 2:
+            work.pipeline.single_count += 1
             self._compute([(image, work)])
         else:
-            self._compute_together(alive)
+            self._compute_batch(pending)
 
     def stack(self, images: Sequence[Any]) -> Tensor | None:
         """Return the result of torch.stack on these images."""
         works: list[DeferredWork] = [image.pending for image in images]
-        self._journal.settle()
+        self._journal.draw_pending()
         with recording(None):
             batch = batch_of(works)
             if batch is None:
                 batch = torch.stack([row.as_subclass(Tensor) for row in rows_of(works)])
         for work in works:
             work.used = True
-            work.pipeline.together += self.collating or len(works) >= self._count
-            work.pipeline.alone += (
-                not self.collating and len(works) < self._count
-            )  # for example, a few views of one sample
+            work.pipeline.batched_count += self.collating or len(works) >= self._batch_size
+            # for example, a few views of one sample
+            work.pipeline.single_count += not self.collating and len(works) < self._batch_size
         return batch
 
-    def settle(self) -> bool:
+    def draw_pending(self) -> bool:
         """Draw the remaining numbers. Return whether all numbers equal those of a plain run."""
-        self._journal.settle()
+        self._journal.draw_pending()
         return self._journal.in_order
 
     def close(self) -> list[TransformPipeline]:
@@ -179,26 +177,26 @@ class Deferring:
         being accessed through torch: the program may hold a copy of it. Pipelines without a lost image are
         proved.
         """
-        self._compute_alive()
-        for pipeline in self._seen - self._lost:
+        self._compute_pending()
+        for pipeline in self._pipelines_of_batch - self._lost_pipelines:
             pipeline.proved = True
-        return list(self._lost)
+        return list(self._lost_pipelines)
 
-    def _alive(self) -> list[tuple[Any, DeferredWork]]:
-        pairs = [(held(), work) for held, work in self._made]
+    def _pending(self) -> list[tuple[Any, DeferredWork]]:
+        pairs = [(reference(), work) for reference, work in self._deferred]
         return [(image, work) for image, work in pairs if image is not None and is_deferred(image)]
 
-    def _compute_alive(self) -> None:
-        self._compute_together(self._alive())
-        self._seen.update(work.pipeline for _, work in self._made)
-        self._lost.update(work.pipeline for _, work in self._made if not work.used)
-        self._made.clear()
-        self._held_bytes = 0
+    def _compute_pending(self) -> None:
+        self._compute_batch(self._pending())
+        self._pipelines_of_batch.update(work.pipeline for _, work in self._deferred)
+        self._lost_pipelines.update(work.pipeline for _, work in self._deferred if not work.used)
+        self._deferred.clear()
+        self._pixel_bytes = 0
 
-    def _compute_together(self, pairs: Sequence[tuple[Any, DeferredWork]]) -> None:
+    def _compute_batch(self, pairs: Sequence[tuple[Any, DeferredWork]]) -> None:
         for _, work in pairs:
-            work.pipeline.together += work.form.kind != "pil"
-            work.pipeline.alone += work.form.kind == "pil"  # no gain for PIL images
+            work.pipeline.batched_count += work.form.kind != "pil"
+            work.pipeline.single_count += work.form.kind == "pil"  # no gain for PIL images
         self._compute(pairs)
 
     def _compute(self, pairs: Sequence[tuple[Any, DeferredWork]]) -> None:
@@ -209,6 +207,6 @@ class Deferring:
     def _values(self, works: Sequence[DeferredWork]) -> list[Any]:
         if not works:
             return []
-        self._journal.settle()
+        self._journal.draw_pending()
         with recording(None):
-            return [finished(work, row) for work, row in zip(works, rows_of(works), strict=True)]
+            return [finished_image(work, row) for work, row in zip(works, rows_of(works), strict=True)]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from flatout.data.deferred import leaves
 
-MOST_COPIES = 64  # of batches that the script received but never moved
+MAX_COPIES = 64  # of batches that the script received but never moved
 
 
 class CopyStream:
@@ -40,7 +40,7 @@ class CopyStream:
             with torch.cuda.stream(self._stream):
                 yield
 
-    def mark(self) -> Any:
+    def record_event(self) -> Any:
         """Return an event for all work on the lane so far, or None if there is nothing to wait for."""
         return self._stream.record_event() if self._stream is not None else None
 
@@ -60,7 +60,7 @@ class CopyStream:
         )
 
 
-def as_it_is(tensor: Tensor) -> Tensor:
+def identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -71,34 +71,34 @@ class DeviceCopies:
         self._device_copies: dict[
             int, tuple[Any, int, Tensor, Any]
         ] = {}  # weak reference, version, device copy, mark
-        self._noticed: dict[int, tuple[Any, Callable[[torch.device], None]]] = {}
+        self._observed: dict[int, tuple[Any, Callable[[torch.device], None]]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._device_copies or self._noticed)
+        return bool(self._device_copies or self._observed)
 
-    def offer(self, host: Tensor, device_copy: Tensor, mark: object) -> None:
-        if len(self._device_copies) >= MOST_COPIES:
+    def offer(self, host: Tensor, device_copy: Tensor, event: object) -> None:
+        if len(self._device_copies) >= MAX_COPIES:
             self._device_copies.pop(next(iter(self._device_copies)))
-        self._device_copies[id(host)] = (weakref.ref(host), host._version, device_copy, mark)
+        self._device_copies[id(host)] = (weakref.ref(host), host._version, device_copy, event)
 
-    def notice(self, host: Tensor, moved: Callable[[torch.device], None]) -> None:
+    def observe_move(self, host: Tensor, moved: Callable[[torch.device], None]) -> None:
         """Call ``moved`` with the device that the script moves this tensor to."""
-        if len(self._noticed) >= MOST_COPIES:
-            self._noticed.pop(next(iter(self._noticed)))
-        self._noticed[id(host)] = (weakref.ref(host), moved)
+        if len(self._observed) >= MAX_COPIES:
+            self._observed.pop(next(iter(self._observed)))
+        self._observed[id(host)] = (weakref.ref(host), moved)
 
     def take(self, host: Tensor, device: torch.device) -> Tensor | None:
         """Return the copy of this tensor on this device, or None: the caller then copies as usual."""
-        noticed = self._noticed.pop(id(host), None)
-        if noticed is not None and noticed[0]() is host:
-            noticed[1](device)
-        found = self._device_copies.pop(id(host), None)
-        if found is None or found[0]() is not host or found[1] != host._version or found[2].device != device:
+        observed = self._observed.pop(id(host), None)
+        if observed is not None and observed[0]() is host:
+            observed[1](device)
+        entry = self._device_copies.pop(id(host), None)
+        if entry is None or entry[0]() is not host or entry[1] != host._version or entry[2].device != device:
             return None
-        _, _, device_copy, mark = found
-        if mark is not None:
+        _, _, device_copy, event = entry
+        if event is not None:
             stream = torch.cuda.current_stream(device)
-            stream.wait_event(mark)
+            stream.wait_event(event)
             device_copy.record_stream(stream)
         return device_copy
 
@@ -106,34 +106,38 @@ class DeviceCopies:
 class ResidentDevice:
     """A device that makes batches of kept samples. The script receives host tensors with device copies.
 
-    The samples are on the device too. With ``beside`` they are in host memory, and each batch is copied from
+    The samples are on the device too. With ``samples_on_host`` they are in host memory, and each batch is copied from
     there.
     """
 
-    def __init__(self, device: torch.device, device_copies: DeviceCopies, beside: bool = False) -> None:
+    def __init__(
+        self, device: torch.device, device_copies: DeviceCopies, samples_on_host: bool = False
+    ) -> None:
         self.device = device
-        self.beside = beside
+        self.samples_on_host = samples_on_host
         self._device_copies = device_copies
-        self._lane: CopyStream | None = None
+        self._stream: CopyStream | None = None
 
-    def made(self, make: Callable[[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]], Any]) -> Any:
+    def make_batch(
+        self, make: Callable[[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]], Any]
+    ) -> Any:
         """Return the result of ``make(to_host, to_device)`` once all its host copies are complete."""
-        if self._lane is None:  # a stream belongs to the process that uses it
-            self._lane = CopyStream(self.device)
+        if self._stream is None:  # a stream belongs to the process that uses it
+            self._stream = CopyStream(self.device)
         pairs: list[tuple[Tensor, Tensor]] = []
 
         def to_host(tensor: Tensor) -> Tensor:
-            pairs.append((lane.to_host(tensor), tensor))
+            pairs.append((stream.to_host(tensor), tensor))
             return pairs[-1][0]
 
-        lane = self._lane
-        with lane.open():
-            batch = make(to_host, lane.to_device if self.beside else as_it_is)
-        mark = lane.mark()
-        if mark is not None:
-            mark.synchronize()  # only this lane waits: the model's work continues
+        stream = self._stream
+        with stream.open():
+            batch = make(to_host, stream.to_device if self.samples_on_host else identity)
+        event = stream.record_event()
+        if event is not None:
+            event.synchronize()  # only this lane waits: the model's work continues
         for host, device_copy in pairs:
-            self._device_copies.offer(host, device_copy, mark)
+            self._device_copies.offer(host, device_copy, event)
         return batch
 
 
@@ -142,7 +146,7 @@ class DevicePrefetcher:
 
     With a depth of 0, a copy starts when its batch is made, in the plain order. It then overlaps with the
     remaining device work of the previous step. Batches may only be taken ahead if making them draws nothing
-    in this process. The first batch shows where the script moves its tensors; ``goes_to`` records it.
+    in this process. The first batch shows where the script moves its tensors; ``targets`` records it.
     """
 
     def __init__(
@@ -150,7 +154,7 @@ class DevicePrefetcher:
         iterator: Any,
         depth: int,
         device_copies: DeviceCopies,
-        goes_to: dict[int, torch.device] | None = None,
+        targets: dict[int, torch.device] | None = None,
     ) -> None:
         self._next = vars(iterator).get("_next_data") or partial(
             type(iterator)._next_data, weakref.proxy(iterator)
@@ -158,36 +162,36 @@ class DevicePrefetcher:
         self._depth = depth
         self._device_copies = device_copies
         self._ready: deque[Any] = deque()
-        self._goes_to = {} if goes_to is None else goes_to
-        self._lanes: dict[torch.device, CopyStream] = {}
+        self._targets = {} if targets is None else targets
+        self._streams: dict[torch.device, CopyStream] = {}
         self._ended = False
 
     def __call__(self) -> Any:
-        while not self._ended and len(self._ready) < (self._depth + 1 if self._goes_to else 1):
+        while not self._ended and len(self._ready) < (self._depth + 1 if self._targets else 1):
             try:
                 batch = self._next()
             except StopIteration:
                 self._ended = True
                 break
-            self._begin(batch)
+            self._start_copies(batch)
             self._ready.append(batch)
         if not self._ready:
             self._ended = False  # a persistent iterator is asked again in the next epoch
             raise StopIteration
         return self._ready.popleft()
 
-    def _begin(self, batch: object) -> None:
-        for at, tensor in enumerate(host_tensors(batch)):
-            if at not in self._goes_to:
-                self._device_copies.notice(tensor, lambda device, at=at: self._goes_to.update({at: device}))  # type: ignore[misc]
+    def _start_copies(self, batch: object) -> None:
+        for index, tensor in enumerate(host_tensors(batch)):
+            if index not in self._targets:
+                self._device_copies.observe_move(tensor, partial(self._targets.__setitem__, index))
                 continue
-            device = self._goes_to[at]
-            if device not in self._lanes:
-                self._lanes[device] = CopyStream(device)
-            lane = self._lanes[device]
-            with lane.open():
-                device_copy = lane.to_device(tensor)
-                self._device_copies.offer(tensor, device_copy, lane.mark())
+            device = self._targets[index]
+            if device not in self._streams:
+                self._streams[device] = CopyStream(device)
+            stream = self._streams[device]
+            with stream.open():
+                device_copy = stream.to_device(tensor)
+                self._device_copies.offer(tensor, device_copy, stream.record_event())
 
 
 def host_tensors(batch: object) -> Iterator[Tensor]:
@@ -207,11 +211,11 @@ def return_device_copies(device_copies: DeviceCopies, ledger: Any) -> None:
 def move_without_waiting(ledger: Any) -> None:
     """Make copies from pinned memory to a CUDA device non-blocking. Stream order keeps them correct."""
 
-    def request(tensor: Tensor, device: torch.device, kwargs: dict[str, Any]) -> None:
+    def make_non_blocking(tensor: Tensor, device: torch.device, kwargs: dict[str, Any]) -> None:
         if tensor.is_pinned():
             kwargs["non_blocking"] = True
 
-    intercept_moves(request, ledger)
+    intercept_moves(make_non_blocking, ledger)
 
 
 def intercept_moves(

@@ -7,7 +7,7 @@ high. So the words of a batch can be read as 64-bit integers and distributed aft
 where separate calls would have left it.
 
 Source: ATen/core/DistributionsHelper.h, ATen/core/TransformationHelper.h and ATen/native/TensorFactories.cpp
-(torch 2.11 to 2.14). `understood` checks the installed torch.
+(torch 2.11 to 2.14). `matches_torch` checks the installed torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 WIDEST = 2**28  # from here on, torch.randint takes two words
-AHEAD = 64  # minimum number of words that `BulkNumbers` reads at a time
+MIN_READ_WORDS = 64  # minimum number of words that `BulkNumberSource` reads at a time
 
 
 @dataclass(frozen=True)
@@ -32,14 +32,16 @@ class Uniform:
     low: float = 0.0
     high: float = 1.0
 
-    def of(self, words: Tensor) -> Tensor:
+    def from_words(self, words: Tensor) -> Tensor:
         """Return one float32 per word.
 
         The kernel multiplies and adds with a single rounding. A result rounded up to ``high`` becomes
         ``low``.
         """
         low, high = c_float(self.low).value, c_float(self.high).value
-        numbers = _sum((words & 0xFFFFFF).double() * 2.0**-24 * c_float(high - low).value, low).float()
+        numbers = _add_rounding_to_odd(
+            (words & 0xFFFFFF).double() * 2.0**-24 * c_float(high - low).value, low
+        ).float()
         return numbers.masked_fill_(numbers >= high, low) if high > low else numbers
 
     def draw(self, generator: torch.Generator) -> Tensor:
@@ -52,7 +54,7 @@ class Integer:
 
     below: int
 
-    def of(self, words: Tensor) -> Tensor:
+    def from_words(self, words: Tensor) -> Tensor:
         return words % self.below
 
     def draw(self, generator: torch.Generator) -> Tensor:
@@ -62,7 +64,7 @@ class Integer:
 Draw = Uniform | Integer
 
 
-def _sum(product: Tensor, low: float) -> Tensor:
+def _add_rounding_to_odd(product: Tensor, low: float) -> Tensor:
     """Return product + low in float64, such that rounding it to float32 equals a single rounding.
 
     The product of two float32 numbers is exact in float64, but the sum may not be. A sum that was rounded to
@@ -76,31 +78,31 @@ def _sum(product: Tensor, low: float) -> Tensor:
     return torch.where(inexact_and_even, torch.nextafter(total, rest.sign() * math.inf), total)
 
 
-def columns(kinds: Sequence[Draw], rows: int, generator: torch.Generator | None = None) -> list[Tensor]:
+def draw_columns(kinds: Sequence[Draw], rows: int, generator: torch.Generator | None = None) -> list[Tensor]:
     """Return a tensor of ``rows`` numbers for each kind, drawn row by row: all kinds of row 0 first."""
     generator = generator or torch.default_generator
     count = rows * len(kinds)
     if count == 0:
         return [torch.empty(0) for _ in kinds]
-    words = _read(count - count % 2, generator)
+    words = _next_words(count - count % 2, generator)
     if count % 2:  # a single word is not available; draw the last number as torch draws it
         words = torch.cat((words, words.new_zeros(1)))
     tensors = [
-        kind.of(column) for kind, column in zip(kinds, words.view(rows, len(kinds)).unbind(1), strict=True)
+        kind.from_words(column)
+        for kind, column in zip(kinds, words.view(rows, len(kinds)).unbind(1), strict=True)
     ]
     if count % 2:
         tensors[-1][-1] = kinds[-1].draw(generator)[0]
     return tensors
 
 
-def _read(count: int, generator: torch.Generator) -> Tensor:
-    """Return the next words as int64 [count]; ``count`` is even."""
+def _next_words(count: int, generator: torch.Generator) -> Tensor:
     pairs = torch.empty(count // 2, dtype=torch.int64).random_(-(2**63), None, generator=generator)
     return torch.stack((pairs >> 32 & 0xFFFFFFFF, pairs & 0xFFFFFFFF), dim=1).flatten()
 
 
-class Numbers:
-    """Draws Python numbers one at a time with torch's own calls. `BulkNumbers` gives the same numbers faster."""
+class NumberSource:
+    """Draws Python numbers one at a time with torch's own calls. `BulkNumberSource` gives the same numbers faster."""
 
     def __init__(self, generator: torch.Generator | None = None) -> None:
         self.generator = generator or torch.default_generator
@@ -117,7 +119,7 @@ class Numbers:
         return self.uniform(kind.low, kind.high) if isinstance(kind, Uniform) else self.randint(0, kind.below)
 
 
-class BulkNumbers(Numbers):
+class BulkNumberSource(NumberSource):
     """Reads the next words of a generator ahead, at a quarter of the cost of one call per number.
 
     Use it as a context manager: on exit, the generator is where torch's own calls would have left it.
@@ -126,46 +128,45 @@ class BulkNumbers(Numbers):
     def __init__(self, generator: torch.Generator | None = None) -> None:
         super().__init__(generator)
         self._state: Tensor | None = None
-        self._ahead: list[int] = []
-        self._at = 0
+        self._words: list[int] = []
+        self._position = 0
 
-    def __enter__(self) -> BulkNumbers:
+    def __enter__(self) -> BulkNumberSource:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._go_to(self._at)
+        if self._words:
+            self.generator.set_state(self._state)
+            if self._position > 1:
+                torch.empty(self._position // 2, dtype=torch.int64).random_(
+                    -(2**63), None, generator=self.generator
+                )
+            if self._position % 2:
+                torch.empty(1, dtype=torch.int32).random_(generator=self.generator)
 
     def uniform(self, low: float, high: float) -> float:
         low, high = c_float(low).value, c_float(high).value
         product = (self._word() & 0xFFFFFF) * 2.0**-24 * c_float(high - low).value
         total = product + low
         if total - product != low or total - low != product:
-            total = _sum(torch.tensor(product, dtype=torch.float64), low).item()
-        found = c_float(total).value
-        return low if found >= high > low else found
+            total = _add_rounding_to_odd(torch.tensor(product, dtype=torch.float64), low).item()
+        value = c_float(total).value
+        return low if value >= high > low else value
 
     def randint(self, low: int, high: int) -> int:
         return low + self._word() % (high - low)
 
     def _word(self) -> int:
-        if self._at == len(self._ahead):
+        if self._position == len(self._words):
             if self._state is None:
                 self._state = self.generator.get_state()
-            self._ahead += _read(max(AHEAD, len(self._ahead)), self.generator).tolist()
-        self._at += 1
-        return self._ahead[self._at - 1]
-
-    def _go_to(self, count: int) -> None:
-        if self._ahead:
-            self.generator.set_state(self._state)
-            if count > 1:
-                torch.empty(count // 2, dtype=torch.int64).random_(-(2**63), None, generator=self.generator)
-            if count % 2:
-                torch.empty(1, dtype=torch.int32).random_(generator=self.generator)
+            self._words += _next_words(max(MIN_READ_WORDS, len(self._words)), self.generator).tolist()
+        self._position += 1
+        return self._words[self._position - 1]
 
 
 @cache
-def understood() -> bool:
+def matches_torch() -> bool:
     """Return whether this torch draws as described above: 64 numbers of each kind, and the final state."""
     kinds = (
         Uniform(),
@@ -176,14 +177,14 @@ def understood() -> bool:
         Integer(2**20 + 7),
     )
     bulk, single, read = (torch.Generator().manual_seed(1301) for _ in range(3))
-    together = columns(kinds, 64, bulk)
+    batched = draw_columns(kinds, 64, bulk)
     one_by_one = [[kind.draw(single) for kind in kinds] for _ in range(64)]
-    with BulkNumbers(read) as words:
-        ahead = [[words.draw(kind) for kind in kinds] for _ in range(64)]
+    with BulkNumberSource(read) as source:
+        read_ahead = [[source.draw(kind) for kind in kinds] for _ in range(64)]
     same = all(
-        together[column][row] == one_by_one[row][column] == ahead[row][column]
+        batched[column][row] == one_by_one[row][column] == read_ahead[row][column]
         for row in range(64)
         for column in range(len(kinds))
     )
-    ends = torch.equal(bulk.get_state(), single.get_state())
-    return same and ends and torch.equal(read.get_state(), single.get_state())
+    same_end = torch.equal(bulk.get_state(), single.get_state())
+    return same and same_end and torch.equal(read.get_state(), single.get_state())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,36 +18,29 @@ from flatout.data.pipelines import TransformPipeline
 from flatout.data.streams import same_states, states
 
 
+@dataclass(slots=True, eq=False)
 class DeferredWork:
     """One image with pending operations.
 
-    ``pixels`` is a tensor, an array, or the bytes of a PIL image. ``shape`` is its shape, ``out`` the
+    ``pixels`` is a tensor, an array, or the bytes of a PIL image. ``shape`` is its shape, ``out_shape`` the
     result's.
     """
 
-    __slots__ = ("certain", "draws", "form", "out", "pipeline", "pixels", "recorder", "shape", "turn", "used")
+    recorder: Any
+    pipeline: TransformPipeline
+    pixels: Any
+    shape: ImageShape
+    out_shape: ImageShape
+    draws: tuple[CallDraws, ...]
+    call_index: int = 0  # index of the call within its sample
+    used: bool = False  # whether it entered a batch or was accessed
+    form: ImageForm = field(init=False)
+    metadata_known: bool = field(init=False)
 
-    def __init__(
-        self,
-        recorder: Any,
-        pipeline: TransformPipeline,
-        pixels: Any,
-        shape: ImageShape,
-        out: ImageShape,
-        draws: tuple[CallDraws, ...],
-        turn: int = 0,
-    ) -> None:
-        lowered = _lowered(pipeline)
-        self.recorder = recorder
-        self.pipeline = pipeline
-        self.pixels = pixels
-        self.shape = shape
-        self.out = out
-        self.draws = draws
-        self.turn = turn  # index of the call within its sample
-        self.form: ImageForm = lowered.exit
-        self.certain = not lowered.tail
-        self.used = False  # whether it entered a batch or was accessed
+    def __post_init__(self) -> None:
+        lowered = _lowered(self.pipeline)
+        self.form = lowered.exit
+        self.metadata_known = not lowered.tail
 
 
 def batch_of(works: Sequence[DeferredWork]) -> Tensor | None:
@@ -65,21 +59,23 @@ def rows_of(works: Sequence[DeferredWork]) -> list[Any]:
     for number, work in enumerate(works):
         groups.setdefault((work.pipeline.number, work.shape), []).append(number)
     rows: list[Any] = [None] * len(works)
-    for mine in groups.values():
-        group = [works[number] for number in mine]
-        for number, row in zip(mine, after(_lowered(group[0].pipeline), _run(group)), strict=True):
+    for members in groups.values():
+        group = [works[number] for number in members]
+        for number, row in zip(members, apply_tail(_lowered(group[0].pipeline), _run(group)), strict=True):
             rows[number] = row
     return rows
 
 
 def _run(works: Sequence[DeferredWork]) -> Tensor:
     numbers = [
-        columns for part in zip(*(work.draws for work in works), strict=True) for columns in numbers_of(part)
+        columns
+        for call_draws in zip(*(work.draws for work in works), strict=True)
+        for columns in numbers_of(call_draws)
     ]
     return _lowered(works[0].pipeline).run(stack([work.pixels for work in works], works[0].shape), numbers)
 
 
-def after(lowered: Lowered, batch: Tensor) -> list[Any]:
+def apply_tail(lowered: Lowered, batch: Tensor) -> list[Any]:
     """Return the rows of a batch after the single-image steps that follow the operations."""
     rows: list[Any] = list(batch.unbind())
     if not lowered.tail:
@@ -99,7 +95,7 @@ def _lowered(pipeline: TransformPipeline) -> Lowered:
     return pipeline.lowered
 
 
-def finished(work: DeferredWork, row: Tensor) -> Any:
+def finished_image(work: DeferredWork, row: Tensor) -> Any:
     """Return the image as in a plain run, with its own memory. Raises NotBatchable if it is not a tensor."""
     if work.form.kind == "pil":
         from PIL import Image

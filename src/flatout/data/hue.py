@@ -15,7 +15,7 @@ from torch import Tensor
 from flatout.data.operations import divide_in_place
 
 # For red, green and blue: which of value, middle and lowest (0, 1, 2) it is in each sixth of the circle.
-PLACES = ((0, 1, 2, 2, 1, 0), (1, 0, 0, 1, 2, 2), (2, 2, 1, 0, 0, 1))
+LEVEL_OF_CHANNEL = ((0, 1, 2, 2, 1, 0), (1, 0, 0, 1, 2, 2), (2, 2, 1, 0, 0, 1))
 
 
 class _Tables(NamedTuple):
@@ -24,9 +24,9 @@ class _Tables(NamedTuple):
         Tensor  # [256 * 256] by the highest channel and the spread: a fraction, rounded through a byte
     )
     lowest: Tensor  # [256 * 256] with the same index: the lowest channel of the result
-    part: Tensor  # [256] by the hue: the position in its sixth, from the end in every other one
-    single: Tensor  # [256] by the hue: whether C multiplies by it in single precision
-    places: Tensor  # [3, 256] by the hue: which of value, middle and lowest each channel takes
+    fraction: Tensor  # [256] by the hue: the position in its sixth, from the end in every other one
+    single_precision: Tensor  # [256] by the hue: whether C multiplies by it in single precision
+    channel_levels: Tensor  # [3, 256] by the hue: which of value, middle and lowest each channel takes
 
 
 @cache
@@ -52,20 +52,20 @@ def _tables() -> _Tables:
 
     sixths = steps.double() * 6.0 / 255.0
     sector = sixths.floor()
-    part = (sixths - sector).float().double()
+    fraction = (sixths - sector).float().double()
     sector = sector.long() % 6  # a hue of 255 is the full circle
-    single = sector % 2 == 1
+    single_precision = sector % 2 == 1
     return _Tables(
         hue,
         saturation.flatten(),
         lowest.flatten(),
-        torch.where(single, part, 1.0 - part),
-        single,
-        torch.tensor(PLACES)[:, sector],
+        torch.where(single_precision, fraction, 1.0 - fraction),
+        single_precision,
+        torch.tensor(LEVEL_OF_CHANNEL)[:, sector],
     )
 
 
-def turn_bytes(images: Tensor, turns: Tensor) -> Tensor:
+def rotate_byte_hue(images: Tensor, turns: Tensor) -> Tensor:
     """Convert to HSV bytes, add to the hue byte with wrap-around, and convert back, bit for bit as Pillow."""
     tables = _tables()
     highest, below = images.amax(1), images.amax(1, keepdim=True) - images
@@ -76,20 +76,20 @@ def turn_bytes(images: Tensor, turns: Tensor) -> Tensor:
     down = torch.where(is_red, green, torch.where(is_green, blue, red))
     branch = torch.where(is_red, 0.0, torch.where(is_green, 65536.0, 131072.0))
     steps = (turns.double() * 255).int().view(-1, 1, 1)  # towards zero, as numpy.int32 does
-    hue = (_looked_up(tables.hue, up.mul_(256).add_(down).add_(branch)) + steps) & 255
-    pale = highest * 256 + spread
-    product = _looked_up(tables.saturation, pale) * _looked_up(tables.part, hue)
-    product = torch.where(_looked_up(tables.single, hue), product.float().double(), product)
+    hue = (_lookup(tables.hue, up.mul_(256).add_(down).add_(branch)) + steps) & 255
+    index = highest * 256 + spread
+    product = _lookup(tables.saturation, index) * _lookup(tables.fraction, hue)
+    product = torch.where(_lookup(tables.single_precision, hue), product.float().double(), product)
     middle = (1.0 - product).mul_(highest).add_(0.5).floor_().float()
-    levels = torch.stack((highest, middle, _looked_up(tables.lowest, pale)), dim=1)
-    return levels.gather(1, tables.places[:, hue.long()].transpose(0, 1))
+    levels = torch.stack((highest, middle, _lookup(tables.lowest, index)), dim=1)
+    return levels.gather(1, tables.channel_levels[:, hue.long()].transpose(0, 1))
 
 
-def _looked_up(table: Tensor, at: Tensor) -> Tensor:
-    return table.index_select(0, at.flatten().int()).view(at.shape)
+def _lookup(table: Tensor, index: Tensor) -> Tensor:
+    return table.index_select(0, index.flatten().int()).view(index.shape)
 
 
-def turn_tensor(images: Tensor, turns: Tensor, v2: bool) -> Tensor:
+def rotate_hue(images: Tensor, turns: Tensor, v2: bool) -> Tensor:
     """Rotate the hue of images in [0, 1]. v2 multiplies by reciprocals and adds in a different order."""
     lowest, highest = torch.aminmax(images, dim=1)
     grey = highest == lowest
@@ -103,14 +103,17 @@ def turn_tensor(images: Tensor, turns: Tensor, v2: bool) -> Tensor:
     hue = hue.mul_(1.0 / 6.0) if v2 else divide_in_place(hue, 6)
     hue = hue.add_(1.0).fmod_(1.0).add_(turns.view(-1, 1, 1)).remainder_(1.0).mul_(6)
     sector = hue.floor()
-    part = hue - sector
+    fraction = hue - sector
     if v2:
-        begun, rest = saturation * part, 1.0 - saturation
-        falling, rising = (1.0 - begun) * highest, (begun + rest) * highest
+        product, rest = saturation * fraction, 1.0 - saturation
+        falling, rising = (1.0 - product) * highest, (product + rest) * highest
     else:
         rest = 1.0 - saturation
-        falling, rising = highest * (1.0 - saturation * part), highest * (1.0 - saturation * (1.0 - part))
+        falling, rising = (
+            highest * (1.0 - saturation * fraction),
+            highest * (1.0 - saturation * (1.0 - fraction)),
+        )
     sector = sector.long() % 6
     middle = torch.where(sector % 2 == 1, falling, rising).clamp_(0.0, 1.0)
     levels = torch.stack((highest, middle, (rest * highest).clamp_(0.0, 1.0)), dim=1)
-    return levels.gather(1, torch.tensor(PLACES)[:, sector].transpose(0, 1))
+    return levels.gather(1, torch.tensor(LEVEL_OF_CHANNEL)[:, sector].transpose(0, 1))

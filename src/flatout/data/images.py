@@ -8,10 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.data.operation import (
-    ImageForm,
-    ImageShape,
-)
+from flatout.data.operation import ImageForm, ImageShape
 
 PIL_MODES = ("L", "RGB", "RGBA")
 
@@ -20,14 +17,14 @@ def form_of(image: Any) -> ImageForm | None:
     """Return the form of an image, or None if its kind is unknown."""
     if isinstance(image, Tensor):
         tv = type(image).__module__.startswith("torchvision.tv_tensors")
-        known = (
+        supported = (
             (type(image) is Tensor or (tv and type(image).__name__ == "Image"))
             and image.dim() == 3
             and image.layout == torch.strided
         )
         return (
             ImageForm("tensor", image.dtype, tv=tv)
-            if known and image.device.type == "cpu" and not image.requires_grad
+            if supported and image.device.type == "cpu" and not image.requires_grad
             else None
         )
     if type(image).__module__.split(".")[0] == "PIL":
@@ -46,7 +43,7 @@ def shape_of(image: Any) -> ImageShape:
     return ImageShape(1, *image.shape) if image.ndim == 2 else ImageShape(image.shape[2], *image.shape[:2])
 
 
-def copied(image: Any) -> Any:
+def copy_image(image: Any) -> Any:
     """Return a copy of an image; other values are returned unchanged."""
     if isinstance(image, Tensor):
         return image.clone()

@@ -10,7 +10,7 @@ from torch.utils.data import ConcatDataset, Dataset
 
 from flatout.data.changes import LIBRARIES
 
-DEEPEST = 8
+MAX_DEPTH = 8
 
 
 def inspection_copy(dataset: Dataset, depth: int = 0) -> Any:
@@ -20,11 +20,11 @@ def inspection_copy(dataset: Dataset, depth: int = 0) -> Any:
     object that cannot be copied this way is returned unchanged.
     """
     kind = type(dataset)
-    if kind in (list, tuple) or depth > DEEPEST or not hasattr(dataset, "__dict__"):
+    if kind in (list, tuple) or depth > MAX_DEPTH or not hasattr(dataset, "__dict__"):
         return dataset
     copy = object.__new__(kind)
     for name, value in vars(dataset).items():
-        if isinstance(value, Dataset) or _is_own(value):
+        if isinstance(value, Dataset) or _is_program_callable(value):
             value = inspection_copy(value, depth + 1)
         elif isinstance(dataset, ConcatDataset) and name == "datasets":
             value = [inspection_copy(inner, depth + 1) for inner in value]
@@ -40,14 +40,14 @@ def inspection_copy(dataset: Dataset, depth: int = 0) -> Any:
     return copy
 
 
-def _is_own(value: object) -> bool:
+def _is_program_callable(value: object) -> bool:
     """Return whether a value is a callable object of the program's own class, such as a transform wrapper."""
     kind = type(value)
-    plain = (
+    copyable = (
         kind.__reduce_ex__ is object.__reduce_ex__
         and "__del__" not in dir(kind)
         and not any("__slots__" in vars(base) for base in kind.__mro__[:-1])
     )
     module = kind.__module__.partition(".")[0]
     is_object = hasattr(value, "__dict__") and not isinstance(value, type) and module not in LIBRARIES
-    return is_object and plain and any("__call__" in vars(base) for base in kind.__mro__)
+    return is_object and copyable and any("__call__" in vars(base) for base in kind.__mro__)

@@ -20,15 +20,15 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from flatout.data.deferred import collate_deferred, tensor_class
 
-Plain = Callable[[Any, Any], Any]
-"""The call of a transform without a recorder: ``plain(transform, image) -> image``."""
+OriginalCall = Callable[[Any, Any], Any]
+"""The call of a transform without a recorder: ``original(transform, image) -> image``."""
 
 
 class Recorder(Protocol):
-    def call(self, transform: object, image: object, plain: Plain) -> Any:
-        """Return the result that the program gets instead of ``plain(transform, image)``."""
+    def call(self, transform: object, image: object, original: OriginalCall) -> Any:
+        """Return the result that the program gets instead of ``original(transform, image)``."""
 
-    def reseeded(self) -> None:
+    def before_seeding(self) -> None:
         """Called before the program sets torch's CPU generator."""
 
 
@@ -36,20 +36,20 @@ class _Thread(threading.local):
     recorder: Recorder | None = None
 
 
-HERE = _Thread()
+THREAD = _Thread()
 
 
 @contextmanager
 def recording(recorder: Recorder | None) -> Iterator[None]:
     """Pass calls in this thread to this recorder, or to none."""
-    before, HERE.recorder = HERE.recorder, recorder
+    before, THREAD.recorder = THREAD.recorder, recorder
     try:
         yield
     finally:
-        HERE.recorder = before
+        THREAD.recorder = before
 
 
-class Keyword:
+class KeywordTransform:
     """An albumentations transform as a function of an image: it takes ``image=`` and returns a dictionary."""
 
     def __init__(self, transform: Callable[..., Any]) -> None:
@@ -61,7 +61,7 @@ class Keyword:
 
 def as_step(transform: Callable[..., Any]) -> Callable[..., Any]:
     """Return the transform as a function of one image."""
-    return Keyword(transform) if package_of(transform) == "albumentations" else transform
+    return KeywordTransform(transform) if package_of(transform) == "albumentations" else transform
 
 
 def package_of(transform: object) -> str:
@@ -77,28 +77,28 @@ class _Interception:
         self.ledger_type: Any = None  # for spawned workers
         self._classes: set[type] = set()
 
-    def hold(self, ledger: Any) -> None:
+    def enable(self, ledger: Any) -> None:
         """Intercept calls until ``ledger`` is restored."""
         if self._patches is None:
             self.ledger_type = type(ledger)
             self._patches = self.ledger_type()
             self._observe_seeding()
         self._holders += 1
-        ledger.call("transforms intercepted", self._let_go)
-        self.renew()
+        ledger.call("transforms intercepted", self._release)
+        self.add_classes()
 
-    def renew(self) -> None:
+    def add_classes(self) -> None:
         """Add the classes of libraries that the program has imported since."""
         if self._patches is None:
             return
-        found = [kind for kind in _classes() if kind not in self._classes]
-        plain = {
-            kind: kind.__call__ for kind in found
+        new = [kind for kind in _classes() if kind not in self._classes]
+        originals = {
+            kind: kind.__call__ for kind in new
         }  # read all before changing any: one may inherit from another
-        for kind in found:
+        for kind in new:
             wrap = _by_keyword if kind.__module__.startswith("albumentations") else _by_position
-            self._patches.set(kind, "__call__", wrap(kind, plain[kind]))
-        self._classes.update(found)
+            self._patches.set(kind, "__call__", wrap(kind, originals[kind]))
+        self._classes.update(new)
         tv_tensors = sys.modules.get("torchvision.tv_tensors")
         for real in (Tensor, *((tv_tensors.Image,) if tv_tensors else ())):
             if tensor_class(real) not in default_collate_fn_map:
@@ -106,11 +106,11 @@ class _Interception:
 
     def _observe_seeding(self) -> None:
         for name in ("manual_seed", "seed", "set_rng_state"):
-            seeding = _announced(getattr(torch, name))
+            seeding = _wrap_seeding(getattr(torch, name))
             for module in (torch, torch.random):
                 self._patches.set(module, name, seeding)
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         self._holders -= 1
         if self._holders == 0:
             patches, self._patches = self._patches, None
@@ -122,23 +122,22 @@ INTERCEPTION = _Interception()
 
 
 def _classes() -> list[type]:
-    """Return the transform classes of the imported libraries."""
-    found: list[type] = []
-    for module, is_one in (
+    classes: list[type] = []
+    for module, is_transform in (
         ("torchvision.transforms.transforms", _is_v1),
         ("torchvision.transforms.v2", _is_module),
         ("albumentations.core.composition", _is_albumentations),
         ("kornia.augmentation", _is_module),
     ):
         names = vars(sys.modules[module]) if module in sys.modules else {}
-        found += [
+        classes += [
             value
             for name, value in names.items()
             if isinstance(value, type)
             and not name.startswith("_")
-            and is_one(value, module.partition(".")[0])
+            and is_transform(value, module.partition(".")[0])
         ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(classes))
 
 
 def _is_v1(kind: type, package: str) -> bool:
@@ -155,36 +154,36 @@ def _is_albumentations(kind: type, package: str) -> bool:
     return kind.__name__ == "Compose"
 
 
-def _announced(seeding: Callable[..., Any]) -> Any:
+def _wrap_seeding(seeding: Callable[..., Any]) -> Any:
     @wraps(seeding)
-    def announced(*args: object, **kwargs: object) -> Any:
-        if HERE.recorder is not None:
-            HERE.recorder.reseeded()
+    def wrapper(*args: object, **kwargs: object) -> Any:
+        if THREAD.recorder is not None:
+            THREAD.recorder.before_seeding()
         return seeding(*args, **kwargs)
 
-    return announced
+    return wrapper
 
 
-def _by_position(kind: type, plain: Callable[..., Any]) -> Any:
-    @wraps(plain)
+def _by_position(kind: type, original: Callable[..., Any]) -> Any:
+    @wraps(original)
     def __call__(transform: object, *args: Any, **kwargs: Any) -> Any:
-        recorder = HERE.recorder
+        recorder = THREAD.recorder
         if recorder is None or kwargs or len(args) != 1 or type(transform) is not kind:
-            return plain(transform, *args, **kwargs)
-        return recorder.call(transform, args[0], plain)
+            return original(transform, *args, **kwargs)
+        return recorder.call(transform, args[0], original)
 
     return __call__
 
 
-def _by_keyword(kind: type, plain: Callable[..., Any]) -> Any:
-    def alone(transform: object, image: object) -> Any:
-        return plain(transform, image=image)["image"]
+def _by_keyword(kind: type, original: Callable[..., Any]) -> Any:
+    def call_original(transform: object, image: object) -> Any:
+        return original(transform, image=image)["image"]
 
-    @wraps(plain)
+    @wraps(original)
     def __call__(transform: object, *args: Any, **kwargs: Any) -> Any:
-        recorder = HERE.recorder
+        recorder = THREAD.recorder
         if recorder is None or args or kwargs.keys() != {"image"} or type(transform) is not kind:
-            return plain(transform, *args, **kwargs)
-        return {"image": recorder.call(transform, kwargs["image"], alone)}
+            return original(transform, *args, **kwargs)
+        return {"image": recorder.call(transform, kwargs["image"], call_original)}
 
     return __call__

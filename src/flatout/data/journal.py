@@ -3,53 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatout.data.draws import BulkNumbers, Numbers, columns
-from flatout.data.operation import BatchOperation, ImageShape, listed_draws, row_of, rows_together
+from flatout.data.draws import BulkNumberSource, NumberSource, draw_columns
+from flatout.data.operation import BatchOperation, ImageShape, draw_row, listed_draws, rows_to_columns
 
-LONGEST_PATTERN = 16  # most calls per sample that are recognised as a pattern
+MAX_PATTERN_CALLS = 16  # most calls per sample that are recognised as a pattern
 
 
+@dataclass(slots=True, eq=False)
 class CallDraws:
     """The numbers of one call: a separate row, or an index into columns drawn for many calls."""
 
-    __slots__ = ("block", "operations", "place", "row", "shape")
+    operations: tuple[BatchOperation, ...]
+    shape: ImageShape
+    row: list[Any] | None = None
+    shared_columns: list[Sequence[Any]] | None = None
+    index: int = 0
 
-    def __init__(self, operations: tuple[BatchOperation, ...], shape: ImageShape) -> None:
-        self.operations = operations
-        self.shape = shape
-        self.row: list[Any] | None = None
-        self.block: list[Sequence[Any]] | None = None
-        self.place = 0
-
-    def alone(self) -> list[Any]:
+    def numbers(self) -> list[Any]:
         """Return the row of this call; an operation with listed draws gets a tuple of numbers."""
         if self.row is not None:
             return self.row
-        block, found, shape = self.block or [], [], self.shape
-        for operation, held in zip(self.operations, block, strict=True):
+        shared_columns, numbers, shape = self.shared_columns or [], [], self.shape
+        for operation, columns in zip(self.operations, shared_columns, strict=True):
             listed = operation.draws(shape) is not None
-            found.append(tuple(column[self.place].item() for column in held) if listed else held[self.place])
+            numbers.append(
+                tuple(column[self.index].item() for column in columns) if listed else columns[self.index]
+            )
             shape = operation.shape(shape)
-        return found
+        return numbers
 
 
 def numbers_of(draws: Sequence[CallDraws]) -> list[Sequence[Any]]:
     """Return the numbers of several calls with the same operations and shape, in the operations' format."""
     first = draws[0]
-    block = first.block
-    if block is None or any(each.block is not block for each in draws):
-        return rows_together(first.operations, [each.alone() for each in draws], first.shape)
-    places = [each.place for each in draws]
-    rows = next((len(column) for held in block for column in held if isinstance(column, Tensor)), 0)
-    if places == list(range(rows)):
-        return block
-    at = torch.tensor(places)
-    return [[column[at] for column in held] for held in block]
+    shared_columns = first.shared_columns
+    if shared_columns is None or any(draw.shared_columns is not shared_columns for draw in draws):
+        return rows_to_columns(first.operations, [draw.numbers() for draw in draws], first.shape)
+    indices = [draw.index for draw in draws]
+    rows = next(
+        (len(column) for columns in shared_columns for column in columns if isinstance(column, Tensor)), 0
+    )
+    if indices == list(range(rows)):
+        return shared_columns
+    rows_read = torch.tensor(indices)
+    return [[column[rows_read] for column in columns] for columns in shared_columns]
 
 
 class DrawJournal:
@@ -59,54 +62,54 @@ class DrawJournal:
     becomes False once it does, and the numbers are then in a different order.
     """
 
-    def __init__(self, at_once: bool) -> None:
-        self.at_once = at_once
+    def __init__(self, draw_now: bool) -> None:
+        self.draw_now = draw_now
         self.in_order = True
-        self._waiting: list[CallDraws] = []
+        self._undrawn: list[CallDraws] = []
         self._state: Tensor | None = None  # of torch's generator at the first waiting call
 
     def add(self, operations: tuple[BatchOperation, ...], shape: ImageShape) -> CallDraws:
         draws = CallDraws(operations, shape)
-        if self.at_once:
-            draws.row = row_of(operations, shape, Numbers())
+        if self.draw_now:
+            draws.row = draw_row(operations, shape, NumberSource())
             return draws
-        if not self._waiting:
+        if not self._undrawn:
             self._state = torch.get_rng_state()
-        self._waiting.append(draws)
+        self._undrawn.append(draws)
         return draws
 
     def interrupt(self) -> None:
         """Record that the generator is being set."""
-        self.in_order = self.in_order and not self._waiting
+        self.in_order = self.in_order and not self._undrawn
 
-    def settle(self) -> None:
+    def draw_pending(self) -> None:
         """Draw the numbers of every waiting call."""
-        if not self._waiting:
+        if not self._undrawn:
             return
-        waiting, self._waiting = self._waiting, []
+        calls, self._undrawn = self._undrawn, []
         self.in_order = (
             self.in_order and self._state is not None and torch.equal(torch.get_rng_state(), self._state)
         )
-        period = _period(waiting)
-        listed = [listed_draws(each.operations, each.shape) for each in waiting[:period]]
-        if period == 0 or any(each is None for each in listed):
-            with BulkNumbers() as words:
-                for draws in waiting:
-                    draws.row = row_of(draws.operations, draws.shape, words)
+        period = _period(calls)
+        listed = [listed_draws(draws.operations, draws.shape) for draws in calls[:period]]
+        if period == 0 or any(draws is None for draws in listed):
+            with BulkNumberSource() as source:
+                for draws in calls:
+                    draws.row = draw_row(draws.operations, draws.shape, source)
             return
-        kinds = [kind for operations in listed for each in operations or () for kind in each]
-        drawn = iter(columns(kinds, len(waiting) // period))
+        kinds = [kind for operations in listed for draws in operations or () for kind in draws]
+        columns = iter(draw_columns(kinds, len(calls) // period))
         blocks: list[list[Sequence[Any]]] = [
-            [[next(drawn) for _ in each] for each in operations or ()] for operations in listed
+            [[next(columns) for _ in draws] for draws in operations or ()] for operations in listed
         ]
-        for at, draws in enumerate(waiting):
-            draws.block, draws.place = blocks[at % period], at // period
+        for position, draws in enumerate(calls):
+            draws.shared_columns, draws.index = blocks[position % period], position // period
 
 
-def _period(waiting: Sequence[CallDraws]) -> int:
+def _period(calls: Sequence[CallDraws]) -> int:
     """Return the period of the calls: 1 if all are alike, 2 for pairs, and so on; 0 without a pattern."""
-    keys = [(id(call.operations), call.shape) for call in waiting]
-    for period in range(1, min(LONGEST_PATTERN, len(keys)) + 1):
+    keys = [(id(call.operations), call.shape) for call in calls]
+    for period in range(1, min(MAX_PATTERN_CALLS, len(keys)) + 1):
         if len(keys) % period == 0 and keys == keys[:period] * (len(keys) // period):
             return period
     return 0

@@ -12,7 +12,7 @@ from flatout.data.changes import DatasetState
 from flatout.data.operation import NotBatchable
 from flatout.data.shared_samples import SharedSamples
 from flatout.data.source import spread
-from flatout.data.store import PROVED, Store
+from flatout.data.store import TESTED_SAMPLES, Store
 from flatout.data.streams import same_states, states
 
 
@@ -20,7 +20,7 @@ from flatout.data.streams import same_states, states
 class CacheBudget:
     """The memory that all feeds of a program together may still use."""
 
-    left_bytes: int
+    remaining_bytes: int
 
 
 @dataclass(frozen=True)
@@ -28,43 +28,45 @@ class CacheOptions:
     """How samples are kept: all before the first batch or as they come, with a folder for the overflow."""
 
     memory: CacheBudget
-    ahead: bool = False
+    eager: bool = False
     folder: str | None = None
-    handed_on: SharedSamples | None = None  # where the programs of a search share the samples kept ahead
+    shared_samples: SharedSamples | None = None  # where the programs of a search share the samples kept ahead
 
 
-def proved_store(
-    copy: Any, fetched: Callable[[int], Any], keep: CacheOptions, shared: bool, own: Sequence[Any]
+def tested_store(
+    copy: Any, fetch: Callable[[int], Any], options: CacheOptions, shared: bool, rngs: Sequence[Any]
 ) -> Store:
     """Return a store, after checking that samples are the same each time. Raises NotBatchable if they are not.
 
-    ``copy`` is a copy of the data set for inspection. ``fetched`` returns a sample of it in its kept form,
-    and ``own`` holds its random generators.
+    ``copy`` is a copy of the data set for inspection. ``fetch`` returns a sample of it in its kept form,
+    and ``rngs`` holds its random generators.
     """
-    length, before = len(copy), states(own)
-    samples = {index: fetched(index) for index in spread(length, PROVED)}
-    store = Store(next(iter(samples.values())), length, keep.memory.left_bytes, shared, keep.folder)
-    if store.rows < min(length, PROVED):
+    length, before = len(copy), states(rngs)
+    samples = {index: fetch(index) for index in spread(length, TESTED_SAMPLES)}
+    store = Store(
+        next(iter(samples.values())), length, options.memory.remaining_bytes, shared, options.folder
+    )
+    if store.rows < min(length, TESTED_SAMPLES):
         raise NotBatchable(
-            f"a sample takes {store.row_bytes} bytes, and hardly any fits into the {keep.memory.left_bytes} that are left"
+            f"a sample takes {store.row_bytes} bytes, and hardly any fits into the {options.memory.remaining_bytes} that are left"
         )
     contents, attributes = DatasetState(copy), dict(getattr(copy, "__dict__", {}))
     for index, sample in samples.items():
-        again = fetched(index)
-        if not same_states(before, states(own)):
+        refetched = fetch(index)
+        if not same_states(before, states(rngs)):
             raise NotBatchable("fetching a sample draws random numbers")
         torch.rand(1, device="cpu")  # a different generator state each time
-        before = states(own)
+        before = states(rngs)
         if index < store.rows:
             store.put([index], [sample])
-            if not store.holds(index, again):
+            if not store.holds(index, refetched):
                 raise NotBatchable("a sample is not the same each time it is fetched")
-    now = getattr(copy, "__dict__", {})
+    attributes_after = getattr(copy, "__dict__", {})
     if (
         contents.changed()
-        or now.keys() != attributes.keys()
-        or any(now[name] is not value for name, value in attributes.items())
+        or attributes_after.keys() != attributes.keys()
+        or any(attributes_after[name] is not value for name, value in attributes.items())
     ):
         raise NotBatchable("the data set changes each time a sample is fetched")
-    keep.memory.left_bytes -= store.bytes
+    options.memory.remaining_bytes -= store.bytes
     return store

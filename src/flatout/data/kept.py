@@ -13,15 +13,15 @@ from typing import Any
 
 from torch import Tensor
 
-from flatout.data.deferred import deferred, is_deferred, materialize
-from flatout.data.deferring import Deferring
+from flatout.data.deferred import deferred_image, is_deferred, materialize
+from flatout.data.deferring import BatchRecorder
 from flatout.data.finishing import DeferredWork
 from flatout.data.images import form_of, shape_of
-from flatout.data.intercept import Plain, recording
+from flatout.data.intercept import OriginalCall, recording
 from flatout.data.lowering import name_of
 from flatout.data.operation import ImageShape, NotBatchable
 from flatout.data.pipelines import Pipelines, TransformPipeline
-from flatout.data.store import Constant, mapped
+from flatout.data.store import Constant, map_values
 
 
 class CallResult(Constant):
@@ -38,14 +38,12 @@ class ReplayProgram(Constant):
     calls: tuple[tuple[int, int], ...] = ()
 
 
+@dataclass(slots=True, eq=False)
 class UnreadResult:
     """Stands for the result of an unread transform while its sample is kept. It can only be passed on."""
 
-    __slots__ = ("pipeline", "turn")
-
-    def __init__(self, pipeline: TransformPipeline, turn: int) -> None:
-        self.pipeline = pipeline
-        self.turn = turn
+    pipeline: TransformPipeline
+    call_index: int
 
 
 class SampleRecorder:
@@ -54,13 +52,15 @@ class SampleRecorder:
     def __init__(self, pipelines: Pipelines) -> None:
         self._pipelines = pipelines
         self._sources: list[Any] = []
-        self._known: dict[tuple[int, ...], int] = {}  # an image and its completed steps -> its source
-        self._alive: list[Any] = []  # so that no id is reused
+        self._source_numbers: dict[
+            tuple[int, ...], int
+        ] = {}  # an image and its completed steps -> its source
+        self._images: list[Any] = []  # so that no id is reused
         self._calls: list[tuple[int, int]] = []
         self._why_not = ""
 
-    def call(self, transform: object, image: object, plain: Plain) -> Any:
-        parent, turn = _made_by(image)
+    def call(self, transform: object, image: object, original: OriginalCall) -> Any:
+        parent, call_index = _origin(image)
         pipeline = self._pipelines.of(parent, transform)
         if pipeline is None:
             if parent is not None:
@@ -68,19 +68,23 @@ class SampleRecorder:
                     f"{type(transform).__name__} accesses an image that is computed only with its batch"
                 )
             with recording(None):
-                return plain(transform, image)
+                return original(transform, image)
         with recording(None):
-            return self._left(pipeline, -1 - turn) if parent is not None else self._begun(pipeline, image)
+            return (
+                self._defer_call(pipeline, -1 - call_index)
+                if parent is not None
+                else self._start_call(pipeline, image)
+            )
 
     @property
-    def answered(self) -> bool:
+    def returned_placeholder(self) -> bool:
         """Return whether any call returned an image that no code may access."""
         return bool(self._calls)
 
-    def reseeded(self) -> None:
+    def before_seeding(self) -> None:
         self._why_not = "the data set seeds torch's random generator itself"
 
-    def look(self, image: object) -> None:
+    def on_access(self, image: object) -> None:
         """Record that the sample depends on an image whose random numbers are drawn with its batch."""
         work: DeferredWork = vars(image)["pending"]
         self._why_not = f"the data set looks at the images that {work.pipeline.name} returns"
@@ -92,7 +96,7 @@ class SampleRecorder:
     def stack(self, images: Sequence[Any]) -> Tensor | None:
         for image in images:
             if is_deferred(image):
-                self.look(image)
+                self.on_access(image)
         return None
 
     def sample(self, sample: object) -> tuple[Any, tuple[Any, ...], ReplayProgram]:
@@ -101,89 +105,88 @@ class SampleRecorder:
             raise NotBatchable(self._why_not)
         results = 0
 
-        def kept(value: object) -> Any:
+        def placeholder(value: object) -> Any:
             nonlocal results
-            pipeline, turn = _made_by(value)
+            pipeline, call_index = _origin(value)
             results += pipeline is not None
-            return value if pipeline is None else CallResult(turn)
+            return value if pipeline is None else CallResult(call_index)
 
-        structure = mapped(sample, kept)
+        structure = map_values(sample, placeholder)
         if not results and self._calls:
             raise NotBatchable("the data set uses the results of its transforms in another way")
         return structure, tuple(self._sources), ReplayProgram(calls=tuple(self._calls))
 
-    def _begun(self, pipeline: TransformPipeline, image: object) -> Any:
+    def _start_call(self, pipeline: TransformPipeline, image: object) -> Any:
         lowered = pipeline.lowered
         key = id(image), *map(id, pipeline.steps[: pipeline.kept])
-        if key not in self._known:
-            self._alive.append(image)
+        if key not in self._source_numbers:
+            self._images.append(image)
             for step in pipeline.steps[: pipeline.kept]:
                 image = step(image)
             if lowered is not None and pipeline.kept == pipeline.start and form_of(image) != lowered.entry:
                 self._why_not = "an image differs in kind from those that its pipeline was read with"
-            if all(map(_reads_pixels_alone, pipeline.steps[pipeline.kept :])):
-                image = _bare(image)
-            self._known[key] = len(self._sources)
+            if all(map(_reads_only_pixels, pipeline.steps[pipeline.kept :])):
+                image = _without_metadata(image)
+            self._source_numbers[key] = len(self._sources)
             self._sources.append(image)
-        return self._left(pipeline, self._known[key])
+        return self._defer_call(pipeline, self._source_numbers[key])
 
-    def _left(self, pipeline: TransformPipeline, start: int) -> Any:
+    def _defer_call(self, pipeline: TransformPipeline, start: int) -> Any:
         """Return the object that the data set's code gets for a remaining call."""
-        turn = len(self._calls)
+        call_index = len(self._calls)
         self._calls.append((pipeline.number, start))
         if pipeline.lowered is None or pipeline.kept < pipeline.start:
-            return UnreadResult(pipeline, turn)
-        source = self._sources[self._root(start)]
+            return UnreadResult(pipeline, call_index)
+        source = self._sources[self._source_number(start)]
         shape = shape_of(source)
-        out: ImageShape | None = shape
-        for link in pipeline.line:
-            out = link.out(out) if out is not None else None
-        if out is None:
+        out_shape: ImageShape | None = shape
+        for link in pipeline.chain:
+            out_shape = link.out_shape(out_shape) if out_shape is not None else None
+        if out_shape is None:
             self._why_not = f"torchvision rejects an image of {tuple(shape)}"
-            return UnreadResult(pipeline, turn)
-        return deferred(DeferredWork(self, pipeline, source, shape, out, (), turn))
+            return UnreadResult(pipeline, call_index)
+        return deferred_image(DeferredWork(self, pipeline, source, shape, out_shape, (), call_index))
 
-    def _root(self, start: int) -> int:
+    def _source_number(self, start: int) -> int:
         while start < 0:
             start = self._calls[-1 - start][1]
         return start
 
 
-def _made_by(value: object) -> tuple[TransformPipeline | None, int]:
+def _origin(value: object) -> tuple[TransformPipeline | None, int]:
     """Return the pipeline and index of the remaining call behind a value; None for every other value."""
     if type(value) is UnreadResult:
-        return value.pipeline, value.turn
+        return value.pipeline, value.call_index
     if is_deferred(value):
         work: DeferredWork = vars(value)["pending"]
-        return work.pipeline, work.turn
+        return work.pipeline, work.call_index
     return None, 0
 
 
-def _reads_pixels_alone(step: object) -> bool:
+def _reads_only_pixels(step: object) -> bool:
     """Return whether a step is a torchvision transform that runs no function of the program."""
     inner = getattr(step, "transforms", ())
     return name_of(step)[3:] not in ("", "Lambda") and all(
-        map(_reads_pixels_alone, inner if isinstance(inner, (list, tuple)) else ())
+        map(_reads_only_pixels, inner if isinstance(inner, (list, tuple)) else ())
     )
 
 
-def _bare(image: Any) -> Any:
-    """Return a PIL image without the metadata of its file."""
+def _without_metadata(image: Any) -> Any:
     if hasattr(image, "getbands") and "transparency" not in image.info:
         image = image.copy()
         image.info = {}
     return image
 
 
-def replayed(
-    kept: tuple[Any, tuple[Any, ...], ReplayProgram], pipelines: Pipelines, recorder: Deferring
+def replay_sample(
+    kept: tuple[Any, tuple[Any, ...], ReplayProgram], pipelines: Pipelines, recorder: BatchRecorder
 ) -> Any:
     """Rebuild a kept sample by making its calls again."""
     structure, sources, program = kept
     results: list[Any] = []
     with recording(None):
         for number, start in program.calls:
-            pipeline = pipelines.found[number]
-            image, done = (sources[start], pipeline.kept) if start >= 0 else (results[-1 - start], 0)
-            results.append(recorder.resume(pipeline, image, done))
-    return mapped(structure, lambda value: results[value.number] if type(value) is CallResult else value)
+            pipeline = pipelines.entries[number]
+            image, done_steps = (sources[start], pipeline.kept) if start >= 0 else (results[-1 - start], 0)
+            results.append(recorder.resume(pipeline, image, done_steps))
+    return map_values(structure, lambda value: results[value.number] if type(value) is CallResult else value)

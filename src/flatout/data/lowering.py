@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from flatout.data import color, readers, resample
-from flatout.data.draws import understood
+from flatout.data.draws import matches_torch
 from flatout.data.images import form_of, shape_of
 from flatout.data.operation import BatchOperation, ImageForm, ImageShape, NotBatchable
-from flatout.data.operations import joined
+from flatout.data.operations import merge_adjacent
 from flatout.data.streams import same_states, states
 
 CONTAINERS = ("v1.Compose", "v2.Compose")
@@ -45,34 +45,33 @@ class Lowered:
         return self.steps[self.end :]
 
     @property
-    def apart(self) -> float:
+    def tolerance(self) -> float:
         """Return the largest allowed difference from the plain pipeline; 0 means the same bits."""
-        found = 0.0
+        tolerance = 0.0
         for operation in self.operations:
-            found = found * operation.gain + operation.apart
-        return found
+            tolerance = tolerance * operation.gain + operation.tolerance
+        return tolerance
 
     def run(self, images: Tensor, numbers: Sequence[Sequence[Any]]) -> Tensor:
         """Run the operations on images [B, C, H, W]. The result is contiguous."""
-        images = (
-            images.contiguous()
-        )  # channels first, so that windows, flips and floats are long runs of memory
-        for operation, mine in zip(self.operations, numbers, strict=True):
+        # channels first, so that windows, flips and floats are long runs of memory
+        images = images.contiguous()
+        for operation, columns in zip(self.operations, numbers, strict=True):
             if images.device.type != "cpu":
-                mine = [
-                    each.to(images.device, non_blocking=True) if isinstance(each, Tensor) else each
-                    for each in mine
+                columns = [
+                    column.to(images.device, non_blocking=True) if isinstance(column, Tensor) else column
+                    for column in columns
                 ]
-            images = operation(images, mine)
+            images = operation(images, columns)
         return images.contiguous()
 
 
-def flat(transform: Any) -> list[Any]:
+def flatten(transform: Any) -> list[Any]:
     """Return the transforms of nested Compose and Sequential, in order."""
     if name_of(transform) in CONTAINERS:
-        return [step for inner in transform.transforms for step in flat(inner)]
+        return [step for inner in transform.transforms for step in flatten(inner)]
     if type(transform) is torch.nn.Sequential:
-        return [step for inner in transform for step in flat(inner)]
+        return [step for inner in transform for step in flatten(inner)]
     return [transform]
 
 
@@ -114,30 +113,29 @@ def lower(transform: object, images: Sequence[Any], light: bool = False, unfinis
     With ``unfinished``, another transform call follows, so the last step may also return PIL images.
     Moves random generators. Raises NotBatchable with the reason if nothing can run on a batch.
     """
-    if not understood():
+    if not matches_torch():
         raise NotBatchable("flatout does not know how this torch version draws random numbers")
-    steps = flat(transform)
-    seen, drawing = [_describe(images)], []
+    steps = flatten(transform)
+    descriptions, draws_numbers = [_describe(images)], []
     for step in steps:
         before = states()
         images = [step(image) for image in images]
-        seen.append(_describe(images))
-        drawing.append(not same_states(before, states()))
+        descriptions.append(_describe(images))
+        draws_numbers.append(not same_states(before, states()))
     best: Lowered | None = None
     reasons: dict[str, None] = {}
     for start in range(len(steps)):
-        form, uniform = seen[start]
+        form, uniform = descriptions[start]
         if form is None or not uniform:
             continue
         if form.kind == "tensor" and any(getattr(step, "inplace", False) for step in steps[start:]):
             reasons["its transforms may change the images of the data set in place"] = None
             continue
-        candidate = _run_from(steps, start, form, light, reasons, unfinished)
-        if candidate is not None and any(
-            drawing[candidate.end :]
-        ):  # it would draw only after all images have drawn for the operations
+        candidate = _longest_run(steps, start, form, light, reasons, unfinished)
+        # it would draw only after all images have drawn for the operations
+        if candidate is not None and any(draws_numbers[candidate.end :]):
             reasons[
-                f"{type(steps[drawing.index(True, candidate.end)]).__name__} draws random numbers after the transforms that could run on a batch"
+                f"{type(steps[draws_numbers.index(True, candidate.end)]).__name__} draws random numbers after the transforms that could run on a batch"
             ] = None
             continue
         if (
@@ -153,12 +151,12 @@ def lower(transform: object, images: Sequence[Any], light: bool = False, unfinis
     return best
 
 
-def extended(before: Lowered, transform: object, light: bool = False) -> Lowered:
+def extend(before: Lowered, transform: object, light: bool = False) -> Lowered:
     """Append the transform of another call. Steps that cannot run on a batch follow the operations.
 
     Raises NotBatchable if these steps could not receive a single image.
     """
-    steps, form, operations = flat(transform), before.exit, list(before.operations)
+    steps, form, operations = flatten(transform), before.exit, list(before.operations)
     reasons: dict[str, None] = dict.fromkeys(before.reasons)
     end = len(before.steps)
     if before.tail:
@@ -173,32 +171,32 @@ def extended(before: Lowered, transform: object, light: bool = False) -> Lowered
         )
     for step in steps:
         try:
-            more = read(step, form)
+            added = read(step, form)
         except NotBatchable as why:
             reasons[str(why)] = None
             break
-        if light and any(operation.heavy for operation in more):
-            reasons[_left(step)] = None
+        if light and any(operation.heavy for operation in added):
+            reasons[_light_reason(step)] = None
             break
-        operations += more
-        for operation in more:
+        operations += added
+        for operation in added:
             form = operation.form(form)
         end += 1
-    every = (*before.steps, *steps)
-    if end < len(every) and (form.kind != "tensor" or form.tv):
+    all_steps = (*before.steps, *steps)
+    if end < len(all_steps) and (form.kind != "tensor" or form.tv):
         raise NotBatchable(next(reversed(reasons)))
     # The draws of earlier calls belong to their operations, so those are not joined with the new ones.
-    behind = joined(operations[len(before.operations) :])
+    appended = merge_adjacent(operations[len(before.operations) :])
     return Lowered(
-        every, before.start, end, (*before.operations, *behind), before.entry, form, tuple(reasons)
+        all_steps, before.start, end, (*before.operations, *appended), before.entry, form, tuple(reasons)
     )
 
 
-def _left(step: object) -> str:
+def _light_reason(step: object) -> str:
     return f'{type(step).__name__} runs on single images, because the value is "light"'
 
 
-def _run_from(
+def _longest_run(
     steps: Sequence[Any],
     start: int,
     entry: ImageForm,
@@ -206,30 +204,31 @@ def _run_from(
     reasons: dict[str, None],
     unfinished: bool = False,
 ) -> Lowered | None:
-    """Return the longest run from here that ends in tensors: any next step can take rows of a batch."""
     form, operations = entry, list[BatchOperation]()
     run: Lowered | None = None
     for position in range(start, len(steps)):
         try:
-            more = read(steps[position], form)
+            added = read(steps[position], form)
         except NotBatchable as why:
             reasons[str(why)] = None
             break
-        if light and any(operation.heavy for operation in more):
-            reasons[_left(steps[position])] = None
+        if light and any(operation.heavy for operation in added):
+            reasons[_light_reason(steps[position])] = None
             break
-        for operation in more:
+        for operation in added:
             operations.append(operation)
             form = operation.form(form)
         last = position + 1 == len(steps)
         if operations and ((form.kind == "tensor" and (last or not form.tv)) or (unfinished and last)):
-            run = Lowered(tuple(steps), start, position + 1, joined(operations), entry, form, tuple(reasons))
+            run = Lowered(
+                tuple(steps), start, position + 1, merge_adjacent(operations), entry, form, tuple(reasons)
+            )
     if run is None and not reasons:
         reasons["none of its transforms makes a tensor"] = None
     return run
 
 
-def deterministic(steps: Sequence[Any], images: Iterable[Any]) -> int:
+def count_deterministic(steps: Sequence[Any], images: Iterable[Any]) -> int:
     """Return how many of the first transforms are known and draw nothing."""
     images = list(images)
     for count, step in enumerate(steps):
@@ -245,7 +244,6 @@ def deterministic(steps: Sequence[Any], images: Iterable[Any]) -> int:
 
 
 def _describe(images: Sequence[Any]) -> tuple[ImageForm | None, bool]:
-    """Return the common form of the images (or None), and whether they have one shape."""
     forms, shapes = (
         {form_of(image) for image in images},
         {shape_of(image) if form_of(image) else None for image in images},

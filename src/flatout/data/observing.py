@@ -9,17 +9,17 @@ from typing import Any
 
 from torch import Tensor
 
-from flatout.data.batch_comparison import different
-from flatout.data.deferring import Deferring
-from flatout.data.images import copied, same_pixels
-from flatout.data.intercept import Plain, package_of, recording
-from flatout.data.lowering import Lowered, deterministic, extended, lower
+from flatout.data.batch_comparison import difference
+from flatout.data.deferring import BatchRecorder
+from flatout.data.images import copy_image, same_pixels
+from flatout.data.intercept import OriginalCall, package_of, recording
+from flatout.data.lowering import Lowered, count_deterministic, extend, lower
 from flatout.data.operation import NotBatchable
 from flatout.data.pipelines import Pipelines, TransformPipeline, parameters_of, steps_of
 from flatout.data.streams import restore_states, same_states, states
 
-MOST_CALLS = 8  # most calls recorded per transform
-ONE_BY_ONE = {
+MAX_CALLS = 8  # most calls recorded per transform
+UNBATCHED_LIBRARIES = {
     "albumentations": "albumentations computes with OpenCV and draws from its own generators, so its images are computed one by one",
     "kornia": "kornia draws the numbers of a batch in a different order than those of single images, so its images are computed one by one",
 }
@@ -53,37 +53,37 @@ class TransformCall:
 class CallObserver:
     """Records the first calls of each transform. With ``on_copies``, transforms get copies of the images."""
 
-    def __init__(self, own: Sequence[Any], on_copies: bool) -> None:
-        self._own = own
+    def __init__(self, rngs: Sequence[Any], on_copies: bool) -> None:
+        self._rngs = rngs
         self._on_copies = on_copies
         self._counts: Counter[int] = Counter()
-        self._made: dict[int, tuple[Any, TransformCall]] = {}
+        self._results: dict[int, tuple[Any, TransformCall]] = {}
         self.calls: list[TransformCall] = []
 
-    def call(self, transform: object, image: object, plain: Plain) -> Any:
-        if self._counts[id(transform)] >= MOST_CALLS or not is_image(image):
+    def call(self, transform: object, image: object, original: OriginalCall) -> Any:
+        if self._counts[id(transform)] >= MAX_CALLS or not is_image(image):
             with recording(None):
-                return plain(transform, image)
+                return original(transform, image)
         self._counts[id(transform)] += 1
-        entered, given = copied(image), copied(image) if self._on_copies else image
-        before = states(self._own)
+        input_copy, argument = copy_image(image), copy_image(image) if self._on_copies else image
+        before = states(self._rngs)
         with recording(None):
-            result = plain(transform, given)
-        parent = self._made.get(id(image), (None, None))[1]
+            result = original(transform, argument)
+        parent = self._results.get(id(image), (None, None))[1]
         call = TransformCall(
             transform,
             parent,
-            entered,
-            copied(result),
+            input_copy,
+            copy_image(result),
             before,
-            states(self._own),
-            not same_pixels(entered, given),
+            states(self._rngs),
+            not same_pixels(input_copy, argument),
         )
         self.calls.append(call)
-        self._made[id(result)] = result, call
+        self._results[id(result)] = result, call
         return result
 
-    def reseeded(self) -> None:
+    def before_seeding(self) -> None:
         """Do nothing: each call is recorded with its generator states."""
 
 
@@ -102,7 +102,7 @@ class PipelineReader:
     batched: bool
     light: bool
     keeping: bool
-    own: Sequence[Any] = ()
+    rngs: Sequence[Any] = ()
 
     def add(self, pipelines: Pipelines, calls: Sequence[TransformCall]) -> list[str]:
         """Read pipelines from these calls. Return why some are not batched. Moves random generators.
@@ -112,42 +112,42 @@ class PipelineReader:
         reasons: dict[str, None] = {}
         if any(call.in_place for call in calls):
             raise InPlaceTransform("its transforms change the images of the data set in place")
-        fed = {id(call.parent.transform) for call in calls if call.parent is not None}
+        producers = {id(call.parent.transform) for call in calls if call.parent is not None}
         groups: dict[int, list[TransformCall]] = {}
         for call in calls:
             groups.setdefault(id(call.transform), []).append(call)
         for group in groups.values():
-            pipelines.meet(group[0].transform)
-            self._try(pipelines, None, group, id(group[0].transform) in fed, reasons)
+            pipelines.mark_known(group[0].transform)
+            self._add_pipeline(pipelines, None, group, id(group[0].transform) in producers, reasons)
         tried: set[tuple[int, int]] = set()
         for call in calls:  # earlier calls come first
-            for parent in _of_call(pipelines, call.parent):
+            for parent in _pipelines_of(pipelines, call.parent):
                 if (id(parent), id(call.transform)) not in tried:
                     tried.add((id(parent), id(call.transform)))
                     group = [
                         other
                         for other in calls
-                        if other.transform is call.transform and parent in _of_call(pipelines, other.parent)
+                        if other.transform is call.transform
+                        and parent in _pipelines_of(pipelines, other.parent)
                     ]
-                    self._try(pipelines, parent, group, id(call.transform) in fed, reasons)
+                    self._add_pipeline(pipelines, parent, group, id(call.transform) in producers, reasons)
         return list(reasons)
 
-    def _try(
+    def _add_pipeline(
         self,
         pipelines: Pipelines,
         parent: TransformPipeline | None,
         group: list[TransformCall],
-        feeds: bool,
+        has_successor: bool,
         reasons: dict[str, None],
     ) -> None:
-        """Add the pipeline of these calls, if any."""
         transform = group[0].transform
         lowered = None
         if self.batched:
             try:
-                lowered = self._lowered(parent, group, feeds)
+                lowered = self._lowered(parent, group, has_successor)
             except NotBatchable as why:
-                reasons[ONE_BY_ONE.get(package_of(transform), str(why))] = None
+                reasons[UNBATCHED_LIBRARIES.get(package_of(transform), str(why))] = None
         if lowered is None and (not self.keeping or (parent is not None and parent.lowered is not None)):
             return
         if (
@@ -155,35 +155,38 @@ class PipelineReader:
             and lowered.exit.kind == "tensor"
             and {type(call.result) for call in group} == {Tensor}
         ):
-            lowered = replace(
-                lowered, exit=replace(lowered.exit, tv=False)
-            )  # v1 turns torchvision's images into plain tensors
-        pipeline = self._pipeline(len(pipelines.found), parent, transform, lowered, group)
+            # v1 turns torchvision's images into plain tensors
+            lowered = replace(lowered, exit=replace(lowered.exit, tv=False))
+        pipeline = self._pipeline(len(pipelines.entries), parent, transform, lowered, group)
         if lowered is not None:
-            why_not = _misread(pipeline, group, self.own)
-            pipeline.forget()
+            why_not = _mismatch(pipeline, group, self.rngs)
+            pipeline.reset_counts()
             if why_not:
                 reasons[why_not] = None
                 if not self.keeping or parent is not None:
                     return
-                pipeline = self._pipeline(len(pipelines.found), None, transform, None, group)
+                pipeline = self._pipeline(len(pipelines.entries), None, transform, None, group)
             else:
                 reasons.update(dict.fromkeys(lowered.reasons))
         if pipeline.lowered is not None or pipeline.kept < len(pipeline.steps):
             pipelines.add(pipeline)
         else:
-            pipelines.finished.append(pipeline.parameters)
+            pipelines.fully_kept.append(pipeline.parameters)
 
-    def _lowered(self, parent: TransformPipeline | None, group: list[TransformCall], feeds: bool) -> Lowered:
+    def _lowered(
+        self, parent: TransformPipeline | None, group: list[TransformCall], has_successor: bool
+    ) -> Lowered:
         transform = group[0].transform
-        if package_of(transform) in ONE_BY_ONE:
-            raise NotBatchable(ONE_BY_ONE[package_of(transform)])
+        if package_of(transform) in UNBATCHED_LIBRARIES:
+            raise NotBatchable(UNBATCHED_LIBRARIES[package_of(transform)])
         if parent is None:
-            return lower(transform, [copied(call.image) for call in group], self.light, unfinished=feeds)
+            return lower(
+                transform, [copy_image(call.image) for call in group], self.light, unfinished=has_successor
+            )
         if parent.lowered is None:
             raise NotBatchable(f"{parent.name} runs on single images")
-        lowered = extended(parent.lowered, transform, self.light)
-        if lowered.exit.kind == "pil" and not feeds:
+        lowered = extend(parent.lowered, transform, self.light)
+        if lowered.exit.kind == "pil" and not has_successor:
             raise NotBatchable("none of its transforms makes a tensor")
         return lowered
 
@@ -195,13 +198,13 @@ class PipelineReader:
         lowered: Lowered | None,
         group: list[TransformCall],
     ) -> TransformPipeline:
-        mine = steps_of(transform)
-        steps = (*(parent.steps if parent is not None else ()), *mine)
+        call_steps = steps_of(transform)
+        steps = (*(parent.steps if parent is not None else ()), *call_steps)
         start = lowered.start if lowered is not None else len(steps)
         kept = parent.kept if parent is not None else 0
         if parent is None and self.keeping:
-            kept = deterministic(steps[:start], [copied(call.image) for call in group])
-        read = steps[start : lowered.end] if lowered is not None else ()
+            kept = count_deterministic(steps[:start], [copy_image(call.image) for call in group])
+        batched_steps = steps[start : lowered.end] if lowered is not None else ()
         tensors = [
             call.result for call in group if isinstance(call.result, Tensor) and call.result.dim() == 3
         ]
@@ -214,7 +217,7 @@ class PipelineReader:
             kept,
             start,
             lowered,
-            parameters_of(transform, (*steps[:kept], *read)),
+            parameters_of(transform, (*steps[:kept], *batched_steps)),
             permuted,
         )
 
@@ -223,35 +226,34 @@ def _is_permuted(image: Tensor) -> bool:
     return not image.is_contiguous() and image.permute(1, 2, 0).is_contiguous()
 
 
-def _of_call(pipelines: Pipelines, call: TransformCall | None) -> list[TransformPipeline]:
+def _pipelines_of(pipelines: Pipelines, call: TransformCall | None) -> list[TransformPipeline]:
     """Return the pipelines of a call: as the first call, and after each pipeline of the previous call."""
     if call is None:
         return []
-    pipelines_of_call = [
-        pipelines.of(parent, call.transform) for parent in (None, *_of_call(pipelines, call.parent))
+    found = [
+        pipelines.of(parent, call.transform) for parent in (None, *_pipelines_of(pipelines, call.parent))
     ]
-    return [pipeline for pipeline in pipelines_of_call if pipeline is not None]
+    return [pipeline for pipeline in found if pipeline is not None]
 
 
-def _misread(pipeline: TransformPipeline, calls: Sequence[TransformCall], own: Sequence[Any]) -> str:
-    """Return why a pipeline does not reproduce its calls' images and random numbers, or an empty string."""
-    line = pipeline.line
+def _mismatch(pipeline: TransformPipeline, calls: Sequence[TransformCall], rngs: Sequence[Any]) -> str:
+    links = pipeline.chain
     for call in calls:
-        chain = call.chain[-len(line) :]
-        if len(chain) < len(line) or any(
-            member.transform is not link.transform for member, link in zip(chain, line, strict=True)
+        chain = call.chain[-len(links) :]
+        if len(chain) < len(links) or any(
+            member.transform is not link.transform for member, link in zip(chain, links, strict=True)
         ):
             continue
-        recorder = Deferring(Pipelines(), at_once=True)
-        image = copied(chain[0].image)
+        recorder = BatchRecorder(Pipelines(), draw_now=True)
+        image = copy_image(chain[0].image)
         with recording(None):
-            for member, link in zip(chain, line, strict=True):
+            for member, link in zip(chain, links, strict=True):
                 restore_states(member.before)
                 image = recorder.resume(link, image, 0)
-                if not same_states(states(own), member.after):
+                if not same_states(states(rngs), member.after):
                     return f"{link.name} draws its random numbers in an unknown order"
             recorder.close()
-            why = different(call.result, image, pipeline.apart, layout=False)
+            why = difference(call.result, image, pipeline.tolerance, layout=False)
         if why:
             return f"the images of {pipeline.name} would differ in a batch: {why}"
     return ""

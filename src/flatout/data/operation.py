@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flatout.data.draws import Draw, Numbers, Uniform
+from flatout.data.draws import Draw, NumberSource, Uniform
 
 
 class ImageShape(NamedTuple):
@@ -38,35 +38,35 @@ class NotBatchable(Exception):
 class BatchOperation:
     """One transform of a batch. By default, it is deterministic and keeps shape and form.
 
-    Values equal torchvision's for single images, bit for bit or within ``apart``. If an image takes a fixed
+    Values equal torchvision's for single images, bit for bit or within ``tolerance``. If an image takes a fixed
     count of random numbers, `draws` lists them, and ``numbers`` holds one column [B] per draw. If the count
-    depends on the drawn values, `draws` returns None, `row` draws for one image, and ``numbers`` is the list
+    depends on the drawn values, `draws` returns None, `draw_row` draws for one image, and ``numbers`` is the list
     of its results.
     """
 
-    apart: float = 0.0  # largest difference from torchvision, in the units of the result
+    tolerance: float = 0.0  # largest difference from torchvision, in the units of the result
     gain: float = 1.0  # factor by which it widens an earlier difference
     heavy: bool = False  # its arithmetic dominates: large images may be faster one by one
 
     def draws(self, shape: ImageShape) -> tuple[Draw, ...] | None:
         return ()
 
-    def row(self, shape: ImageShape, words: Numbers) -> Any:
+    def draw_row(self, shape: ImageShape, source: NumberSource) -> Any:
         """Return the numbers of one image of this shape, drawn in torchvision's order."""
         raise NotImplementedError
 
-    def drawn(self, shape: ImageShape, words: Numbers) -> Any:
+    def draw(self, shape: ImageShape, source: NumberSource) -> Any:
         """Return the numbers of one image, with or without listed draws."""
         kinds = self.draws(shape)
-        return self.row(shape, words) if kinds is None else tuple(words.draw(kind) for kind in kinds)
+        return self.draw_row(shape, source) if kinds is None else tuple(source.draw(kind) for kind in kinds)
 
-    def together(self, shape: ImageShape, rows: Sequence[Any]) -> Sequence[Any]:
-        """Convert the results of `drawn` to the format of a call: columns if the draws are listed."""
+    def to_columns(self, shape: ImageShape, rows: Sequence[Any]) -> Sequence[Any]:
+        """Convert the results of `draw` to the format of a call: columns if the draws are listed."""
         kinds = self.draws(shape)
         if kinds is None:
             return rows
         dtypes = [torch.float32 if isinstance(kind, Uniform) else torch.int64 for kind in kinds]
-        return [torch.tensor([row[at] for row in rows], dtype=dtype) for at, dtype in enumerate(dtypes)]
+        return [torch.tensor([row[index] for row in rows], dtype=dtype) for index, dtype in enumerate(dtypes)]
 
     def shape(self, shape: ImageShape) -> ImageShape:
         """Return the shape of the result.
@@ -95,34 +95,34 @@ def shape_after(operations: Sequence[BatchOperation], shape: ImageShape) -> Imag
 
 def listed_draws(operations: Sequence[BatchOperation], shape: ImageShape) -> list[tuple[Draw, ...]] | None:
     """Return the draws of each operation, or None if their count depends on drawn values."""
-    found = []
+    listed = []
     for operation in operations:
         draws = operation.draws(shape)
         if draws is None:
             return None
-        found.append(draws)
+        listed.append(draws)
         shape = operation.shape(shape)
-    return found
+    return listed
 
 
-def row_of(operations: Sequence[BatchOperation], shape: ImageShape, words: Numbers) -> list[Any]:
+def draw_row(operations: Sequence[BatchOperation], shape: ImageShape, source: NumberSource) -> list[Any]:
     """Return the numbers of one image, with an entry for each operation."""
-    found: list[Any] = []
+    numbers: list[Any] = []
     for operation in operations:
-        found.append(operation.drawn(shape, words))
+        numbers.append(operation.draw(shape, source))
         shape = operation.shape(shape)
-    return found
+    return numbers
 
 
-def rows_together(
+def rows_to_columns(
     operations: Sequence[BatchOperation], rows: Sequence[list[Any]], shape: ImageShape
 ) -> list[Sequence[Any]]:
     """Convert rows of numbers to the operations' format: columns, except where the count is not fixed."""
-    found: list[Sequence[Any]] = []
-    for at, operation in enumerate(operations):
-        found.append(operation.together(shape, [row[at] for row in rows]))
+    columns: list[Sequence[Any]] = []
+    for index, operation in enumerate(operations):
+        columns.append(operation.to_columns(shape, [row[index] for row in rows]))
         shape = operation.shape(shape)
-    return found
+    return columns
 
 
 Reader = Callable[[Any, ImageForm], "BatchOperation | Sequence[BatchOperation]"]

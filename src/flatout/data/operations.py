@@ -27,8 +27,8 @@ class Flip(BatchOperation):
         chosen = (numbers[0] < self.p).tolist()
         return torch.stack(
             [
-                other if flip else image
-                for image, other, flip in zip(images.unbind(), flipped, chosen, strict=True)
+                mirrored if flip else image
+                for image, mirrored, flip in zip(images.unbind(), flipped, chosen, strict=True)
             ]
         )
 
@@ -76,7 +76,6 @@ class Pad(BatchOperation):
 
 
 def _positions(length: int, before: int, after: int, mode: str) -> Tensor:
-    """Return the source index of each padded position along one axis."""
     source = torch.arange(-before, length + after)
     if mode == "edge" or length == 1:
         return source.clamp(0, length - 1)
@@ -112,14 +111,14 @@ class Window(BatchOperation):
 
     height: int
     width: int
-    apart_axes: bool = False  # v2 draws for each axis separately, v1 for both or none
+    separate_axes: bool = False  # v2 draws for each axis separately, v1 for both or none
 
-    def _drawn(self, shape: ImageShape) -> tuple[bool, bool]:
+    def _random_axes(self, shape: ImageShape) -> tuple[bool, bool]:
         rows, columns = shape.height > self.height, shape.width > self.width
-        return (rows, columns) if self.apart_axes else (rows or columns, rows or columns)
+        return (rows, columns) if self.separate_axes else (rows or columns, rows or columns)
 
     def draws(self, shape: ImageShape) -> tuple[Draw, ...]:
-        rows, columns = self._drawn(shape)
+        rows, columns = self._random_axes(shape)
         return (Integer(shape.height - self.height + 1),) * rows + (
             Integer(shape.width - self.width + 1),
         ) * columns
@@ -137,23 +136,24 @@ class Window(BatchOperation):
 
     def corners(self, images: Tensor, numbers: Sequence[Tensor]) -> tuple[list[int], list[int]]:
         """Return the top row and the left column of each window."""
-        rows, columns = self._drawn(ImageShape(*images.shape[1:]))
-        left = iter(numbers)
-        nothing = [0] * len(images)
-        return next(left).tolist() if rows else nothing, next(left).tolist() if columns else nothing
+        rows, columns = self._random_axes(ImageShape(*images.shape[1:]))
+        columns_of_numbers = iter(numbers)
+        zeros = [0] * len(images)
+        return next(columns_of_numbers).tolist() if rows else zeros, next(
+            columns_of_numbers
+        ).tolist() if columns else zeros
 
-    def cut(self, images: Sequence[Tensor], top: Sequence[int], side: Sequence[int]) -> Tensor:
+    def cut(self, images: Sequence[Tensor], top: Sequence[int], left: Sequence[int]) -> Tensor:
         """Cut the window of ``images[i][i]`` at corner i. The tensors are contiguous and of one shape."""
         _, channels, height, width = images[0].shape
         sizes, strides = (1, channels, self.height, self.width), (0, height * width, width, 1)
         image_size = channels * height * width
         views = [
-            image.as_strided(sizes, strides, image.storage_offset() + row * image_size + down * width + right)
-            for row, (image, down, right) in enumerate(zip(images, top, side, strict=True))
+            image.as_strided(sizes, strides, image.storage_offset() + row * image_size + y * width + x)
+            for row, (image, y, x) in enumerate(zip(images, top, left, strict=True))
         ]
-        return torch.cat(
-            views
-        )  # twice as fast as gathering from an unfolded view: a few long copies per window
+        # twice as fast as gathering from an unfolded view: a few long copies per window
+        return torch.cat(views)
 
 
 @dataclass(frozen=True)
@@ -172,11 +172,11 @@ class FlippedWindow(BatchOperation):
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
         images = images.contiguous()
         mirrored, chosen = images.flip(-1), (numbers[-1] < self.flip.p).tolist()
-        top, side = self.window.corners(images, numbers[:-1])
-        most = images.shape[-1] - self.window.width
+        top, left = self.window.corners(images, numbers[:-1])
+        max_left = images.shape[-1] - self.window.width
         sources = [mirrored if flip else images for flip in chosen]
         return self.window.cut(
-            sources, top, [most - right if flip else right for right, flip in zip(side, chosen, strict=True)]
+            sources, top, [max_left - x if flip else x for x, flip in zip(left, chosen, strict=True)]
         )
 
 
@@ -269,7 +269,7 @@ class Normalize(BatchOperation):
         return images.sub(mean).div_(deviation)
 
 
-def joined(operations: Sequence[BatchOperation]) -> tuple[BatchOperation, ...]:
+def merge_adjacent(operations: Sequence[BatchOperation]) -> tuple[BatchOperation, ...]:
     """Merge adjacent operations where that is faster."""
     merged: list[BatchOperation] = []
     for operation in operations:

@@ -21,10 +21,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 BITS = 22  # PRECISION_BITS
-LOW = 2**11  # a weight is a multiple of this plus a remainder of at most half of it
-LONGEST = 56  # taps whose remainders float32 sums exactly: 56 * 255 * 2**10 + 2**21 < 2**24; beyond, float64
+LOW_UNIT = 2**11  # a weight is a multiple of this plus a remainder of at most half of it
+MAX_FLOAT32_TAPS = (
+    56  # taps whose remainders float32 sums exactly: 56 * 255 * 2**10 + 2**21 < 2**24; beyond, float64
+)
 BLOCK = 16  # adjacent results that share one window of the input
-AT_ONCE = 2**20  # elements of a window tensor that fit into a cache
+MAX_WINDOW_ELEMENTS = 2**20  # elements of a window tensor that fit into a cache
 
 
 class CropBox(NamedTuple):
@@ -89,8 +91,8 @@ def taps(name: str, length: int, size: int) -> tuple[Tensor, Tensor]:
     support *= stretch
     inverse = 1.0 / stretch
     starts, rows = [], []
-    for at in range(size):
-        centre = (at + 0.5) * scale
+    for index in range(size):
+        centre = (index + 0.5) * scale
         start, end = max(int(centre - support + 0.5), 0), min(int(centre + support + 0.5), length)
         weights = [weigh((x - centre + 0.5) * inverse) for x in range(start, end)]
         total = 0.0
@@ -108,100 +110,132 @@ def taps(name: str, length: int, size: int) -> tuple[Tensor, Tensor]:
 def nearest(length: int, size: int) -> Tensor:
     """Return the source index of each of ``size`` pixels. Pillow accumulates the step with its rounding."""
     scale = length / size
-    at, found = scale * 0.5, []
+    position, indices = scale * 0.5, []
     for _ in range(size):
-        found.append(min(int(at), length - 1))
-        at += scale
-    return torch.tensor(found)
+        indices.append(min(int(position), length - 1))
+        position += scale
+    return torch.tensor(indices)
 
 
 def resample(
-    images: Tensor, boxes: Sequence[CropBox], height: int, width: int, name: str, tall_first: bool
+    images: Tensor, boxes: Sequence[CropBox], height: int, width: int, name: str, vertical_first: bool
 ) -> Tensor:
     """Resample byte images [B, C, H, W] with one box, or one per image. ``name`` is "nearest" or a filter.
 
-    ``tall_first`` says whether Pillow resamples columns first if they shrink by more than twice as many
+    ``vertical_first`` says whether Pillow resamples columns first if they shrink by more than twice as many
     pixels as rows. It does from version 13 on (its pull request 9549).
     """
     batch, channels, rows, columns = images.shape
     pixels = images.permute(0, 2, 3, 1)
     resampled = images.new_empty((batch, height, width, channels))
-    step = max(AT_ONCE // (2 * channels * max(rows, height) * max(columns, width)), 1)
-    upright = [tall_first and box.height - height > max(2 * (box.width - width), 0) for box in boxes]
-    for way in (False, True):
-        chosen = [row for row in range(batch) if upright[row if len(boxes) > 1 else 0] is way]
+    step = max(MAX_WINDOW_ELEMENTS // (2 * channels * max(rows, height) * max(columns, width)), 1)
+    swapped = [vertical_first and box.height - height > max(2 * (box.width - width), 0) for box in boxes]
+    for vertical in (False, True):
+        chosen = [row for row in range(batch) if swapped[row if len(boxes) > 1 else 0] is vertical]
         for begin in range(0, len(chosen), step):
-            here = chosen[begin : begin + step]
-            theirs = [boxes[row] for row in here] if len(boxes) > 1 else list(boxes)
+            chunk = chosen[begin : begin + step]
+            chunk_boxes = [boxes[row] for row in chunk] if len(boxes) > 1 else list(boxes)
             if name == "nearest":
-                lines = torch.stack([nearest(box.height, height) + box.top for box in theirs])
-                places = torch.stack([nearest(box.width, width) + box.left for box in theirs])
-                resampled[here] = pixels[
-                    torch.tensor(here).view(-1, 1, 1), lines.unsqueeze(2), places.unsqueeze(1)
+                source_rows = torch.stack([nearest(box.height, height) + box.top for box in chunk_boxes])
+                source_columns = torch.stack([nearest(box.width, width) + box.left for box in chunk_boxes])
+                resampled[chunk] = pixels[
+                    torch.tensor(chunk).view(-1, 1, 1), source_rows.unsqueeze(2), source_columns.unsqueeze(1)
                 ]
                 continue
-            top, bottom = min(box.top for box in theirs), max(box.top + box.height for box in theirs)
-            part = pixels[here, top:bottom]
-            down = name, height, [box.height for box in theirs], [box.top - top for box in theirs]
-            across = name, width, [box.width for box in theirs], [box.left for box in theirs]
-            resampled[here] = (
-                _across(_down(part, *down), *across) if way else _down(_across(part, *across), *down)
+            top, bottom = (
+                min(box.top for box in chunk_boxes),
+                max(box.top + box.height for box in chunk_boxes),
+            )
+            chunk_pixels = pixels[chunk, top:bottom]
+            vertical_args = (
+                name,
+                height,
+                [box.height for box in chunk_boxes],
+                [box.top - top for box in chunk_boxes],
+            )
+            horizontal_args = (
+                name,
+                width,
+                [box.width for box in chunk_boxes],
+                [box.left for box in chunk_boxes],
+            )
+            resampled[chunk] = (
+                _resample_horizontal(_resample_vertical(chunk_pixels, *vertical_args), *horizontal_args)
+                if vertical
+                else _resample_vertical(_resample_horizontal(chunk_pixels, *horizontal_args), *vertical_args)
             )
     return resampled.permute(0, 3, 1, 2)
 
 
-def _down(pixels: Tensor, name: str, size: int, lengths: Sequence[int], offsets: Sequence[int]) -> Tensor:
+def _resample_vertical(
+    pixels: Tensor, name: str, size: int, lengths: Sequence[int], offsets: Sequence[int]
+) -> Tensor:
     """Resample bytes [B, H, W, C] to [B, size, W, C] from ``lengths`` lines after ``offsets``."""
-    return _resampled(pixels.flatten(2), name, size, lengths, offsets).unflatten(2, pixels.shape[2:])
+    return _resample_lines(pixels.flatten(2), name, size, lengths, offsets).unflatten(2, pixels.shape[2:])
 
 
-def _across(pixels: Tensor, name: str, size: int, lengths: Sequence[int], offsets: Sequence[int]) -> Tensor:
-    """Resample [B, H, W, C] to [B, H, size, C]."""
-    return _down(pixels.transpose(1, 2), name, size, lengths, offsets).transpose(1, 2)
+def _resample_horizontal(
+    pixels: Tensor, name: str, size: int, lengths: Sequence[int], offsets: Sequence[int]
+) -> Tensor:
+    return _resample_vertical(pixels.transpose(1, 2), name, size, lengths, offsets).transpose(1, 2)
 
 
-def _resampled(lines: Tensor, name: str, size: int, lengths: Sequence[int], offsets: Sequence[int]) -> Tensor:
+def _resample_lines(
+    lines: Tensor, name: str, size: int, lengths: Sequence[int], offsets: Sequence[int]
+) -> Tensor:
     """Resample [B, N, M] to [B, size, M].
 
     A block of results shares one window of lines, and is the product of a small matrix with them.
     """
-    different = sorted(set(lengths))
-    first, bands = _bands(name, size, tuple(different))
-    which = torch.tensor([different.index(length) for length in lengths])
+    distinct = sorted(set(lengths))
+    first, bands = _bands(name, size, tuple(distinct))
+    band_of = torch.tensor([distinct.index(length) for length in lengths])
     batch, count, breadth = lines.shape
     blocks, window = bands.shape[1], bands.shape[3]
-    at = (first[which] + torch.tensor(offsets).unsqueeze(1)).unsqueeze(2) + torch.arange(window)
-    at = at.clamp_(max=count - 1) + torch.arange(batch).mul_(count).view(-1, 1, 1)
+    source = (first[band_of] + torch.tensor(offsets).unsqueeze(1)).unsqueeze(2) + torch.arange(window)
+    source = source.clamp_(max=count - 1) + torch.arange(batch).mul_(count).view(-1, 1, 1)
     windows = (
         lines.reshape(batch * count, breadth)
-        .index_select(0, at.flatten())
+        .index_select(0, source.flatten())
         .to(bands.dtype)
         .view(batch, blocks, window, breadth)
     )
-    sums = torch.matmul(bands[which], windows).view(batch, blocks, 2, -1, breadth)
+    sums = torch.matmul(bands[band_of], windows).view(batch, blocks, 2, -1, breadth)
     high, low = sums.unbind(2)
-    low.add_(1 << (BITS - 1)).mul_(1 / LOW).floor_()
-    return high.add_(low).mul_(LOW / 2**BITS).floor_().clamp_(0, 255).to(torch.uint8).flatten(1, 2)[:, :size]
+    low.add_(1 << (BITS - 1)).mul_(1 / LOW_UNIT).floor_()
+    return (
+        high.add_(low)
+        .mul_(LOW_UNIT / 2**BITS)
+        .floor_()
+        .clamp_(0, 255)
+        .to(torch.uint8)
+        .flatten(1, 2)[:, :size]
+    )
 
 
 def _bands(name: str, size: int, lengths: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Return window starts and block matrices per length: high parts of the weights above low parts."""
-    each = [taps(name, length, size) for length in lengths]
-    reach = max(weights.shape[1] for _, weights in each)
+    all_taps = [taps(name, length, size) for length in lengths]
+    reach = max(weights.shape[1] for _, weights in all_taps)
     block = min(BLOCK, size)
-    missing = -size % block
-    starts = torch.stack([torch.cat((start, start[-1:].expand(missing))) for start, _ in each]).view(
-        len(each), -1, block
+    padding = -size % block
+    starts = torch.stack([torch.cat((start, start[-1:].expand(padding))) for start, _ in all_taps]).view(
+        len(all_taps), -1, block
     )
-    weights = torch.stack([pad(weights, (0, reach - weights.shape[1], 0, missing)) for _, weights in each])
+    weights = torch.stack(
+        [pad(weights, (0, reach - weights.shape[1], 0, padding)) for _, weights in all_taps]
+    )
     first = starts[:, :, 0]
-    inside = (starts - first.unsqueeze(2)).unsqueeze(3) + torch.arange(reach)
-    high = weights.add(LOW // 2).div_(LOW, rounding_mode="floor")
-    parts = (
-        torch.stack((high, weights - high * LOW), dim=1).view(len(each), 2, *inside.shape[1:]).transpose(1, 2)
+    offsets = (starts - first.unsqueeze(2)).unsqueeze(3) + torch.arange(reach)
+    high = weights.add(LOW_UNIT // 2).div_(LOW_UNIT, rounding_mode="floor")
+    split = (
+        torch.stack((high, weights - high * LOW_UNIT), dim=1)
+        .view(len(all_taps), 2, *offsets.shape[1:])
+        .transpose(1, 2)
     )
     bands = torch.zeros(
-        (*parts.shape[:4], int(inside.max()) + 1), dtype=torch.float32 if reach <= LONGEST else torch.float64
+        (*split.shape[:4], int(offsets.max()) + 1),
+        dtype=torch.float32 if reach <= MAX_FLOAT32_TAPS else torch.float64,
     )
-    bands.scatter_(4, inside.unsqueeze(2).expand(parts.shape), parts.to(bands.dtype))
+    bands.scatter_(4, offsets.unsqueeze(2).expand(split.shape), split.to(bands.dtype))
     return first, bands.flatten(2, 3)

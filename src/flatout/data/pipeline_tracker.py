@@ -8,48 +8,48 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import ConcatDataset
 
-from flatout.data.deferring import Deferring
+from flatout.data.deferring import BatchRecorder
 from flatout.data.inspection import inspection_copy
 from flatout.data.intercept import INTERCEPTION, recording
 from flatout.data.observing import CallObserver, InPlaceTransform, PipelineReader
 from flatout.data.operation import NotBatchable
 from flatout.data.pipelines import Pipelines, TransformPipeline
-from flatout.data.source import fetched, spread
+from flatout.data.source import fetch_samples, spread
 from flatout.data.streams import preserve_states, restore_states, states
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-PROBED = 3  # samples, spread over the data set, used to read pipelines
-MOST_PARTS = 8  # parts of a ConcatDataset that are inspected at the start
-ROUNDS = 32  # to prove pipelines; each round except the last disables one
-MOST_ALONE = 8  # images computed one by one before a pipeline is disabled
+PROBED_SAMPLES = 3  # samples, spread over the data set, used to read pipelines
+MAX_PARTS = 8  # parts of a ConcatDataset that are inspected at the start
+MAX_ROUNDS = 32  # to prove pipelines; each round except the last disables one
+MAX_SINGLE_IMAGES = 8  # images computed one by one before a pipeline is disabled
 NO_CALLS = "fetching a sample calls no transform object of torchvision; functional calls are not followed"
 NOT_IMPORTED = "the program has not imported torchvision's transforms"
-MADE_AGAIN = "the data set recreates its transforms for each sample, so they cannot be followed"
+RECREATED = "the data set recreates its transforms for each sample, so they cannot be followed"
 
 
 class PipelineTracker:
-    """``say`` receives the reasons why a transform is not batched.
+    """``report`` receives the reasons why a transform is not batched.
 
-    With ``late``, transforms that are first called in later batches are read too.
+    With ``observes_batches``, transforms that are first called in later batches are read too.
     """
 
-    def __init__(self, reading: PipelineReader, say: Callable[[str], None], late: bool) -> None:
+    def __init__(self, reader: PipelineReader, report: Callable[[str], None], observes_batches: bool) -> None:
         self.pipelines = Pipelines()
-        self.at_once = False  # draw at each call, because something else draws between samples
+        self.draw_now = False  # draw at each call, because something else draws between samples
         self.why_none = ""  # why no pipeline runs on batches
-        self._reading = reading
-        self._say = say
-        self._late = late
+        self._reader = reader
+        self._report = report
+        self._observes_batches = observes_batches
         self._observer = self._new_observer()
 
     @property
-    def own(self) -> Sequence[Any]:
-        return self._reading.own
+    def rngs(self) -> Sequence[Any]:
+        return self._reader.rngs
 
     def _new_observer(self) -> CallObserver | None:
-        return CallObserver(self.own, on_copies=False) if self._late else None
+        return CallObserver(self.rngs, on_copies=False) if self._observes_batches else None
 
     @property
     def may_follow(self) -> bool:
@@ -64,114 +64,116 @@ class PipelineTracker:
         ``fetch`` takes the samples from a copy of the data set. Raises InPlace if inspecting a sample changes
         it.
         """
-        observer = CallObserver(self.own, on_copies=True)
+        observer = CallObserver(self.rngs, on_copies=True)
         with recording(observer):
-            _tried(collate, fetch())
-        reasons = self._reading.add(self.pipelines, observer.calls)
+            _collate_quietly(collate, fetch())
+        reasons = self._reader.add(self.pipelines, observer.calls)
         self._prove(fetch, collate, reasons)
         if not self.pipelines.batched:
             self.why_none = reasons[-1] if reasons else _why_none()
         else:
             for reason in reasons:
-                self._say(reason)
+                self._report(reason)
 
     def _prove(self, fetch: Callable[[], Any], collate: Callable[[Any], Any], reasons: list[str]) -> None:
         """Disable the pipelines whose images do not all go directly into a batch."""
-        for _ in range(ROUNDS):
+        for _ in range(MAX_ROUNDS):
             if not self.pipelines.batched:
                 return
-            recorder = Deferring(self.pipelines, at_once=True, count=PROBED)
+            recorder = BatchRecorder(self.pipelines, draw_now=True, batch_size=PROBED_SAMPLES)
             with recording(recorder):
                 samples = fetch()
                 recorder.collating = True
-                _tried(collate, samples)
+                _collate_quietly(collate, samples)
                 lost = recorder.close()
-            accessed = [pipeline for pipeline in self.pipelines.batched if pipeline.alone]
+            accessed = [pipeline for pipeline in self.pipelines.batched if pipeline.single_count]
             for pipeline in {*lost, *accessed}:
-                _turn_off(pipeline, reasons)
+                _disable(pipeline, reasons)
             if not lost and not accessed:
                 break
         if not recorder.calls:
-            reasons.append(MADE_AGAIN)
+            reasons.append(RECREATED)
             for pipeline in self.pipelines.batched:
-                pipeline.off = True
+                pipeline.disabled = True
         for pipeline in self.pipelines:
-            pipeline.alone = pipeline.together = 0
+            pipeline.single_count = pipeline.batched_count = 0
 
-    def learn(self, observer: CallObserver) -> None:
+    def read_calls(self, observer: CallObserver) -> None:
         """Read the transforms of the observed plain calls."""
         if not observer.calls:
             return
-        with preserve_states(self.own):
+        with preserve_states(self.rngs):
             try:
-                reasons = self._reading.add(self.pipelines, observer.calls)
+                reasons = self._reader.add(self.pipelines, observer.calls)
             except InPlaceTransform as why:
                 reasons = [str(why)]
         for reason in reasons:
-            self._say(reason)
+            self._report(reason)
 
     # -- batches --------------------------------------------------------------------------------------------
 
-    def batch(self, samples_of: Callable[[Deferring], Any], collate: Callable[[Any], Any], count: int) -> Any:
-        """Return the batch of these ``count`` samples. A retry uses the same random numbers."""
-        for _ in range(ROUNDS):
-            before = states(self.own)
-            recorder = self.recorder(count)
+    def batch(
+        self, samples_of: Callable[[BatchRecorder], Any], collate: Callable[[Any], Any], batch_size: int
+    ) -> Any:
+        """Return the batch of these ``batch_size`` samples. A retry uses the same random numbers."""
+        for _ in range(MAX_ROUNDS):
+            before = states(self.rngs)
+            recorder = self.recorder(batch_size)
             with recording(recorder):
                 samples = samples_of(recorder)
-                if recorder.settle():
+                if recorder.draw_pending():
                     recorder.collating = True
                     batch = collate(samples)
                     del samples
                     lost = recorder.close()
-                    if recorder.settle() and not lost:
+                    if recorder.draw_pending() and not lost:
                         self.review()
                         return batch
-                    self.turn_off(lost)
+                    self.disable(lost)
                     batch = None
             samples = None
-            self.at_once = self.at_once or not recorder.settle()
+            self.draw_now = self.draw_now or not recorder.draw_pending()
             restore_states(before)
         raise NotBatchable("its images are used in a way that flatout cannot follow")
 
-    def recorder(self, count: int = 8) -> Deferring:
+    def recorder(self, batch_size: int = 8) -> BatchRecorder:
         """Return the recorder of one batch."""
-        return Deferring(self.pipelines, self.at_once, count, self._observer)
+        return BatchRecorder(self.pipelines, self.draw_now, batch_size, self._observer)
 
     def review(self) -> None:
         """After a batch, disable pipelines without a gain, and read transforms called for the first time."""
         for pipeline in self.pipelines.batched:
-            if pipeline.alone >= MOST_ALONE and pipeline.alone > pipeline.together:
-                self.turn_off([pipeline])
+            if pipeline.single_count >= MAX_SINGLE_IMAGES and pipeline.single_count > pipeline.batched_count:
+                self.disable([pipeline])
         if self._observer is not None and self._observer.calls:
-            self.learn(self._observer)
-            self._observer = None if self.pipelines.overrun else self._new_observer()
+            self.read_calls(self._observer)
+            self._observer = None if self.pipelines.too_many else self._new_observer()
 
-    def turn_off(self, pipelines: Sequence[TransformPipeline]) -> None:
+    def disable(self, pipelines: Sequence[TransformPipeline]) -> None:
         reasons: list[str] = []
         for pipeline in pipelines:
-            _turn_off(pipeline, reasons)
+            _disable(pipeline, reasons)
         for reason in reasons:
-            self._say(reason)
+            self._report(reason)
 
 
-def learned(
-    dataset: Dataset, collate: Callable[[Any], Any], reading: PipelineReader, say: Callable[[str], None]
+def track_pipelines(
+    dataset: Dataset, collate: Callable[[Any], Any], reader: PipelineReader, report: Callable[[str], None]
 ) -> PipelineTracker:
     """Learn the pipelines of a data set, from a few samples if possible. Moves random generators."""
-    INTERCEPTION.renew()
-    following = PipelineTracker(reading, say, late=reading.batched and not reading.keeping)
+    INTERCEPTION.add_classes()
+    tracker = PipelineTracker(reader, report, observes_batches=reader.batched and not reader.keeping)
     if hasattr(dataset, "__len__"):
-        copy, indices = inspection_copy(dataset), spread(len(dataset), PROBED)
+        copy, indices = inspection_copy(dataset), spread(len(dataset), PROBED_SAMPLES)
         if isinstance(dataset, ConcatDataset):
-            indices = sorted({*indices, *dataset.cumulative_sizes[:MOST_PARTS], 0} - {len(dataset)})
-        following.probe(lambda: fetched(copy, indices), collate)
-    return following
+            indices = sorted({*indices, *dataset.cumulative_sizes[:MAX_PARTS], 0} - {len(dataset)})
+        tracker.probe(lambda: fetch_samples(copy, indices), collate)
+    return tracker
 
 
-def _turn_off(pipeline: TransformPipeline, reasons: list[str]) -> None:
-    pipeline.off = True
-    if pipeline.alone:
+def _disable(pipeline: TransformPipeline, reasons: list[str]) -> None:
+    pipeline.disabled = True
+    if pipeline.single_count:
         reasons.append(
             f"the program looks at the images that {pipeline.name} returns before their batch is made, so they are computed one by one"
         )
@@ -181,7 +183,7 @@ def _turn_off(pipeline: TransformPipeline, reasons: list[str]) -> None:
         )
 
 
-def _tried(collate: Callable[[Any], Any], samples: object) -> None:
+def _collate_quietly(collate: Callable[[Any], Any], samples: object) -> None:
     """Collate a few samples to observe collation. Errors are ignored: it may need more samples."""
     try:
         collate(samples)

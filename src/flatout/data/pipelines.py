@@ -11,11 +11,11 @@ import torch
 from flatout.data.changes import TransformState
 from flatout.data.images import form_of, shape_of
 from flatout.data.intercept import as_step
-from flatout.data.lowering import CONTAINERS, Lowered, flat, name_of
+from flatout.data.lowering import CONTAINERS, LARGE, Lowered, flatten, name_of
 from flatout.data.operation import BatchOperation, ImageShape, NotBatchable, shape_after
 
-MOST_SHAPES = 4096  # most image shapes that are cached
-MOST = 64  # most transforms followed per data set
+MAX_SHAPES = 4096  # most image shapes that are cached
+MAX_TRANSFORMS = 64  # most transforms followed per data set
 
 
 @dataclass(eq=False)
@@ -36,27 +36,28 @@ class TransformPipeline:
     parameters: TransformState  # of the read transforms, and of those that kept samples went through
     permuted: bool = False  # its images are channels-last in memory
     proved: bool = False  # its images were observed to enter a batch
-    off: bool = False
-    alone: int = 0  # images computed one by one, because the program accessed them
-    together: int = 0  # images computed in batches
-    _out: dict[ImageShape, ImageShape | None] = field(default_factory=dict)
-    _entering: dict[Any, tuple[ImageShape, ImageShape] | None] = field(
-        default_factory=dict
-    )  # of PIL images: type, mode and size
+    disabled: bool = False
+    single_count: int = 0  # images computed one by one, because the program accessed them
+    batched_count: int = 0  # images computed in batches
+    _out_shapes: dict[ImageShape, ImageShape | None] = field(default_factory=dict)
+    # of PIL images: type, mode and size
+    _call_shapes: dict[Any, tuple[ImageShape, ImageShape] | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        mine, before = self.lowered, self.parent.lowered if self.parent is not None else None
-        self.own: tuple[BatchOperation, ...] = (
-            mine.operations[len(before.operations) if before is not None else 0 :] if mine is not None else ()
+        lowered, parent_lowered = self.lowered, self.parent.lowered if self.parent is not None else None
+        self.call_operations: tuple[BatchOperation, ...] = (
+            lowered.operations[len(parent_lowered.operations) if parent_lowered is not None else 0 :]
+            if lowered is not None
+            else ()
         )
-        self.draws = any(operation.draws(LARGE) != () for operation in self.own)
-        self.no_draws: list[Sequence[Any]] = [[] for _ in self.own]
-        self.own_steps = self.steps[len(self.parent.steps) if self.parent is not None else 0 :]
+        self.draws = any(operation.draws(LARGE) != () for operation in self.call_operations)
+        self.empty_numbers: list[Sequence[Any]] = [[] for _ in self.call_operations]
+        self.call_steps = self.steps[len(self.parent.steps) if self.parent is not None else 0 :]
 
     @property
-    def line(self) -> list[TransformPipeline]:
+    def chain(self) -> list[TransformPipeline]:
         """Return the calls that an image went through, this one last."""
-        return [*(self.parent.line if self.parent is not None else ()), self]
+        return [*(self.parent.chain if self.parent is not None else ()), self]
 
     @property
     def name(self) -> str:
@@ -64,102 +65,100 @@ class TransformPipeline:
         return type(self.transform).__name__
 
     @property
-    def apart(self) -> float:
+    def tolerance(self) -> float:
         """Return the largest allowed difference from the plain pipeline; 0 means the same bits."""
-        return self.lowered.apart if self.lowered is not None else 0.0
+        return self.lowered.tolerance if self.lowered is not None else 0.0
 
-    def forget(self) -> None:
+    def reset_counts(self) -> None:
         """Reset the counts of its images."""
-        self.alone = self.together = 0
+        self.single_count = self.batched_count = 0
         self.proved = False
 
-    def out(self, shape: ImageShape) -> ImageShape | None:
+    def out_shape(self, shape: ImageShape) -> ImageShape | None:
         """Return the shape after this call's operations, or None if torchvision would reject the image."""
-        if shape not in self._out:
-            _bound(self._out)
+        if shape not in self._out_shapes:
+            _limit_size(self._out_shapes)
             try:
-                self._out[shape] = shape_after(self.own, shape)
+                self._out_shapes[shape] = shape_after(self.call_operations, shape)
             except (ValueError, NotBatchable):
-                self._out[shape] = None
-        return self._out[shape]
+                self._out_shapes[shape] = None
+        return self._out_shapes[shape]
 
-    def entering(self, image: Any) -> tuple[ImageShape, ImageShape] | None:
+    def call_shapes(self, image: Any) -> tuple[ImageShape, ImageShape] | None:
         """Return a first call's image shapes before and after, or None if torchvision must handle it."""
         key = (type(image), image.mode, image.size) if hasattr(image, "getbands") else None
-        if key in self._entering:
-            return self._entering[key]
+        if key in self._call_shapes:
+            return self._call_shapes[key]
         shapes = None
         if self.lowered is not None and form_of(image) == self.lowered.entry:
             shape = shape_of(image)
-            out = self.out(shape)
-            shapes = (shape, out) if out is not None else None
+            out_shape = self.out_shape(shape)
+            shapes = (shape, out_shape) if out_shape is not None else None
         if key is not None:
-            _bound(self._entering)
-            self._entering[key] = shapes
+            _limit_size(self._call_shapes)
+            self._call_shapes[key] = shapes
         return shapes
 
 
-def _bound(remembered: dict[Any, Any]) -> None:
-    if len(remembered) >= MOST_SHAPES:
-        remembered.clear()
-
-
-LARGE = ImageShape(3, 2**14, 2**14)  # large enough that every transform that can draw does draw
+def _limit_size(cache: dict[Any, Any]) -> None:
+    if len(cache) >= MAX_SHAPES:
+        cache.clear()
 
 
 class Pipelines:
     """Pipelines by the called transform and its input."""
 
     def __init__(self) -> None:
-        self.found: list[TransformPipeline] = []
-        self.finished: list[TransformState] = []  # of transforms whose results are kept unchanged
+        self.entries: list[TransformPipeline] = []
+        self.fully_kept: list[TransformState] = []  # of transforms whose results are kept unchanged
         self._by_call: dict[tuple[int, int], TransformPipeline] = {}
-        self._met: dict[int, Any] = {}  # transforms that were read or failed; held so that no id is reused
+        self._known: dict[int, Any] = {}  # transforms that were read or failed; held so that no id is reused
 
     def __iter__(self) -> Iterator[TransformPipeline]:
-        return iter(self.found)
+        return iter(self.entries)
 
     def __bool__(self) -> bool:
-        """Return whether any pipeline is still followed."""
-        return any(not pipeline.off for pipeline in self.found)
+        return any(not pipeline.disabled for pipeline in self.entries)
 
     def add(self, pipeline: TransformPipeline) -> None:
-        self.found.append(pipeline)
+        self.entries.append(pipeline)
         self._by_call[id(pipeline.parent), id(pipeline.transform)] = pipeline
 
     def of(self, parent: TransformPipeline | None, transform: object) -> TransformPipeline | None:
         """Return the pipeline of this transform on a plain image, or on a deferred result of ``parent``."""
         pipeline = self._by_call.get((id(parent), id(transform)))
-        return None if pipeline is None or pipeline.off else pipeline
+        return None if pipeline is None or pipeline.disabled else pipeline
 
-    def meet(self, transform: object) -> None:
-        self._met[id(transform)] = transform
+    def mark_known(self, transform: object) -> None:
+        self._known[id(transform)] = transform
 
     def is_new(self, transform: object) -> bool:
         """Return whether the transform is new and may still be read."""
-        return id(transform) not in self._met and len(self._met) < MOST
+        return id(transform) not in self._known and len(self._known) < MAX_TRANSFORMS
 
     @property
-    def overrun(self) -> bool:
+    def too_many(self) -> bool:
         """Return whether there are too many transforms, usually because each sample recreates them."""
-        return len(self._met) >= MOST
+        return len(self._known) >= MAX_TRANSFORMS
 
     @property
     def batched(self) -> list[TransformPipeline]:
         """Return the pipelines whose images are computed in batches."""
-        return [pipeline for pipeline in self.found if pipeline.lowered is not None and not pipeline.off]
+        return [
+            pipeline for pipeline in self.entries if pipeline.lowered is not None and not pipeline.disabled
+        ]
 
     @property
     def changed(self) -> bool:
         """Return whether the program has changed a transform since it was read."""
-        return any(pipeline.parameters.changed() for pipeline in self.found if not pipeline.off) or any(
-            state.changed() for state in self.finished
-        )
+        return any(
+            pipeline.parameters.changed() for pipeline in self.entries if not pipeline.disabled
+        ) or any(state.changed() for state in self.fully_kept)
 
     def same_as(self, other: Pipelines) -> bool:
         """Return whether both were read from the same transforms with the same result."""
         calls = [
-            [(id(pipeline.transform), pipeline.off) for pipeline in pipelines.found]
+            [(id(pipeline.transform), pipeline.disabled) for pipeline in pipelines.entries]
             for pipelines in (self, other)
         ]
         return calls[0] == calls[1] and self.signature() == other.signature()
@@ -173,7 +172,7 @@ class Pipelines:
                 pipeline.start,
                 *map(_kind, pipeline.steps),
             )
-            for pipeline in self.found
+            for pipeline in self.entries
         ]
 
 
@@ -183,7 +182,7 @@ def _kind(step: object) -> str:
 
 def steps_of(transform: object) -> tuple[Any, ...]:
     """Return the functions that a transform applies to an image, in order."""
-    return tuple(as_step(step) for step in flat(transform))
+    return tuple(as_step(step) for step in flatten(transform))
 
 
 def parameters_of(transform: object, read: Sequence[Any]) -> TransformState:
@@ -192,7 +191,6 @@ def parameters_of(transform: object, read: Sequence[Any]) -> TransformState:
 
 
 def _containers(transform: Any) -> list[Any]:
-    """Return the containers of the steps of nested Compose and Sequential."""
     if type(transform) is torch.nn.Sequential:
         return [
             vars(transform)["_modules"],

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.functional import interpolate
 
-from flatout.data.draws import Numbers
+from flatout.data.draws import NumberSource
 from flatout.data.operation import BatchOperation, ImageForm, ImageShape, NotBatchable, Reader
 from flatout.data.pillow_resample import FILTERS, CropBox, resample
 
-TRIES = 10
-OF_PILLOW = (
+MAX_TRIES = 10
+PILLOW_FILTERS = (
     "nearest",
     "lanczos",
     "bilinear",
@@ -39,10 +39,10 @@ class Resampler(Protocol):
 @dataclass(frozen=True)
 class PillowResampler:
     name: str
-    tall_first: bool
+    vertical_first: bool
 
     def __call__(self, images: Tensor, boxes: Sequence[CropBox], height: int, width: int) -> Tensor:
-        return resample(images, boxes, height, width, self.name, self.tall_first)
+        return resample(images, boxes, height, width, self.name, self.vertical_first)
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,15 @@ class TensorResampler:
         if (box.height, box.width) == (height, width):
             return images
         align_corners = False if self.mode in ("bilinear", "bicubic") else None
-        given = images.to(
+        converted = images.to(
             torch.float32 if self.bytes_as_floats else images.dtype, memory_format=torch.contiguous_format
         ).contiguous()
         resized = interpolate(
-            given, size=(height, width), mode=self.mode, align_corners=align_corners, antialias=self.antialias
+            converted,
+            size=(height, width),
+            mode=self.mode,
+            align_corners=align_corners,
+            antialias=self.antialias,
         )
         if not self.bytes_as_floats:
             return resized
@@ -136,33 +140,33 @@ class ResizedCrop(BatchOperation):
     def draws(self, shape: ImageShape) -> None:
         return None
 
-    def row(self, shape: ImageShape, words: Numbers) -> CropBox:
+    def draw_row(self, shape: ImageShape, source: NumberSource) -> CropBox:
         _, height, width = shape
-        for area, aspect in areas(words, self.scale, self.ratio, height * width):
-            wide, high = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
-            if 0 < wide <= width and 0 < high <= height:
-                top = words.randint(0, height - high + 1)
-                return CropBox(top, words.randint(0, width - wide + 1), high, wide)
-        wide, high = width, height
+        for area, aspect in areas(source, self.scale, self.ratio, height * width):
+            crop_width, crop_height = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            if 0 < crop_width <= width and 0 < crop_height <= height:
+                top = source.randint(0, height - crop_height + 1)
+                return CropBox(top, source.randint(0, width - crop_width + 1), crop_height, crop_width)
+        crop_width, crop_height = width, height
         if width / height < min(self.ratio):
-            high = round(width / min(self.ratio))
+            crop_height = round(width / min(self.ratio))
         elif width / height > max(self.ratio):
-            wide = round(height * max(self.ratio))
-        return CropBox((height - high) // 2, (width - wide) // 2, high, wide)
+            crop_width = round(height * max(self.ratio))
+        return CropBox((height - crop_height) // 2, (width - crop_width) // 2, crop_height, crop_width)
 
     def __call__(self, images: Tensor, numbers: Sequence[Any]) -> Tensor:
         return self.resampler(images, numbers, self.height, self.width)
 
 
 def areas(
-    words: Numbers, scale: Sequence[float], ratio: Sequence[float], whole: int
+    source: NumberSource, scale: Sequence[float], ratio: Sequence[float], image_area: int
 ) -> Iterator[tuple[float, float]]:
     """Yield up to ten areas and aspect ratios, drawn on demand, with torch's rounding of log and exp."""
     low, high = _logarithms(tuple(ratio))
     aspect = torch.empty(1)
-    for _ in range(TRIES):
-        area = whole * words.uniform(scale[0], scale[1])
-        yield area, aspect.fill_(words.uniform(low, high)).exp_().item()
+    for _ in range(MAX_TRIES):
+        area = image_area * source.uniform(scale[0], scale[1])
+        yield area, aspect.fill_(source.uniform(low, high)).exp_().item()
 
 
 @lru_cache
@@ -172,8 +176,8 @@ def _logarithms(ratio: tuple[float, ...]) -> list[float]:
 
 def interpolation_of(transform: Module) -> str:
     """Return the name of a transform's interpolation, from a name, an enum or a number."""
-    given = getattr(transform.interpolation, "value", transform.interpolation)
-    return OF_PILLOW[given] if isinstance(given, int) else str(given)
+    interpolation = getattr(transform.interpolation, "value", transform.interpolation)
+    return PILLOW_FILTERS[interpolation] if isinstance(interpolation, int) else str(interpolation)
 
 
 def _resampler(transform: Module, form: ImageForm, v2: bool) -> Resampler:
@@ -181,63 +185,52 @@ def _resampler(transform: Module, form: ImageForm, v2: bool) -> Resampler:
     if form.kind == "pil" and form.mode in ("L", "RGB"):
         name = "nearest" if name == "nearest-exact" else name
         if name == "nearest" or name in FILTERS:
-            return PillowResampler(name, _pillow() >= 13)
+            return PillowResampler(name, _pillow_version() >= 13)
     smooth = name in ("bilinear", "bicubic")
     if (
         form.kind == "tensor"
         and form.dtype in (torch.uint8, torch.float32)
         and (smooth or name in ("nearest", "nearest-exact"))
     ):
-        floats = form.dtype == torch.uint8 and (not v2 or (name == "bilinear" and not _bilinear_of_bytes()))
+        floats = form.dtype == torch.uint8 and (
+            not v2 or (name == "bilinear" and not _resizes_bytes_directly())
+        )
         return TensorResampler(name, smooth and bool(transform.antialias), floats)
     raise NotBatchable(
         f"{form.mode or form.dtype} images ({form.kind}) are not resampled in batches with the {name} filter"
     )
 
 
-def _pillow() -> int:
-    """Return the major version of the imported Pillow."""
+def _pillow_version() -> int:
     version = getattr(sys.modules.get("PIL"), "__version__", "none")
-    if not re.fullmatch(
-        r"\d+(\.\d+)*", version
-    ):  # pillow-simd has versions such as 9.5.0.post2, and different arithmetic
+    # pillow-simd has versions such as 9.5.0.post2, and different arithmetic
+    if not re.fullmatch(r"\d+(\.\d+)*", version):
         raise NotBatchable(f"flatout does not know how Pillow {version} resamples")
     return int(version.split(".")[0])
 
 
-def _bilinear_of_bytes() -> bool:
-    """Return whether v2 passes bytes to torch without conversion."""
+def _resizes_bytes_directly() -> bool:
     return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") or platform.machine() in (
         "aarch64",
         "arm64",
     )
 
 
-def _resize(v2: bool) -> Reader:
-    def read(transform: Module, form: ImageForm) -> BatchOperation:
-        size = transform.size
-        return Resize(
-            _resampler(transform, form, v2),
-            (size,) if isinstance(size, int) else size and tuple(size),
-            transform.max_size,
-        )
-
-    return read
+def _resize(v2: bool, transform: Module, form: ImageForm) -> BatchOperation:
+    size = transform.size
+    size = (size,) if isinstance(size, int) else size and tuple(size)
+    return Resize(_resampler(transform, form, v2), size, transform.max_size)
 
 
-def _resized_crop(v2: bool) -> Reader:
-    def read(transform: Module, form: ImageForm) -> BatchOperation:
-        height, width = transform.size if len(transform.size) == 2 else transform.size * 2
-        return ResizedCrop(
-            _resampler(transform, form, v2), height, width, tuple(transform.scale), tuple(transform.ratio)
-        )
-
-    return read
+def _resized_crop(v2: bool, transform: Module, form: ImageForm) -> BatchOperation:
+    height, width = transform.size if len(transform.size) == 2 else transform.size * 2
+    return ResizedCrop(
+        _resampler(transform, form, v2), height, width, tuple(transform.scale), tuple(transform.ratio)
+    )
 
 
 READERS: dict[str, Reader] = {
-    "v1.Resize": _resize(False),
-    "v2.Resize": _resize(True),
-    "v1.RandomResizedCrop": _resized_crop(False),
-    "v2.RandomResizedCrop": _resized_crop(True),
+    f"v{1 + v2}.{name}": partial(read, v2)
+    for name, read in (("Resize", _resize), ("RandomResizedCrop", _resized_crop))
+    for v2 in (False, True)
 }

@@ -18,22 +18,22 @@ import torch
 from torch import Tensor
 
 from flatout.data.source import spread
-from flatout.data.store import PROVED, Store
+from flatout.data.store import TESTED_SAMPLES, Store
 
-CHECKED = 256  # samples that are fetched again and compared before a file is used
-MOST_BYTES = 2**30  # largest size of a file
-SPARE = 4  # the disk must have this many times the file's size free
+CHECKED_SAMPLES = 256  # samples that are fetched again and compared before a file is used
+MAX_FILE_BYTES = 2**30  # largest size of a file
+FREE_SPACE_FACTOR = 4  # the disk must have this many times the file's size free
 
 
 class SharedSamples:
-    """Files opened in the context ``unseen`` do not count as the program's. ``clock`` returns seconds."""
+    """Files opened in the context ``untracked`` do not count as the program's. ``clock`` returns seconds."""
 
     def __init__(
-        self, folder: Path, unseen: Callable[[], AbstractContextManager[None]], clock: Callable[[], float]
+        self, folder: Path, untracked: Callable[[], AbstractContextManager[None]], clock: Callable[[], float]
     ) -> None:
         self.folder = folder
-        self.filled_s = 0.0  # time to fetch all samples, saved by a program that finds a file
-        self._unseen, self._clock = unseen, clock
+        self.fetch_s = 0.0  # time to fetch all samples, saved by a program that finds a file
+        self._untracked, self._clock = untracked, clock
 
     def fill(self, store: Store, holds: Callable[[int], bool], fetch: Callable[[], None]) -> None:
         """Fill the store from a file, or by ``fetch`` and then write the file.
@@ -43,35 +43,34 @@ class SharedSamples:
         path = self._file(store)
         if path is None:
             fetch()
-        elif not self._restored(store, path, holds):
+        elif not self._restore(store, path, holds):
             start_s = self._clock()
             fetch()
-            if self._saved(store, path):
-                self.filled_s += self._clock() - start_s
+            if self._save(store, path):
+                self.fetch_s += self._clock() - start_s
 
-    def _restored(self, store: Store, path: Path, holds: Callable[[int], bool]) -> bool:
-        bytes_ = sum(map(len, map(octets, store.columns)))
-        with self._unseen():
-            if not path.is_file() or path.stat().st_size != bytes_:  # truncated
+    def _restore(self, store: Store, path: Path, holds: Callable[[int], bool]) -> bool:
+        size = sum(map(len, map(octets, store.columns)))
+        with self._untracked():
+            if not path.is_file() or path.stat().st_size != size:  # truncated
                 return False
-            content, offset = torch.from_file(str(path), size=bytes_, dtype=torch.uint8), 0
+            content, offset = torch.from_file(str(path), size=size, dtype=torch.uint8), 0
             for column in map(octets, store.columns):
                 column.copy_(content[offset : offset + len(column)])
                 offset += len(column)
         store.filled.fill_(True)
-        if all(holds(index) for index in spread(store.rows, CHECKED)):
+        if all(holds(index) for index in spread(store.rows, CHECKED_SAMPLES)):
             return True
         store.filled.fill_(False)  # including earlier rows: the file may have replaced them
         return False
 
-    def _saved(self, store: Store, path: Path) -> bool:
-        """Write the store to a file. Return False if it is too large or cannot be written."""
-        if store.bytes > MOST_BYTES or not store.full:
+    def _save(self, store: Store, path: Path) -> bool:
+        if store.bytes > MAX_FILE_BYTES or not store.full:
             return False
         part = path.with_suffix(f".{os.getpid()}")
-        with self._unseen():
+        with self._untracked():
             try:
-                if shutil.disk_usage(self.folder).free < SPARE * store.bytes:
+                if shutil.disk_usage(self.folder).free < FREE_SPACE_FACTOR * store.bytes:
                     return False
                 with part.open("wb") as file:
                     for column in store.columns:
@@ -88,7 +87,7 @@ class SharedSamples:
             return None
         digest = hashlib.blake2b(repr((store.template, store.length)).encode(), digest_size=16)
         for column in store.columns:
-            rows = column[spread(store.length, PROVED)]
+            rows = column[spread(store.length, TESTED_SAMPLES)]
             digest.update(memory_of(rows))
         return self.folder / f"{digest.hexdigest()}.samples"
 

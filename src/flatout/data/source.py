@@ -78,10 +78,10 @@ def is_pipe(dataset: Dataset) -> bool:
     return any(kind.__name__ in ("IterDataPipe", "MapDataPipe") for kind in type(dataset).__mro__)
 
 
-def fetched(dataset: Dataset, indices: Sequence[Any]) -> Any:
+def fetch_samples(dataset: Dataset, indices: Sequence[Any]) -> Any:
     """Fetch samples from a map-style data set as torch's fetcher does."""
-    together = getattr(dataset, "__getitems__", None)
-    return together(indices) if together else [dataset[index] for index in indices]
+    fetch_batch = getattr(dataset, "__getitems__", None)
+    return fetch_batch(indices) if fetch_batch else [dataset[index] for index in indices]
 
 
 def spread(length: int, count: int) -> list[int]:

@@ -18,8 +18,8 @@ from flatout.data.batch_comparison import same_bits
 from flatout.data.images import form_of, stack
 from flatout.data.operation import NotBatchable
 
-DEEPEST = 6
-PROVED = 8  # samples that are fetched twice before any is kept
+MAX_DEPTH = 6
+TESTED_SAMPLES = 8  # samples that are fetched twice before any is kept
 SCALARS: dict[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
@@ -52,14 +52,14 @@ def template_of(sample: object) -> tuple[Any, list[Cell]]:
     def cell(value: object) -> Any:
         if isinstance(value, Constant):
             return value
-        kind, tensor, detail = encoded(value)
+        kind, tensor, detail = encode(value)
         cells.append(Cell(len(cells), kind, tensor.dtype, tuple(tensor.shape), detail))
         return cells[-1]
 
-    return mapped(sample, cell), cells
+    return map_values(sample, cell), cells
 
 
-def encoded(value: Any) -> tuple[str, Tensor, Any]:
+def encode(value: Any) -> tuple[str, Tensor, Any]:
     """Return the kind, the value as a tensor, and the detail needed to rebuild it."""
     if type(value) in SCALARS:
         try:
@@ -95,16 +95,16 @@ def encoded(value: Any) -> tuple[str, Tensor, Any]:
     raise NotBatchable(f"a sample holds a {name}, which cannot be kept")
 
 
-def mapped(thing: Any, change: Callable[[Any], Any], depth: int = 0) -> Any:
+def map_values(thing: Any, change: Callable[[Any], Any], depth: int = 0) -> Any:
     """Return the same structure of tuples, lists and dictionaries with changed values."""
-    if depth > DEEPEST:
+    if depth > MAX_DEPTH:
         raise NotBatchable("a sample is nested too deeply")
     if isinstance(thing, tuple) and hasattr(thing, "_fields"):
-        return type(thing)(*(mapped(part, change, depth + 1) for part in thing))
+        return type(thing)(*(map_values(part, change, depth + 1) for part in thing))
     if type(thing) in (tuple, list):
-        return type(thing)(mapped(part, change, depth + 1) for part in thing)
+        return type(thing)(map_values(part, change, depth + 1) for part in thing)
     if type(thing) is dict:
-        return {key: mapped(part, change, depth + 1) for key, part in thing.items()}
+        return {key: map_values(part, change, depth + 1) for key, part in thing.items()}
     return change(thing)
 
 
@@ -130,8 +130,7 @@ def _match(template: Any, sample: Any, values: list[Any]) -> None:
         _match(template[key], sample[key], values)
 
 
-def _together(cell: Cell, values: Sequence[Any]) -> Tensor:
-    """Return the values of one column as a tensor [B, ...]. Raises NotBatchable if one does not match the cell."""
+def _column_values(cell: Cell, values: Sequence[Any]) -> Tensor:
     first = values[0]
     if cell.kind == "number" and all(type(value) is cell.detail for value in values):
         return torch.tensor(values, dtype=cell.dtype)
@@ -139,12 +138,12 @@ def _together(cell: Cell, values: Sequence[Any]) -> Tensor:
         type(v) is type(first) and v.mode == cell.detail and v.size == first.size and not v.info
         for v in values
     ):
-        kind, tensor, detail = encoded(first)
+        kind, tensor, detail = encode(first)
         if (kind, tuple(tensor.shape), detail) == (cell.kind, cell.shape, cell.detail):
             return stack(values)
     tensors = []
     for value in values:
-        kind, tensor, detail = encoded(value)
+        kind, tensor, detail = encode(value)
         if (kind, tensor.dtype, tuple(tensor.shape), detail) != (
             cell.kind,
             cell.dtype,
@@ -182,9 +181,8 @@ class Store:
         shape = (self.rows, *cell.shape)
         count = torch.Size(shape).numel()
         if folder is not None and count:
-            with tempfile.NamedTemporaryFile(
-                dir=folder, prefix="flatout-", suffix=".column"
-            ) as file:  # mapped, so its name may be removed
+            # mapped, so its name may be removed
+            with tempfile.NamedTemporaryFile(dir=folder, prefix="flatout-", suffix=".column") as file:
                 file.truncate(count * cell.dtype.itemsize)
                 return torch.from_file(file.name, shared=True, size=count, dtype=cell.dtype).view(shape)
         column = torch.empty(shape, dtype=cell.dtype)
@@ -204,12 +202,11 @@ class Store:
         self.filled[index] = True
 
     def _encode(self, samples: Sequence[Any]) -> list[Tensor]:
-        """Return the values of these samples, column by column."""
         rows: list[list[Any]] = []
         for sample in samples:
             rows.append([])
             _match(self.template, sample, rows[-1])
-        return [_together(cell, [row[number] for row in rows]) for number, cell in enumerate(self.cells)]
+        return [_column_values(cell, [row[number] for row in rows]) for number, cell in enumerate(self.cells)]
 
     def move_to(self, device: torch.device) -> None:
         """Move the columns to a device. All rows must be filled."""
@@ -234,15 +231,17 @@ class Store:
 
     def samples(self, indices: Tensor) -> list[Any]:
         """Return the samples in their original form."""
-        gathered = self.gather(indices)
+        gather_batch = self.gather(indices)
 
-        def made(row: int) -> Any:
-            return mapped(
+        def sample(row: int) -> Any:
+            return map_values(
                 self.template,
-                lambda cell: self._decode(cell, gathered[cell.column][row]) if type(cell) is Cell else cell,
+                lambda cell: (
+                    self._decode(cell, gather_batch[cell.column][row]) if type(cell) is Cell else cell
+                ),
             )
 
-        return [made(row) for row in range(len(indices))]
+        return [sample(row) for row in range(len(indices))]
 
     @staticmethod
     def _decode(cell: Cell, row: Tensor) -> Any:

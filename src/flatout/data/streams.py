@@ -16,30 +16,29 @@ if TYPE_CHECKING:
     from torch import Generator
     from torch.utils.data import DataLoader, Dataset, Sampler
 
-DEEPEST = 6
-MANY = 64  # entries of longer lists are data
-MOST = 4096  # most objects inspected
+MAX_DEPTH = 6
+MAX_ENTRIES = 64  # entries of longer lists are data
+MAX_OBJECTS = 4096  # most objects inspected
+States = tuple[Any, Any, Any, list[tuple[Any, Any]]]  # of torch, random, numpy, the data set
 
 
-def states(own: Sequence[Any] = ()) -> tuple[Any, Any, Any, list[tuple[Any, Any]]]:
+def states(rngs: Sequence[Any] = ()) -> States:
     """Return the states of the process's generators and of a data set's `own_generators`."""
     numpy = sys.modules.get("numpy")
-    kept = [(generator, _state_of(generator)) for generator in own]
-    return torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None, kept
+    saved = [(generator, _state_of(generator)) for generator in rngs]
+    return torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None, saved
 
 
-def restore_states(kept: tuple[Any, Any, Any, list[tuple[Any, Any]]]) -> None:
-    torch.set_rng_state(kept[0])
-    random.setstate(kept[1])
-    if kept[2] is not None:
-        sys.modules["numpy"].random.set_state(kept[2])
-    for generator, state in kept[3]:
+def restore_states(saved: States) -> None:
+    torch.set_rng_state(saved[0])
+    random.setstate(saved[1])
+    if saved[2] is not None:
+        sys.modules["numpy"].random.set_state(saved[2])
+    for generator, state in saved[3]:
         _set_state_of(generator, state)
 
 
-def same_states(
-    a: tuple[Any, Any, Any, list[tuple[Any, Any]]], b: tuple[Any, Any, Any, list[tuple[Any, Any]]]
-) -> bool:
+def same_states(a: States, b: States) -> bool:
     if not torch.equal(a[0], b[0]) or a[1] != b[1] or (a[2] is None) != (b[2] is None):
         return False
     return (a[2] is None or _same(a[2], b[2])) and _same(
@@ -56,44 +55,44 @@ def _same(a: Any, b: Any) -> bool:
 
 
 @contextmanager
-def preserve_states(own: Sequence[Any] = ()) -> Iterator[None]:
+def preserve_states(rngs: Sequence[Any] = ()) -> Iterator[None]:
     """Restore the random generators on exit, so that draws inside do not affect the program."""
-    kept = states(own)
+    saved = states(rngs)
     try:
         yield
     finally:
-        restore_states(kept)
+        restore_states(saved)
 
 
 def own_generators(thing: object) -> list[Any]:
     """Return the generators held by a data set or its transforms, or named by their code in its module."""
-    generators: dict[int, Any] = {}
+    rngs: dict[int, Any] = {}
     seen: set[int] = set()
 
-    def look(value: object, depth: int) -> None:
-        if id(value) in seen or depth > DEEPEST or len(seen) > MOST:
+    def visit(value: object, depth: int) -> None:
+        if id(value) in seen or depth > MAX_DEPTH or len(seen) > MAX_OBJECTS:
             return
         seen.add(id(value))
         if _is_generator(value):
-            generators[id(value)] = value
+            rngs[id(value)] = value
         elif isinstance(value, FunctionType):
-            look_at_code(value, depth)
+            visit_code(value, depth)
         elif isinstance(value, (list, tuple, set)):
-            for part in list(value)[:MANY]:
-                look(part, depth + 1)
+            for part in list(value)[:MAX_ENTRIES]:
+                visit(part, depth + 1)
         elif isinstance(value, dict):
-            for part in list(value.values())[:MANY]:
-                look(part, depth + 1)
+            for part in list(value.values())[:MAX_ENTRIES]:
+                visit(part, depth + 1)
         elif hasattr(value, "__func__"):
-            look(value.__func__, depth)
-            look(getattr(value, "__self__", None), depth + 1)  # an unbound classmethod has none
+            visit(value.__func__, depth)
+            visit(getattr(value, "__self__", None), depth + 1)  # an unbound classmethod has none
         elif (
             hasattr(value, "__dict__")
             and not isinstance(value, (type, torch.Tensor))
             and type(value).__module__ != "builtins"
         ):
             for part in list(vars(value).values()):
-                look(part, depth + 1)
+                visit(part, depth + 1)
             for kind in type(value).__mro__:
                 if kind.__module__.split(".")[0] not in (
                     "builtins",
@@ -104,21 +103,21 @@ def own_generators(thing: object) -> list[Any]:
                     "typing",
                 ):
                     for part in list(vars(kind).values()):
-                        look(getattr(part, "fget", None) or getattr(part, "__func__", part), depth + 1)
+                        visit(getattr(part, "fget", None) or getattr(part, "__func__", part), depth + 1)
 
-    def look_at_code(function: Callable[..., Any], depth: int) -> None:
+    def visit_code(function: Callable[..., Any], depth: int) -> None:
         for cell in function.__closure__ or ():
             try:
-                look(cell.cell_contents, depth + 1)
+                visit(cell.cell_contents, depth + 1)
             except ValueError:  # not filled yet
                 pass
         for name in function.__code__.co_names:
             part = function.__globals__.get(name)
             if _is_generator(part) or isinstance(part, FunctionType):
-                look(part, depth + 1)
+                visit(part, depth + 1)
 
-    look(thing, 0)
-    return list(generators.values())
+    visit(thing, 0)
+    return list(rngs.values())
 
 
 def _is_generator(value: object) -> bool:
@@ -158,38 +157,38 @@ class WorkerStreams:
         self.workers = workers
         self._dataset = dataset
         self._batch: int | None = None
-        self._seeded = [_seeded(base_seed, worker) for worker in range(workers)]
-        self._begin()
+        self._initial_states = [_seeded_states(base_seed, worker) for worker in range(workers)]
+        self._reset()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_own": [], "_states": []}
+        return {**vars(self), "_rngs": [], "_states": []}
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._process = os.getpid()
-        self._own = own_generators(self._dataset)
-        self._states = [(*seeded, states(self._own)[3]) for seeded in self._seeded]
+        self._rngs = own_generators(self._dataset)
+        self._states = [(*seeded, states(self._rngs)[3]) for seeded in self._initial_states]
 
     @contextmanager
     def batch(self) -> Iterator[None]:
         """Draw the next batch from the generators of the worker whose turn it is."""
-        here = torch.utils.data.get_worker_info()
+        info = torch.utils.data.get_worker_info()
         if self._process != os.getpid():
-            self._begin()
+            self._reset()
         if self._batch is None:
-            self._batch = here.id if here is not None else 0
-        own, worker = states(self._own), self._batch % self.workers
+            self._batch = info.id if info is not None else 0
+        process_states, worker = states(self._rngs), self._batch % self.workers
         restore_states(self._states[worker])
         try:
             yield
         finally:
-            self._states[worker] = states(self._own)
-            restore_states(own)
-            self._batch += here.num_workers if here is not None else 1
+            self._states[worker] = states(self._rngs)
+            restore_states(process_states)
+            self._batch += info.num_workers if info is not None else 1
 
 
-def can_stand_in(workers: int, asked: int) -> bool:
+def can_emulate(workers: int, requested: int) -> bool:
     """Return whether fewer workers can reproduce the draws of those asked for, each with whole streams."""
-    return workers < asked and (workers == 0 or asked % workers == 0)
+    return workers < requested and (workers == 0 or requested % workers == 0)
 
 
 def seeds_itself(loader: DataLoader) -> bool:
@@ -197,30 +196,33 @@ def seeds_itself(loader: DataLoader) -> bool:
     return bool(loader.worker_init_fn is not None or loader.persistent_workers)
 
 
-def has_own_order(sampler: Sampler, batch_sampler: object) -> bool:
+def has_custom_sampler(sampler: Sampler, batch_sampler: object) -> bool:
     """Return whether the sample order comes from the script's code or is drawn step by step.
 
     If the script's generator draws it step by step, other draws may depend on the order, or the order on the
     training.
     """
-    return bool(own_order(sampler, batch_sampler))
+    return bool(custom_sampler(sampler, batch_sampler))
 
 
-def own_order(sampler: Sampler, batch_sampler: object) -> str:
+def custom_sampler(sampler: Sampler, batch_sampler: object) -> str:
     """Return the class name of the sampler of such an order, or an empty string for a plain order."""
     plain = (type(None), list, tuple, range)
     return next(
         (
-            type(held).__name__
-            for held in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
-            if (type(held) not in plain and not type(held).__module__.startswith("torch.utils.data."))
-            or _draws_as_it_goes(held)
+            type(candidate).__name__
+            for candidate in (sampler, batch_sampler, getattr(batch_sampler, "sampler", None))
+            if (
+                type(candidate) not in plain
+                and not type(candidate).__module__.startswith("torch.utils.data.")
+            )
+            or _draws_repeatedly(candidate)
         ),
         "",
     )
 
 
-def _draws_as_it_goes(sampler: Sampler) -> bool:
+def _draws_repeatedly(sampler: Sampler) -> bool:
     """Return whether a RandomSampler draws repeatedly from its own generator.
 
     It does with replacement, or for more samples than the data set has.
@@ -239,7 +241,7 @@ def without_workers(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _seeded(base_seed: int, worker: int) -> tuple[Any, Any, Any]:
+def _seeded_states(base_seed: int, worker: int) -> tuple[Any, Any, Any]:
     """Return seeded states of torch, ``random`` and numpy. Seeding the process would seed devices too."""
     from torch.utils.data._utils.worker import _generate_state
 

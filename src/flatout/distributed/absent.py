@@ -9,7 +9,7 @@ import os
 from types import ModuleType
 from typing import Any
 
-ONLY_OURS = "this lever acts only on ranks that `flatout run --procs N` starts"
+FLATOUT_RANKS_ONLY = "this lever acts only on ranks that `flatout run --procs N` starts"
 OWN_GROUP = "the program created its own torch.distributed process group, and {only}"
 OTHER_LAUNCHER = "another launcher started this process (WORLD_SIZE={size}), and {only}"
 ONE_RANK = "the program's DistributedDataParallel has one rank, so nothing is exchanged"
@@ -17,7 +17,7 @@ OWN_HOOK = "the script has registered its own communication hook, which stays"
 ONE_PROCESS = "flatout started the program as one process; `flatout run --procs N` starts it as N ranks"
 
 
-def why_none(torch: ModuleType, only: str = ONLY_OURS) -> str:
+def why_not_split(torch: ModuleType, only: str = FLATOUT_RANKS_ONLY) -> str:
     """Why ``data_parallel`` does not split this process. ``only``: the ranks on which the lever acts."""
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
@@ -27,7 +27,7 @@ def why_none(torch: ModuleType, only: str = ONLY_OURS) -> str:
     return OTHER_LAUNCHER.format(size=size, only=only) if size.isdigit() and int(size) > 1 else ONE_PROCESS
 
 
-def why_left_alone(ddps: list[Any]) -> str:
+def why_not_hookable(ddps: list[Any]) -> str:
     """Why no hook can be registered with the script's DistributedDataParallel modules, or "".
 
     Equal on every rank.

@@ -8,8 +8,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.distributed.division import CUT, INDEX, OWN, SplitSettings
-from flatout.distributed.draws import drawn_for_the_whole
-from flatout.distributed.shares import BatchShare, DividedBatches, DividedIterator, share
+from flatout.distributed.draws import draw_for_whole_batch
+from flatout.distributed.shares import BatchShare, SplitBatches, SplitIterator, share
 from flatout.distributed.streams import HostStreams, Streams, offset
 from flatout.job.rank_environment import RankEnvironment
 from flatout.schema.errors import CannotDivide
@@ -25,12 +25,12 @@ class RankBatches:
     """``share`` is the part of the batch that this rank is computing; None before the first one."""
 
     def __init__(
-        self, torch: ModuleType, context: TrainingContext, here: RankEnvironment, division: SplitSettings
+        self, torch: ModuleType, context: TrainingContext, env: RankEnvironment, division: SplitSettings
     ) -> None:
-        self.torch, self.context, self.here, self.division = torch, context, here, division
+        self.torch, self.context, self.env, self.division = torch, context, env, division
         self.share: BatchShare | None = None
-        self.inside = False  # in a forward pass of the model
-        self.streams, self.host = Streams(torch, here.rank), HostStreams(here.rank)
+        self.in_forward = False  # in a forward pass of the model
+        self.streams, self.host = Streams(torch, env.rank), HostStreams(env.rank)
 
     def install(self, ledger: Ledger) -> None:
         torch = self.torch
@@ -45,8 +45,9 @@ class RankBatches:
             fetcher = torch.utils.data._utils.fetch._MapDatasetFetcher
             ledger.set(fetcher, "fetch", self._wrap_fetch(fetcher.fetch))
         else:
-            mode = drawn_for_the_whole(
-                torch, lambda: self.share if self.inside or self.division.batches in (INDEX, CUT) else None
+            mode = draw_for_whole_batch(
+                torch,
+                lambda: self.share if self.in_forward or self.division.batches in (INDEX, CUT) else None,
             )
             mode.__enter__()
             ledger.call("dispatch mode", lambda: mode.__exit__(None, None, None))
@@ -56,15 +57,14 @@ class RankBatches:
         samples = samples if samples is not None else self.context.samples_in(batch)
         if samples is None:
             raise CannotDivide("its batches hold no tensor with one row per sample")
-        if self.share is None and samples < self.here.world_size:
+        if self.share is None and samples < self.env.world_size:
             raise CannotDivide(
-                f"its first batch has {samples} sample{'s' * (samples > 1)}, fewer than the {self.here.world_size} ranks"
+                f"its first batch has {samples} sample{'s' * (samples > 1)}, fewer than the {self.env.world_size} ranks"
             )
-        self.share = part = share(samples, self.here.rank, self.here.world_size)
+        self.share = part = share(samples, self.env.rank, self.env.world_size)
         return self.context.rows_of(batch, samples, part.start, part.stop)
 
-    def _trains(self, loader: DataLoader) -> bool:
-        """Whether this loader trains. An evaluation runs without gradients, or uses another loader."""
+    def _is_training(self, loader: DataLoader) -> bool:
         return (
             self.torch.is_grad_enabled()
             and self.division.batches in (INDEX, CUT)
@@ -72,56 +72,56 @@ class RankBatches:
         )
 
     def _wrap_iterator_init(self, init: Callable[..., Any]) -> Callable[..., Any]:
-        batches, here, division = self, self.here, self.division
+        batches, env, division = self, self.env, self.division
 
-        def init_divided(iterator: _BaseDataLoaderIter, loader: DataLoader) -> None:
+        def init_split(iterator: _BaseDataLoaderIter, loader: DataLoader) -> None:
             init(iterator, loader)
-            if not batches._trains(loader):
+            if not batches._is_training(loader):
                 return
-            iterator.flatout_way = division.batches
+            iterator.flatout_split = division.batches
             if division.batches == INDEX:
-                iterator._index_sampler = DividedBatches(iterator._index_sampler, here.rank, here.world_size)
+                iterator._index_sampler = SplitBatches(iterator._index_sampler, env.rank, env.world_size)
                 iterator._sampler_iter = iter(iterator._index_sampler)
             if division.draws == OWN:  # workers of different ranks need different random numbers
-                iterator._base_seed = offset(iterator._base_seed, here.rank)
+                iterator._base_seed = offset(iterator._base_seed, env.rank)
 
-        return init_divided
+        return init_split
 
-    def _wrap_next(self, take: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_next(self, next_batch: Callable[..., Any]) -> Callable[..., Any]:
         batches = self
 
-        def next_divided(iterator: _BaseDataLoaderIter) -> Any:
-            batch = take(iterator)
-            way = getattr(iterator, "flatout_way", None)
-            if way is None:
+        def next_split(iterator: _BaseDataLoaderIter) -> Any:
+            batch = next_batch(iterator)
+            split = getattr(iterator, "flatout_split", None)
+            if split is None:
                 return batch
-            if isinstance(iterator._sampler_iter, DividedIterator):
-                batches.share = iterator._sampler_iter.drawn.popleft()
-            elif way == CUT:
+            if isinstance(iterator._sampler_iter, SplitIterator):
+                batches.share = iterator._sampler_iter.shares.popleft()
+            elif split == CUT:
                 batch = batches.cut(batch)
             if batches.division.draws == OWN:
-                batches.streams.part()
+                batches.streams.use_own()
             return batch
 
-        return next_divided
+        return next_split
 
-    def _wrap_common(self, really: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_common(self, original: Callable[..., Any]) -> Callable[..., Any]:
         streams = self.streams
 
-        def drawn_alike(*args: object) -> Any:
+        def draw_common(*args: object) -> Any:
             with streams.common():
-                return really(*args)
+                return original(*args)
 
-        return drawn_alike
+        return draw_common
 
     def _wrap_fetch(self, fetch: Callable[..., Any]) -> Callable[..., Any]:
         host, worker = self.host, self.torch.utils.data.get_worker_info
 
         @wraps(fetch)
-        def fetch_by_itself(fetcher: object, index: object) -> Any:
+        def fetch_with_own_stream(fetcher: object, index: object) -> Any:
             if worker() is not None:  # its iterator seeds it, differently on each rank
                 return fetch(fetcher, index)
             with host.own():
                 return fetch(fetcher, index)
 
-        return fetch_by_itself
+        return fetch_with_own_stream

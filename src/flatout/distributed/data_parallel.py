@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 from flatout.distributed.batches import RankBatches
 from flatout.distributed.division import ALL, CUT, INDEX, INPUT, OWN, SUM, WHOLE, SplitSettings
 from flatout.distributed.exchange import Exchange, same_objects
-from flatout.distributed.gathering import put_together
-from flatout.distributed.normalisation import over_all_ranks
+from flatout.distributed.gathering import join_outputs
+from flatout.distributed.normalisation import synchronise_batchnorm
 from flatout.distributed.rendezvous import join
-from flatout.distributed.single_process import must_be_the_rank, one_device, one_process
+from flatout.distributed.single_process import one_device, one_process, reject_child_process
 from flatout.distributed.transport import Transport
 from flatout.job.rank_environment import RankEnvironment
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from flatout.schema.program import Ledger, TrainingContext
 
 NAME = "data_parallel"
-COUNTS = "counts that the script makes of training batches (right answers, samples) cover rank 0's share; with --whole-batches they cover whole batches"
-STATISTICS = "batch normalisation uses the statistics of each rank's share; with --sync-batchnorm, those of the whole batch"
-SEARCHING_STEPS = 3  # steps in which to look for modules that train
+COUNTS_NOTE = "counts that the script makes of training batches (right answers, samples) cover rank 0's share; with --whole-batches they cover whole batches"
+BATCHNORM_NOTE = "batch normalisation uses the statistics of each rank's share; with --sync-batchnorm, those of the whole batch"
+MODULE_SEARCH_STEPS = 3  # steps in which to look for modules that train
 
 
 class DataParallelScript:
@@ -48,19 +48,19 @@ class DataParallelScript:
         self,
         torch: ModuleType,
         context: TrainingContext,
-        here: RankEnvironment,
+        env: RankEnvironment,
         division: SplitSettings,
         ledger: Ledger,
     ) -> None:
-        self.torch, self.context, self.here, self.division = torch, context, here, division
+        self.torch, self.context, self.env, self.division = torch, context, env, division
         self.ledger = ledger
-        self.batches = RankBatches(torch, context, here, division)
-        self.joined = False
+        self.batches = RankBatches(torch, context, env, division)
+        self.has_joined = False
         self.roots: list[weakref.ref[Any]] = []
         self.depth = 0  # of forward passes of the roots
         self.in_backward = False
         self.stale_buffers = False  # buffers differ between ranks
-        self.everything: tuple[tuple[int, ...], list[Any]] = (
+        self.parameters_cache: tuple[tuple[int, ...], list[Any]] = (
             (),
             [],
         )  # all parameters, and a signature to detect changes
@@ -68,7 +68,7 @@ class DataParallelScript:
         self.transport = Transport()  # set by the levers `comm_compression` and `gradient_buckets`
         self.sharding: Any = None  # set by the lever `sharding`
         ledger.call("gradient hooks", self.close_exchange)
-        self.stop_searching: Callable[[], Any] | None = None
+        self.stop_watching: Callable[[], Any] | None = None
 
     def install(self) -> None:
         self.batches.install(self.ledger)
@@ -76,102 +76,98 @@ class DataParallelScript:
         one_device(self.torch, self.ledger)
         self.ledger.set(self.torch.nn.Module, "train", self._wrap_train(self.torch.nn.Module.train))
         self.ledger.set(self.torch.autograd, "backward", self._wrap_backward(self.torch.autograd.backward))
-        self._search()
+        self._watch_modules()
         if self.division.batches in (INDEX, CUT):
-            self.context.report(NAME, COUNTS)
+            self.context.report(NAME, COUNTS_NOTE)
 
     # -- the model -------------------------------------------------------------------------------------------
 
-    def _search(self) -> None:
+    def _watch_modules(self) -> None:
         """Find modules that are called with gradients on and outside any other module.
 
         Their parameters are exchanged.
         """
-        divided, torch = self, self.torch
+        script, torch = self, self.torch
         module_class = torch.nn.Module
         call = module_class.__call__
         open_calls = [0]
 
         @wraps(call)
-        def call_seen(module: Module, *args: object, **kwargs: object) -> Any:
-            if not open_calls[0] and torch.is_grad_enabled() and not divided.in_backward:
-                divided._meet(module)
+        def call_observed(module: Module, *args: object, **kwargs: object) -> Any:
+            if not open_calls[0] and torch.is_grad_enabled() and not script.in_backward:
+                script._add_root(module)
             open_calls[0] += 1
             try:
                 return call(module, *args, **kwargs)
             finally:
                 open_calls[0] -= 1
 
-        self.ledger.set(module_class, "__call__", call_seen)
-        self.stop_searching = lambda: self.ledger.set(module_class, "__call__", call)
+        self.ledger.set(module_class, "__call__", call_observed)
+        self.stop_watching = lambda: self.ledger.set(module_class, "__call__", call)
 
-    def _meet(self, module: Module) -> None:
-        """Handle a module's first forward pass; the other ranks are at the same point."""
+    def _add_root(self, module: Module) -> None:
         if (
             any(root() is module for root in self.roots)
             or not any(p.requires_grad for p in module.parameters())
             or self._in_worker()
         ):
             return
-        must_be_the_rank(self.torch)
+        reject_child_process(self.torch)
         parameters = [*module.parameters()]
-        if not self.joined:
-            self.joined = True
-            join(self.torch, self.here, parameters[0].device, self.ledger)
+        if not self.has_joined:
+            self.has_joined = True
+            join(self.torch, self.env, parameters[0].device, self.ledger)
         self.roots.append(weakref.ref(module))
         self._make_equal([*(p for p in parameters if not self._is_sharded(p)), *module.buffers()])
         if self.sharding is not None:
             self.sharding.shard(module)
         if self.division.batchnorm == ALL:
-            over_all_ranks(self.torch, module, self.ledger)
+            synchronise_batchnorm(self.torch, module, self.ledger)
         elif any(isinstance(layer, self.torch.nn.modules.batchnorm._BatchNorm) for layer in module.modules()):
-            self.context.report(NAME, STATISTICS)
+            self.context.report(NAME, BATCHNORM_NOTE)
         self.context.wrap_forward(module, partial(self._wrap_forward, module), self.ledger)
 
     def _make_equal(self, tensors: Iterable[Any]) -> None:
-        """Copy rank 0's values to every rank."""
         for tensor in tensors:
-            dense = (
-                tensor.data.contiguous()
-            )  # a copy only for other memory formats, which some backends reject
+            # a copy only for other memory formats, which some backends reject
+            dense = tensor.data.contiguous()
             self.torch.distributed.broadcast(dense, src=0)
             if dense.data_ptr() != tensor.data_ptr():
                 tensor.data.copy_(dense)
 
     def _wrap_forward(self, module: Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-        divided, torch = self, self.torch
+        script, torch = self, self.torch
 
         @wraps(forward)
-        def forward_divided(*args: object, **kwargs: object) -> Any:
-            if divided.depth:
+        def forward_split(*args: object, **kwargs: object) -> Any:
+            if script.depth:
                 return forward(*args, **kwargs)
             splits_input = (
-                divided.division.batches in (INPUT, WHOLE)
+                script.division.batches in (INPUT, WHOLE)
                 and torch.is_grad_enabled()
-                and not divided.in_backward
+                and not script.in_backward
             )
             if not torch.is_grad_enabled():
-                divided._before_evaluation()
+                script._before_evaluation()
             elif splits_input:
-                args, kwargs = divided._scatter_inputs(args, kwargs)
-            divided.depth += 1
-            divided.batches.inside = splits_input
+                args, kwargs = script._scatter_inputs(args, kwargs)
+            script.depth += 1
+            script.batches.in_forward = splits_input
             try:
                 with (
-                    divided.batches.streams.own()
-                    if splits_input and divided.division.draws == OWN
+                    script.batches.streams.own()
+                    if splits_input and script.division.draws == OWN
                     else nullcontext()
                 ):
                     output = forward(*args, **kwargs)
             finally:
-                divided.depth -= 1
-                divided.batches.inside = False
-            return divided._gather_outputs(output) if splits_input else output
+                script.depth -= 1
+                script.batches.in_forward = False
+            return script._gather_outputs(output) if splits_input else output
 
-        return forward_divided
+        return forward_split
 
     def _in_worker(self) -> bool:
-        """Whether this process is a DataLoader worker, which trains nothing."""
         return self.torch.utils.data.get_worker_info() is not None
 
     def _wrap_train(self, train: Callable[..., Any]) -> Callable[..., Any]:
@@ -179,15 +175,15 @@ class DataParallelScript:
 
         They begin with ``eval()``.
         """
-        divided = self
+        script = self
 
         @wraps(train)
-        def train_seen(module: Module, mode: bool = True) -> Any:
+        def train_observed(module: Module, mode: bool = True) -> Any:
             if not mode:
-                divided._before_evaluation()
+                script._before_evaluation()
             return train(module, mode)
 
-        return train_seen
+        return train_observed
 
     def _before_evaluation(self) -> None:
         if self._in_worker():
@@ -199,34 +195,36 @@ class DataParallelScript:
     # -- backward --------------------------------------------------------------------------------------------
 
     def _wrap_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
-        divided, torch = self, self.torch
+        script, torch = self, self.torch
 
         @wraps(backward)
-        def backward_divided(
+        def backward_exchanged(
             tensors: list[Tensor], grad_tensors: object = None, *args: object, **kwargs: object
         ) -> Any:
-            if divided.in_backward or not divided.joined or divided.batches.share is None:
+            if script.in_backward or not script.has_joined or script.batches.share is None:
                 return backward(tensors, grad_tensors, *args, **kwargs)
             losses = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
-            factor = divided._factor()
-            exchange = divided._exchange_of_now()
-            divided.in_backward = True
+            factor = script._factor()
+            exchange = script._current_exchange()
+            script.in_backward = True
             try:
-                result = backward(losses, weighted(torch, losses, grad_tensors, factor), *args, **kwargs)
+                result = backward(
+                    losses, scaled_gradients(torch, losses, grad_tensors, factor), *args, **kwargs
+                )
             finally:
-                divided.in_backward = False
-            divided._average(
-                exchange, [divided.context.without_scale(loss) for loss in losses if not loss.dim()], factor
+                script.in_backward = False
+            script._average(
+                exchange, [script.context.without_scale(loss) for loss in losses if not loss.dim()], factor
             )
-            divided._has_learned()
+            script._after_update()
             return result
 
-        return backward_divided
+        return backward_exchanged
 
     # -- the gradients ---------------------------------------------------------------------------------------
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def single_rank(self) -> Iterator[None]:
         """Let this rank compute by itself for a while: nothing is split, and no other rank takes part."""
         before, self.in_backward = self.in_backward, True
         try:
@@ -248,13 +246,13 @@ class DataParallelScript:
         part = self.batches.share
         if self.division.batches != WHOLE or part is None or part.size == part.samples:
             return output
-        return put_together(self.torch, output, part, self.here.world_size)
+        return join_outputs(self.torch, output, part, self.env.world_size)
 
     def _live_roots(self) -> list[Any]:
         return [root for ref in self.roots if (root := ref()) is not None]
 
     @property
-    def whole_of_seen(self) -> float:
+    def whole_batch_ratio(self) -> float:
         """The size of a whole batch relative to the part that the script sees."""
         part = self.batches.share
         return (
@@ -268,22 +266,25 @@ class DataParallelScript:
         assert self.batches.share is not None
         weight = self.batches.share.weight
         if self.division.batches == WHOLE or self.division.reduction == SUM:
-            return float(self.here.world_size) if weight else 0.0
-        return weight * self.here.world_size
+            return float(self.env.world_size) if weight else 0.0
+        return weight * self.env.world_size
 
-    def _exchange_of_now(self) -> Exchange:
-        """The exchange for the coming backward pass."""
-        parameters = self.that_train()
-        now, transport = self.exchange, self.transport
-        if now is None or now.transport != transport or not same_objects(now.parameters, parameters):
+    def _current_exchange(self) -> Exchange:
+        parameters = self.trained_parameters()
+        exchange, transport = self.exchange, self.transport
+        if (
+            exchange is None
+            or exchange.transport != transport
+            or not same_objects(exchange.parameters, parameters)
+        ):
             self.close_exchange()
-            in_parts = len(self.context.optimizers) > 1
-            now = self.exchange = Exchange(self.torch, self.here, parameters, in_parts, transport)
-            now.may_leave_early &= self.sharding is None  # its own exchanges run at that time
-        now.begin()
-        return now
+            by_optimizer = len(self.context.optimizers) > 1
+            exchange = self.exchange = Exchange(self.torch, self.env, parameters, by_optimizer, transport)
+            exchange.may_leave_early &= self.sharding is None  # its own exchanges run at that time
+        exchange.begin()
+        return exchange
 
-    def that_train(self) -> list[Any]:
+    def trained_parameters(self) -> list[Any]:
         """The parameters that train.
 
         They may change while the script runs, as it freezes or unfreezes layers.
@@ -304,38 +305,43 @@ class DataParallelScript:
         for loss, average in zip(losses, averages, strict=True):
             loss.data.copy_(average)  # the script prints it and decides by it
 
-    def _has_learned(self) -> None:
+    def _after_update(self) -> None:
         self.stale_buffers = True
-        if self.stop_searching is not None and self.context.steps >= SEARCHING_STEPS:
-            self.stop_searching()
-            self.stop_searching = None
+        if self.stop_watching is not None and self.context.steps >= MODULE_SEARCH_STEPS:
+            self.stop_watching()
+            self.stop_watching = None
 
     def _all_parameters(self) -> list[Any]:
-        """The parameters of the optimizers and of the modules that train, in the same order on every rank."""
         optimizers = self.context.optimizers
-        shows = (
+        signature = (
             len(self.roots),
             *(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups),
         )
-        if shows != self.everything[0]:
+        if signature != self.parameters_cache[0]:
             parameters = [
                 p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
             ]
             parameters += [p for root in self._live_roots() for p in root.parameters()]
-            self.everything = shows, list({id(p): p for p in parameters if not self._is_sharded(p)}.values())
-        return self.everything[1]
+            self.parameters_cache = (
+                signature,
+                list({id(p): p for p in parameters if not self._is_sharded(p)}.values()),
+            )
+        return self.parameters_cache[1]
 
     def _is_sharded(self, parameter: Parameter) -> bool:
-        """Whether sharding averages its gradient."""
         return self.sharding is not None and bool(self.sharding.holds(parameter))
 
 
-def weighted(torch: ModuleType, losses: tuple[Any, ...], given: Any, factor: float) -> Any:
+def scaled_gradients(torch: ModuleType, losses: tuple[Any, ...], gradients: Any, factor: float) -> Any:
     """The initial gradients of a backward pass, times ``factor``."""
     if factor == 1.0:
-        return given
-    starts = (given,) * len(losses) if given is None or isinstance(given, torch.Tensor) else tuple(given)
+        return gradients
+    initial = (
+        (gradients,) * len(losses)
+        if gradients is None or isinstance(gradients, torch.Tensor)
+        else tuple(gradients)
+    )
     return tuple(
-        torch.full_like(loss, factor) if start is None else start * factor
-        for loss, start in zip(losses, starts, strict=True)
+        torch.full_like(loss, factor) if gradient is None else gradient * factor
+        for loss, gradient in zip(losses, initial, strict=True)
     )

@@ -8,7 +8,7 @@ from typing import Any
 MEAN, SUM = "mean", "sum"
 INDEX, CUT, INPUT, WHOLE, SAME = "index", "cut", "input", "whole", "same"
 OWN, ALL = "own", "all"
-WORDS = {
+ACCEPTED = {
     "reduction": (MEAN, SUM),
     "batches": (INDEX, CUT, INPUT, WHOLE, SAME),
     "batchnorm": (OWN, ALL),
@@ -45,6 +45,6 @@ class SplitSettings:
         """Read a value that the lever accepts."""
         loaders = str(value.get("loaders", "0")).split(",")
         return cls(
-            **{name: value[name] for name in WORDS if name in value},
+            **{name: value[name] for name in ACCEPTED if name in value},
             loaders=tuple(int(number) for number in loaders if number),
         )

@@ -14,58 +14,57 @@ from typing import Any
 from flatout.distributed.shares import BatchShare, Rows
 
 
-def drawn_for_the_whole(torch: Any, share_of: Callable[[], BatchShare | None]) -> Any:
+def draw_for_whole_batch(torch: Any, share_of: Callable[[], BatchShare | None]) -> Any:
     """A dispatch mode; ``share_of()`` returns the share being computed."""
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_map_only
 
-    draws, tensor_class = torch.Tag.nondeterministic_seeded, torch.Tensor
+    random_tag, tensor_class = torch.Tag.nondeterministic_seeded, torch.Tensor
 
-    class Whole(TorchDispatchMode):
+    class WholeBatchDraws(TorchDispatchMode):
         def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             kwargs, share = kwargs or {}, share_of()
-            if share is None or share.size == share.samples or draws not in operator.tags:
+            if share is None or share.size == share.samples or random_tag not in operator.tags:
                 return operator(*args, **kwargs)
-            shape = next((found for each in args if (found := _shape(each, tensor_class)) is not None), None)
+            shape = next((shape for arg in args if (shape := _shape(arg, tensor_class)) is not None), None)
             rows = Rows.of(shape, share) if shape is not None else None
             if shape is None or rows is None:
                 return operator(*args, **kwargs)
-            made = operator(*(_for_the_whole(each, shape, rows, tensor_class) for each in args), **kwargs)
-            size = rows.whole(shape)[rows.dim]  # also for further outputs, such as an attention's normalisers
-            taken = tree_map_only(
+            whole = operator(*(_widen(arg, shape, rows, tensor_class) for arg in args), **kwargs)
+            size = rows.whole_shape(shape)[
+                rows.dim
+            ]  # also for further outputs, such as an attention's normalisers
+            own_rows = tree_map_only(
                 tensor_class,
                 lambda t: (
-                    rows.of_the_share(t).contiguous()
-                    if t.dim() > rows.dim and t.shape[rows.dim] == size
-                    else t
+                    rows.own_rows(t).contiguous() if t.dim() > rows.dim and t.shape[rows.dim] == size else t
                 ),
-                made,
+                whole,
             )
-            return args[0].copy_(taken) if operator._schema.is_mutable else taken
+            return args[0].copy_(own_rows) if operator._schema.is_mutable else own_rows
 
-    return Whole()
+    return WholeBatchDraws()
 
 
-def _shape(thing: object, tensor_class: Any) -> list[int] | None:
-    """The shape of a tensor that numbers are drawn into or for, or the requested sizes."""
-    if isinstance(thing, tensor_class):
-        return list(thing.shape) if thing.dim() else None
+def _shape(arg: object, tensor_class: Any) -> list[int] | None:
+    if isinstance(arg, tensor_class):
+        return list(arg.shape) if arg.dim() else None
     return (
-        list(thing)
-        if isinstance(thing, (list, tuple)) and thing and all(type(size) is int for size in thing)
+        list(arg)
+        if isinstance(arg, (list, tuple)) and arg and all(type(size) is int for size in arg)
         else None
     )
 
 
-def _for_the_whole(thing: object, shape: list[int], rows: Rows, tensor_class: Any) -> Any:
+def _widen(arg: object, shape: list[int], rows: Rows, tensor_class: Any) -> Any:
     """A tensor for all samples with this rank's part in place, or the sizes of one.
 
     Only this part matters for the result.
     """
-    if _shape(thing, tensor_class) != shape:
-        return thing
-    if not isinstance(thing, tensor_class):
-        return rows.whole(shape)
-    whole = thing.new_zeros(rows.whole(shape))
-    rows.of_the_share(whole).copy_(thing)
+    if _shape(arg, tensor_class) != shape:
+        return arg
+    if not isinstance(arg, tensor_class):
+        return rows.whole_shape(shape)
+    whole = arg.new_zeros(rows.whole_shape(shape))
+    rows.own_rows(whole).copy_(arg)
     return whole

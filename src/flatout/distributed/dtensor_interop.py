@@ -44,23 +44,23 @@ class DTensorInterop:
     def __init__(self, torch: ModuleType, world: int, ledger: Ledger) -> None:
         from torch.distributed.tensor import DTensor
 
-        self.torch, self.world, self.kind = torch, world, DTensor
-        self.plainly = torch._C.DisableTorchFunctionSubclass
+        self.torch, self.world, self.dtensor_class = torch, world, DTensor
+        self.without_dispatch = torch._C.DisableTorchFunctionSubclass
         tensor = torch.Tensor
         self.no_tensor = {getattr(tensor, name) for name in NO_TENSOR}
-        mixing = self
+        interop = self
 
         def function(cls: object, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-            return mixing._called(func, args, kwargs or {})
+            return interop._dispatch(func, args, kwargs or {})
 
         ledger.set(DTensor, "__torch_function__", classmethod(function))
-        ledger.set(DTensor, "__repr__", lambda tensor, **words: mixing._printed(tensor))
+        ledger.set(DTensor, "__repr__", lambda tensor, **options: interop._repr(tensor))
         self._stand_in = _stand_in_class(torch)
 
     # -- sharded and whole tensors ---------------------------------------------------------------------------
 
-    def is_divided(self, thing: object) -> bool:
-        return isinstance(thing, self.kind)
+    def is_sharded(self, value: object) -> bool:
+        return isinstance(value, self.dtensor_class)
 
     def whole(self, tensor: Tensor) -> Any:
         """The whole tensor on every rank; a Parameter of a Parameter.
@@ -70,27 +70,27 @@ class DTensorInterop:
         from torch.distributed.tensor import Partial
 
         torch = self.torch
-        with self.plainly():
+        with self.without_dispatch():
             if not torch.is_grad_enabled() or not tensor.requires_grad:
-                found = tensor.detach().full_tensor()
+                whole = tensor.detach().full_tensor()
                 return (
-                    torch.nn.Parameter(found, tensor.requires_grad)
+                    torch.nn.Parameter(whole, tensor.requires_grad)
                     if getattr(tensor, "_is_param", False)
-                    else found
+                    else whole
                 )
-            found = tensor.full_tensor(grad_placements=[Partial()] * tensor.device_mesh.ndim)
-        found.register_hook(lambda gradient: gradient / self.world)
-        return found
+            whole = tensor.full_tensor(grad_placements=[Partial()] * tensor.device_mesh.ndim)
+        whole.register_hook(lambda gradient: gradient / self.world)
+        return whole
 
     def part_of(self, whole: Tensor, like: object) -> Any:
         """This rank's part of a whole tensor, sharded as ``like``; it keeps no memory of the whole."""
-        with self.plainly(), self.torch.no_grad():
-            made = self.torch.zeros_like(like, dtype=whole.dtype)
-            local = made._local_tensor
+        with self.without_dispatch(), self.torch.no_grad():
+            part = self.torch.zeros_like(like, dtype=whole.dtype)
+            local = part._local_tensor
             start = self._start(like)
             if local.numel():
                 local.copy_(whole.detach().narrow(0, start, local.shape[0]))
-            return made
+            return part
 
     def _start(self, like: DTensor) -> int:
         """The first row of this rank's part: FSDP2 splits rows as torch.chunk does."""
@@ -99,47 +99,49 @@ class DTensorInterop:
         rows, ranks = like.shape[0], mesh.size(dim)
         return min(rows, -(-rows // ranks) * mesh.get_local_rank(dim))
 
-    def stand_in(self, whole: Tensor, divided: object) -> None:
+    def stand_in(self, whole: Tensor, sharded: object) -> None:
         """Empty a weight that may still be referenced, and make it a stand-in for the sharded one."""
         whole.data = whole.data.new_empty(0)
         vars(whole).clear()
-        vars(whole)["divided"] = divided
+        vars(whole)["sharded"] = sharded
         whole.__class__ = self._stand_in
 
     # -- calls with a sharded tensor among their arguments ---------------------------------------------------
 
-    def _called(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _dispatch(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in self.no_tensor:
             with self.torch.no_grad():
                 return func(self.whole(args[0]), *args[1:], **kwargs)
         if func is self.torch.Tensor.__deepcopy__:
-            return self._copied(*args)
-        if func is self.torch.Tensor.__setitem__ and self.is_divided(args[0]):
-            return self._entries_set(*args)
+            return self._deepcopy(*args)
+        if func is self.torch.Tensor.__setitem__ and self.is_sharded(args[0]):
+            return self._setitem(*args)
         name = getattr(func, "__name__", "")
         if name == "__get__":  # an attribute
-            with self.plainly():
+            with self.without_dispatch():
                 return func(*args)
         if name.startswith(("_foreach_", "_amp_foreach_")):
-            return self._each(func, args, kwargs)
-        return self._one(func, name, args, kwargs)
+            return self._call_foreach(func, args, kwargs)
+        return self._call_single(func, name, args, kwargs)
 
-    def _one(self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        mixed, in_place = (
-            self._mixed(args, kwargs),
+    def _call_single(
+        self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        has_plain, in_place = (
+            self._has_plain(args, kwargs),
             name in IN_PLACE or (name.endswith("_") and not name.endswith("__")),
         )
-        if in_place and mixed and args and self.is_divided(args[0]):
+        if in_place and has_plain and args and self.is_sharded(args[0]):
             like = args[0]
-            args, kwargs = self._replaced(
+            args, kwargs = self._map_tensors(
                 args,
                 kwargs,
-                lambda t: self.part_of(t, like) if self._stays_plain(t) and t.shape == like.shape else t,
+                lambda t: self.part_of(t, like) if self._is_plain(t) and t.shape == like.shape else t,
             )
-            mixed = False
-        if not mixed:
+            has_plain = False
+        if not has_plain:
             try:
-                with self.plainly():
+                with self.without_dispatch():
                     return func(*args, **kwargs)
             except self.torch.OutOfMemoryError:
                 raise
@@ -149,100 +151,102 @@ class DTensorInterop:
             ):  # unsupported on shards (a view across them), on every rank alike
                 if in_place:
                     raise
-        args, kwargs = self._replaced(args, kwargs, lambda t: self.whole(t) if self.is_divided(t) else t)
-        with self.plainly():
+        args, kwargs = self._map_tensors(args, kwargs, lambda t: self.whole(t) if self.is_sharded(t) else t)
+        with self.without_dispatch():
             return func(*args, **kwargs)
 
-    def _each(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call_foreach(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle lists of tensors of which some are sharded.
 
         The function is called separately for the two kinds.
         """
         first = args[0]
-        answers: dict[int, Any] = {}
-        for divided in (True, False):
-            at = [number for number, each in enumerate(first) if self.is_divided(each) is divided]
-            if not at:
+        results: dict[int, Any] = {}
+        for sharded in (True, False):
+            indices = [number for number, tensor in enumerate(first) if self.is_sharded(tensor) is sharded]
+            if not indices:
                 continue
-            mine = [self._at(arg, at, len(first)) for arg in args]
-            words = {name: self._at(arg, at, len(first)) for name, arg in kwargs.items()}
-            if divided:
-                mine[1:] = [
+            selected = [self._select(arg, indices, len(first)) for arg in args]
+            options = {name: self._select(arg, indices, len(first)) for name, arg in kwargs.items()}
+            if sharded:
+                selected[1:] = [
                     [
-                        self.part_of(t, like) if self._stays_plain(t) and t.shape == like.shape else t
-                        for t, like in zip(arg, mine[0], strict=True)
+                        self.part_of(t, like) if self._is_plain(t) and t.shape == like.shape else t
+                        for t, like in zip(arg, selected[0], strict=True)
                     ]
                     if isinstance(arg, list)
                     else arg
-                    for arg in mine[1:]
+                    for arg in selected[1:]
                 ]
             else:
-                mine = [
-                    [self.whole(t) if self.is_divided(t) else t for t in arg]
+                selected = [
+                    [self.whole(t) if self.is_sharded(t) else t for t in arg]
                     if isinstance(arg, list)
                     else arg
-                    for arg in mine
+                    for arg in selected
                 ]
-            with self.plainly():
-                made = func(*mine, **words)
-            answers.update(zip(at, made, strict=True) if made is not None else ())
-        return [answers[number] for number in range(len(first))] if answers else None
+            with self.without_dispatch():
+                output = func(*selected, **options)
+            results.update(zip(indices, output, strict=True) if output is not None else ())
+        return [results[number] for number in range(len(first))] if results else None
 
     @staticmethod
-    def _at(arg: object, at: list[int], length: int) -> Any:
+    def _select(arg: object, indices: list[int], length: int) -> Any:
         return (
-            [arg[number] for number in at] if isinstance(arg, (list, tuple)) and len(arg) == length else arg
+            [arg[number] for number in indices]
+            if isinstance(arg, (list, tuple)) and len(arg) == length
+            else arg
         )
 
-    def _stays_plain(self, thing: object) -> bool:
-        """A tensor that is not sharded and not a mere number."""
+    def _is_plain(self, value: object) -> bool:
         return (
-            isinstance(thing, self.torch.Tensor)
-            and not self.is_divided(thing)
-            and (thing.dim() > 0 or thing.requires_grad)
+            isinstance(value, self.torch.Tensor)
+            and not self.is_sharded(value)
+            and (value.dim() > 0 or value.requires_grad)
         )
 
-    def _mixed(self, args: object, kwargs: object) -> bool:
+    def _has_plain(self, args: object, kwargs: object) -> bool:
         from torch.utils._pytree import tree_leaves
 
-        return any(map(self._stays_plain, tree_leaves((args, kwargs))))
+        return any(map(self._is_plain, tree_leaves((args, kwargs))))
 
-    def _replaced(
+    def _map_tensors(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Any], Any]
     ) -> tuple[Any, Any]:
         from torch.utils._pytree import tree_map_only
 
         return tree_map_only(self.torch.Tensor, change, (tuple(args), kwargs))
 
-    def _printed(self, tensor: Tensor) -> str:
+    def _repr(self, tensor: Tensor) -> str:
         with self.torch.no_grad():
             return repr(self.whole(tensor))
 
-    def _copied(self, tensor: Tensor, memo: dict[int, Any]) -> Any:
-        """``copy.deepcopy`` of a weight returns a whole one."""
+    def _deepcopy(self, tensor: Tensor, memo: dict[int, Any]) -> Any:
         if id(tensor) not in memo:
             with self.torch.no_grad():
                 memo[id(tensor)] = copy.deepcopy(self.whole(tensor))
         return memo[id(tensor)]
 
-    def _entries_set(self, tensor: Tensor, where: object, value: object) -> None:
+    def _setitem(self, tensor: Tensor, index: object, value: object) -> None:
         """``weight[where] = value``: torch would write to a copy of the other ranks' rows."""
         with self.torch.no_grad():
             whole = self.whole(tensor).detach()
-            whole[where] = self.whole(value) if self.is_divided(value) else value
-            with self.plainly():
+            whole[index] = self.whole(value) if self.is_sharded(value) else value
+            with self.without_dispatch():
                 tensor.copy_(self.part_of(whole, tensor))
 
 
 def _stand_in_class(torch: Any) -> type:
     from torch.utils._pytree import tree_map_only
 
-    class Whole(torch.nn.Parameter):
+    class StandInParameter(torch.nn.Parameter):
         """The former whole weight: remaining references to it delegate to the sharded one."""
 
         @classmethod
         def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-            args, kwargs = tree_map_only(cls, lambda each: vars(each)["divided"], (tuple(args), kwargs or {}))
+            args, kwargs = tree_map_only(
+                cls, lambda stand_in: vars(stand_in)["sharded"], (tuple(args), kwargs or {})
+            )
             return func(*args, **kwargs)
 
-    return Whole
+    return StandInParameter

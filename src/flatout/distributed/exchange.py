@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
-WATCHED_PASSES = 2  # no bucket leaves early in these: check for gradients that arrive twice
+CHECKED_PASSES = 2  # no bucket leaves early in these: check for gradients that arrive twice
 
 
 class CannotExchange(RuntimeError):
@@ -64,7 +64,7 @@ class Bucket:
         return self.flat
 
     def gradients(self) -> list[Tensor]:
-        return unpacked(self.flat, self.tensors)
+        return unflatten(self.flat, self.tensors)
 
     def is_last(self) -> bool:
         return self.last
@@ -80,11 +80,10 @@ class Sender:
 
     def begin(self) -> None:
         self.sent_bytes = 0
-        self._under_way: list[Any] = []
+        self._futures: list[Any] = []
 
     def __len__(self) -> int:
-        """The buckets under way."""
-        return len(self._under_way)
+        return len(self._futures)
 
     def send(self, number: int, tensors: Sequence[Tensor], last: bool) -> None:
         """``tensors``: of one dtype and device. The same ``number`` means the same parameters in each pass."""
@@ -94,11 +93,11 @@ class Sender:
             state, function = self.hook if compressible(torch, flat) else self.plain
             future = function(state, Bucket(number, flat, tensors, last))
         self.sent_bytes += bytes_of((state, function), flat)
-        self._under_way.append(future)
+        self._futures.append(future)
 
     def means(self) -> list[Any]:
         """The mean of each bucket, in the order in which they left."""
-        return [future.wait() for future in self._under_way]
+        return [future.wait() for future in self._futures]
 
 
 def bytes_of(hook: CommHook, flat: Tensor) -> int:
@@ -114,28 +113,33 @@ def bytes_of(hook: CommHook, flat: Tensor) -> int:
 class Exchange:
     """``parameters`` are in the same order on every rank.
 
-    ``in_parts``: each backward pass touches only some of them.
+    ``by_optimizer``: each backward pass touches only some of them.
     """
 
     def __init__(
         self,
         torch: ModuleType,
-        here: RankEnvironment,
+        env: RankEnvironment,
         parameters: Sequence[Any],
-        in_parts: bool,
+        by_optimizer: bool,
         transport: Transport,
     ) -> None:
-        self.torch, self.here, self.parameters, self.in_parts = torch, here, list(parameters), in_parts
+        self.torch, self.env, self.parameters, self.by_optimizer = (
+            torch,
+            env,
+            list(parameters),
+            by_optimizer,
+        )
         self.transport, self.sender = transport, Sender(torch, transport)
         self.passes = 0
-        self.may_leave_early = not in_parts
-        self.arrived: Counter[int] = Counter()
+        self.may_leave_early = not by_optimizer
+        self.arrivals: Counter[int] = Counter()
         self.traffic = Traffic()  # of the last pass
         self.buckets = buckets_of(self.parameters, transport.bucket_bytes)
         self.bucket_of = {index: number for number, bucket in enumerate(self.buckets) for index in bucket}
-        self._missing: list[int] = []  # number of gradients per bucket
+        self._missing_count: list[int] = []  # number of gradients per bucket
         self._hooks = [
-            parameter.register_post_accumulate_grad_hook(partial(self._arrives, index))
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
             for index, parameter in enumerate(self.parameters)
         ]
 
@@ -148,26 +152,26 @@ class Exchange:
 
     def begin(self) -> None:
         self.passes += 1
-        self.arrived.clear()
+        self.arrivals.clear()
         self.sender.begin()
-        self._missing = [len(bucket) for bucket in self.buckets]
+        self._missing_count = [len(bucket) for bucket in self.buckets]
 
-    def _arrives(self, index: int, parameter: Parameter) -> None:
-        self.arrived[index] += 1
+    def _on_gradient(self, index: int, parameter: Parameter) -> None:
+        self.arrivals[index] += 1
         number = self.bucket_of[index]
-        if self.arrived[index] > 1:
+        if self.arrivals[index] > 1:
             if number < len(self.sender):
                 raise CannotExchange(
                     "a gradient arrived twice in one backward pass, after it was sent (a block that is recomputed twice?)"
                 )
             self.may_leave_early = False
             return
-        self._missing[number] -= 1
-        if self.may_leave_early and self.passes > WATCHED_PASSES:
-            while len(self.sender) < len(self.buckets) and not self._missing[len(self.sender)]:
-                self._leaves(len(self.sender), len(self.buckets) - 1)
+        self._missing_count[number] -= 1
+        if self.may_leave_early and self.passes > CHECKED_PASSES:
+            while len(self.sender) < len(self.buckets) and not self._missing_count[len(self.sender)]:
+                self._send(len(self.sender), len(self.buckets) - 1)
 
-    def _leaves(self, number: int, last: int) -> None:
+    def _send(self, number: int, last: int) -> None:
         self.sender.send(number, [self._gradient(index) for index in self.buckets[number]], number == last)
 
     def _gradient(self, index: int) -> Any:
@@ -188,74 +192,72 @@ class Exchange:
         Raises CannotExchange.
         """
         left_early = len(self.sender)
-        numbers = self._touched() if self.in_parts else list(range(len(self.buckets)))
+        numbers = self._updated_buckets() if self.by_optimizer else list(range(len(self.buckets)))
         for number in numbers[left_early:]:
-            self._leaves(number, numbers[-1])
-        extra = self._extra(values)
+            self._send(number, numbers[-1])
+        extra = self._flags_and_values(values)
         work = self.torch.distributed.all_reduce(extra, async_op=True)
         means = self.sender.means()
         work.wait()
         used = extra[len(values) :]
         with self.torch.no_grad():
             for number, flat in zip(numbers, means, strict=True):
-                self._take(self.buckets[number], flat, used)
+                self._write_back(self.buckets[number], flat, used)
         self.traffic = Traffic(self.sender.sent_bytes, len(means), left_early)
-        return list(extra[: len(values)] / self.here.world_size)
+        return list(extra[: len(values)] / self.env.world_size)
 
-    def _touched(self) -> list[int]:
-        """The buckets that received a gradient on any rank."""
+    def _updated_buckets(self) -> list[int]:
         if not self.parameters:
             return []
-        mine = {self.bucket_of[index] for index in self.arrived}
+        local = {self.bucket_of[index] for index in self.arrivals}
         flags = self.torch.tensor(
-            [float(number in mine) for number in range(len(self.buckets))], device=self.parameters[0].device
+            [float(number in local) for number in range(len(self.buckets))], device=self.parameters[0].device
         )
         self.torch.distributed.all_reduce(flags)
         return [number for number, flag in enumerate(flags.tolist()) if flag]
 
-    def _extra(self, values: Sequence[Any]) -> Any:
-        """The values, and for each parameter whether this rank has a gradient."""
+    def _flags_and_values(self, values: Sequence[Any]) -> Any:
         torch = self.torch
         device = next((tensor.device for tensor in (*self.parameters, *values)), torch.device("cpu"))
         dtype = torch.float64 if any(value.dtype == torch.float64 for value in values) else torch.float32
-        has = [float(parameter.grad is not None) for parameter in self.parameters]
+        has_gradient = [float(parameter.grad is not None) for parameter in self.parameters]
         return torch.cat(
             [
                 *(value.detach().to(device, dtype).reshape(1) for value in values),
-                torch.tensor(has, dtype=dtype, device=device),
+                torch.tensor(has_gradient, dtype=dtype, device=device),
             ]
         )
 
-    def _take(self, bucket: Sequence[int], flat: Tensor, used: Tensor) -> None:
+    def _write_back(self, bucket: Sequence[int], flat: Tensor, used: Tensor) -> None:
         parameters = [self.parameters[index] for index in bucket]
-        for index, parameter, mean in zip(bucket, parameters, unpacked(flat, parameters), strict=True):
+        for index, parameter, mean in zip(bucket, parameters, unflatten(flat, parameters), strict=True):
             if parameter.grad is not None:
                 parameter.grad.copy_(mean)
             elif float(used[index]) > 0:
                 parameter.grad = mean.clone()
 
 
-def buckets_of(parameters: Sequence[Any], most_bytes: int | None) -> list[list[int]]:
-    """Group parameters into buckets of one dtype and device, of about ``most_bytes`` each.
+def buckets_of(parameters: Sequence[Any], max_bytes: int | None) -> list[list[int]]:
+    """Group parameters into buckets of one dtype and device, of about ``max_bytes`` each.
 
     The last layers come first. With ``most_bytes=None`` there is one bucket per dtype and device. Returns
     indices.
     """
     buckets: list[list[int]] = []
-    filling: dict[tuple[Any, Any], tuple[list[int], int]] = {}
+    open_buckets: dict[tuple[Any, Any], tuple[list[int], int]] = {}
     for index in reversed(range(len(parameters))):
         parameter = parameters[index]
         key, size = (parameter.dtype, parameter.device), parameter.numel() * parameter.element_size()
-        bucket, held = filling.get(key, ([], 0))
-        if not bucket or (most_bytes is not None and held + size > most_bytes):
-            bucket, held = [], 0
+        bucket, bucket_bytes = open_buckets.get(key, ([], 0))
+        if not bucket or (max_bytes is not None and bucket_bytes + size > max_bytes):
+            bucket, bucket_bytes = [], 0
             buckets.append(bucket)
         bucket.append(index)
-        filling[key] = (bucket, held + size)
+        open_buckets[key] = (bucket, bucket_bytes + size)
     return buckets
 
 
-def unpacked(flat: Tensor, tensors: Sequence[Any]) -> list[Any]:
+def unflatten(flat: Tensor, tensors: Sequence[Any]) -> list[Any]:
     """Views of ``flat`` in the shapes of the tensors."""
     sizes = [tensor.numel() for tensor in tensors]
     return [part.view(tensor.shape) for part, tensor in zip(flat.split(sizes), tensors, strict=True)]

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from flatout.schema.program import Ledger
 
 STATE_PREFIX = "__composable_api"  # prefix of fully_shard's attributes in a module
-MARKS = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
-OF_TORCH = ("torch.distributed.fsdp", "torch.distributed._composable")
-OURS = "flatout.distributed.sharding"
+FSDP_ATTRIBUTES = ("_is_fsdp_managed_module", "_fsdp_use_orig_params")
+FSDP_MODULES = ("torch.distributed.fsdp", "torch.distributed._composable")
+SHARDING_MODULE = "flatout.distributed.sharding"
 
 
 class Formats:
@@ -33,7 +33,7 @@ class Formats:
     """
 
     def __init__(self, torch: ModuleType, sharding: Any, ledger: Ledger) -> None:
-        self.torch, self.sharding, self.mixing = torch, sharding, sharding.mixing
+        self.torch, self.sharding, self.interop = torch, sharding, sharding.interop
         self.depth = 0  # of recursive calls through submodules
         module, optimizer, clip = torch.nn.Module, torch.optim.Optimizer, torch.nn.utils.clip_grad
         ledger.set(module, "state_dict", self._state_dict(module.state_dict))
@@ -42,124 +42,122 @@ class Formats:
         ledger.set(module, "__reduce_ex__", self._reduce(module.__reduce_ex__), new=True)
         ledger.set(optimizer, "state_dict", self._state_dict(optimizer.state_dict))
         ledger.set(optimizer, "load_state_dict", self._load_optimizer(optimizer.load_state_dict))
-        plain = self._plain(clip.clip_grad_norm_)
-        ledger.set(clip, "clip_grad_norm_", plain)
-        ledger.set(torch.nn.utils, "clip_grad_norm_", plain)
+        clip = self._wrap_clip(clip.clip_grad_norm_)
+        ledger.set(clip, "clip_grad_norm_", clip)
+        ledger.set(torch.nn.utils, "clip_grad_norm_", clip)
 
-    def _state_dict(self, really: Callable[..., Any]) -> Callable[..., Any]:
+    def _state_dict(self, original: Callable[..., Any]) -> Callable[..., Any]:
         formats = self
 
-        @wraps(really)
+        @wraps(original)
         def state_dict(owner: object, *args: object, **kwargs: object) -> Any:
             formats.depth += 1
             try:
-                found = really(owner, *args, **kwargs)
+                state = original(owner, *args, **kwargs)
             finally:
                 formats.depth -= 1
             if not formats.depth:
-                formats._make_whole(found)
-            return found
+                formats._make_whole(state)
+            return state
 
         return state_dict
 
-    def _make_whole(self, held: Any) -> None:
+    def _make_whole(self, container: Any) -> None:
         """Replace every sharded tensor in a state by a whole one, one at a time to limit GPU memory."""
-        places = held.items() if isinstance(held, dict) else enumerate(held)
-        made: dict[int, Any] = {}
-        for name, thing in list(places):
-            if self.sharding.holds(thing):
-                if id(thing._local_tensor) not in made:  # tied weights are one tensor
+        entries = container.items() if isinstance(container, dict) else enumerate(container)
+        whole_tensors: dict[int, Any] = {}
+        for name, value in list(entries):
+            if self.sharding.holds(value):
+                if id(value._local_tensor) not in whole_tensors:  # tied weights are one tensor
                     with self.torch.no_grad():
-                        made[id(thing._local_tensor)] = self.mixing.whole(thing).detach().cpu()
-                held[name] = made[id(thing._local_tensor)]
-            elif isinstance(thing, (dict, list)):
-                self._make_whole(thing)
+                        whole_tensors[id(value._local_tensor)] = self.interop.whole(value).detach().cpu()
+                container[name] = whole_tensors[id(value._local_tensor)]
+            elif isinstance(value, (dict, list)):
+                self._make_whole(value)
 
-    def _load_module(self, really: Callable[..., Any]) -> Callable[..., Any]:
+    def _load_module(self, original: Callable[..., Any]) -> Callable[..., Any]:
         formats = self
 
-        @wraps(really)
+        @wraps(original)
         def load_state_dict(
             module: Module, state_dict: Any, strict: bool = True, assign: bool = False
         ) -> Any:
-            divided = any(map(formats.sharding.holds, module.parameters()))
-            return really(
-                module, state_dict, strict, assign and not divided
-            )  # a sharded weight takes the values and stays the same object
+            is_sharded = any(map(formats.sharding.holds, module.parameters()))
+            # a sharded weight takes the values and stays the same object
+            return original(module, state_dict, strict, assign and not is_sharded)
 
         return load_state_dict
 
-    def _load_optimizer(self, really: Callable[..., Any]) -> Callable[..., Any]:
+    def _load_optimizer(self, original: Callable[..., Any]) -> Callable[..., Any]:
         formats = self
 
-        @wraps(really)
+        @wraps(original)
         def load_state_dict(optimizer: Optimizer, state_dict: Any) -> Any:
-            own = [p for group in optimizer.param_groups for p in group["params"]]
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
             numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-            if len(own) != len(numbers) or not any(map(formats.sharding.holds, own)):
-                return really(optimizer, state_dict)
+            if len(parameters) != len(numbers) or not any(map(formats.sharding.holds, parameters)):
+                return original(optimizer, state_dict)
             state = dict(state_dict["state"])
-            for number, p in zip(numbers, own, strict=True):
+            for number, p in zip(numbers, parameters, strict=True):
                 if formats.sharding.holds(p) and isinstance(state.get(number), Mapping):
                     state[number] = formats.sharding.part_of_state(state[number], p)
-            return really(optimizer, {**state_dict, "state": state})
+            return original(optimizer, {**state_dict, "state": state})
 
         return load_state_dict
 
-    def _apply(self, really: Callable[..., Any]) -> Callable[..., Any]:
+    def _apply(self, original: Callable[..., Any]) -> Callable[..., Any]:
         formats = self
 
-        @wraps(really)
+        @wraps(original)
         def apply(module: Module, *args: object, **kwargs: object) -> Any:
             formats.depth += 1
             try:
-                result = really(module, *args, **kwargs)
+                result = original(module, *args, **kwargs)
             finally:
                 formats.depth -= 1
             if not formats.depth:
                 with formats.torch.no_grad():
                     for group in formats.sharding.groups_in(module):
-                        for each in group.fsdp_params:
-                            each.reset_sharded_param()
+                        for parameter in group.fsdp_params:
+                            parameter.reset_sharded_param()
             return result
 
         return apply
 
-    def _reduce(self, really: Callable[..., Any]) -> Callable[..., Any]:
+    def _reduce(self, original: Callable[..., Any]) -> Callable[..., Any]:
         formats = self
 
-        @wraps(really)
+        @wraps(original)
         def reduce_without_ranks(module: Module, protocol: object) -> Any:
-            answer = really(module, protocol)
-            if not isinstance(answer, tuple) or len(answer) < 3 or not isinstance(answer[2], dict):
-                return answer
-            return (*answer[:2], formats._without_ranks(answer[2]), *answer[3:])
+            reduced = original(module, protocol)
+            if not isinstance(reduced, tuple) or len(reduced) < 3 or not isinstance(reduced[2], dict):
+                return reduced
+            return (*reduced[:2], formats._without_ranks(reduced[2]), *reduced[3:])
 
         return reduce_without_ranks
 
-    def _without_ranks(self, held: dict[str, Any]) -> dict[str, Any]:
+    def _without_ranks(self, attributes: dict[str, Any]) -> dict[str, Any]:
         """The state for pickling or copying a module, without the additions of FSDP2 and flatout."""
         state = {
             name: value
-            for name, value in held.items()
-            if not name.startswith(STATE_PREFIX) and name not in MARKS
+            for name, value in attributes.items()
+            if not name.startswith(STATE_PREFIX) and name not in FSDP_ATTRIBUTES
         }
-        found: dict[str, Any] = self.sharding.context.without_hooks(state, _is_ours)
+        found: dict[str, Any] = self.sharding.context.without_hooks(state, _is_flatouts)
         return found
 
-    def _plain(self, really: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
         formats = self
 
-        @wraps(really)
-        def plain(*args: object, **kwargs: object) -> Any:
-            norm = really(*args, **kwargs)
-            return formats.mixing.whole(norm) if formats.sharding.holds(norm) else norm
+        @wraps(original)
+        def clip(*args: object, **kwargs: object) -> Any:
+            norm = original(*args, **kwargs)
+            return formats.interop.whole(norm) if formats.sharding.holds(norm) else norm
 
-        return plain
+        return clip
 
 
-def _is_ours(hook: object) -> bool:
-    """Whether a hook is FSDP2's or flatout's; torch wraps some in an object with the function in ``hook``."""
+def _is_flatouts(hook: object) -> bool:
     function = getattr(hook, "hook", hook)
     module = getattr(function, "__module__", None) or ""
-    return module.startswith(OF_TORCH) or module == OURS
+    return module.startswith(FSDP_MODULES) or module == SHARDING_MODULE

@@ -18,31 +18,31 @@ if TYPE_CHECKING:
     from torch.autograd.function import FunctionCtx
 
 
-def put_together(torch: ModuleType, output: object, part: BatchShare, world: int) -> Any:
+def join_outputs(torch: ModuleType, output: object, local_share: BatchShare, world: int) -> Any:
     """``output`` with the rows of all ranks in each tensor.
 
     Raises CannotDivide for a value without rows per sample, such as a loss.
     """
     from torch.utils._pytree import tree_map_only
 
-    def of(tensor: Tensor) -> Any:
-        rows = Rows.of(list(tensor.shape), part)
+    def join_tensor(tensor: Tensor) -> Any:
+        rows = Rows.of(list(tensor.shape), local_share)
         if rows is None and tensor.requires_grad:
             raise CannotDivide(
                 f"its model returns a tensor of shape {list(tensor.shape)} that has no row for each sample (its own loss?)"
             )
-        return tensor if rows is None else _of_all_ranks(torch, tensor, rows, world)
+        return tensor if rows is None else _gather_rows(torch, tensor, rows, world)
 
-    return tree_map_only(torch.Tensor, of, output)
+    return tree_map_only(torch.Tensor, join_tensor, output)
 
 
-def _of_all_ranks(torch: Any, tensor: Tensor, rows: Rows, world: int) -> Any:
-    sizes = [share(rows.share.samples, rank, world).size * rows.each for rank in range(world)]
+def _gather_rows(torch: Any, tensor: Tensor, rows: Rows, world: int) -> Any:
+    sizes = [share(rows.share.samples, rank, world).size * rows.per_sample for rank in range(world)]
 
-    class Together(torch.autograd.Function):
+    class GatherRows(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: FunctionCtx, mine: Tensor) -> Any:
-            first = mine.detach().movedim(rows.dim, 0).contiguous()
+        def forward(ctx: FunctionCtx, local: Tensor) -> Any:
+            first = local.detach().movedim(rows.dim, 0).contiguous()
             padded = (
                 torch.cat([first, first.new_zeros((max(sizes) - len(first), *first.shape[1:]))])
                 if len(first) < max(sizes)
@@ -55,6 +55,6 @@ def _of_all_ranks(torch: Any, tensor: Tensor, rows: Rows, world: int) -> Any:
 
         @staticmethod
         def backward(ctx: FunctionCtx, gradient: Tensor) -> Any:
-            return rows.of_the_share(gradient)
+            return rows.own_rows(gradient)
 
-    return Together.apply(tensor)
+    return GatherRows.apply(tensor)

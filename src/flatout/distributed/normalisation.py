@@ -18,34 +18,34 @@ if TYPE_CHECKING:
     from flatout.schema.program import Ledger
 
 
-def over_all_ranks(torch: ModuleType, root: Module, ledger: Ledger) -> int:
+def synchronise_batchnorm(torch: ModuleType, root: Module, ledger: Ledger) -> int:
     """Make every batch normalisation of ``root`` that trains use the statistics of all ranks.
 
     Returns their number.
     """
     kind = torch.nn.modules.batchnorm._BatchNorm
-    found = [module for module in root.modules() if isinstance(module, kind)]
-    for module in found:
+    layers = [module for module in root.modules() if isinstance(module, kind)]
+    for module in layers:
         ledger.set(module, "forward", _forward_of(torch, module, module.forward), new=True)
-    return len(found)
+    return len(layers)
 
 
-def _forward_of(torch: ModuleType, module: Module, really: Callable[..., Any]) -> Any:
-    total = _sum_of_ranks(torch)
+def _forward_of(torch: ModuleType, module: Module, original: Callable[..., Any]) -> Any:
+    sum_ranks = _sum_of_ranks(torch)
 
     def forward(x: Tensor) -> Any:
         if not (module.training and torch.is_grad_enabled()):
-            return really(x)
+            return original(x)
         dims = [dim for dim in range(x.dim()) if dim != 1]
-        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
-        count = wide.new_tensor([wide.numel() / wide.shape[1]])
-        sums = total(torch.cat([wide.sum(dims), count]))
+        x32 = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+        count = x32.new_tensor([x32.numel() / x32.shape[1]])
+        sums = sum_ranks(torch.cat([x32.sum(dims), count]))
         n = sums[-1].detach()
         mean = sums[:-1] / n
         shape = [1, -1] + [1] * (x.dim() - 2)
-        centred = wide - mean.view(shape)
-        variance = total(centred.square().sum(dims)) / n
-        _note(torch, module, mean.detach(), variance.detach() * n / (n - 1))
+        centred = x32 - mean.view(shape)
+        variance = sum_ranks(centred.square().sum(dims)) / n
+        _update_running_statistics(torch, module, mean.detach(), variance.detach() * n / (n - 1))
         normed = centred * torch.rsqrt(variance + module.eps).view(shape)
         if module.affine:
             normed = normed * module.weight.view(shape) + module.bias.view(shape)
@@ -54,15 +54,14 @@ def _forward_of(torch: ModuleType, module: Module, really: Callable[..., Any]) -
     return forward
 
 
-def _note(torch: ModuleType, module: Module, mean: Tensor, variance: Tensor) -> None:
-    """Update the running statistics as torch does."""
+def _update_running_statistics(torch: ModuleType, module: Module, mean: Tensor, variance: Tensor) -> None:
     if not module.track_running_stats or module.running_mean is None:
         return
     with torch.no_grad():
         module.num_batches_tracked.add_(1)
-        share = 1.0 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
-        module.running_mean.mul_(1 - share).add_(mean.to(module.running_mean.dtype), alpha=share)
-        module.running_var.mul_(1 - share).add_(variance.to(module.running_var.dtype), alpha=share)
+        momentum = 1.0 / float(module.num_batches_tracked) if module.momentum is None else module.momentum
+        module.running_mean.mul_(1 - momentum).add_(mean.to(module.running_mean.dtype), alpha=momentum)
+        module.running_var.mul_(1 - momentum).add_(variance.to(module.running_var.dtype), alpha=momentum)
 
 
 def _sum_of_ranks(torch: Any) -> Any:

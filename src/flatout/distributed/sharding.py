@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flatout.schema.program import Ledger, TrainingContext
 
 NODE, ALL = "node", "all"
-FEWEST = 2  # ranks on a machine, to shard weights inside it
+MIN_NODE_RANKS = 2  # ranks on a machine, to shard weights inside it
 
 
 class Sharding:
@@ -38,24 +38,24 @@ class Sharding:
         self,
         torch: ModuleType,
         context: TrainingContext,
-        here: RankEnvironment,
+        env: RankEnvironment,
         over: str,
         blocks_of: Callable[[Module], list[Module]],
         ledger: Ledger,
     ) -> None:
-        self.torch, self.context, self.here, self.over, self.blocks_of = torch, context, here, over, blocks_of
+        self.torch, self.context, self.env, self.over, self.blocks_of = (torch, context, env, over, blocks_of)
         self.ledger = ledger
         self.mesh: Any = None
-        self.open: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose layers may be called separately
-        self.opened: list[Any] = []  # modules being called in pieces
-        self.mixing = DTensorInterop(torch, here.world_size, ledger)
+        self.hooked: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose layers may be called separately
+        self.open_calls: list[Any] = []  # modules being called in pieces
+        self.interop = DTensorInterop(torch, env.world_size, ledger)
         self.formats = Formats(torch, self, ledger)
         self._hooks: list[Any] = []
-        ledger.call("hooks of pieces", self._close)
+        ledger.call("hooks of pieces", self._remove_hooks)
 
     def holds(self, parameter: Parameter) -> bool:
         """Whether this weight is sharded."""
-        return self.mixing.is_divided(parameter)
+        return self.interop.is_sharded(parameter)
 
     def shard(self, root: Module) -> None:
         """Shard the weights of a module. Raises CannotDivide.
@@ -64,7 +64,7 @@ class Sharding:
         """
         if all(map(self.holds, root.parameters())):
             return
-        self._refuse(root)
+        self._reject(root)
         self.mesh = self.mesh or self._mesh(next(root.parameters()).device.type)
         for module in [*self._blocks(root), root]:
             if self._state(module) is None:
@@ -73,7 +73,7 @@ class Sharding:
             state = self._state(module)
             if state is not None:
                 state._is_root = None  # the outermost module that runs first becomes the root
-        self._open_pieces(root)
+        self._hook_layers(root)
 
     # -- one module ------------------------------------------------------------------------------------------
 
@@ -81,70 +81,70 @@ class Sharding:
         from torch.distributed.fsdp import fully_shard
 
         kind = type(module)
-        before = [
+        weights = [
             (owner, name, p)
             for owner in module.modules()
             for name, p in owner._parameters.items()
             if p is not None and not self.holds(p)
         ]
-        for p in {id(p): p for _, _, p in before}.values():
+        for p in {id(p): p for _, _, p in weights}.values():
             if not p.is_contiguous():
                 p.data = p.data.contiguous()
         fully_shard(
             module,
             mesh=self.mesh,
             reshard_after_forward=True,
-            ignored_params=set(self._left_whole([p for _, _, p in before])),
+            ignored_params=set(self._unshardable([p for _, _, p in weights])),
         )
         self.ledger.set(module, "__class__", kind)  # FSDP2 makes its own class; its methods are not used here
         for group in self._groups(module):
             group.force_sum_reduction_for_comms = True  # every backend can add
-        self._hooks.append(module.register_forward_hook(self._views_end, prepend=True))  # before FSDP2's own
+        # before FSDP2's own
+        self._hooks.append(module.register_forward_hook(self._clone_views, prepend=True))
         pairs = {
             id(p): (p, owner._parameters[name])
-            for owner, name, p in before
+            for owner, name, p in weights
             if owner._parameters[name] is not p
         }
-        self._in_optimizers(pairs)
-        for whole, divided in pairs.values():
+        self._replace_in_optimizers(pairs)
+        for whole, sharded in pairs.values():
             if whole.grad is not None:
-                divided.grad = self.mixing.part_of(whole.grad, divided)
+                sharded.grad = self.interop.part_of(whole.grad, sharded)
                 whole.grad = None
             for name, value in vars(whole).items():
-                vars(divided).setdefault(name, value)
-            self.mixing.stand_in(whole, divided)
+                vars(sharded).setdefault(name, value)
+            self.interop.stand_in(whole, sharded)
 
-    def _left_whole(self, parameters: list[Any]) -> list[Any]:
+    def _unshardable(self, parameters: list[Any]) -> list[Any]:
         """Parameters that FSDP2 does not support: scalars, and all dtypes except the most frequent one."""
-        kinds: dict[Any, int] = {}
+        counts: dict[Any, int] = {}
         for p in parameters:
-            kinds[p.dtype] = kinds.get(p.dtype, 0) + (p.numel() if p.dim() and p.is_floating_point() else 0)
-        largest = max(kinds, key=lambda dtype: kinds[dtype], default=None)
+            counts[p.dtype] = counts.get(p.dtype, 0) + (p.numel() if p.dim() and p.is_floating_point() else 0)
+        largest = max(counts, key=lambda dtype: counts[dtype], default=None)
         return [p for p in parameters if not p.dim() or p.dtype != largest or not p.is_floating_point()]
 
-    def _in_optimizers(self, pairs: dict[int, tuple[Any, Any]]) -> None:
-        """Replace the whole weights in the optimizers by the sharded ones, including their state."""
+    def _replace_in_optimizers(self, pairs: dict[int, tuple[Any, Any]]) -> None:
         for optimizer in self.context.optimizers:
             for group in optimizer.param_groups:
                 group["params"][:] = [pairs[id(p)][1] if id(p) in pairs else p for p in group["params"]]
                 if len({self.holds(p) for p in group["params"]}) > 1 and group.get("fused"):
                     group["fused"] = False  # one kernel cannot take both kinds
-            remembered = list(optimizer.state.items())
+            states = list(optimizer.state.items())
             optimizer.state.clear()  # keep the order
-            for p, state in remembered:
-                divided = pairs[id(p)][1] if id(p) in pairs else None
-                optimizer.state[p if divided is None else divided] = (
-                    state if divided is None else self.part_of_state(state, divided)
+            for p, state in states:
+                sharded = pairs[id(p)][1] if id(p) in pairs else None
+                optimizer.state[p if sharded is None else sharded] = (
+                    state if sharded is None else self.part_of_state(state, sharded)
                 )
 
-    def part_of_state(self, state: dict[str, Any], divided: DTensor) -> dict[str, Any]:
+    def part_of_state(self, state: dict[str, Any], sharded: DTensor) -> dict[str, Any]:
         """The optimizer state of a weight, sharded like it; values of another shape stay whole."""
         tensor = self.torch.Tensor
         return {
-            name: self.mixing.part_of(value, divided)
+            name: self.interop.part_of(value, sharded)
             if isinstance(value, tensor)
             and value.dim()
-            and value.shape == divided.shape
+            and value.shape == sharded.shape
             and not self.holds(value)
             else value
             for name, value in state.items()
@@ -152,7 +152,7 @@ class Sharding:
 
     # -- what to shard, and over which ranks -----------------------------------------------------------------
 
-    def _refuse(self, root: Module) -> None:
+    def _reject(self, root: Module) -> None:
         for name, p in root.named_parameters():
             if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
                 raise CannotDivide(
@@ -178,16 +178,16 @@ class Sharding:
     def _mesh(self, device_type: str) -> Any:
         from torch.distributed.device_mesh import DeviceMesh
 
-        here, ranks = self.here, self.torch.arange(self.here.world_size)
+        env, ranks = self.env, self.torch.arange(self.env.world_size)
         if (
             self.over == ALL
-            or here.local_world_size >= here.world_size
-            or here.local_world_size < FEWEST
-            or here.world_size % here.local_world_size
+            or env.local_world_size >= env.world_size
+            or env.local_world_size < MIN_NODE_RANKS
+            or env.world_size % env.local_world_size
         ):
             return DeviceMesh(device_type, ranks, mesh_dim_names=("shard",))
         return DeviceMesh(
-            device_type, ranks.view(-1, here.local_world_size), mesh_dim_names=("replicate", "shard")
+            device_type, ranks.view(-1, env.local_world_size), mesh_dim_names=("replicate", "shard")
         )
 
     @staticmethod
@@ -215,47 +215,47 @@ class Sharding:
 
     # -- a model that is called in pieces --------------------------------------------------------------------
 
-    def _open_pieces(self, root: Module) -> None:
+    def _hook_layers(self, root: Module) -> None:
         """Gather the weights also for a layer called outside its sharded module (``model.decoder(z)``)."""
         for module in root.modules():
-            groups = [] if module in self.open else self._groups(module)
-            self.open.add(module)
+            groups = [] if module in self.hooked else self._groups(module)
+            self.hooked.add(module)
             holders: Iterable[Any] = {
-                id(held): held
+                id(owner): owner
                 for group in groups
-                for each in group.fsdp_params
-                for held in (each._module_info.module, *each._module_info.shared_modules)
+                for parameter in group.fsdp_params
+                for owner in (parameter._module_info.module, *parameter._module_info.shared_modules)
             }.values()
-            for held in holders:
-                if held is not module:
+            for owner in holders:
+                if owner is not module:
                     self._hooks.append(
-                        held.register_forward_pre_hook(
-                            self._piece_begins(self._state(module), groups), with_kwargs=True
+                        owner.register_forward_pre_hook(
+                            self._before_layer(self._state(module), groups), with_kwargs=True
                         )
                     )
                     self._hooks.append(
-                        held.register_forward_hook(self._piece_ends(self._state(module)), always_call=True)
+                        owner.register_forward_hook(self._after_layer(self._state(module)), always_call=True)
                     )
 
-    def _piece_begins(self, state: Any, groups: list[Any]) -> Any:
-        def begins(module: Module, args: object, kwargs: object) -> Any:
+    def _before_layer(self, state: Any, groups: list[Any]) -> Any:
+        def pre_hook(module: Module, args: object, kwargs: object) -> Any:
             if not any(group.is_sharded for group in groups):
                 return None
-            self.opened.append(module)
+            self.open_calls.append(module)
             return state._pre_forward(module, args, kwargs)
 
-        return begins
+        return pre_hook
 
-    def _piece_ends(self, state: Any) -> Any:
-        def ends(module: Module, args: object, output: object) -> Any:
-            if not self.opened or self.opened[-1] is not module:
+    def _after_layer(self, state: Any) -> Any:
+        def hook(module: Module, args: object, output: object) -> Any:
+            if not self.open_calls or self.open_calls[-1] is not module:
                 return None
-            self.opened.pop()
-            return state._post_forward(module, args, self._views_end(module, args, output))
+            self.open_calls.pop()
+            return state._post_forward(module, args, self._clone_views(module, args, output))
 
-        return ends
+        return hook
 
-    def _views_end(self, module: Module, args: object, output: object) -> Any:
+    def _clone_views(self, module: Module, args: object, output: object) -> Any:
         """Clone output views. FSDP2 detects the backward pass by a hook on a module's output.
 
         A view loses the hook when a script changes it in place.
@@ -266,7 +266,7 @@ class Sharding:
             self.torch.Tensor, lambda t: t.clone() if t.requires_grad and t._base is not None else t, output
         )
 
-    def _close(self) -> None:
+    def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -38,18 +38,18 @@ def share(samples: int, rank: int, world: int) -> BatchShare:
     """The share of a batch for ``rank`` of ``world``."""
     if samples < world:
         return BatchShare(samples, 0, samples, 1.0 if rank == 0 else 0.0)
-    each, more = divmod(samples, world)
-    start = rank * each + min(rank, more)
-    stop = start + each + (rank < more)
+    base, remainder = divmod(samples, world)
+    start = rank * base + min(rank, remainder)
+    stop = start + base + (rank < remainder)
     return BatchShare(samples, start, stop, (stop - start) / samples)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """The location of a share's samples in a shape: ``each`` entries per sample along ``dim``."""
+    """The location of a share's samples in a shape: ``per_sample`` entries per sample along ``dim``."""
 
     dim: int
-    each: int
+    per_sample: int
     share: BatchShare
 
     @classmethod
@@ -59,21 +59,24 @@ class Rows:
         Otherwise the first one, if samples were flattened into it (heads, tokens).
         """
         # The rule of agent/batches.batch_dimension plus one case; the package distributed may not import agent.
-        found = [dim for dim, size in enumerate(shape) if size == share.size]
-        if found and (found[0] == 0 or len(found) == 1):
-            return cls(found[0], 1, share)
-        if not found and shape and share.size > 1 and shape[0] and shape[0] % share.size == 0:
+        dims = [dim for dim, size in enumerate(shape) if size == share.size]
+        if dims and (dims[0] == 0 or len(dims) == 1):
+            return cls(dims[0], 1, share)
+        if not dims and shape and share.size > 1 and shape[0] and shape[0] % share.size == 0:
             return cls(0, shape[0] // share.size, share)
         return None
 
-    def whole(self, shape: Sequence[int]) -> list[int]:
-        return [self.share.samples * self.each if dim == self.dim else size for dim, size in enumerate(shape)]
+    def whole_shape(self, shape: Sequence[int]) -> list[int]:
+        return [
+            self.share.samples * self.per_sample if dim == self.dim else size
+            for dim, size in enumerate(shape)
+        ]
 
-    def of_the_share(self, tensor: Tensor) -> Any:
-        return tensor.narrow(self.dim, self.share.start * self.each, self.share.size * self.each)
+    def own_rows(self, tensor: Tensor) -> Any:
+        return tensor.narrow(self.dim, self.share.start * self.per_sample, self.share.size * self.per_sample)
 
 
-class DividedBatches:
+class SplitBatches:
     """Replaces the sampler of a DataLoader's iterator."""
 
     def __init__(self, batches: Any, rank: int, world: int) -> None:
@@ -82,25 +85,25 @@ class DividedBatches:
     def __len__(self) -> int:
         return len(self.batches)
 
-    def __iter__(self) -> DividedIterator:
-        return DividedIterator(iter(self.batches), self.rank, self.world)
+    def __iter__(self) -> SplitIterator:
+        return SplitIterator(iter(self.batches), self.rank, self.world)
 
 
-class DividedIterator:
-    """``drawn``: the shares of batches that were drawn and not yet consumed.
+class SplitIterator:
+    """``shares``: the shares of batches that were drawn and not yet consumed.
 
     Workers prefetch and deliver in order.
     """
 
     def __init__(self, batches: Iterator[Any], rank: int, world: int) -> None:
         self.batches, self.rank, self.world = batches, rank, world
-        self.drawn: deque[BatchShare] = deque()
+        self.shares: deque[BatchShare] = deque()
 
-    def __iter__(self) -> DividedIterator:
+    def __iter__(self) -> SplitIterator:
         return self
 
     def __next__(self) -> Any:
         batch = next(self.batches)
         part = share(len(batch), self.rank, self.world)
-        self.drawn.append(part)
+        self.shares.append(part)
         return batch[part.start : part.stop]

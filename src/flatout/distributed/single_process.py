@@ -32,12 +32,12 @@ def one_device(torch: ModuleType, ledger: Ledger) -> None:
         self: object, module: Module, device_ids: Any = None, output_device: object = None, dim: int = 0
     ) -> None:
         if torch.cuda.is_available():
-            named = [
-                torch.device("cuda", one) if isinstance(one, int) else torch.device(one)
-                for one in device_ids or ()
+            devices = [
+                torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+                for device in device_ids or ()
             ]
-            there = [one for one in named if (one.index or 0) < torch.cuda.device_count()]
-            device_ids, output_device = [there[0] if there else torch.cuda.current_device()], None
+            visible = [device for device in devices if (device.index or 0) < torch.cuda.device_count()]
+            device_ids, output_device = [visible[0] if visible else torch.cuda.current_device()], None
         init(self, module, device_ids, output_device, dim)
 
     ledger.set(kind, "__init__", init_on_one_device)
@@ -48,27 +48,27 @@ def one_process(torch: ModuleType, ledger: Ledger) -> None:
     distributed = torch.distributed
     if not distributed.is_available():
         return
-    really = distributed.init_process_group
+    original = distributed.init_process_group
 
-    @wraps(really)
+    @wraps(original)
     def init_process_group(*args: object, **kwargs: object) -> Any:
         raise CannotDivide(
             "the script parallelises itself (it calls torch.distributed.init_process_group): remove --procs"
         )
 
-    init_process_group.flatout_really = really  # type: ignore[attr-defined]
+    init_process_group.flatout_original = original  # type: ignore[attr-defined]
     for owner in (distributed, distributed.distributed_c10d):
         ledger.set(owner, "init_process_group", init_process_group)
 
 
-def for_ourselves(torch: ModuleType) -> Callable[..., Any]:
+def original_init_process_group(torch: ModuleType) -> Callable[..., Any]:
     """torch's own ``init_process_group``."""
-    now = torch.distributed.init_process_group
-    really: Callable[..., Any] = getattr(now, "flatout_really", now)
-    return really
+    current = torch.distributed.init_process_group
+    original: Callable[..., Any] = getattr(current, "flatout_original", current)
+    return original
 
 
-def must_be_the_rank(torch: ModuleType) -> None:
+def reject_child_process(torch: ModuleType) -> None:
     """Raises CannotDivide in a process that the script has started: every rank would start such processes."""
     if torch.multiprocessing.parent_process() is not None:
         raise CannotDivide("the script trains in processes that it starts itself: remove --procs")

@@ -23,16 +23,16 @@ class Streams:
     They hold one stream while the other waits.
 
     If batches come from a DataLoader, the script draws from its own stream, except inside ``common``
-    (``part`` begins this). If it draws its batches itself, it draws from the common stream, except inside
+    (``use_own`` begins this). If it draws its batches itself, it draws from the common stream, except inside
     ``own``.
     """
 
     def __init__(self, torch: ModuleType, rank: int) -> None:
         self.torch, self.rank = torch, rank
-        self._waiting: dict[int, Any] = {}  # by generator, the state of the inactive stream
+        self._inactive_states: dict[int, Any] = {}  # by generator, the state of the inactive stream
         self._in_own = False
 
-    def part(self) -> None:
+    def use_own(self) -> None:
         """From now on the script draws from the rank's own stream."""
         if not self._in_own:
             self._swap(to_own=True)
@@ -40,17 +40,17 @@ class Streams:
     @contextmanager
     def common(self) -> Iterator[None]:
         """Draw from the common stream, equally on every rank."""
-        with self._held(own=False):
+        with self._active(own=False):
             yield
 
     @contextmanager
     def own(self) -> Iterator[None]:
         """Draw from this rank's own stream."""
-        with self._held(own=True):
+        with self._active(own=True):
             yield
 
     @contextmanager
-    def _held(self, own: bool) -> Iterator[None]:
+    def _active(self, own: bool) -> Iterator[None]:
         if own == self._in_own:
             yield
             return
@@ -61,15 +61,15 @@ class Streams:
             self._swap(not own)
 
     def _swap(self, to_own: bool) -> None:
-        for at, generator in enumerate(self._generators()):
-            now = generator.get_state()
-            if at in self._waiting:
-                generator.set_state(self._waiting[at])
+        for i, generator in enumerate(self._generators()):
+            state = generator.get_state()
+            if i in self._inactive_states:
+                generator.set_state(self._inactive_states[i])
             elif to_own:
                 generator.manual_seed(offset(generator.initial_seed(), self.rank))
             else:
                 continue  # a device first used since the last swap
-            self._waiting[at] = now
+            self._inactive_states[i] = state
         self._in_own = to_own
 
     def _generators(self) -> list[Any]:
@@ -84,17 +84,17 @@ class HostStreams:
     a data set draws nothing in its first fetches, it is not checked again.
     """
 
-    FETCHES = 8
+    CHECKED_FETCHES = 8
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self._own: Any = None
         self._fetches = 0
-        self._draws = False
+        self._uses_rng = False
 
     @contextmanager
     def own(self) -> Iterator[None]:
-        if self._fetches >= self.FETCHES and not self._draws:
+        if self._fetches >= self.CHECKED_FETCHES and not self._uses_rng:
             yield
             return
         self._fetches += 1
@@ -105,9 +105,9 @@ class HostStreams:
         try:
             yield
         finally:
-            now = _state()
-            self._draws = self._draws or not _same(now, self._own)
-            self._own = now
+            state = _state()
+            self._uses_rng = self._uses_rng or not _same(state, self._own)
+            self._own = state
             _set_state(common)
 
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn.parallel import DistributedDataParallel
 
-AFTER = 100  # uncompressed passes before PowerSGD; the published code has none, torch's hook 1,000
-RANK = 2
+WARM_UP_PASSES = 100  # uncompressed passes before PowerSGD; the published code has none, torch's hook 1,000
+POWERSGD_RANK = 2
 NO_NUMPY = "torch's PowerSGD draws its first matrices with NumPy, which is not installed"
 CommHook = tuple[Any, Callable[[Any, Any], Any]]  # the state and the function that `register_comm_hook` takes
 
@@ -34,8 +34,8 @@ class Transport:
     """
 
     kind: str = "plain"
-    rank: int = RANK
-    after: int = AFTER
+    rank: int = POWERSGD_RANK
+    after: int = WARM_UP_PASSES
     bucket_bytes: int | None = 25 * 2**20  # the default of torch's DistributedDataParallel
 
     @classmethod
@@ -57,9 +57,8 @@ class Transport:
         state = powerSGD_hook.PowerSGDState(
             group, matrix_approximation_rank=self.rank, start_powerSGD_iter=self.after
         )
-        return state, lambda state, bucket: one_by_one(
-            state, bucket
-        )  # torch rejects the annotation of a bucket
+        # torch rejects the annotation of a bucket
+        return state, lambda state, bucket: powersgd_blocking(state, bucket)
 
     def register(self, torch: ModuleType, ddp: DistributedDataParallel) -> None:
         """Register the hook with a script's module, for the rest of its life: torch cannot remove one."""
@@ -68,7 +67,7 @@ class Transport:
         ddp._comm_hooks.pop()  # a pickled module must not contain flatout's hook
 
 
-def one_by_one(state: Any, bucket: Any) -> Any:
+def powersgd_blocking(state: Any, bucket: Any) -> Any:
     """torch's PowerSGD, which starts its second collective on a thread of the backend.
 
     With several buckets under way, gloo would start them in another order on each rank, and wait forever.

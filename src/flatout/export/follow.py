@@ -19,9 +19,9 @@ from flatout.export.trackers import TRACKERS, Tracker
 from flatout.measure.clock import seconds, sleep
 from flatout.schema.run_summary import FAILED, LIVE, RunSummary
 
-LOOK_S = 0.5
+POLL_S = 0.5
 GRACE_S = 3.0  # for the last lines, after the program is gone
-LONGEST_S = 120.0  # for the tracker to take the rest and to close
+CLOSE_TIMEOUT_S = 120.0  # for the tracker to take the rest and to close
 
 
 class Follower:
@@ -30,27 +30,27 @@ class Follower:
     def __init__(self, folder: Path, tracker: Tracker) -> None:
         self.folder, self.tracker = folder, tracker
         self.files: dict[int, TextIO] = {}
-        self.parts: dict[int, str] = {}
+        self.partial_lines: dict[int, str] = {}
         self.ended: set[int] = set()
         self.failures = 0
 
-    def look(self) -> int:
+    def forward_new_lines(self) -> int:
         """Pass on what is new; return the number of lines."""
         for path in self.folder.glob("rank*.jsonl"):
             rank = int(path.stem.removeprefix("rank"))
             if rank not in self.files:
                 self.files[rank] = path.open(encoding="utf-8")
-        found = 0
+        count = 0
         for rank, file in self.files.items():
-            text = self.parts.pop(rank, "") + file.read()
-            *lines, rest = text.split("\n")
-            self.parts[rank] = rest  # an incomplete line
+            text = self.partial_lines.pop(rank, "") + file.read()
+            *lines, partial = text.split("\n")
+            self.partial_lines[rank] = partial  # an incomplete line
             for line in lines:
-                found += 1
-                self._pass_on(rank, json.loads(line))
-        return found
+                count += 1
+                self._forward(rank, json.loads(line))
+        return count
 
-    def _pass_on(self, rank: int, data: dict[str, Any]) -> None:
+    def _forward(self, rank: int, data: dict[str, Any]) -> None:
         try:
             if "end" in data:
                 self.ended.add(rank)
@@ -61,26 +61,28 @@ class Follower:
         except Exception as error:  # the tracker's own; what comes later may arrive
             self.failures += 1
             if self.failures == 1:
-                _say(f"{type(self.tracker).__name__} did not take a figure ({type(error).__name__}: {error})")
+                _report(
+                    f"{type(self.tracker).__name__} did not take a figure ({type(error).__name__}: {error})"
+                )
 
     def run(self, pid: int) -> None:
-        threading.Thread(target=_give_up, args=(pid,), daemon=True).start()
-        gone_s: float | None = None
-        while gone_s is None or seconds() < gone_s + GRACE_S:
-            self.look()
+        threading.Thread(target=_exit_when_overdue, args=(pid,), daemon=True).start()
+        ended_s: float | None = None
+        while ended_s is None or seconds() < ended_s + GRACE_S:
+            self.forward_new_lines()
             if self.files and self.ended >= self.files.keys():
                 break
-            if gone_s is None and not _alive(pid):
-                gone_s = seconds()
-            sleep(LOOK_S)
-        self.look()
+            if ended_s is None and not _is_running(pid):
+                ended_s = seconds()
+            sleep(POLL_S)
+        self.forward_new_lines()
         try:
             self.tracker.close()
         except Exception as error:
-            _say(f"{type(self.tracker).__name__} did not close ({type(error).__name__}: {error})")
+            _report(f"{type(self.tracker).__name__} did not close ({type(error).__name__}: {error})")
 
 
-def _alive(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -90,16 +92,15 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def _give_up(pid: int) -> None:
-    """End this process some time after the program, even if the tracker's client waits for an answer."""
-    while _alive(pid):
-        sleep(LOOK_S)
-    sleep(LONGEST_S)
-    _say(f"the tracker did not answer within {LONGEST_S:.0f} s")
+def _exit_when_overdue(pid: int) -> None:
+    while _is_running(pid):
+        sleep(POLL_S)
+    sleep(CLOSE_TIMEOUT_S)
+    _report(f"the tracker did not answer within {CLOSE_TIMEOUT_S:.0f} s")
     os._exit(1)
 
 
-def _say(sentence: str) -> None:
+def _report(sentence: str) -> None:
     sys.stderr.write(f"{FAILED}{sentence}; the training is not affected\n")
     sys.stderr.flush()
 
@@ -110,7 +111,7 @@ def main() -> None:
     try:
         tracker = TRACKERS[name](target, folder, command)
     except Exception as error:
-        _say(f"{name} cannot be started ({type(error).__name__}: {error})")
+        _report(f"{name} cannot be started ({type(error).__name__}: {error})")
         return
     Follower(folder, tracker).run(pid)
 

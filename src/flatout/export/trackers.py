@@ -73,8 +73,8 @@ class WeightsAndBiases:
         )
 
     def log(self, rank: int, step: int, figures: Mapping[str, float]) -> None:
-        named = {f"{PREFIX}/rank{rank}/{name}": value for name, value in figures.items()}
-        self.run.log({**named, f"{PREFIX}/rank{rank}/step": step})
+        metrics = {f"{PREFIX}/rank{rank}/{name}": value for name, value in figures.items()}
+        self.run.log({**metrics, f"{PREFIX}/rank{rank}/step": step})
 
     def finish(self, record: RunSummary) -> None:
         for name in ("steps", "steps_per_s", "samples_per_s", "data_wait", "peak_memory_bytes", "limited_by"):

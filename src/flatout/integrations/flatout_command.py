@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Jupyter and CI set these for colours. The command would also redraw its progress, as in a terminal.
-LIKE_A_TERMINAL = ("FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS")
+TERMINAL_VARIABLES = ("FORCE_COLOR", "CLICOLOR_FORCE", "PY_COLORS")
 
 
 @dataclass(frozen=True)
-class Finished:
+class CommandResult:
     """How the command ended. ``err`` is empty if it was joined with ``out``."""
 
     code: int
@@ -22,7 +22,7 @@ class Finished:
     err: str
 
 
-def run_flatout(words: Sequence[str], folder: Path) -> Finished:
+def run_flatout(words: Sequence[str], folder: Path) -> CommandResult:
     """Run `flatout WORDS` in a folder."""
     with _start(words, folder, subprocess.PIPE) as process:
         try:
@@ -30,22 +30,22 @@ def run_flatout(words: Sequence[str], folder: Path) -> Finished:
         except BaseException:
             _stop(process)
             raise
-    return Finished(process.returncode, out, err)
+    return CommandResult(process.returncode, out, err)
 
 
-def show_flatout(words: Sequence[str], folder: Path, line: Callable[[str], None]) -> Finished:
-    """The same; ``line`` receives each line of both outputs at once."""
-    found = []
+def stream_flatout(words: Sequence[str], folder: Path, on_line: Callable[[str], None]) -> CommandResult:
+    """The same; ``on_line`` receives each line of both outputs at once."""
+    lines = []
     with _start(words, folder, subprocess.STDOUT) as process:
         assert process.stdout is not None
         try:
             for text in process.stdout:
-                found.append(text)
-                line(text)
+                lines.append(text)
+                on_line(text)
         except BaseException:
             _stop(process)
             raise
-    return Finished(process.returncode, "".join(found), "")
+    return CommandResult(process.returncode, "".join(lines), "")
 
 
 def _start(words: Sequence[str], folder: Path, errors: int) -> subprocess.Popen[str]:
@@ -53,7 +53,7 @@ def _start(words: Sequence[str], folder: Path, errors: int) -> subprocess.Popen[
     return subprocess.Popen(
         [sys.executable, "-u", "-P", "-m", "flatout", *words],
         cwd=folder,
-        env={name: value for name, value in os.environ.items() if name not in LIKE_A_TERMINAL},
+        env={name: value for name, value in os.environ.items() if name not in TERMINAL_VARIABLES},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=errors,

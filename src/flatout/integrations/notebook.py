@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from flatout.integrations.flatout_command import show_flatout
+from flatout.integrations.flatout_command import stream_flatout
 from flatout.integrations.notebook_script import script_of
 
 PAGES = {"profile": "profile.html", "tune": "report.html", "memory": "memory.html"}
@@ -26,7 +26,7 @@ USAGE = f"write `%%flatout {'|'.join(PAGES)} [options]` above the code of a trai
 def load_ipython_extension(shell: Any) -> None:
     """Called by `%load_ext flatout`."""
     magic = FlatoutMagic(shell)
-    shell.events.register("post_run_cell", magic.ran)
+    shell.events.register("post_run_cell", magic.record_failure)
     shell.register_magic_function(magic.run, "cell", "flatout")
 
 
@@ -52,7 +52,7 @@ class FlatoutMagic:
         self.shell = shell
         self.failed: set[int] = set()
 
-    def ran(self, result: Any) -> None:
+    def record_failure(self, result: Any) -> None:
         """Remember cells that failed: the script leaves them out."""
         if not result.success and result.execution_count is not None:
             self.failed.add(result.execution_count)
@@ -63,10 +63,10 @@ class FlatoutMagic:
         path = self._script(cell)
         folder = path.with_suffix("")
         options = ["--job", str(folder), *(["--no-write"] if words[0] == "tune" else []), *words[1:]]
-        done = show_flatout([words[0], *options, sys.executable, str(path)], Path.cwd(), _show)
-        if done.code:
+        result = stream_flatout([words[0], *options, sys.executable, str(path)], Path.cwd(), _show)
+        if result.code:
             raise _usage(
-                f"`flatout {words[0]}` ended with exit code {done.code}; its message is above. The script is {path}."
+                f"`flatout {words[0]}` ended with exit code {result.code}; its message is above. The script is {path}."
             )
         return Page(folder / PAGES[words[0]])
 

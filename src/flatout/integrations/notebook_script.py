@@ -18,25 +18,25 @@ DEFINED_BY_IPYTHON = {
 
 
 def script_of(
-    earlier: Iterable[tuple[int, str]], cell: str, number: int, translated: Callable[[str], str]
+    earlier: Iterable[tuple[int, str]], cell: str, cell_count: int, translate: Callable[[str], str]
 ) -> str:
-    """Return the script of a cell. ``earlier`` are (number, source) of cells; ``translated`` is IPython's.
+    """Return the script of a cell. ``earlier`` are (number, source) of cells; ``translate`` is IPython's.
 
     Raises SyntaxError if ``cell`` is not Python.
     """
     parts, future = [], list[str]()
-    for at, source in [*earlier, (number, cell)]:
+    for count, source in [*earlier, (cell_count, cell)]:
         text = _without_cell_magic(source)
-        if at != number and (not text.strip() or text.strip() == cell.strip()):
+        if count != cell_count and (not text.strip() or text.strip() == cell.strip()):
             continue
         try:
-            plain, features = _plain(translated(text))
+            code, features = _strip_ipython(translate(text))
         except SyntaxError:
-            if at == number:
+            if count == cell_count:
                 raise
             continue  # it failed in the notebook, too
         future += features
-        parts.append(f"# {f'In [{at}]' if at != number else 'this cell'}\n{plain.rstrip()}\n")
+        parts.append(f"# {f'In [{count}]' if count != cell_count else 'this cell'}\n{code.rstrip()}\n")
     body = "\n".join(parts)
     imports = [line for name, line in DEFINED_BY_IPYTHON.items() if name in body]
     head = [f"from __future__ import {name}" for name in dict.fromkeys(future)]
@@ -50,8 +50,7 @@ def _without_cell_magic(source: str) -> str:
     return rest if first.split()[0] in RUNS_ITS_BODY else ""
 
 
-def _plain(source: str) -> tuple[str, Sequence[str]]:
-    """Return the source without calls of IPython and imports from ``__future__``, and the names of these."""
+def _strip_ipython(source: str) -> tuple[str, Sequence[str]]:
     lines, future = source.splitlines(), list[str]()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ImportFrom) and node.module == "__future__":
@@ -66,10 +65,10 @@ def _plain(source: str) -> tuple[str, Sequence[str]]:
 
 def _calls_ipython(node: ast.AST) -> bool:
     return any(
-        isinstance(each, ast.Call)
-        and isinstance(each.func, ast.Attribute)
-        and isinstance(each.func.value, ast.Call)
-        and isinstance(each.func.value.func, ast.Name)
-        and each.func.value.func.id == "get_ipython"
-        for each in ast.walk(node)
+        isinstance(child, ast.Call)
+        and isinstance(child.func, ast.Attribute)
+        and isinstance(child.func.value, ast.Call)
+        and isinstance(child.func.value.func, ast.Name)
+        and child.func.value.func.id == "get_ipython"
+        for child in ast.walk(node)
     )

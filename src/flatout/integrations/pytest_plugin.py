@@ -31,7 +31,7 @@ OPTIONS = {  # of the marker, and of `flatout compare`
 }
 GATES = ("max_slowdown", "max_memory", "losses")
 FOLDER = Path(".flatout") / "tests"
-SAVED = pytest.StashKey[list[str]]()
+STORED_LINES = pytest.StashKey[list[str]]()
 
 
 class CannotTell(pytest.PytestWarning):
@@ -45,7 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[SAVED] = []
+    config.stash[STORED_LINES] = []
     config.addinivalue_line(
         "markers",
         "flatout(max_slowdown='3%', max_memory='2GB', losses='bits', baseline='main', budget='5m', pairs=6, "
@@ -54,7 +54,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    for line in config.stash[SAVED]:
+    for line in config.stash[STORED_LINES]:
         terminalreporter.write_line(line)
 
 
@@ -69,15 +69,13 @@ def flatout_compare(request: pytest.FixtureRequest) -> Callable[[str | Sequence[
 
 
 class _Comparison:
-    """The comparison of one test with its baseline."""
-
     def __init__(self, request: pytest.FixtureRequest) -> None:
         self.config, self.nodeid = request.config, request.node.nodeid
         marker = request.node.get_closest_marker("flatout")
         self.limits: Mapping[str, Any] = marker.kwargs if marker is not None else {}
-        known = {*OPTIONS, "baseline", "any_machine"}
-        if marker is not None and (marker.args or not known.issuperset(self.limits)):
-            pytest.fail(f"the marker flatout takes only the keywords {', '.join(sorted(known))}.", False)
+        accepted = {*OPTIONS, "baseline", "any_machine"}
+        if marker is not None and (marker.args or not accepted.issuperset(self.limits)):
+            pytest.fail(f"the marker flatout takes only the keywords {', '.join(sorted(accepted))}.", False)
         if not set(GATES) & set(self.limits):
             pytest.fail(
                 f"{self.nodeid} has no limit, so it cannot fail. Add @pytest.mark.flatout(max_slowdown='3%').",
@@ -99,13 +97,15 @@ class _Comparison:
             record = self._record(
                 [*options, *self._options("budget", "pairs"), "--save", self.baseline], words
             )
-            self.config.stash[SAVED].append(f"flatout: stored baseline {self.baseline} of {self.nodeid}")
+            self.config.stash[STORED_LINES].append(
+                f"flatout: stored baseline {self.baseline} of {self.nodeid}"
+            )
             return record
         machine = ["--any-machine"] if self.limits.get("any_machine") else []
         record = self._record(
             [*options, *machine, *self._options(*OPTIONS), "--baseline", self.baseline], words
         )
-        self._judge(record)
+        self._check_gates(record)
         return record
 
     def _options(self, *names: str) -> list[str]:
@@ -121,16 +121,16 @@ class _Comparison:
         from flatout.integrations.flatout_command import run_flatout
         from flatout.schema.errors import NoBaseline
 
-        done = run_flatout(["compare", *options, *words], self.config.rootpath)
-        if done.code == NoBaseline.exit_code:
-            why = done.err.strip().removeprefix("flatout: ").partition(". ")[0]
+        result = run_flatout(["compare", *options, *words], self.config.rootpath)
+        if result.code == NoBaseline.exit_code:
+            why = result.err.strip().removeprefix("flatout: ").partition(". ")[0]
             pytest.skip(f"{why}. `pytest {SAVE} {shlex.quote(self.nodeid)}` stores one.")
-        if not done.out.startswith("{"):
-            pytest.fail(f"`flatout compare` failed (exit code {done.code}).\n{done.err.strip()}", False)
-        record: dict[str, Any] = json.loads(done.out)
+        if not result.out.startswith("{"):
+            pytest.fail(f"`flatout compare` failed (exit code {result.code}).\n{result.err.strip()}", False)
+        record: dict[str, Any] = json.loads(result.out)
         return record
 
-    def _judge(self, record: Mapping[str, Any]) -> None:
+    def _check_gates(self, record: Mapping[str, Any]) -> None:
         gates = [
             (gate["verdict"], f"gate on {gate['name']}: {gate['verdict']}: {gate['why']}.")
             for gate in record["gates"]
@@ -138,8 +138,8 @@ class _Comparison:
         if any(verdict == "failed" for verdict, _ in gates):
             page = self.config.rootpath / FOLDER / self.name / "compare.html"
             notes = [f"note: {note}." for note in record["notes"]]
-            lines = [*(said for _, said in gates), *notes, f"chart: {page}"]
+            lines = [*(message for _, message in gates), *notes, f"chart: {page}"]
             pytest.fail("\n".join(lines), False)
-        for verdict, said in gates:
+        for verdict, message in gates:
             if verdict == "cannot tell":
-                warnings.warn(CannotTell(f"{self.nodeid}: {said}"), stacklevel=3)
+                warnings.warn(CannotTell(f"{self.nodeid}: {message}"), stacklevel=3)

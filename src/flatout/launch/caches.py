@@ -19,21 +19,21 @@ from flatout.job.trust import distrusted, own_cache
 
 def private_caches(environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Return the environment variables for the program, and a sentence about each."""
-    found, said = {}, []
-    for variable, folder in _usual(environment).items():
+    variables, messages = {}, []
+    for variable, folder in _default_folders(environment).items():
         why = "" if variable in environment else distrusted(folder, group=True)
         if why:
-            found[variable] = str(own_cache(variable.lower().removesuffix("_dir"), environment))
-            said.append(f"ignoring the compiler cache in {folder}: {why}. Using {found[variable]}")
-    return found, said
+            variables[variable] = str(own_cache(variable.lower().removesuffix("_dir"), environment))
+            messages.append(f"ignoring the compiler cache in {folder}: {why}. Using {variables[variable]}")
+    return variables, messages
 
 
 def compiler_cache() -> str:
     """Return the folder of torch's compiler, which by default follows TMPDIR."""
-    return _usual(os.environ)["TORCHINDUCTOR_CACHE_DIR"]
+    return _default_folders(os.environ)["TORCHINDUCTOR_CACHE_DIR"]
 
 
-def _usual(environment: Mapping[str, str]) -> dict[str, str]:
+def _default_folders(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the default folders.
 
     Sources: torch/_inductor/runtime/cache_dir_utils.py, triton/knobs.py, torch/utils/cpp_extension.py."""

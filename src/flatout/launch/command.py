@@ -15,16 +15,16 @@ from flatout.job.interpreter import program_python
 from flatout.job.secrets import masked
 from flatout.schema.errors import NothingMeasured, ProgramNotFound, UsageError
 
-SHORT = "bBdEiIOPqRsStuvx"  # options of the interpreter without an argument that run something
+FLAG_LETTERS = "bBdEiIOPqRsStuvx"  # options of the interpreter without an argument that run something
 
 
 @dataclass(frozen=True)
 class PythonLine:
     """A command line as the interpreter reads it: ``words`` are the code, module or script, and its arguments.
 
-    ``runs`` is "code", "module", "script" or "stdin"; "" is help, the version, or a line that it rejects."""
+    ``kind`` is "code", "module", "script" or "stdin"; "" is help, the version, or a line that it rejects."""
 
-    runs: str = ""
+    kind: str = ""
     words: tuple[str, ...] = ()
     disables: str | None = None  # the first option that disables flatout: -I, -E or -S
 
@@ -39,7 +39,7 @@ class Command:
     argv: tuple[str, ...]
     script: Path | None = None
     module: str | None = None
-    closed: str | None = None  # the Python option that disables flatout (-I, -E, -S)
+    disabled_by: str | None = None  # the Python option that disables flatout (-I, -E, -S)
     folder: Path | None = None  # working directory; None: the current one
     environment: tuple[tuple[str, str], ...] = ()  # variables that differ from ours
     piped: bool = False  # the program itself comes through a pipe, which one process alone can read
@@ -70,18 +70,18 @@ class Command:
             return ""
 
 
-def understand(typed: Sequence[str], folder: Path | None = None) -> Command:
+def parse_command(typed: Sequence[str], folder: Path | None = None) -> Command:
     """Parse a command line that will run in ``folder``; None is the current one.
 
     Raises UsageError if it is empty, ProgramNotFound if the program or script is missing."""
-    return replace(_understood(typed, folder or Path()), folder=folder)
+    return replace(_parse(typed, folder or Path()), folder=folder)
 
 
-def measurable(command: Command) -> Command:
+def check_measurable(command: Command) -> Command:
     """Return the command. Raises NothingMeasured if no trial of it can be measured."""
-    if command.closed:
+    if command.disabled_by:
         raise NothingMeasured(
-            f"nothing can be measured: `python {command.closed}` disables flatout; remove {command.closed}"
+            f"nothing can be measured: `python {command.disabled_by}` disables flatout; remove {command.disabled_by}"
         )
     if command.piped:
         raise NothingMeasured(
@@ -114,65 +114,62 @@ def parse_python(argv: Sequence[str]) -> PythonLine:
                     return PythonLine()
                 if letter in "cm":
                     return PythonLine("code" if letter == "c" else "module", (argument, *words), disables)
-            elif letter not in SHORT:
+            elif letter not in FLAG_LETTERS:
                 return PythonLine()
             elif letter in "IES":
                 disables = disables or f"-{letter}"
     return PythonLine("stdin" if words[:1] in ([], ["-"]) else "script", tuple(words), disables)
 
 
-def _understood(typed: Sequence[str], here: Path) -> Command:
+def _parse(typed: Sequence[str], cwd: Path) -> Command:
     if not typed:
         raise UsageError(
             "no program was given: the command line is empty. Give a script (train.py) or a command (python train.py)."
         )
     first = typed[0]
-    if first.endswith(".py") and not (len(typed) == 1 and _quoted(first)):
-        must_exist(here / first)
+    if first.endswith(".py") and not (len(typed) == 1 and _words_in(first)):
+        must_exist(cwd / first)
         return Command(tuple(typed), (program_python(), *typed), Path(first))
     if not shutil.which(first):
-        what = (
+        problem = (
             f"{first!r} is a folder"
-            if (here / first).is_dir()
+            if (cwd / first).is_dir()
             else f"there is no program {first!r} on the PATH"
         )
         raise ProgramNotFound(
-            f"{what}.{_meant(here / first)} Give a script (train.py) or a command (python train.py)."
+            f"{problem}.{_suggestion(cwd / first)} Give a script (train.py) or a command (python train.py)."
         )
     if is_python(first):
-        return _python(typed, here)
-    script = next(
-        (here / word for word in typed[1:] if word.endswith(".py") and (here / word).is_file()), None
-    )
-    if script is None and (here / first).is_file():
-        script = here / first
+        return _python(typed, cwd)
+    script = next((cwd / word for word in typed[1:] if word.endswith(".py") and (cwd / word).is_file()), None)
+    if script is None and (cwd / first).is_file():
+        script = cwd / first
     return Command(tuple(typed), tuple(typed), script)
 
 
-def _python(typed: Sequence[str], here: Path) -> Command:
+def _python(typed: Sequence[str], cwd: Path) -> Command:
     line = parse_python(typed)
-    command = Command(tuple(typed), tuple(typed), closed=line.disables)
-    if line.runs == "module":
+    command = Command(tuple(typed), tuple(typed), disabled_by=line.disables)
+    if line.kind == "module":
         name = line.words[0]
-        return replace(command, script=_module_file(name, line.words, here), module=name)
-    if line.runs != "script":
-        return replace(command, piped=line.runs == "stdin")
-    script = here / line.words[0]
+        return replace(command, script=_module_file(name, line.words, cwd), module=name)
+    if line.kind != "script":
+        return replace(command, piped=line.kind == "stdin")
+    script = cwd / line.words[0]
     if script.is_fifo() or script.is_char_device() or script.parts[:2] == ("/", "dev"):
         return replace(command, piped=True)
     must_exist(script)
     return replace(command, script=script)
 
 
-def _module_file(module: str, rest: Sequence[str], here: Path) -> Path | None:
-    """Return the file of a module below this folder, or the script of a launcher (torch.distributed.run)."""
+def _module_file(module: str, rest: Sequence[str], cwd: Path) -> Path | None:
     parts = Path(*module.split("."))
     if not parts.name:  # `python -m ""`
         return None
-    for candidate in (here / parts.with_suffix(".py"), here / parts / "__main__.py"):
+    for candidate in (cwd / parts.with_suffix(".py"), cwd / parts / "__main__.py"):
         if candidate.is_file():
             return candidate
-    return next((here / word for word in rest[1:] if word.endswith(".py") and (here / word).is_file()), None)
+    return next((cwd / word for word in rest[1:] if word.endswith(".py") and (cwd / word).is_file()), None)
 
 
 def must_exist(script: Path) -> None:
@@ -180,15 +177,17 @@ def must_exist(script: Path) -> None:
     if script.is_dir() and (script / "__main__.py").is_file():
         return
     if not script.is_file():
-        what = (
+        problem = (
             f"{str(script)!r} is a folder"
             if script.is_dir()
             else f"there is no script {str(script)!r} in {os.getcwd()}"
         )
-        raise ProgramNotFound(f"{what}.{_meant(script)} Check the path, or change to the script's folder.")
+        raise ProgramNotFound(
+            f"{problem}.{_suggestion(script)} Check the path, or change to the script's folder."
+        )
 
 
-def _quoted(word: str) -> list[str]:
+def _words_in(word: str) -> list[str]:
     """Return the words of a command line that was given as one word, whose first names a program; [] for others."""
     try:
         words = shlex.split(word)
@@ -198,23 +197,24 @@ def _quoted(word: str) -> list[str]:
     return words if is_line and (shutil.which(words[0]) or Path(words[0]).is_file()) else []
 
 
-def _meant(given: Path) -> str:
-    """Return a sentence with what a missing program was probably meant to be; "" if nothing is near."""
-    word = str(given)
-    if words := _quoted(word):
+def _suggestion(missing: Path) -> str:
+    word = str(missing)
+    if words := _words_in(word):
         return f" The quotes make one word of a command line; did you mean {shlex.join(words)}?"
-    if (given / "__main__.py").is_file():
+    if (missing / "__main__.py").is_file():
         return f" Did you mean `python {shlex.quote(word)}` (its __main__.py)?"
-    folder = given if given.is_dir() else given.parent
+    folder = missing if missing.is_dir() else missing.parent
     try:
-        scripts = sorted(path.name for path in folder.glob("*.py"))
+        scripts = sorted(missing.name for missing in folder.glob("*.py"))
     except OSError:
         scripts = []
-    if given.is_dir():
-        near = get_close_matches("train.py", scripts, 1) or scripts[:1]
+    if missing.is_dir():
+        matches = get_close_matches("train.py", scripts, 1) or scripts[:1]
     else:
-        near = get_close_matches(given.name, [*scripts, "python", "torchrun"], 1)
-    found = next(iter(near), "")
+        matches = get_close_matches(missing.name, [*scripts, "python", "torchrun"], 1)
+    suggestion = next(iter(matches), "")
     return (
-        f" Did you mean `{shlex.quote(str(folder / found) if found in scripts else found)}`?" if found else ""
+        f" Did you mean `{shlex.quote(str(folder / suggestion) if suggestion in scripts else suggestion)}`?"
+        if suggestion
+        else ""
     )

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 COMPILERS = ("g++", "c++", "clang++")
-ROOM = Path(__file__).resolve().parent.parent / "kernels"
+KERNELS_FOLDER = Path(__file__).resolve().parent.parent / "kernels"
 FLAGS = ("-std=c++17", "-O0", "-g0", "-shared", "-fPIC", "-ffp-contract=off", "-w")
 TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
-class Ended:
+class ChildResult:
     """How a child process ended.
 
     ``signal_name`` is "" unless a signal killed it; ``timed_out``: the limit did."""
@@ -32,7 +32,7 @@ class Ended:
         return signal.Signals(-self.code).name if self.code < 0 else ""
 
 
-def run_child(argv: Sequence[str], environment: Mapping[str, str], limit_s: float) -> Ended:
+def run_child(argv: Sequence[str], environment: Mapping[str, str], limit_s: float) -> ChildResult:
     """Run a child process, and kill its group after ``limit_s`` seconds. Keeps the end of its output."""
     with tempfile.TemporaryFile() as output:
         child = subprocess.Popen(
@@ -55,7 +55,7 @@ def run_child(argv: Sequence[str], environment: Mapping[str, str], limit_s: floa
                 pass
             child.wait()
         output.seek(max(output.seek(0, os.SEEK_END) - 8000, 0))
-        return Ended(child.returncode, output.read().decode(errors="replace"), timed_out)
+        return ChildResult(child.returncode, output.read().decode(errors="replace"), timed_out)
 
 
 def cpp_compiler() -> str | None:
@@ -77,8 +77,8 @@ def emulate(source: Path, library: Path, kernels: Sequence[str]) -> str:
         'extern "C" int flatout_launch(const char* name, unsigned x, unsigned y, unsigned z, unsigned block, size_t shared, void** arguments) {\n'
         f"    dim3 grid{{x, y, z}};\n{table}    return 1;\n}}\n"
     )
-    folders = (str(ROOM), str(source.resolve().parent))
-    done = subprocess.run(
+    folders = (str(KERNELS_FOLDER), str(source.resolve().parent))
+    result = subprocess.run(
         [compiler, *FLAGS, *(f"-I{folder}" for folder in folders), "-x", "c++", "-", "-o", str(library)],
         input=text,
         capture_output=True,
@@ -87,8 +87,8 @@ def emulate(source: Path, library: Path, kernels: Sequence[str]) -> str:
     )
     return (
         ""
-        if done.returncode == 0
-        else f"{source.name} does not compile for the emulator: {_first_error(done.stderr)}"
+        if result.returncode == 0
+        else f"{source.name} does not compile for the emulator: {_first_error(result.stderr)}"
     )
 
 

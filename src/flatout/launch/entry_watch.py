@@ -18,11 +18,14 @@ from flatout.launch.command import is_python, parse_python
 from flatout.launch.environment import ENTERED, SITE
 from flatout.measure.clock import seconds
 
-KNOWN_S, UNKNOWN_S = 3.0, 9.0  # how long a Python process may take to report: with, and without a known cause
-LOOK_S = 0.5  # looking through the process table takes milliseconds
+KNOWN_CAUSE_S, UNKNOWN_CAUSE_S = (
+    3.0,
+    9.0,
+)  # how long a Python process may take to report: with, and without a known cause
+SCAN_S = 0.5  # looking through the process table takes milliseconds
 POLL_S = 0.02
-MOST_BYTES = 1 << 16
-NOBODY = (
+MAX_REPORT_BYTES = 1 << 16
+NO_REPORT = (
     "no Python process of this command loaded flatout (a container, env -i, python -I, -E or -S prevent it)"
 )
 
@@ -77,49 +80,49 @@ class EntryWatch:
         # held open, because a short program removes the folder at its end
         self._handle = os.open(entered, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         self.cause = ""
-        self._seen: dict[int, tuple[float, PythonProcess]] = {}
-        self._looked = seconds()  # a program that is entered never needs a look
+        self._processes: dict[int, tuple[float, PythonProcess]] = {}
+        self._scanned_s = seconds()  # a program that is entered never needs a look
 
     @property
     def reports(self) -> dict[int, str]:
         """What each process reported last: "ok", "old 3.8.18", or an error."""
-        lines = os.pread(self._handle, MOST_BYTES, 0).decode(errors="replace").splitlines()
-        parted = (line.partition(" ") for line in lines)
-        return {int(pid): said for pid, _, said in parted if pid.isdigit() and said}
+        lines = os.pread(self._handle, MAX_REPORT_BYTES, 0).decode(errors="replace").splitlines()
+        parts = (line.partition(" ") for line in lines)
+        return {int(pid): report for pid, _, report in parts if pid.isdigit() and report}
 
-    def look(self, root: int) -> bool:
+    def is_decided(self, root: int) -> bool:
         """Return whether it is decided: flatout is in the program of process ``root``, or ``cause`` says why not."""
         reports = self.reports
         if "ok" in reports.values():
             return True
         now = seconds()
-        if now - self._looked < LOOK_S:
+        if now - self._scanned_s < SCAN_S:
             return False
-        self._looked = now
+        self._scanned_s = now
         running, parents = python_processes(root)
         for process in running:
             if any("from flatout.launch." in word for word in process.argv):
                 continue  # a supervisor, whose child is the program
-            since, _ = self._seen.setdefault(process.pid, (now, process))
+            first_s, _ = self._processes.setdefault(process.pid, (now, process))
             if process.pid in parents:
                 continue
-            known = self._cause(process, reports)
-            if now - since > (KNOWN_S if known else UNKNOWN_S):
-                self.cause = known or (
+            cause = self._cause(process, reports)
+            if now - first_s > (KNOWN_CAUSE_S if cause else UNKNOWN_CAUSE_S):
+                self.cause = cause or (
                     f"{' '.join(process.argv[:3])} (pid {process.pid}) did not load {SITE / 'sitecustomize.py'}. "
                     "`flatout doctor` checks this installation"
                 )
         return bool(self.cause)
 
-    def ended(self) -> str:
+    def cause_at_end(self) -> str:
         """Return why flatout was in no process of a program that has ended; "" if it was in one."""
         reports = self.reports
         if "ok" in reports.values():
             return ""
-        causes = [self._cause(process, reports) for _, process in self._seen.values()]
+        causes = [self._cause(process, reports) for _, process in self._processes.values()]
         if reports:
             causes.append(_reported(next(reversed(reports.values()))))
-        return next(filter(None, causes), NOBODY)
+        return next(filter(None, causes), NO_REPORT)
 
     def keep_only_this(self) -> None:
         """Close what this process has inherited, such as the pipe that somebody reads to its end."""
@@ -137,47 +140,47 @@ class EntryWatch:
         return _reported(reports[process.pid]) if process.pid in reports else why_not_entered(process)
 
 
-def _reported(said: str) -> str:
-    kind, _, version = said.partition(" ")
+def _reported(report: str) -> str:
+    kind, _, version = report.partition(" ")
     if kind == "ok":
         return ""
     if kind == "old":
         return f"its Python {version} is too old for flatout. Use Python 3.10 or newer"
-    return f"flatout failed in it ({said}). Install flatout again: pip install --force-reinstall flatout"
+    return f"flatout failed in it ({report}). Install flatout again: pip install --force-reinstall flatout"
 
 
 def python_processes(root: int) -> tuple[list[PythonProcess], set[int]]:
     """Return the Python processes of a program, and the pids of those with a Python process below them."""
     import psutil  # here, because it takes 15 ms, and most programs need no look
 
-    found: list[PythonProcess] = []
+    pythons: list[PythonProcess] = []
     parents: set[int] = set()
     try:
-        top = psutil.Process(root)
-        processes = [top, *top.children(recursive=True)]
+        root_process = psutil.Process(root)
+        processes = [root_process, *root_process.children(recursive=True)]
     except psutil.Error:
         return [], set()
-    above = {each.pid: each.ppid() for each in processes if each.is_running()}
-    for each in processes:
+    parent_of = {process.pid: process.ppid() for process in processes if process.is_running()}
+    for process in processes:
         try:
-            argv = tuple(each.cmdline())
-            if not argv or not is_python(each.exe() or argv[0]):
+            argv = tuple(process.cmdline())
+            if not argv or not is_python(process.exe() or argv[0]):
                 continue
         except psutil.Error:
             continue
         try:
-            environment: Mapping[str, str] | None = each.environ()
+            environment: Mapping[str, str] | None = process.environ()
         except psutil.Error:
             environment = None
-        found.append(PythonProcess(each.pid, argv, environment))
-        pid = above.get(each.pid, 0)
-        while pid in above:
+        pythons.append(PythonProcess(process.pid, argv, environment))
+        pid = parent_of.get(process.pid, 0)
+        while pid in parent_of:
             parents.add(pid)
-            pid = above[pid]
-    return found, parents
+            pid = parent_of[pid]
+    return pythons, parents
 
 
-def watch_beside(watch: EntryWatch, prefix: str) -> None:
+def watch_from_beside(watch: EntryWatch, prefix: str) -> None:
     """Watch this process, which becomes the program, from a process beside it that is no child of it.
 
     It ends once flatout is in the program; otherwise it prints ``prefix`` and the cause."""
@@ -195,9 +198,9 @@ def watch_beside(watch: EntryWatch, prefix: str) -> None:
 
 
 def _watch(watch: EntryWatch, program: int, prefix: str) -> None:
-    nothing = os.open(os.devnull, os.O_RDWR)
+    null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):
-        os.dup2(nothing, descriptor)
+        os.dup2(null, descriptor)
     watch.keep_only_this()
     timer = select.poll()
     try:
@@ -205,12 +208,12 @@ def _watch(watch: EntryWatch, program: int, prefix: str) -> None:
     except (AttributeError, OSError):
         pass  # Linux before 5.3
     wait_s, cause = POLL_S, ""
-    while not watch.look(program):
+    while not watch.is_decided(program):
         timer.poll(wait_s * 1000)
         if not owner(program):
-            cause = watch.ended()
+            cause = watch.cause_at_end()
             break
-        wait_s = min(LOOK_S, wait_s * 1.1)
+        wait_s = min(SCAN_S, wait_s * 1.1)
     watch.close()
     if cause := cause or watch.cause:
         os.write(2, f"{prefix}{cause}\n".encode(errors="replace"))

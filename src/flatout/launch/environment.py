@@ -13,7 +13,7 @@ SITE = Path(__file__).resolve().parent.parent / "agent" / "site"
 ENTERED = "FLATOUT_ENTERED"  # names the file to which the processes of a program report (entry_watch.py)
 
 # A trial must not report to an experiment tracker.
-QUIET = {
+OFFLINE_TRACKERS = {
     "WANDB_MODE": "offline",
     "WANDB_SILENT": "true",
     "COMET_OFFLINE": "1",
@@ -23,19 +23,16 @@ QUIET = {
 EXPLAIN = "flatout.diagnose.crash_explanation:explain"
 
 
-def attached(
-    job: Path,
-    extra: Mapping[str, str],
-    becomes: bool = False,
-    base: Mapping[str, str] | None = None,
+def job_environment(
+    job: Path, extra: Mapping[str, str], replaces_process: bool = False, base: Mapping[str, str] | None = None
 ) -> dict[str, str]:
     """Return the environment ``base`` plus the job and our site folder first on PYTHONPATH; ``extra`` wins.
 
-    ``becomes``: the program replaces this process instead of running as its child. ``base``: ours by default.
+    ``replaces_process``: the program replaces this process instead of running as its child. ``base``: ours by default.
     """
     base = os.environ if base is None else base
     return {
-        **listening(Path(f"{job}.explained"), becomes, base),
+        **crash_environment(Path(f"{job}.explained"), replaces_process, base),
         **private_caches(base)[0],
         "FLATOUT_JOB": str(job),
         ENTERED: f"{job}.entered",
@@ -43,7 +40,9 @@ def attached(
     }
 
 
-def listening(info: Path, becomes: bool, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+def crash_environment(
+    info: Path, replaces_process: bool, base: Mapping[str, str] = os.environ
+) -> dict[str, str]:
     """Return an environment with our site folder first on PYTHONPATH, only to explain tracebacks.
 
     The one process of the program that explains its crash creates ``info``.
@@ -51,7 +50,7 @@ def listening(info: Path, becomes: bool, base: Mapping[str, str] = os.environ) -
     return {
         **with_crash_reports(base),
         "FLATOUT_CRASH_REPORTS": str(info),
-        "FLATOUT_FIRST": str(os.getpid()) if becomes else "",
+        "FLATOUT_FIRST": str(os.getpid()) if replaces_process else "",
     }
 
 
@@ -69,10 +68,10 @@ def with_crash_reports(environment: Mapping[str, str]) -> dict[str, str]:
 
 def with_hook(environment: Mapping[str, str]) -> dict[str, str]:
     """Return an environment with our site folder first on PYTHONPATH."""
-    before = environment.get("PYTHONPATH", "")  # kept unchanged: an empty part means the current folder
-    if before.split(os.pathsep)[0] != str(SITE):
-        before = f"{SITE}{os.pathsep}{before}" if before else str(SITE)
-    return {**environment, "PYTHONPATH": before}
+    path = environment.get("PYTHONPATH", "")  # kept unchanged: an empty part means the current folder
+    if path.split(os.pathsep)[0] != str(SITE):
+        path = f"{SITE}{os.pathsep}{path}" if path else str(SITE)
+    return {**environment, "PYTHONPATH": path}
 
 
 def module_command(python: str, module: str, *words: str) -> list[str]:

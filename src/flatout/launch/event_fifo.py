@@ -9,7 +9,7 @@ import os
 import threading
 from pathlib import Path
 
-MOST_BYTES = 1 << 16  # what a pipe holds
+MAX_BYTES = 1 << 16  # what a pipe holds
 
 
 class EventFifo:
@@ -17,42 +17,40 @@ class EventFifo:
 
     def __init__(self, folder: Path) -> None:
         os.mkfifo(folder / "event_fifo", 0o600)
-        self.descriptor = os.open(
-            folder / "event_fifo", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC
-        )  # read-write, so that it never reaches end of file
+        # read-write, so that it never reaches end of file
+        self.descriptor = os.open(folder / "event_fifo", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         self._timers: list[threading.Timer] = []
 
     def lines(self) -> list[list[str]]:
         """Return the words of each line that has arrived. Call it when the descriptor is readable."""
         return [
-            line.split()
-            for line in os.read(self.descriptor, MOST_BYTES).decode(errors="replace").splitlines()
+            line.split() for line in os.read(self.descriptor, MAX_BYTES).decode(errors="replace").splitlines()
         ]
 
-    def after(self, seconds: float, word: str) -> None:
+    def start_timer(self, seconds: float, name: str) -> None:
         """Write ``timer word`` to the FIFO after that time."""
-        timer = threading.Timer(seconds, self._ring, [word])
+        timer = threading.Timer(seconds, self._write_timer, [name])
         timer.daemon = True
         timer.start()
         self._timers.append(timer)
 
-    def _ring(self, word: str) -> None:
+    def _write_timer(self, name: str) -> None:
         try:
-            os.write(self.descriptor, f"timer {word}\n".encode())
+            os.write(self.descriptor, f"timer {name}\n".encode())
         except OSError:
             pass  # the FIFO is closed
 
-    def hush(self) -> None:
+    def reset(self) -> None:
         """Cancel all timers and discard pending events."""
         for timer in self._timers:
             timer.cancel()
             timer.join()  # the number of a closed descriptor may be reused
         self._timers.clear()
         try:
-            os.read(self.descriptor, MOST_BYTES)
+            os.read(self.descriptor, MAX_BYTES)
         except BlockingIOError:
             pass
 
     def close(self) -> None:
-        self.hush()
+        self.reset()
         os.close(self.descriptor)

@@ -9,56 +9,55 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-FAILING, LEAVING, ENDED = "failing", "leaving", "ended"
-MOST_SHOWN = 16_000  # characters of a rank's output
-LINES_SHOWN = 30
+FAILING, EXITING, EXITED = "failing", "leaving", "ended"
+MAX_SHOWN = 16_000  # characters of a rank's output
+SHOWN_LINES = 30
 
 # Errors of a rank that lost another one: from gloo, NCCL, torch's stores and flatout's Loop.
 LOST_ANOTHER = re.compile(
     r"Connection (?:closed|reset) by (?:remote )?peer|Connection was likely closed|remote process exited|ncclRemoteError|Broken pipe|Socket closed"
     r"|recvValue failed|sendBytes failed|the ranks have lost each other|rank \d+ has ended the training"
 )
-PREFIX = re.compile(
-    r"^\[rank\d+\]: ?", re.MULTILINE
-)  # torch's prefix of each traceback line once there is a process group
+# torch's prefix of each traceback line once there is a process group
+PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class RankEvent:
     """An event: ``rank`` is exiting (after an uncaught exception or the end of its program), or has exited.
 
-    ``own`` is False if a program that the rank started reports it; that counts only if the rank fails too.
-    ``info`` is True if the launcher had asked the rank to exit before, so that the event means nothing.
+    ``from_rank`` is False if a program that the rank started reports it; that counts only if the rank fails too.
+    ``asked_to_exit`` is True if the launcher had asked the rank to exit before, so that the event means nothing.
     """
 
     rank: int
     kind: str
     code: int | None = None  # of a rank that has exited; -n is signal n
-    own: bool = True
-    info: bool = False
+    from_rank: bool = True
+    asked_to_exit: bool = False
     killed: bool = False  # by the launcher
 
 
-def first_of(signs: Sequence[RankEvent], secondhand: Callable[[int], bool]) -> int | None:
+def first_failed(events: Sequence[RankEvent], lost_another: Callable[[int], bool]) -> int | None:
     """Return the rank that failed first, or None.
 
-    ``secondhand(rank)`` is whether its error is the loss of another rank. Of two exceptions the first
+    ``lost_another(rank)`` is whether its error is the loss of another rank. Of two exceptions the first
     uncaught one is the cause. A rank that is killed closes its connections before its exit can be observed,
     and one that calls `sys.exit` long before. So every other failure takes precedence over the loss of
     another rank.
     """
-    ends = {sign.rank: sign for sign in signs if sign.kind == ENDED}
-    found: list[tuple[bool, int, int]] = []
-    for at, sign in enumerate(signs):
-        end = ends.get(sign.rank)
-        ended_badly = end is not None and end.code != 0 and not end.killed
-        if sign.info or any(rank == sign.rank for _, _, rank in found):
+    exits = {event.rank: event for event in events if event.kind == EXITED}
+    failures: list[tuple[bool, int, int]] = []
+    for position, event in enumerate(events):
+        exit_event = exits.get(event.rank)
+        failed = exit_event is not None and exit_event.code != 0 and not exit_event.killed
+        if event.asked_to_exit or any(rank == event.rank for _, _, rank in failures):
             continue
-        if sign.kind == FAILING and (sign.own or ended_badly):
-            found.append((secondhand(sign.rank), at, sign.rank))
-        elif sign.kind in (LEAVING, ENDED) and sign.own and ended_badly:
-            found.append((False, at, sign.rank))
-    return min(found)[2] if found else None
+        if event.kind == FAILING and (event.from_rank or failed):
+            failures.append((lost_another(event.rank), position, event.rank))
+        elif event.kind in (EXITING, EXITED) and event.from_rank and failed:
+            failures.append((False, position, event.rank))
+    return min(failures)[2] if failures else None
 
 
 def exit_code(code: int) -> int:
@@ -84,11 +83,11 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def shown(traceback: str, printed: str) -> str:
+def end_of_output(traceback: str, printed: str) -> str:
     """Return the end of a rank's output: from its last traceback, explanation included, or its last lines."""
     printed = PREFIX.sub("", printed)
-    at = printed.rfind(traceback.strip()) if traceback else -1
-    if traceback and at < 0:
-        return traceback[-MOST_SHOWN:].rstrip()
-    text = printed[at:] if at >= 0 else "\n".join(printed.rstrip().splitlines()[-LINES_SHOWN:])
-    return text[-MOST_SHOWN:].rstrip()
+    position = printed.rfind(traceback.strip()) if traceback else -1
+    if traceback and position < 0:
+        return traceback[-MAX_SHOWN:].rstrip()
+    text = printed[position:] if position >= 0 else "\n".join(printed.rstrip().splitlines()[-SHOWN_LINES:])
+    return text[-MAX_SHOWN:].rstrip()

@@ -29,10 +29,12 @@ from flatout.job.heartbeat import (
     RemoteHeartbeat,
 )
 
-LOOK_S = 0.5
-START_S = 1800.0  # the least limit before the first step (imports, compilation, the first batch) and at exit
-ANSWER_S = 1.0  # for the stacks
-INNERMOST, MOST_FRAMES = 4, 60  # frames shown of a stack
+POLL_S = 0.5
+MIN_START_LIMIT_S = (
+    1800.0  # the least limit before the first step (imports, compilation, the first batch) and at exit
+)
+STACK_TIMEOUT_S = 1.0  # for the stacks
+INNER_FRAMES, MAX_FRAMES = 4, 60  # frames shown of a stack
 STATES = {
     psutil.STATUS_RUNNING: "runs",
     psutil.STATUS_SLEEPING: "waits",
@@ -44,11 +46,11 @@ THREAD = re.compile(r"^(Current thread|Thread) 0x[0-9a-f]+")
 LIBRARY = re.compile(
     r"/(?:site|dist)-packages/|/lib(?:64)?/python\d|^<frozen|/flatout/(?:agent|checkpoint|cli|distributed|loop)/"
 )
-MEETS_RANKS = re.compile(
+COLLECTIVE = re.compile(
     r"/torch/distributed/|/distributed/(?:exchange|bucket_queue|wire|sharding)\.py|/autograd/graph\.py|/torch/cuda/"
 )
 WAITS_FOR_DATA = re.compile(r"/torch/utils/data/dataloader\.py")
-FETCHES = re.compile(r"/torch/utils/data/_utils/fetch\.py|/flatout/data/")
+FETCHING = re.compile(r"/torch/utils/data/_utils/fetch\.py|/flatout/data/")
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,9 @@ class Frame:
     function: str
 
     @property
-    def words(self) -> str:
-        here = os.getcwd() + os.sep
-        file = self.file.removeprefix(here).rpartition("-packages/")[2]
+    def description(self) -> str:
+        cwd = os.getcwd() + os.sep
+        file = self.file.removeprefix(cwd).rpartition("-packages/")[2]
         return f"{file}, line {self.line}, in {self.function}"
 
 
@@ -71,7 +73,7 @@ class Stack:
     frames: tuple[Frame, ...] = ()
 
     @property
-    def own_line(self) -> Frame | None:
+    def user_frame(self) -> Frame | None:
         """The innermost frame of the program's own code."""
         return next((frame for frame in self.frames if not LIBRARY.search(frame.file)), None)
 
@@ -83,19 +85,19 @@ class Stack:
         """The program's own frames and the innermost library frames, in the order of a traceback."""
         frames = [
             frame
-            for depth, frame in enumerate(self.frames[:MOST_FRAMES])
-            if depth < INNERMOST or not LIBRARY.search(frame.file)
+            for depth, frame in enumerate(self.frames[:MAX_FRAMES])
+            if depth < INNER_FRAMES or not LIBRARY.search(frame.file)
         ]
-        return tuple(f"    {frame.words}" for frame in frames[::-1])
+        return tuple(f"    {frame.description}" for frame in frames[::-1])
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         if not self.frames:
             return "its Python line is unknown, because it does not respond"
-        inner, own = self.frames[0], self.own_line
-        if own is None or own is inner:
-            return inner.words
-        return f"{own.words} (from there in {inner.function} of {inner.words.partition(',')[0]})"
+        inner, user_frame = self.frames[0], self.user_frame
+        if user_frame is None or user_frame is inner:
+            return inner.description
+        return f"{user_frame.description} (from there in {inner.function} of {inner.description.partition(',')[0]})"
 
 
 def stack_in(text: str) -> Stack:
@@ -117,8 +119,8 @@ class ProgramProcess:
     def __init__(self, folder: str, name: str) -> None:
         self.page = RemoteHeartbeat(os.path.join(folder, name))
         self.pid = self.page.pid
-        self._answers = Path(folder, f"stack.{self.pid}")
-        self._before: int | None = None
+        self._stack_file = Path(folder, f"stack.{self.pid}")
+        self._stack_offset: int | None = None
 
     @property
     def status(self) -> str:
@@ -134,17 +136,17 @@ class ProgramProcess:
         return f"process {self.pid}" + (f" (rank {self.page.rank})" if self.page.rank is not None else "")
 
     @property
-    def done(self) -> tuple[int, int, int]:
+    def progress(self) -> tuple[int, int, int]:
         """Its progress: ranks that wait for each other wait for the one with the least."""
         return self.page[STEPS], self.page[BACKWARDS], self.page[BATCHES]
 
-    def ask(self) -> None:
+    def request_stack(self) -> None:
         """Ask for its stack. A process without a handler gets no signal, which would kill it."""
         try:
-            before = self._answers.stat().st_size
+            offset = self._stack_file.stat().st_size
             if self.page[SIGNAL] and self._handles(self.page[SIGNAL]):
                 os.kill(self.pid, self.page[SIGNAL])
-                self._before = before
+                self._stack_offset = offset
         except OSError:
             pass
 
@@ -153,17 +155,17 @@ class ProgramProcess:
 
         Some scripts close descriptors that they did not open."""
         status = Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8", errors="replace")
-        caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
-        handles = caught is not None and int(caught[1], 16) >> (number - 1) & 1
-        return bool(handles) and os.path.samefile(f"/proc/{self.pid}/fd/{self.page[STACK]}", self._answers)
+        mask = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
+        handles = mask is not None and int(mask[1], 16) >> (number - 1) & 1
+        return bool(handles) and os.path.samefile(f"/proc/{self.pid}/fd/{self.page[STACK]}", self._stack_file)
 
     @property
     def stack(self) -> Stack:
-        if self._before is None:
+        if self._stack_offset is None:
             return Stack()
         try:
-            with self._answers.open("rb") as file:
-                file.seek(self._before)
+            with self._stack_file.open("rb") as file:
+                file.seek(self._stack_offset)
                 return stack_in(file.read(1 << 18).decode(errors="replace"))
         except OSError:
             return Stack()
@@ -189,25 +191,25 @@ class ProgramProcesses:
     def __init__(self, folder: str, now: float, hang_after_s: float) -> None:
         self.folder, self.hang_after_s = folder, hang_after_s
         self.known: dict[int, ProgramProcess] = {}
-        self._since = self._looked = now
-        self._signs = 0
-        self._asked: float | None = None  # when the stacks were asked for
+        self._progress_s = self._polled_s = now
+        self._progress_count = 0
+        self._requested_s: float | None = None  # when the stacks were asked for
 
     @property
     def steps(self) -> int:
         return max((process.page[STEPS] for process in self.known.values()), default=0)
 
     @property
-    def went_on(self) -> bool:
+    def has_resumed(self) -> bool:
         return any(process.page[WENT_ON] for process in self.known.values())
 
     @property
-    def saves(self) -> int:
+    def checkpoint_count(self) -> int:
         """The number of checkpoints written after a step; some scripts save at the start."""
         pages = [process.page for process in self.known.values()]
         return sum(page[SAVES] for page in pages if page[SAVED_AT] or page[SAVED])
 
-    def kept(self, base: int) -> int:
+    def newest_checkpoint(self, base: int) -> int:
         """Return the step of the newest checkpoint of a program that resumed from ``base``; 0 without one."""
         pages = [process.page for process in self.known.values() if process.page[SAVES]]
         steps = [
@@ -217,40 +219,40 @@ class ProgramProcesses:
         ]
         return max(steps, default=0)
 
-    def word(self, place: int) -> int:
-        return max((process.page[place] for process in self.known.values()), default=0)
+    def max_of(self, field: int) -> int:
+        return max((process.page[field] for process in self.known.values()), default=0)
 
-    def held(self, now: float) -> None:
+    def skip_pause(self, now: float) -> None:
         """Record that everything was stopped for a while on purpose."""
-        self._since += now - self._looked
-        self._looked = now
+        self._progress_s += now - self._polled_s
+        self._polled_s = now
 
-    def look(self, now: float) -> ProcessEvent | None:
+    def poll(self, now: float) -> ProcessEvent | None:
         """Poll the processes, and return the event to handle. Call it every LOOK_S."""
-        if now - self._looked > 8 * LOOK_S:  # the supervisor was stopped, or the machine slept
-            self.held(now)
-        self._looked = now
+        if now - self._polled_s > 8 * POLL_S:  # the supervisor was stopped, or the machine slept
+            self.skip_pause(now)
+        self._polled_s = now
         self._find()
-        signs = sum(process.page.signs for process in self.known.values())
-        if signs != self._signs:
-            self._signs, self._since, self._asked = signs, now, None
-        trains = self.steps and not self.word(ENDING)
-        limit_s = self.hang_after_s if trains else max(self.hang_after_s, START_S)
-        if now - self._since < limit_s or not self.known:
+        count = sum(process.page.signs for process in self.known.values())
+        if count != self._progress_count:
+            self._progress_count, self._progress_s, self._requested_s = count, now, None
+        is_training = self.steps and not self.max_of(ENDING)
+        limit_s = self.hang_after_s if is_training else max(self.hang_after_s, MIN_START_LIMIT_S)
+        if now - self._progress_s < limit_s or not self.known:
             return None
-        living = [process for process in self.known.values() if process.status]
-        if any(process.status == psutil.STATUS_TRACING_STOP for process in living):
-            self._since = now  # a debugger holds it
+        alive = [process for process in self.known.values() if process.status]
+        if any(process.status == psutil.STATUS_TRACING_STOP for process in alive):
+            self._progress_s = now  # a debugger holds it
             return None
-        stopped = [process for process in living if process.status == psutil.STATUS_STOPPED]
+        stopped = [process for process in alive if process.status == psutil.STATUS_STOPPED]
         if stopped:
-            return self._continued(stopped, now)
-        if self._asked is None:
-            self._asked = now
-            for process in living:
-                process.ask()
+            return self._continue(stopped, now)
+        if self._requested_s is None:
+            self._requested_s = now
+            for process in alive:
+                process.request_stack()
             return None
-        return self._hung(living, now) if living and now - self._asked >= ANSWER_S else None
+        return self._hang_event(alive, now) if alive and now - self._requested_s >= STACK_TIMEOUT_S else None
 
     def _find(self) -> None:
         for name in os.listdir(self.folder):
@@ -261,72 +263,73 @@ class ProgramProcesses:
                 except (OSError, ValueError):
                     continue  # it is being created
 
-    def _continued(self, stopped: Sequence[ProgramProcess], now: float) -> ProcessEvent:
+    def _continue(self, stopped: Sequence[ProgramProcess], now: float) -> ProcessEvent:
         for process in stopped:
             os.kill(process.pid, signal.SIGCONT)
-        silent_s, self._since, first = now - self._since, now, stopped[0]
+        silent_s, self._progress_s, first = now - self._progress_s, now, stopped[0]
         parents = [other for other in self.known.values() if first.pid in _children(other.pid)]
         is_worker = parents and not first.page[STEPS]  # a rank is a child of torchrun
         title = f"loader worker (process {first.pid}) of {parents[0].title}" if is_worker else first.title
         return ProcessEvent(
-            "stopped",
-            f"{title} was stopped (SIGSTOP) for {silent_s:.0f} s; it was continued",
-            self.steps,
+            "stopped", f"{title} was stopped (SIGSTOP) for {silent_s:.0f} s; it was continued", self.steps
         )
 
-    def _hung(self, living: Sequence[ProgramProcess], now: float) -> ProcessEvent:
-        silent_s = now - self._since
-        group = [process for process in living if process.page[STEPS]] or list(living)
-        stacks = {process.pid: process.stack for process in living}
-        awaited = _awaited(group, stacks)
-        process = culprit = awaited[0]
-        titles = " and ".join(rank.title for rank in awaited[:4])
-        others = len(group) - len(awaited)
-        what = f"{titles} {'have' if len(awaited) > 1 else 'has'} " + (
+    def _hang_event(self, alive: Sequence[ProgramProcess], now: float) -> ProcessEvent:
+        silent_s = now - self._progress_s
+        group = [process for process in alive if process.page[STEPS]] or list(alive)
+        stacks = {process.pid: process.stack for process in alive}
+        behind = _furthest_behind(group, stacks)
+        process = hung = behind[0]
+        titles = " and ".join(rank.title for rank in behind[:4])
+        waiting_count = len(group) - len(behind)
+        subject = f"{titles} {'have' if len(behind) > 1 else 'has'} " + (
             "finished no step" if process.page[STEPS] else "not reached a first step"
         )
         if stacks[process.pid].passes(WAITS_FOR_DATA):
             children = _children(process.pid)
-            workers = [other for other in living if other.pid in children]
-            silent = [
+            workers = [other for other in alive if other.pid in children]
+            not_responding = [
                 worker
                 for worker in workers
-                if not stacks[worker.pid].frames or stacks[worker.pid].passes(FETCHES)
+                if not stacks[worker.pid].frames or stacks[worker.pid].passes(FETCHING)
             ]
-            if silent:
-                culprit = silent[0]
-                what = f"loader worker (process {culprit.pid}) of {process.title} has returned no batch"
-        waiting = f"; {others} other{'s wait' if others > 1 else ' waits'} for it" if others else ""
-        stack = stacks[culprit.pid]
+            if not_responding:
+                hung = not_responding[0]
+                subject = f"loader worker (process {hung.pid}) of {process.title} has returned no batch"
+        waits = (
+            f"; {waiting_count} other{'s wait' if waiting_count > 1 else ' waits'} for it"
+            if waiting_count
+            else ""
+        )
+        stack = stacks[hung.pid]
         lines = stack.shown
-        if not stack.frames and (names := _children(culprit.pid)):
+        if not stack.frames and (names := _children(hung.pid)):
             lines = (f"    its children: {', '.join(f'{name} ({pid})' for pid, name in names.items())}",)
         message = (
-            f"{what} for {silent_s:.0f} s (after step {process.page[STEPS]}){waiting}. "
-            f"{'It' if culprit is process else 'The worker'} {STATES.get(culprit.status, culprit.status or 'is gone')}: {stack.words}"
+            f"{subject} for {silent_s:.0f} s (after step {process.page[STEPS]}){waits}. "
+            f"{'It' if hung is process else 'The worker'} {STATES.get(hung.status, hung.status or 'is gone')}: {stack.description}"
         )
-        own = stack.own_line
+        user_frame = stack.user_frame
         return ProcessEvent(
             "hung",
             message,
             process.page[STEPS],
-            own.words if own is not None else stack.words,
+            user_frame.description if user_frame is not None else stack.description,
             lines,
         )
 
 
-def _awaited(group: Sequence[ProgramProcess], stacks: dict[int, Stack]) -> list[ProgramProcess]:
+def _furthest_behind(group: Sequence[ProgramProcess], stacks: dict[int, Stack]) -> list[ProgramProcess]:
     """Return the processes that the others wait for: those furthest behind, else those not in a collective."""
-    least = min(process.done for process in group)
-    behind = [process for process in group if process.done == least]
+    smallest = min(process.progress for process in group)
+    behind = [process for process in group if process.progress == smallest]
     if len(behind) < len(group):
         return behind
-    apart = [process for process in group if not stacks[process.pid].passes(MEETS_RANKS)]
-    return apart or list(group)
+    outside = [process for process in group if not stacks[process.pid].passes(COLLECTIVE)]
+    return outside or list(group)
 
 
 def _children(pid: int) -> dict[int, str]:
-    """Return the names of the running children of a process."""
     try:
         return {child.pid: child.name() for child in psutil.Process(pid).children()}
     except psutil.Error:

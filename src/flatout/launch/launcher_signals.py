@@ -14,12 +14,15 @@ import signal
 import struct
 from dataclasses import dataclass
 
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-ASKING_TO_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-TYPED = (signal.SIGINT, signal.SIGTSTP)  # SIGHUP comes from the kernel too, but only to the session leader
-BY_THE_KERNEL = 0x80  # SI_KERNEL; sigaction(2)
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+KEYBOARD_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTSTP,
+)  # SIGHUP comes from the kernel too, but only to the session leader
+SI_KERNEL = 0x80  # SI_KERNEL; sigaction(2)
 SIGSET_BYTES = 128
-CLOSE_ON_EXEC, NEVER_WAIT = 0o2000000, 0o4000  # SFD_CLOEXEC, SFD_NONBLOCK; signalfd(2)
+SFD_CLOEXEC, SFD_NONBLOCK = 0o2000000, 0o4000  # SFD_CLOEXEC, SFD_NONBLOCK; signalfd(2)
 INFO_BYTES = 128
 
 
@@ -36,42 +39,44 @@ class LauncherSignals:
 
     def __init__(self) -> None:
         ignored = {
-            number for number in PASSED_ON if signal.getsignal(number) is signal.SIG_IGN
+            number for number in FORWARDED if signal.getsignal(number) is signal.SIG_IGN
         }  # set by nohup, and for background jobs of scripts
-        self.observed = {*PASSED_ON, signal.SIGTSTP, signal.SIGCHLD} - ignored
+        self.observed = {*FORWARDED, signal.SIGTSTP, signal.SIGCHLD} - ignored
         self.descriptor = -1
-        self._before: set[signal.Signals] = set()
+        self._old_mask: set[signal.Signals] = set()
 
     def __enter__(self) -> LauncherSignals:
         if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # otherwise exit codes are lost
-        self._before = signal.pthread_sigmask(signal.SIG_BLOCK, self.observed)  # type: ignore[assignment]
+        self._old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, self.observed)  # type: ignore[assignment]
         mask = sum(1 << (number - 1) for number in self.observed).to_bytes(SIGSET_BYTES, "little")
-        self.descriptor = ctypes.CDLL(None, use_errno=True).signalfd(-1, mask, CLOSE_ON_EXEC | NEVER_WAIT)
+        self.descriptor = ctypes.CDLL(None, use_errno=True).signalfd(-1, mask, SFD_CLOEXEC | SFD_NONBLOCK)
         if self.descriptor < 0:
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._old_mask)
             raise OSError(ctypes.get_errno(), "signalfd")
         return self
 
     def __exit__(self, *_: object) -> None:
         self.take()  # pending signals were for the ranks, which have exited
         os.close(self.descriptor)
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._old_mask)
 
-    def give_back(self) -> None:
+    def restore_mask(self) -> None:
         """Restore the signal mask. Called in a child before its program starts."""
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._old_mask)
 
     def take(self) -> list[ReceivedSignal]:
         """Return the signals received since the last call, oldest first."""
-        found: list[ReceivedSignal] = []
+        received: list[ReceivedSignal] = []
         while True:
             try:
                 info = os.read(self.descriptor, INFO_BYTES)
             except BlockingIOError:
-                return found
+                return received
             number, _, code = struct.unpack_from("Iii", info)  # ssi_signo, ssi_errno, ssi_code
-            found.append(ReceivedSignal(signal.Signals(number), code == BY_THE_KERNEL and number in TYPED))
+            received.append(
+                ReceivedSignal(signal.Signals(number), code == SI_KERNEL and number in KEYBOARD_SIGNALS)
+            )
 
 
 def in_foreground() -> bool:
@@ -88,7 +93,7 @@ def in_foreground() -> bool:
         os.close(terminal)
 
 
-def hold() -> None:
+def stop_self() -> None:
     """Stop this process as Ctrl-Z does, and return when it is continued.
 
     In an orphaned process group, which nobody could continue, the kernel ignores the stop."""

@@ -23,21 +23,21 @@ from collections.abc import Callable, Mapping, Sequence
 
 from flatout.job.streams import open_closed_streams
 from flatout.job.temporary import remove, temporary
-from flatout.launch.command import Command, understand
-from flatout.launch.environment import QUIET, with_crash_reports
+from flatout.launch.command import Command, parse_command
+from flatout.launch.environment import OFFLINE_TRACKERS, with_crash_reports
 from flatout.launch.event_fifo import EventFifo
-from flatout.launch.failure import exit_code, first_of, headline, shown
+from flatout.launch.failure import end_of_output, exit_code, first_failed, headline
 from flatout.launch.launcher_signals import LauncherSignals, exit_by_signal, in_foreground
 from flatout.launch.rank import Rank
 from flatout.launch.rank_monitor import RankMonitor
-from flatout.launch.rank_variables import cuda_devices, one_each, rank_environment
+from flatout.launch.rank_variables import check_devices, cuda_devices, rank_environment
 from flatout.launch.reaper import Reaper, end_members
 from flatout.schema.errors import FlatoutError, UsageError
 
 OUTPUT_S = 1.0  # for output still in the pipes
 
 
-def tell(sentence: str) -> None:
+def print_stderr(sentence: str) -> None:
     """Print a line to standard error."""
     sys.stderr.write(f"{sentence}\n")
     sys.stderr.flush()
@@ -47,7 +47,7 @@ class LocalLauncher:
     """A launch of several ranks on this machine.
 
     ``devices`` has one CUDA device per rank, or is None. ``cores`` are shared between the ranks, unless a
-    number of threads is set. After ``run``, ``failed`` is the rank that failed first, and ``ended_by`` is the
+    number of threads is set. After ``run``, ``failed`` is the rank that failed first, and ``stop_signal`` is the
     signal by which the user ended the launch; None if there is none.
     """
 
@@ -58,21 +58,20 @@ class LocalLauncher:
         environment: Mapping[str, str],
         devices: Sequence[str] | None = None,
         cores: int | None = None,
-        say: Callable[[str], None] = tell,
+        report: Callable[[str], None] = print_stderr,
     ) -> None:
-        """Raises UsageError if the launch is impossible."""
         if procs < 1:
             raise UsageError(f"a program needs at least one rank, not {procs}: `--procs 2`.")
         if not hasattr(select, "epoll"):
             raise UsageError(
                 f"several ranks are supported on Linux only, and this is {sys.platform}. Remove --procs to run one process."
             )
-        self.command, self.procs, self.say = command, procs, say
-        self.devices = None if devices is None else one_each(devices, procs)
+        self.command, self.procs, self.report = command, procs, report
+        self.devices = None if devices is None else check_devices(devices, procs)
         self.environment, self.cores = with_crash_reports(environment), cores
         self.ranks: list[Rank] = []
         self.failed: int | None = None
-        self.ended_by: int | None = None
+        self.stop_signal: int | None = None
 
     def run(self) -> int:
         """Run until the last rank has exited. Return 0, or the exit code as in a shell.
@@ -84,19 +83,19 @@ class LocalLauncher:
         self._event_fifo = EventFifo(self.folder)
         with LauncherSignals() as signals:
             reaper = Reaper(str(self.folder))
-            whole = False
+            completed = False
             try:
                 shares_group = in_foreground()
                 self._start(signals, own_groups=not shares_group)
-                watch = RankMonitor(
-                    self.ranks, self.folder, self._event_fifo, signals, shares_group, self.say
+                monitor = RankMonitor(
+                    self.ranks, self.folder, self._event_fifo, signals, shares_group, self.report
                 )
-                watch.until_the_end()
-                code = self._verdict(watch)
-                whole = True
+                monitor.run()
+                code = self._exit_code(monitor)
+                completed = True
                 return code
             finally:
-                if not whole:
+                if not completed:
                     end_members(str(self.folder))
                 self._event_fifo.close()
                 for rank in self.ranks:
@@ -108,21 +107,24 @@ class LocalLauncher:
     def _start(self, signals: LauncherSignals, own_groups: bool) -> None:
         for number in range(self.procs):
             self.ranks.append(
-                Rank(number, self.command.argv, self._environment_of(number), own_groups, signals.give_back)
+                Rank(
+                    number, self.command.argv, self._environment_of(number), own_groups, signals.restore_mask
+                )
             )
         for rank in self.ranks:
-            rank.keep(self.folder)
+            rank.start_log(self.folder)
 
     def _environment_of(self, number: int) -> dict[str, str]:
         device = None if self.devices is None else self.devices[number]
-        own = rank_environment(
+        variables = rank_environment(
             self.environment, number, self.procs, self.folder, device=device, cores=self.cores
         )
-        return own | (QUIET if number else {})  # one process reports to an experiment tracker
+        # one process reports to an experiment tracker
+        return variables | (OFFLINE_TRACKERS if number else {})
 
     # -- the end ---------------------------------------------------------------------------------------------
 
-    def _verdict(self, watch: RankMonitor) -> int:
+    def _exit_code(self, monitor: RankMonitor) -> int:
         codes = [
             -signal.SIGKILL if rank.process.returncode is None else rank.process.returncode
             for rank in self.ranks
@@ -130,50 +132,49 @@ class LocalLauncher:
         if not any(codes):
             return 0
         end_members(str(self.folder))
-        if watch.asked is not None:
+        if monitor.stop_signal is not None:
             code = exit_code(next(code for code in codes if code))
-            self.ended_by = watch.asked if code == 128 + watch.asked else None
+            self.stop_signal = monitor.stop_signal if code == 128 + monitor.stop_signal else None
             return code
-        first = first_of(watch.signs, lambda number: self.ranks[number].lost_another(self.folder))
+        first = first_failed(monitor.events, lambda number: self.ranks[number].lost_another(self.folder))
         if first is None:  # a rank that was exiting and did not finish
             first = next(number for number, code in enumerate(codes) if code)
         self.failed = first
         traceback = self.ranks[first].traceback(self.folder)
-        code = (
-            1 if self.ranks[first].killed and traceback else codes[first]
-        )  # its exception was uncaught, but its exit hung
+        # its exception was uncaught, but its exit hung
+        code = 1 if self.ranks[first].killed and traceback else codes[first]
         self._report(first, code, traceback)
         return exit_code(code)
 
     def _report(self, first: int, code: int, traceback: str) -> None:
-        printed = [rank.printed(OUTPUT_S) for rank in self.ranks]
-        text = shown(traceback, printed[first]) if first else ""  # rank 0 has printed it itself
-        self.say(
+        printed = [rank.output(OUTPUT_S) for rank in self.ranks]
+        text = end_of_output(traceback, printed[first]) if first else ""  # rank 0 has printed it itself
+        self.report(
             "flatout: "
             + headline(first, os.uname().nodename, self.ranks[first].process.pid, code, bool(text))
         )
         if text:
-            self.say(text)
+            self.report(text)
         if self.procs > 1:
-            self.say(
+            self.report(
                 f"flatout: output of the other ranks, until the next flatout command: {self.folder}/rank*.log"
             )
 
 
 def launcher_of(command: Command, procs: int, gpus: bool = False, cores: int | None = None) -> Command:
     """Return the command that starts ``command`` as ranks, for a trial, which runs a single program."""
-    divided = ("--cores", str(cores)) if cores else ()
+    options = ("--cores", str(cores)) if cores else ()
     words = (
         sys.executable,
         "-m",
         "flatout.launch.local_launcher",
         "--gpus" if gpus else "--procs",
         str(procs),
-        *divided,
+        *options,
         "--",
         *command.argv,
     )
-    return Command(command.typed, words, command.script, command.module, command.closed)
+    return Command(command.typed, words, command.script, command.module, command.disabled_by)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -191,23 +192,25 @@ def main(words: Sequence[str] | None = None) -> int:
         help="cores to share between the ranks (default: those available to this process)",
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
-    given = parser.parse_args(words)
-    procs = given.procs if given.gpus is None else given.gpus
+    arguments = parser.parse_args(words)
+    procs = arguments.procs if arguments.gpus is None else arguments.gpus
     try:
-        command = understand(given.command[1:] if given.command[:1] == ["--"] else given.command)
+        command = parse_command(
+            arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
+        )
         local_launcher = LocalLauncher(
             command,
             procs,
             os.environ,
-            None if given.gpus is None else cuda_devices(os.environ, procs),
-            given.cores,
+            None if arguments.gpus is None else cuda_devices(os.environ, procs),
+            arguments.cores,
         )
         code = local_launcher.run()
     except FlatoutError as error:
-        tell(f"flatout: {error}")
+        print_stderr(f"flatout: {error}")
         return error.exit_code
-    if local_launcher.ended_by is not None:
-        exit_by_signal(local_launcher.ended_by)
+    if local_launcher.stop_signal is not None:
+        exit_by_signal(local_launcher.stop_signal)
     return code
 
 

@@ -36,20 +36,20 @@ class Drain(threading.Thread):
     def run(self) -> None:
         while True:
             try:
-                part = os.read(self._source, 1 << 16)
+                chunk = os.read(self._source, 1 << 16)
             except OSError:  # a terminal reports the exit of its program as an error
                 break
-            if not part:
+            if not chunk:
                 break
-            self.total += len(part)
-            room = HEAD_BYTES - len(self._head)
-            self._head += part[:room]
-            self._tail += part[max(room, 0) :]
+            self.total += len(chunk)
+            space = HEAD_BYTES - len(self._head)
+            self._head += chunk[:space]
+            self._tail += chunk[max(space, 0) :]
             if len(self._tail) > 2 * TAIL_BYTES:
                 del self._tail[:-TAIL_BYTES]
             if self._copy_to is not None:
                 try:
-                    self._copy_to.write(part)
+                    self._copy_to.write(chunk)
                     self._copy_to.flush()
                 except (OSError, ValueError):
                     self._copy_to = None
@@ -60,21 +60,21 @@ class Drain(threading.Thread):
             pass  # a full disk must not fail the trial; the tail stays in memory
 
     def content(self) -> bytes:
-        left_out = self.total - len(self._head) - len(self._tail)
-        gap = f"\n... {left_out:,} bytes left out ...\n".encode() if left_out > 0 else b""
+        omitted = self.total - len(self._head) - len(self._tail)
+        gap = f"\n... {omitted:,} bytes left out ...\n".encode() if omitted > 0 else b""
         return bytes(self._head) + gap + bytes(self._tail)
 
 
-def terminal_at_its_end() -> tuple[int, int]:
+def pty_at_eof() -> tuple[int, int]:
     """Return both ends of a pseudo-terminal at end of file, with the size of ours, if any.
 
     `stty size` works in it, and `input()` raises EOFError."""
-    outside, inside = pty.openpty()
+    master, slave = pty.openpty()
     if os.isatty(0):
         size = fcntl.ioctl(0, termios.TIOCGWINSZ, bytes(8))
-        fcntl.ioctl(outside, termios.TIOCSWINSZ, size)
-    os.write(outside, END_OF_INPUT)
-    return outside, inside
+        fcntl.ioctl(master, termios.TIOCSWINSZ, size)
+    os.write(master, END_OF_INPUT)
+    return master, slave
 
 
 class ProgramRun:
@@ -89,7 +89,7 @@ class ProgramRun:
         show: bool = False,
         folder: Path | None = None,
     ) -> None:
-        self._terminal, inside = terminal_at_its_end()
+        self._terminal, slave = pty_at_eof()
         out_read, out_write = self._output(show and sys.stdout.isatty())
         err_read, err_write = self._output(show and sys.stderr.isatty())
         try:
@@ -97,7 +97,7 @@ class ProgramRun:
                 list(argv),
                 env=dict(environment),
                 cwd=folder,
-                stdin=inside,
+                stdin=slave,
                 stdout=out_write,
                 stderr=err_write,
                 start_new_session=True,
@@ -106,7 +106,7 @@ class ProgramRun:
         except OSError as error:
             raise ProgramNotFound(f"{argv[0]} cannot be started: {error.strerror}.") from None
         finally:
-            for descriptor in (inside, out_write, err_write):
+            for descriptor in (slave, out_write, err_write):
                 os.close(descriptor)
         self.out = Drain(out_read, stdout_log, sys.stdout.buffer if show else None)
         self.err = Drain(err_read, stderr_log, sys.stderr.buffer if show else None)
@@ -117,31 +117,31 @@ class ProgramRun:
     def _output(terminal: bool) -> tuple[int, int]:
         if not terminal:
             return os.pipe()
-        outside, inside = pty.openpty()
-        return outside, inside
+        master, slave = pty.openpty()
+        return master, slave
 
     @property
     def exit_code(self) -> int | None:
         return self.process.poll()
 
-    def stop(self, look_again: bool = False) -> None:
+    def stop(self, rescan: bool = False) -> None:
         """Stop the whole group, so that no thread or loader worker runs while another program is measured.
 
-        ``look_again`` also finds processes started since the first stop, such as those of a compiler.
+        ``rescan`` also finds processes started since the first stop, such as those of a compiler.
         """
         if not self.stopped and self.exit_code is None:
-            self._groups = None if look_again else self._groups
+            self._groups = None if rescan else self._groups
             self._signal(signal.SIGSTOP)
             self.stopped = True
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         if self.stopped:
             self._signal(signal.SIGCONT)
             self.stopped = False
 
     def end(self, timeout_s: float = 5.0) -> int | None:
         """Give the program a moment to exit by itself, then kill its whole group."""
-        self.go_on()
+        self.resume()
         try:
             self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -167,7 +167,6 @@ class ProgramRun:
                 pass
 
     def _descendant_groups(self) -> set[int]:
-        """Return the groups of all descendants (torchrun gives each rank a session), as of the first stop."""
         import psutil  # here, because the supervisor does not need it
 
         groups = {self.process.pid}

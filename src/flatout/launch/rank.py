@@ -10,16 +10,16 @@ from pathlib import Path
 
 from flatout.job.parent_exit import die_with_parent
 from flatout.launch.failure import LOST_ANOTHER
-from flatout.launch.process import Drain, terminal_at_its_end
+from flatout.launch.process import Drain, pty_at_eof
 from flatout.schema.errors import ProgramNotFound
 
 
 class Rank:
-    """A rank. Rank 0 has the launcher's input and output; the output of the others is logged after ``keep``.
+    """A rank. Rank 0 has the launcher's input and output; the output of the others is logged after ``start_log``.
 
     The other ranks get no input. If rank 0 has a terminal, they have one too, at end of file, because some
-    programs ask for its size. ``end`` is a descriptor that becomes readable when the rank exits; -1 on
-    kernels without pidfd (Linux < 5.3), where the rank is polled when any child exits. ``info``: it was asked
+    programs ask for its size. ``exit_fd`` is a descriptor that becomes readable when the rank exits; -1 on
+    kernels without pidfd (Linux < 5.3), where the rank is polled when any child exits. ``asked_to_exit``: it was asked
     to exit, so its exit code means nothing. ``killed``: the launcher killed it.
     """
 
@@ -28,63 +28,62 @@ class Rank:
         number: int,
         argv: Sequence[str],
         environment: Mapping[str, str],
-        own_group: bool,
-        before: Callable[[], None],
+        new_group: bool,
+        setup: Callable[[], None],
     ) -> None:
-        """Start the rank. ``before`` is called in the new process. Raises ProgramNotFound."""
-        self.number, self.info, self.killed = number, False, False
+        self.number, self.asked_to_exit, self.killed = number, False, False
         self._drain: Drain | None = None
         launcher = os.getpid()
 
-        def begin() -> None:
-            if own_group:
+        def set_up_child() -> None:
+            if new_group:
                 os.setpgid(0, 0)
             die_with_parent()
             if os.getppid() != launcher:  # the launcher was killed before the line above took effect
                 os._exit(1)
-            before()
+            setup()
 
-        self._output, inside = os.pipe() if number else (-1, None)
-        self._terminal, read = terminal_at_its_end() if number and os.isatty(0) else (-1, None)
-        nothing = subprocess.DEVNULL if number else None
+        self._output, output_fd = os.pipe() if number else (-1, None)
+        self._terminal, terminal_fd = pty_at_eof() if number and os.isatty(0) else (-1, None)
+        stdin = subprocess.DEVNULL if number else None
         try:
             self.process = subprocess.Popen(
                 list(argv),
                 env=dict(environment),
-                stdin=nothing if read is None else read,
-                stdout=inside,
-                stderr=inside,
-                preexec_fn=begin,
+                stdin=stdin if terminal_fd is None else terminal_fd,
+                stdout=output_fd,
+                stderr=output_fd,
+                preexec_fn=set_up_child,
             )
         except OSError as error:
             raise ProgramNotFound(f"{argv[0]} cannot be started: {error.strerror}.") from None
         finally:
-            for descriptor in (inside, read):
+            for descriptor in (output_fd, terminal_fd):
                 if descriptor is not None:
                     os.close(descriptor)
         try:
-            self.end = os.pidfd_open(self.process.pid)
+            self.exit_fd = os.pidfd_open(self.process.pid)
         except OSError:
-            self.end = -1
+            self.exit_fd = -1
 
     @property
     def title(self) -> str:
         return f"rank {self.number} (process {self.process.pid})"
 
     @property
-    def lives(self) -> bool:
+    def is_running(self) -> bool:
         return self.process.returncode is None
 
     def signal(self, number: int) -> None:
-        if self.lives:
+        if self.is_running:
             self.process.send_signal(number)
 
-    def keep(self, folder: Path) -> None:
+    def start_log(self, folder: Path) -> None:
         """Begin to read its output. Starts a thread, so call it after all processes have been started."""
         if self.number:
             self._drain = Drain(self._output, folder / f"rank{self.number}.log", None)
 
-    def printed(self, timeout_s: float) -> str:
+    def output(self, timeout_s: float) -> str:
         """Return the head and tail of its output; "" for rank 0.
 
         A program that it left running may hold it open."""
@@ -94,7 +93,7 @@ class Rank:
         return self._drain.content().decode(errors="replace")
 
     def close(self) -> None:
-        for descriptor in (self.end, self._terminal):
+        for descriptor in (self.exit_fd, self._terminal):
             if descriptor >= 0:
                 os.close(descriptor)
 

@@ -29,10 +29,10 @@ def rank_environment(
     ``device`` is the one CUDA device that this rank sees. ``cores`` are shared between the ranks.
     """
     hidden = of_other_launchers(environment)
-    own = {name: value for name, value in environment.items() if name not in hidden}
-    own |= RankEnvironment(rank, rank, procs, procs, f"file://{folder}/rendezvous").environment()
-    own |= launch_environment(folder) | share_of_cores(environment, procs, cores)
-    return own if device is None else own | {DEVICES: device}
+    variables = {name: value for name, value in environment.items() if name not in hidden}
+    variables |= RankEnvironment(rank, rank, procs, procs, f"file://{folder}/rendezvous").environment()
+    variables |= launch_environment(folder) | share_of_cores(environment, procs, cores)
+    return variables if device is None else variables | {DEVICES: device}
 
 
 def launch_environment(folder: Path) -> dict[str, str]:
@@ -49,7 +49,7 @@ def share_of_cores(environment: Mapping[str, str], procs: int, cores: int | None
     """Return the number of threads of a rank, unless the user has set one. By default all cores are shared."""
     if environment.get("OMP_NUM_THREADS"):
         return {}
-    return {"OMP_NUM_THREADS": str(max((cores_here() if cores is None else cores) // procs, 1))}
+    return {"OMP_NUM_THREADS": str(max((usable_cores() if cores is None else cores) // procs, 1))}
 
 
 def cuda_devices(environment: Mapping[str, str], procs: int) -> list[str]:
@@ -58,57 +58,58 @@ def cuda_devices(environment: Mapping[str, str], procs: int) -> list[str]:
     Takes those that CUDA_VISIBLE_DEVICES lists (numbers, UUIDs, parts of a GPU), otherwise all. Raises
     UsageError."""
     listed = environment.get(DEVICES)
-    there = _gpus()
-    found = _listed(listed, there) if listed is not None else [str(number) for number in range(there)]
-    if len(found) >= procs:
-        return found[:procs]
-    where = "on this machine" if listed is None else f"in {DEVICES}={listed!r}"
-    said = (
-        f"there is one CUDA device {where}"
-        if len(found) == 1
-        else f"there are {len(found) or 'no'} CUDA devices {where}"
+    gpu_count = _gpus()
+    devices = (
+        _listed(listed, gpu_count) if listed is not None else [str(number) for number in range(gpu_count)]
     )
-    instead = (
-        f"`--gpus {len(found)}`"
-        if found
+    if len(devices) >= procs:
+        return devices[:procs]
+    where = "on this machine" if listed is None else f"in {DEVICES}={listed!r}"
+    problem = (
+        f"there is one CUDA device {where}"
+        if len(devices) == 1
+        else f"there are {len(devices) or 'no'} CUDA devices {where}"
+    )
+    advice = (
+        f"`--gpus {len(devices)}`"
+        if devices
         else "`--procs N` runs the ranks on the CPU; `flatout doctor` says why no GPU is available"
     )
     raise UsageError(
-        f"{said}, and {procs} ranks need one each. {instead}{'' if listed is None or not found else f', or list more in {DEVICES}'}."
+        f"{problem}, and {procs} ranks need one each. {advice}{'' if listed is None or not devices else f', or list more in {DEVICES}'}."
     )
 
 
-def _listed(text: str, there: int) -> list[str]:
+def _listed(text: str, gpu_count: int) -> list[str]:
     """Return the listed devices. CUDA stops at the first invalid entry: `0,1,-1,2` shows two devices.
 
-    Source: CUDA programming guide, environment variables. ``there`` is the number of GPUs of the machine; 0
+    Source: CUDA programming guide, environment variables. ``gpu_count`` is the number of GPUs of the machine; 0
     means unknown, because device files and nvidia-smi may be missing.
     """
-    found: list[str] = []
+    devices: list[str] = []
     for entry in (word.strip() for word in text.split(",")):
-        if not (entry.isdigit() or entry.startswith(("GPU-", "MIG-"))) or entry in found:
+        if not (entry.isdigit() or entry.startswith(("GPU-", "MIG-"))) or entry in devices:
             break
-        if entry.isdigit() and there and int(entry) >= there:
+        if entry.isdigit() and gpu_count and int(entry) >= gpu_count:
             break
-        found.append(entry)
-    return found
+        devices.append(entry)
+    return devices
 
 
 def _gpus() -> int:
-    """Count the GPUs of this machine or container by their device files, else (on WSL) with nvidia-smi."""
     files = glob.glob("/dev/nvidia[0-9]*")
     if files:
         return len(files)
-    said = TimedCommand(["nvidia-smi", "-L"]).answer(NVIDIA_SMI_S)
-    return sum(line.startswith("GPU ") for line in said.out.splitlines()) if said.code == 0 else 0
+    listing = TimedCommand(["nvidia-smi", "-L"]).result(NVIDIA_SMI_S)
+    return sum(line.startswith("GPU ") for line in listing.out.splitlines()) if listing.code == 0 else 0
 
 
-def cores_here() -> int:
+def usable_cores() -> int:
     """Return the number of usable cores, ignoring cgroup quotas (``probe.machine`` reads those)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def one_each(devices: Sequence[str], procs: int) -> Sequence[str]:
+def check_devices(devices: Sequence[str], procs: int) -> Sequence[str]:
     """Raise UsageError if there are fewer devices than ranks."""
     if len(devices) < procs:
         raise UsageError(

@@ -32,10 +32,10 @@ from flatout.schema.errors import (
     first_line,
 )
 
-PLACE_S = 60.0  # to wait for free resources before reporting that the cluster is full
+PLACEMENT_S = 60.0  # to wait for free resources before reporting that the cluster is full
 GRACE_S = 5.0
 TAIL_BYTES = 20_000
-LOOK_S = 0.3
+POLL_S = 0.3
 
 
 @dataclass(frozen=True)
@@ -50,13 +50,13 @@ class RayJob:
     job: str | None = None
 
 
-def work(argv: Sequence[str], environment: Mapping[str, str]) -> RayJob:
+def ray_job(argv: Sequence[str], environment: Mapping[str, str]) -> RayJob:
     """Describe a program for a node: its command, and the part of ``environment`` that differs from ours."""
-    ours = {"PYTHONPATH", "FLATOUT_JOB", "FLATOUT_CRASH_REPORTS", "FLATOUT_FIRST"}
+    own_variables = {"PYTHONPATH", "FLATOUT_JOB", "FLATOUT_CRASH_REPORTS", "FLATOUT_FIRST"}
     extra = {
         name: value
         for name, value in environment.items()
-        if os.environ.get(name) != value and name not in ours
+        if os.environ.get(name) != value and name not in own_variables
     }
     job = environment.get("FLATOUT_JOB")
     return RayJob(tuple(argv), os.getcwd(), extra, Path(job).read_text(encoding="utf-8") if job else None)
@@ -106,34 +106,34 @@ class Rendezvous:
         return f"tcp://{f'[{address}]' if ':' in address else address}:{port}"
 
 
-def run_rank(what: RayJob, rank: RankEnvironment, output: Any) -> tuple[int, str]:
+def run_rank(job: RayJob, rank: RankEnvironment, output: Any) -> tuple[int, str]:
     """Run one rank in a Ray worker; return its exit code, negative for a signal, and the end of its output.
 
     ``output`` is a queue for its output, or None. The program ends with the worker, and if the task is cancelled.
     Raises NodesApart if this node lacks its folder, ProgramNotFound if it lacks the program."""
     import ray
 
-    host, home, pause = socket.gethostname(), temporary("ray"), threading.Event()
-    if not Path(what.folder).is_dir():
+    host, folder, pause = socket.gethostname(), temporary("ray"), threading.Event()
+    if not Path(job.folder).is_dir():
         raise NodesApart(
-            f"the folder {what.folder} is not on the node {host}. Put the program on a file system that all nodes share."
+            f"the folder {job.folder} is not on the node {host}. Put the program on a file system that all nodes share."
         )
     path = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {
         "GLOO_SOCKET_IFNAME": _interface_of(ray.util.get_node_ip_address()),
         **os.environ,
-        **what.extra,
+        **job.extra,
         **rank.environment(),
         "PYTHONPATH": os.pathsep.join(path),
     }
-    if what.job is not None:
-        (home / "job.json").write_text(what.job, encoding="utf-8")
-        environment["FLATOUT_JOB"] = str(home / "job.json")
-    with (home / "output").open("wb") as out, (home / "output").open("rb") as printed:
+    if job.job is not None:
+        (folder / "job.json").write_text(job.job, encoding="utf-8")
+        environment["FLATOUT_JOB"] = str(folder / "job.json")
+    with (folder / "output").open("wb") as out, (folder / "output").open("rb") as log:
         try:
             process = subprocess.Popen(
-                list(what.argv),
-                cwd=what.folder,
+                list(job.argv),
+                cwd=job.folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -143,20 +143,20 @@ def run_rank(what: RayJob, rank: RankEnvironment, output: Any) -> tuple[int, str
             )
         except OSError as error:
             raise ProgramNotFound(
-                f"{what.argv[0]} cannot be started on the node {host}: {error.strerror}."
+                f"{job.argv[0]} cannot be started on the node {host}: {error.strerror}."
             ) from None
-        tail, ended = b"", False
+        tail, exited = b"", False
         try:
-            while not ended:
-                pause.wait(LOOK_S)
-                ended = process.poll() is not None
-                part = printed.read()
-                tail = (tail + part)[-TAIL_BYTES:]
-                if output is not None and part:
-                    output.put(part)
+            while not exited:
+                pause.wait(POLL_S)
+                exited = process.poll() is not None
+                chunk = log.read()
+                tail = (tail + chunk)[-TAIL_BYTES:]
+                if output is not None and chunk:
+                    output.put(chunk)
         finally:
             _end(process)
-    remove(home)
+    remove(folder)
     return process.returncode, tail.decode(errors="replace").rstrip()
 
 
@@ -174,18 +174,14 @@ def _interface_of(address: str) -> str:
     """Return the network interface with this address.
 
     gloo listens on the address of the host name, which /etc/hosts often maps to 127.0.1.1."""
-    for name, known in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == address for entry in known):
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == address for entry in addresses):
             return str(name)
     return ""
 
 
 def run_ranks(
-    address: str,
-    what: RayJob,
-    ranks: int,
-    gpus: bool,
-    show: Callable[[bytes], None] = lambda _: None,
+    address: str, job: RayJob, ranks: int, gpus: bool, show: Callable[[bytes], None] = lambda _: None
 ) -> int:
     """Run the program as several ranks; return 0 if all succeed. ``show`` receives the output of rank 0.
 
@@ -205,35 +201,40 @@ def run_ranks(
             show(output.get())
 
     try:
-        if not group.wait(PLACE_S):
+        if not group.wait(PLACEMENT_S):
             raise NodesApart(
-                f"the Ray cluster has no room for {ranks} ranks of {_resources(bundle)} within {PLACE_S:.0f} s: it has {_resources(ray.cluster_resources())}. "
+                f"the Ray cluster has no room for {ranks} ranks of {_resources(bundle)} within {PLACEMENT_S:.0f} s: it has {_resources(ray.cluster_resources())}. "
                 f"Start fewer (--{'gpus' if gpus else 'procs'}), or run `ray status` to see what uses them."
             )
         nodes = ray.util.placement_group_table(group)["bundles_to_node_id"]
         order = sorted(nodes, key=lambda index: (list(nodes.values()).index(nodes[index]), index))
-        places = [nodes[index] for index in order]  # the ranks of a node are adjacent
-        there = [PlacementGroupSchedulingStrategy(group, index) for index in order]
-        server = ray.remote(num_cpus=0)(Rendezvous).options(scheduling_strategy=there[0]).remote()
+        node_of_rank = [nodes[index] for index in order]  # the ranks of a node are adjacent
+        strategies = [PlacementGroupSchedulingStrategy(group, index) for index in order]
+        server = ray.remote(num_cpus=0)(Rendezvous).options(scheduling_strategy=strategies[0]).remote()
         rendezvous = ray.get(server.serve.remote())
         task = ray.remote(num_cpus=1, num_gpus=int(gpus), max_retries=0)(run_rank)
-        for rank, node in enumerate(places):
-            place = RankEnvironment(rank, rank - places.index(node), ranks, places.count(node), rendezvous)
-            begun = task.options(scheduling_strategy=there[rank])
-            tasks[begun.remote(what, place, None if rank else output)] = rank
+        for rank, node in enumerate(node_of_rank):
+            rank_env = RankEnvironment(
+                rank, rank - node_of_rank.index(node), ranks, node_of_rank.count(node), rendezvous
+            )
+            task_ref = task.options(scheduling_strategy=strategies[rank])
+            tasks[task_ref.remote(job, rank_env, None if rank else output)] = rank
         hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        waiting = list(tasks)
-        while waiting:
-            done, waiting = ray.wait(waiting, num_returns=1, timeout=LOOK_S)
+        pending = list(tasks)
+        while pending:
+            finished_tasks, pending = ray.wait(pending, num_returns=1, timeout=POLL_S)
             stream()
-            for ended in done:
-                _must_be_well(
-                    ray, ended, f"rank {tasks[ended]} on {hosts[places[tasks[ended]]]}", tasks[ended]
+            for finished in finished_tasks:
+                _check_exit(
+                    ray,
+                    finished,
+                    f"rank {tasks[finished]} on {hosts[node_of_rank[tasks[finished]]]}",
+                    tasks[finished],
                 )
         return 0
     finally:
-        for begun in tasks:
-            ray.cancel(begun, force=False)
+        for task_ref in tasks:
+            ray.cancel(task_ref, force=False)
         if tasks:
             ray.wait(list(tasks), num_returns=len(tasks), timeout=2 * GRACE_S)
         stream()
@@ -241,10 +242,9 @@ def run_ranks(
         ray.util.remove_placement_group(group)
 
 
-def _must_be_well(ray: Any, ended: Any, title: str, rank: int) -> None:
-    """Raise what a rank that has ended failed with."""
+def _check_exit(ray: Any, finished: Any, title: str, rank: int) -> None:
     try:
-        code, tail = ray.get(ended)
+        code, tail = ray.get(finished)
     except FlatoutError as error:
         raise getattr(error, "cause", error) from None  # Ray's error has the class of its cause
     except ray.exceptions.RayError:

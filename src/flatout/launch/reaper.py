@@ -14,43 +14,43 @@ import select
 import shutil
 import signal
 
-LOCAL_LAUNCHER = "FLATOUT_LAUNCH"  # supervision uses another name, because a launch may run inside it
-ROUNDS, PAUSE_S = 60, 0.02
+LAUNCH_VARIABLE = "FLATOUT_LAUNCH"  # supervision uses another name, because a launch may run inside it
+MAX_SCANS, SCAN_PAUSE_S = 60, 0.02
 IDLE_ROUNDS = 3  # a process may fork during a scan
 
 
-def members(local_launcher: str, name: str = LOCAL_LAUNCHER) -> list[int]:
+def members(folder: str, name: str = LAUNCH_VARIABLE) -> list[int]:
     """Return the running processes of a launch, except this one.
 
     Other users' processes are unreadable and not ours."""
-    mark, found = f"{name}={local_launcher}".encode(), []
+    entry, pids = f"{name}={folder}".encode(), []
     for number in os.listdir("/proc"):
         if not number.isdigit() or int(number) == os.getpid():
             continue
         try:
             with open(f"/proc/{number}/environ", "rb") as environ:
-                if mark in environ.read().split(b"\0"):
-                    found.append(int(number))
+                if entry in environ.read().split(b"\0"):
+                    pids.append(int(number))
         except OSError:
             continue
-    return found
+    return pids
 
 
-def end_members(local_launcher: str, name: str = LOCAL_LAUNCHER) -> list[int]:
+def end_members(folder: str, name: str = LAUNCH_VARIABLE) -> list[int]:
     """Kill every process of a launch. Return those that survive (a driver holds them in the kernel)."""
-    quiet, found = 0, members(local_launcher, name)
-    for _ in range(ROUNDS):
-        for number in found:
+    idle_rounds, pids = 0, members(folder, name)
+    for _ in range(MAX_SCANS):
+        for number in pids:
             try:
                 os.kill(number, signal.SIGKILL)
             except OSError:
                 continue
-        quiet = 0 if found else quiet + 1
-        if quiet == IDLE_ROUNDS:
+        idle_rounds = 0 if pids else idle_rounds + 1
+        if idle_rounds == IDLE_ROUNDS:
             return []
-        select.select([], [], [], PAUSE_S)
-        found = members(local_launcher, name)
-    return found
+        select.select([], [], [], SCAN_PAUSE_S)
+        pids = members(folder, name)
+    return pids
 
 
 class Reaper:
@@ -58,38 +58,37 @@ class Reaper:
 
     Create it before the first rank and before any thread."""
 
-    def __init__(self, local_launcher: str, name: str = LOCAL_LAUNCHER) -> None:
-        ours, self._line = os.pipe()
-        self._number = os.fork()
-        if self._number == 0:
+    def __init__(self, folder: str, name: str = LAUNCH_VARIABLE) -> None:
+        read_end, self._write_end = os.pipe()
+        self._pid = os.fork()
+        if self._pid == 0:
             try:
-                _keep(local_launcher, name, ours)
+                _wait_and_reap(folder, name, read_end)
             finally:
                 os._exit(0)
-        os.close(ours)
+        os.close(read_end)
 
     def dismiss(self) -> None:
         """Stop the reaper: the launch is over, and the remaining processes may run on."""
         try:
-            os.write(self._line, b".")
-            os.close(self._line)
-            os.waitpid(self._number, 0)
+            os.write(self._write_end, b".")
+            os.close(self._write_end)
+            os.waitpid(self._pid, 0)
         except OSError:
             pass  # the reaper was killed
 
 
-def _keep(local_launcher: str, name: str, line: int) -> None:
+def _wait_and_reap(folder: str, name: str, read_end: int) -> None:
     os.setsid()  # so that stopping the launcher's group does not stop the reaper
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    for standard in (0, 1, 2):
-        os.dup2(nowhere, standard)  # so that readers of the launcher's output do not wait for the reaper
-    os.closerange(3, line)
-    os.closerange(
-        line + 1, max(line + 2, os.sysconf("SC_OPEN_MAX"))
-    )  # including its own copy of the other end
-    if os.read(line, 1):
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)  # so that readers of the launcher's output do not wait for the reaper
+    os.closerange(3, read_end)
+    # including its own copy of the other end
+    os.closerange(read_end + 1, max(read_end + 2, os.sysconf("SC_OPEN_MAX")))
+    if os.read(read_end, 1):
         return
-    end_members(local_launcher, name)
-    shutil.rmtree(local_launcher, ignore_errors=True)
+    end_members(folder, name)
+    shutil.rmtree(folder, ignore_errors=True)

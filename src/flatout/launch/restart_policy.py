@@ -12,10 +12,10 @@ from typing import Any
 
 from flatout.launch.failure import LOST_ANOTHER, exit_code, signal_name
 
-REPORTS = {"ChildFailedError", "SignalException"}
+LAUNCHER_ERRORS = {"ChildFailedError", "SignalException"}
 ROOT_CAUSE = re.compile(r"Root Cause.*?rank +: (?P<rank>\d+).*?exitcode +: (?P<code>-?\d+)", re.DOTALL)
-FRUITLESS = 3  # restarts without progress
-ALLOCATORS = (
+MAX_FRUITLESS = 3  # restarts without progress
+MEMORY_MESSAGES = (
     "out of memory",
     "can't allocate memory",
     "cannot allocate memory",
@@ -28,31 +28,31 @@ ALLOCATORS = (
 class Attempt:
     """One start of the program.
 
-    ``base`` is the step of the checkpoint that it resumed from; ``kept`` is the step of its newest
+    ``resumed_step`` is the step of the checkpoint that it resumed from; ``checkpoint_step`` is the step of its newest
     checkpoint."""
 
     number: int
     steps: int = 0
-    saves: int = 0
-    base: int = 0
-    kept: int = 0
+    checkpoint_count: int = 0
+    resumed_step: int = 0
+    checkpoint_step: int = 0
 
     @property
     def reached(self) -> int:
-        return self.base + self.steps
+        return self.resumed_step + self.steps
 
 
 @dataclass(frozen=True)
 class Incident:
     """One line of `incidents.jsonl`."""
 
-    at: str
+    time: str
     attempt: int
     kind: str
-    what: str
+    message: str
     place: str
     step: int
-    kept: int
+    checkpoint_step: int
     exit_code: int | None
 
 
@@ -61,47 +61,50 @@ class RestartHistory:
     """All starts of the program so far."""
 
     attempts: list[Attempt] = field(default_factory=list)
-    fruitless: int = 0
-    farthest: int = -1  # steps reached, for programs without known checkpoints
-    kept: int = 0
+    fruitless_restarts: int = 0
+    max_reached: int = -1  # steps reached, for programs without known checkpoints
+    checkpoint_step: int = 0
     _failures: list[tuple[str, str]] = field(default_factory=list)
 
-    def note(self, attempt: Attempt) -> None:
+    def record_attempt(self, attempt: Attempt) -> None:
         """Record a failed attempt, and whether it made progress."""
-        further = (
-            attempt.kept > self.kept
-            if any(start.saves for start in self.attempts)
-            else attempt.reached > self.farthest
+        progressed = (
+            attempt.checkpoint_step > self.checkpoint_step
+            if any(earlier.checkpoint_count for earlier in self.attempts)
+            else attempt.reached > self.max_reached
         )
         first = len(self.attempts) == 1
-        self.fruitless = 0 if further or first else self.fruitless + 1
-        self.kept, self.farthest = max(self.kept, attempt.kept), max(self.farthest, attempt.reached)
+        self.fruitless_restarts = 0 if progressed or first else self.fruitless_restarts + 1
+        self.checkpoint_step, self.max_reached = (
+            max(self.checkpoint_step, attempt.checkpoint_step),
+            max(self.max_reached, attempt.reached),
+        )
 
-    def again(self, kind: str, place: str) -> bool:
+    def is_repeated(self, kind: str, place: str) -> bool:
         """Record a failure, and return whether the last one was of the same kind at the same place."""
         same = bool(place and self._failures) and self._failures[-1] == (kind, place)
         self._failures.append((kind, place))
         return same
 
-    def why_not_again(self, ending: Ending, attempt: Attempt, restarts: int) -> str:
+    def why_not_restarted(self, outcome: Ending, attempt: Attempt, restarts: int) -> str:
         """Return why the program is not restarted, without a full stop; "" if it is restarted."""
-        made = attempt.number - 1
-        trained = any(start.steps for start in self.attempts)
-        if ending.kind == "exit" and not trained:
+        restart_number = attempt.number - 1
+        trained = any(earlier.steps for earlier in self.attempts)
+        if outcome.kind == "exit" and not trained:
             return "it failed before its first step and would fail again"
-        if ending.kind == "unheard":
+        if outcome.kind == "unheard":
             return "its output is closed, so it would fail again as soon as it prints"
-        if ending.kind == "memory" and not attempt.saves:
-            return f"the next start would run out of memory at the same place. {ending.advice}"
-        if made >= restarts:
+        if outcome.kind == "memory" and not attempt.checkpoint_count:
+            return f"the next start would run out of memory at the same place. {outcome.advice}"
+        if restart_number >= restarts:
             return (
-                f"that was restart {made} of {restarts} (--restarts)"
+                f"that was restart {restart_number} of {restarts} (--restarts)"
                 if restarts
                 else "no restarts are allowed (--restarts 0)"
             )
-        if self.fruitless >= FRUITLESS:
+        if self.fruitless_restarts >= MAX_FRUITLESS:
             return (
-                f"{self.fruitless} restarts in a row made no progress beyond step {max(self.kept, self.farthest)}. "
+                f"{self.fruitless_restarts} restarts in a row made no progress beyond step {max(self.checkpoint_step, self.max_reached)}. "
                 "`flatout explain` explains a traceback; fix the error and start again: the program resumes from its newest checkpoint"
             )
         return ""
@@ -112,24 +115,24 @@ class Ending:
     """How a start ended.
 
     ``kind`` is "well", "hung", "signal", "exit", "unheard", "memory", "nan" or "asked"; ``code`` is the exit
-    code as in a shell; ``what`` is a sentence without its full stop; ``place`` is the location in the
+    code as in a shell; ``message`` is a sentence without its full stop; ``place`` is the location in the
     program."""
 
     kind: str
     code: int
-    what: str
+    message: str
     place: str = ""
     advice: str = ""
 
 
-def ending_of(
+def outcome_of(
     code: int, title: str, failures: Sequence[Mapping[str, Any]], killed_by_kernel: bool | None, step: int
 ) -> Ending:
     """Return the ending of a program that flatout did not end.
 
     ``killed_by_kernel`` is whether the counter of its control group shows an OOM kill; None if unknown."""
     failure = failures[0] if failures else {}
-    message, kinds = str(failure.get("message", "")), failure.get("kinds", [])
+    error_message, kinds = str(failure.get("message", "")), failure.get("kinds", [])
     place = _place(failure)
     after = f"after step {step}" if step else "before its first step"
     if killed_by_kernel:
@@ -149,8 +152,12 @@ def ending_of(
         return Ending(
             "signal", exit_code(code), f"{title} was killed by {signal_name(-code)} {after}{unknown}", place
         )
-    if "OutOfMemoryError" in kinds or "MemoryError" in kinds or any(word in message for word in ALLOCATORS):
-        first = message.splitlines()[0][:160] if message else "no message"
+    if (
+        "OutOfMemoryError" in kinds
+        or "MemoryError" in kinds
+        or any(word in error_message for word in MEMORY_MESSAGES)
+    ):
+        first = error_message.splitlines()[0][:160] if error_message else "no message"
         return Ending(
             "memory",
             code,
@@ -162,7 +169,7 @@ def ending_of(
     if lost:
         return Ending("exit", code, f"{title} failed {after}: {lost}", place)
     if kinds:
-        first = message.splitlines()[0][:160] if message else ""
+        first = error_message.splitlines()[0][:160] if error_message else ""
         if kinds[0] == "BrokenPipeError":
             return Ending("unheard", code, f"{title} failed {after}: its output was closed", place)
         return Ending(
@@ -174,13 +181,13 @@ def ending_of(
 def _lost_rank(failures: Sequence[Mapping[str, Any]]) -> str:
     """Return the rank that torchrun reports as failed, if no process reported a failure of its own."""
     if any(
-        str(failure.get("kinds", [""])[0]) not in REPORTS
+        str(failure.get("kinds", [""])[0]) not in LAUNCHER_ERRORS
         and not LOST_ANOTHER.search(str(failure.get("message", "")))
         for failure in failures
     ):
         return ""
     root = next(
-        (found for failure in failures if (found := ROOT_CAUSE.search(str(failure.get("message", ""))))), None
+        (match for failure in failures if (match := ROOT_CAUSE.search(str(failure.get("message", ""))))), None
     )
     if root is None:
         return ""
@@ -190,12 +197,12 @@ def _lost_rank(failures: Sequence[Mapping[str, Any]]) -> str:
 
 def _place(failure: Mapping[str, Any]) -> str:
     places = [(str(file), line) for file, line in failure.get("places", [])]
-    own = [
+    user_frames = [
         (file, line)
         for file, line in places
         if "-packages/" not in file and "/flatout/" not in file and "/lib/python" not in file
     ]
-    file, line = (own or places or [("", 0)])[-1]
+    file, line = (user_frames or places or [("", 0)])[-1]
     return (
         f"{os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file}, line {line}"
         if file
@@ -208,18 +215,18 @@ def failures_in(folder: str) -> list[dict[str, Any]]:
 
     Causes come first, then processes that only lost another one, then launchers that report others. Within
     each group the oldest comes first."""
-    found = []
+    failures = []
     for path in sorted(Path(folder).glob("failed.*"), key=lambda path: path.stat().st_mtime_ns):
         try:
             failure = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
             continue
         if isinstance(failure, dict):
-            found.append(failure)
+            failures.append(failure)
     return sorted(
-        found,
+        failures,
         key=lambda failure: (
-            bool(REPORTS & set(map(str, failure.get("kinds", [])))),
+            bool(LAUNCHER_ERRORS & set(map(str, failure.get("kinds", [])))),
             LOST_ANOTHER.search(str(failure.get("message", ""))) is not None,
         ),
     )

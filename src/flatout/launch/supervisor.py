@@ -24,9 +24,9 @@ from flatout.job.streams import open_closed_streams
 from flatout.job.temporary import remove, temporary
 from flatout.launch.event_fifo import EventFifo
 from flatout.launch.failure import exit_code
-from flatout.launch.hang import LOOK_S, ProcessEvent, ProgramProcesses
+from flatout.launch.hang import POLL_S, ProcessEvent, ProgramProcesses
 from flatout.launch.launcher_signals import (
-    ASKING_TO_END,
+    STOP_SIGNALS,
     LauncherSignals,
     ReceivedSignal,
     exit_by_signal,
@@ -40,80 +40,90 @@ from flatout.launch.restart_policy import (
     Ending,
     Incident,
     RestartHistory,
-    ending_of,
     failures_in,
     oom_kills,
+    outcome_of,
 )
 from flatout.measure.clock import seconds, utc_now
 from flatout.schema.errors import FlatoutError, NotFinite, ProgramHung, UsageError
 
-MARKED = heartbeat.FOLDER
-MOST_TYPED = 80  # characters of a command in a message
+MARK = heartbeat.FOLDER
+MAX_TITLE = 80  # characters of a command in a message
 
 
 class StartMonitor(RankMonitor):
     """Monitors one start of the program.
 
-    ``event`` is the hang that ended it, if any. ``late``: it did not exit in time after a request to."""
+    ``event`` is the hang that ended it, if any. ``grace_expired``: it did not exit in time after a request to."""
 
     def __init__(self, supervisor: Supervisor, rank: Rank, attempt: Attempt, shares_group: bool) -> None:
         super().__init__(
-            [rank], supervisor.folder, supervisor.event_fifo, supervisor.signals, shares_group, supervisor.say
+            [rank],
+            supervisor.folder,
+            supervisor.event_fifo,
+            supervisor.signals,
+            shares_group,
+            supervisor.report,
         )
-        self.every_s = LOOK_S
+        self.poll_interval_s = POLL_S
         self.supervisor, self.attempt = supervisor, attempt
         self.processes = ProgramProcesses(str(self.folder), seconds(), supervisor.hang_after_s)
         self.hung: ProcessEvent | None = None
-        self.late = False
-        self._next = 0.0
+        self.grace_expired = False
+        self._next_poll_s = 0.0
 
-    def looked(self) -> None:
+    def poll(self) -> None:
         now = seconds()
-        if now < self._next:
+        if now < self._next_poll_s:
             return
-        self._next = now + LOOK_S / 2  # other events do not increase the polling rate
-        event = self.processes.look(now)
-        if event is None or self.asked is not None or self.hung is not None:
+        self._next_poll_s = now + POLL_S / 2  # other events do not increase the polling rate
+        event = self.processes.poll(now)
+        if event is None or self.stop_signal is not None or self.hung is not None:
             return
-        self.supervisor.observed(event, self)
+        self.supervisor.observe_event(event, self)
         if event.kind == "hung":
             self.hung = event
             self._kill()
 
-    def asked_by(self, code: int) -> int | None:
+    def requested_signal(self, code: int) -> int | None:
         """Return the signal by which the user requested the exit.
 
         A signal that requests nothing by itself (SIGUSR1) counts if the program exits with its number."""
-        return self.asked if self.asked is not None else code - 128 if code - 128 in self._passed else None
+        return (
+            self.stop_signal
+            if self.stop_signal is not None
+            else code - 128
+            if code - 128 in self._forwarded
+            else None
+        )
 
-    def _observed(self, observed: ReceivedSignal) -> None:
-        if observed.number in ASKING_TO_END and self.asked is not None and not self._may_insist:
+    def _on_signal(self, received: ReceivedSignal) -> None:
+        if received.number in STOP_SIGNALS and self.stop_signal is not None and not self._second_kills:
             return  # a repetition of the same key press
-        first = self.asked is None
-        super()._observed(observed)
-        if observed.number == signal.SIGTSTP:
-            self.processes.held(seconds())
-        if first and self.asked is not None and self._living():
-            self.event_fifo.after(self.supervisor.grace_s, "grace")
+        first = self.stop_signal is None
+        super()._on_signal(received)
+        if received.number == signal.SIGTSTP:
+            self.processes.skip_pause(seconds())
+        if first and self.stop_signal is not None and self._running():
+            self.event_fifo.start_timer(self.supervisor.grace_s, "grace")
 
-    def _timed(self, word: str) -> None:
-        if word == "grace" and self._living():
-            self.late = True
+    def _on_timer(self, name: str) -> None:
+        if name == "grace" and self._running():
+            self.grace_expired = True
             self._kill()
         else:
-            super()._timed(word)
+            super()._on_timer(name)
 
     def _kill(self) -> None:
-        """Kill the program and all processes that it started."""
         super()._kill()
-        end_members(str(self.folder), MARKED)
+        end_members(str(self.folder), MARK)
 
 
 class Supervisor:
     """Supervises the program ``argv``.
 
     ``restarts`` is the maximum number of restarts. ``grace_s`` is the time for a last checkpoint after a
-    request to exit. ``incidents`` is the file for a line per incident. After ``run``, ``ended_by`` is the
+    request to exit. ``incidents`` is the file for a line per incident. After ``run``, ``stop_signal`` is the
     signal by which the user ended it, or None."""
 
     def __init__(
@@ -133,10 +143,10 @@ class Supervisor:
             grace_s,
             hang_after_s,
         )
-        self.incidents, self.written = incidents, 0
-        self.title = f"`{title if len(title) <= MOST_TYPED else title[:MOST_TYPED] + '...'}`"
+        self.incidents, self.incident_count = incidents, 0
+        self.title = f"`{title if len(title) <= MAX_TITLE else title[:MAX_TITLE] + '...'}`"
         self.history = RestartHistory()
-        self.ended_by: int | None = None
+        self.stop_signal: int | None = None
 
     def run(self) -> int:
         """Run until the program has ended for good, and return its exit code. Call it from the main thread.
@@ -146,17 +156,17 @@ class Supervisor:
         (self.folder / "begun").touch()
         self.event_fifo = EventFifo(self.folder)
         with LauncherSignals() as self.signals:
-            reaper = Reaper(str(self.folder), MARKED)
+            reaper = Reaper(str(self.folder), MARK)
             try:
                 while True:
-                    attempt, ending = self._attempt()
-                    why = self._why_not_again(attempt, ending)
+                    attempt, outcome = self._attempt()
+                    why = self._why_not_restarted(attempt, outcome)
                     if why is not None:
                         break
                 if why:
-                    self.say(f"not restarted: {why}.")
-                self._sum_up()
-                return ending.code
+                    self.report(f"not restarted: {why}.")
+                self._print_summary()
+                return outcome.code
             finally:
                 self.event_fifo.close()
                 reaper.dismiss()
@@ -168,53 +178,55 @@ class Supervisor:
         for kind in ("heartbeat", "stack", "failed"):
             for path in self.folder.glob(f"{kind}.*"):
                 path.unlink(missing_ok=True)
-        self.event_fifo.hush()  # discard timers and events of the last start
-        attempt = Attempt(len(self.history.attempts) + 1, base=self.history.kept)
+        self.event_fifo.reset()  # discard timers and events of the last start
+        attempt = Attempt(len(self.history.attempts) + 1, resumed_step=self.history.checkpoint_step)
         self.history.attempts.append(attempt)
         environment = {
             **os.environ,
-            MARKED: str(self.folder),
+            MARK: str(self.folder),
             "FLATOUT_CRASH_REPORTS": str(self.folder / f"reported{attempt.number}"),
             "FLATOUT_FIRST": "",
         }
         shares_group, kills = in_foreground(), oom_kills()
-        rank = Rank(0, self.argv, environment, not shares_group, self.signals.give_back)
+        rank = Rank(0, self.argv, environment, not shares_group, self.signals.restore_mask)
         monitor = StartMonitor(self, rank, attempt, shares_group)
-        ended = False
+        completed = False
         try:
-            monitor.until_the_end()
-            ended = True
+            monitor.run()
+            completed = True
         finally:
-            if not ended:
-                end_members(str(self.folder), MARKED)
+            if not completed:
+                end_members(str(self.folder), MARK)
             rank.close()
         processes = monitor.processes
-        processes.look(seconds())
-        attempt.steps, attempt.saves = processes.steps, processes.saves
-        attempt.base = self.history.kept if processes.went_on or not attempt.steps else 0
-        attempt.kept = processes.kept(attempt.base)
-        ending = self._ending(monitor, kills)
-        if ending.kind != "well":  # processes that a successful program leaves running may continue
-            end_members(str(self.folder), MARKED)
-        if ending.kind not in ("well", "asked"):
-            self._failed(attempt, ending, monitor)
-        return attempt, ending
+        processes.poll(seconds())
+        attempt.steps, attempt.checkpoint_count = processes.steps, processes.checkpoint_count
+        attempt.resumed_step = (
+            self.history.checkpoint_step if processes.has_resumed or not attempt.steps else 0
+        )
+        attempt.checkpoint_step = processes.newest_checkpoint(attempt.resumed_step)
+        outcome = self._outcome(monitor, kills)
+        if outcome.kind != "well":  # processes that a successful program leaves running may continue
+            end_members(str(self.folder), MARK)
+        if outcome.kind not in ("well", "asked"):
+            self._report_failure(attempt, outcome, monitor)
+        return attempt, outcome
 
-    def _ending(self, monitor: StartMonitor, kills: int | None) -> Ending:
+    def _outcome(self, monitor: StartMonitor, kills: int | None) -> Ending:
         rank, processes = monitor.ranks[0], monitor.processes
         code = -signal.SIGKILL if rank.process.returncode is None else rank.process.returncode
-        asked = monitor.asked_by(code)
-        if asked is not None:
-            name = signal.Signals(asked).name
-            if monitor.late:
-                self.say(
+        stop_signal = monitor.requested_signal(code)
+        if stop_signal is not None:
+            name = signal.Signals(stop_signal).name
+            if monitor.grace_expired:
+                self.report(
                     f"{self.title} did not exit within {self.grace_s:g} s of {name} and was killed. Increase --grace."
                 )
-            self.ended_by = asked if rank.killed or code == -asked else None
-            return Ending("asked", 128 + asked if rank.killed else exit_code(code), f"ended by {name}")
+            self.stop_signal = stop_signal if rank.killed or code == -stop_signal else None
+            return Ending("asked", 128 + stop_signal if rank.killed else exit_code(code), f"ended by {name}")
         if monitor.hung is not None:
             return Ending("hung", ProgramHung.exit_code, monitor.hung.message, monitor.hung.place)
-        step = processes.word(heartbeat.NOT_FINITE)
+        step = processes.max_of(heartbeat.NOT_FINITE)
         if step:
             return Ending(
                 "nan",
@@ -226,48 +238,56 @@ class Supervisor:
             return Ending("well", 0, "")
         after = oom_kills()
         by_kernel = None if kills is None or after is None else after > kills
-        return ending_of(code, self.title, failures_in(str(self.folder)), by_kernel, processes.steps)
+        return outcome_of(code, self.title, failures_in(str(self.folder)), by_kernel, processes.steps)
 
     # -- what is said and written ----------------------------------------------------------------------------
 
-    def observed(self, event: ProcessEvent, monitor: StartMonitor) -> None:
+    def observe_event(self, event: ProcessEvent, monitor: StartMonitor) -> None:
         """Report an event when it is detected, before a hung program is ended."""
         if event.kind == "hung":
-            again = self.history.again("hung", event.place)
-            self.say(f"{event.message}{'; the same as before' if again else ''}.")
-            for line in event.lines if not again else ():
-                self.say(line)
+            is_repeated = self.history.is_repeated("hung", event.place)
+            self.report(f"{event.message}{'; the same as before' if is_repeated else ''}.")
+            for line in event.lines if not is_repeated else ():
+                self.report(line)
             return
-        self.say(f"{event.message}.")
-        attempt, kept = monitor.attempt, monitor.processes.kept(monitor.attempt.base)
-        self._write(attempt.number, "stopped", event.message, "", event.step, kept, None)
+        self.report(f"{event.message}.")
+        attempt, checkpoint = (
+            monitor.attempt,
+            monitor.processes.newest_checkpoint(monitor.attempt.resumed_step),
+        )
+        self._write(attempt.number, "stopped", event.message, "", event.step, checkpoint, None)
 
-    def _failed(self, attempt: Attempt, ending: Ending, monitor: StartMonitor) -> None:
+    def _report_failure(self, attempt: Attempt, outcome: Ending, monitor: StartMonitor) -> None:
         if monitor.hung is None:
-            again = self.history.again(ending.kind, ending.place)
-            where = f", at {ending.place}" if ending.place else ""
-            self.say(f"{ending.what}{where}{'; the same as before' if again else ''}.")
-        self.history.note(attempt)
+            is_repeated = self.history.is_repeated(outcome.kind, outcome.place)
+            where = f", at {outcome.place}" if outcome.place else ""
+            self.report(f"{outcome.message}{where}{'; the same as before' if is_repeated else ''}.")
+        self.history.record_attempt(attempt)
         self._write(
-            attempt.number, ending.kind, ending.what, ending.place, attempt.reached, attempt.kept, ending.code
+            attempt.number,
+            outcome.kind,
+            outcome.message,
+            outcome.place,
+            attempt.reached,
+            attempt.checkpoint_step,
+            outcome.code,
         )
 
-    def _why_not_again(self, attempt: Attempt, ending: Ending) -> str | None:
-        """Return why the program is not restarted; None if it is."""
-        if ending.kind in ("well", "asked"):
+    def _why_not_restarted(self, attempt: Attempt, outcome: Ending) -> str | None:
+        if outcome.kind in ("well", "asked"):
             return ""
-        if ending.kind == "nan":
-            return ending.advice
-        why = self.history.why_not_again(ending, attempt, self.restarts)
+        if outcome.kind == "nan":
+            return outcome.advice
+        why = self.history.why_not_restarted(outcome, attempt, self.restarts)
         if why:
             return why
-        newest = attempt.kept or self.history.kept
-        kept = (
+        newest = attempt.checkpoint_step or self.history.checkpoint_step
+        checkpoint = (
             f"its newest checkpoint is of step {newest}"
             if newest
             else "no checkpoint is known, so the program decides where to start"
         )
-        self.say(f"restarted ({attempt.number} of at most {self.restarts}): {kept}.")
+        self.report(f"restarted ({attempt.number} of at most {self.restarts}): {checkpoint}.")
         return None
 
     def _write(self, *values: Any) -> None:
@@ -282,23 +302,22 @@ class Supervisor:
                 os.write(handle, line.encode())
             finally:
                 os.close(handle)
-            self.written += 1
+            self.incident_count += 1
         except OSError as error:
-            self.say(
+            self.report(
                 f"{self.incidents} cannot be written ({error.strerror}), so this incident is not saved. The program is not affected."
             )
 
-    def _sum_up(self) -> None:
-        """Print one summary line, if there were steps."""
+    def _print_summary(self) -> None:
         reached = max(attempt.reached for attempt in self.history.attempts)
         if not reached:
             return
         restarts = len(self.history.attempts) - 1
-        word = "no restart" if not restarts else "1 restart" if restarts == 1 else f"{restarts} restarts"
-        where = f"; the incidents are in {self.incidents}" if self.written else ""
-        self.say(f"{reached:,} step{'s' if reached > 1 else ''}, {word}{where}.")
+        summary = "no restart" if not restarts else "1 restart" if restarts == 1 else f"{restarts} restarts"
+        where = f"; the incidents are in {self.incidents}" if self.incident_count else ""
+        self.report(f"{reached:,} step{'s' if reached > 1 else ''}, {summary}{where}.")
 
-    def say(self, sentence: str) -> None:
+    def report(self, sentence: str) -> None:
         """Write to standard error, which may already be closed."""
         try:
             sys.stderr.write(f"flatout: {harmless(sentence.removeprefix('flatout: '))}\n")
@@ -323,8 +342,8 @@ def main() -> int:
     finally:
         if job is not None:
             remove(job.parent)
-    if supervisor.ended_by is not None:
-        exit_by_signal(supervisor.ended_by)
+    if supervisor.stop_signal is not None:
+        exit_by_signal(supervisor.stop_signal)
     return code
 
 

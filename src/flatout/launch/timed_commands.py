@@ -19,7 +19,7 @@ MAX_BYTES = 1 << 20
 
 
 class TimedCommand:
-    """A started program. ``answer`` waits for it, and kills its process group after the time limit."""
+    """A started program. ``result`` waits for it, and kills its process group after the time limit."""
 
     def __init__(
         self, command: Sequence[str], environment: Mapping[str, str] | None = None, folder: str | None = None
@@ -28,16 +28,16 @@ class TimedCommand:
         self._process: subprocess.Popen[bytes] | None = None
         # Files, not pipes: a program that fills its pipe would block while we wait for another program.
         self._out, self._err = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
-        self._refused = ""
+        self._start_error = ""
         path = shutil.which(command[0])
         if path is None:
             return
         # The output is parsed in English; another locale would translate it.
-        words = {**(os.environ if environment is None else environment), "LC_ALL": "C"}
+        variables = {**(os.environ if environment is None else environment), "LC_ALL": "C"}
         try:
             self._process = subprocess.Popen(
                 [path, *command[1:]],
-                env=words,
+                env=variables,
                 cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=self._out,
@@ -46,11 +46,11 @@ class TimedCommand:
                 preexec_fn=die_with_parent,
             )
         except OSError as error:  # another architecture's binary, no memory for a process
-            self._refused = f"{path}: {error.strerror}"
+            self._start_error = f"{path}: {error.strerror}"
 
-    def answer(self, limit_s: float) -> CommandResult:
+    def result(self, limit_s: float) -> CommandResult:
         if self._process is None:
-            return CommandResult(self._command, err=self._refused, there=bool(self._refused))
+            return CommandResult(self._command, err=self._start_error, there=bool(self._start_error))
         timed_out = False
         try:
             self._process.wait(limit_s)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flatout.job.temporary import temporary
-from flatout.launch.command import Command, is_python, parse_python, understand
+from flatout.launch.command import Command, is_python, parse_command, parse_python
 from flatout.launch.rank_variables import launch_environment
 from flatout.schema.errors import UsageError
 
@@ -35,13 +35,13 @@ class Torchrun:
         text = "\0".join((*self.program.typed, self.rdzv_id))
         return int.from_bytes(hashlib.sha256(text.encode(errors="surrogateescape")).digest()[:4], "big") >> 1
 
-    def environment(self, before: Mapping[str, str], procs: int, gpus: bool) -> dict[str, str]:
+    def environment(self, base: Mapping[str, str], procs: int, gpus: bool) -> dict[str, str]:
         """Return the environment of torchrun, which replaces this process."""
         folder = temporary("launch")
         # A failing rank writes to this file. Nothing reads it: torchrun waits for its process to exit.
         (folder / "event_fifo").touch()
         return {
-            **before,
+            **base,
             **launch_environment(folder),
             RANKS: str(procs),
             "FLATOUT_DATA_PARALLEL": "gpus" if gpus else "procs",
@@ -71,13 +71,13 @@ def torchrun_of(command: Command, procs: int) -> Torchrun | None:
     python = command.typed[0] if is_python(command.typed[0]) else "python"
     if "--no-python" not in options:
         words = [python, *(["-m"] if options.keys() & {"-m", "--module"} else []), *words]
-    return Torchrun(command, understand(words), options.get("--rdzv-id", ""))
+    return Torchrun(command, parse_command(words), options.get("--rdzv-id", ""))
 
 
 def _arguments(typed: tuple[str, ...]) -> list[str] | None:
     if Path(typed[0]).name == "torchrun":
         return list(typed[1:])
     line = parse_python(typed) if is_python(typed[0]) else None
-    if line is None or line.runs != "module" or line.words[0] != "torch.distributed.run":
+    if line is None or line.kind != "module" or line.words[0] != "torch.distributed.run":
         return None
     return list(line.words[1:])

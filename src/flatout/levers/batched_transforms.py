@@ -44,7 +44,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     feeds, why = try_feeds(context.training_loaders, batched, type(context.ledger)())
     if why:
         return Skip(why)
-    heavy, apart = any(feed.heavy for feed in feeds), any(feed.apart for feed in feeds)
+    heavy, apart = any(feed.heavy for feed in feeds), any(feed.tolerance for feed in feeds)
     return Options(("all", "light") if heavy else ("all",), effect=Effect.ROUNDING if apart else Effect.EXACT)
 
 
@@ -58,7 +58,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
         feed.listeners["batched"] = lambda sentence: context.report("batched_transforms", sentence)
         return feed
 
-    INTERCEPTION.hold(ledger)
+    INTERCEPTION.enable(ledger)
     context.feed_loaders(batched, ledger)
     return ledger.restore
 

@@ -45,7 +45,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     keep = _cache_options({"mib": limit_mib})
 
     def caching(feed: Feed) -> None:
-        feed.keep = keep
+        feed.cache = keep
 
     feeds, why = try_feeds(context.training_loaders, caching, type(context.ledger)())
     if why:
@@ -77,11 +77,11 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
     def caching(loader: DataLoader, requested: dict[str, Any], feed: Feed | None) -> Any:
         feed = feed or Feed(loader)
-        feed.keep = keep
+        feed.cache = keep
         feed.listeners["keep"] = lambda sentence: context.report("cached_prefix", sentence)
         return feed
 
-    INTERCEPTION.hold(ledger)
+    INTERCEPTION.enable(ledger)
     context.feed_loaders(caching, ledger)
     return ledger.restore
 

@@ -20,7 +20,7 @@ Sources: Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression 
 
 from dataclasses import replace
 
-from flatout.distributed.absent import why_left_alone, why_none
+from flatout.distributed.absent import why_not_hookable, why_not_split
 from flatout.schema.accepted import Number, Table
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
@@ -38,7 +38,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
         return Skip(why)
     torch = context.torch
     parameters = (
-        context.data_parallel.that_train()
+        context.data_parallel.trained_parameters()
         if context.data_parallel is not None
         else [p for ddp in context.ddp_modules for p in ddp.parameters() if p.requires_grad]
     )
@@ -50,7 +50,11 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 def _why_not(context: TrainingContext) -> str:
     if context.data_parallel is not None:
         return ""
-    return why_left_alone(context.ddp_modules) if context.ddp_modules else why_none(context.torch, ACTS_ON)
+    return (
+        why_not_hookable(context.ddp_modules)
+        if context.ddp_modules
+        else why_not_split(context.torch, ACTS_ON)
+    )
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:

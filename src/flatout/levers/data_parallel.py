@@ -21,8 +21,8 @@ Sources: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data 
     documentation, "DistributedDataParallel".
 """
 
-from flatout.distributed.absent import why_none
-from flatout.distributed.division import WORDS
+from flatout.distributed.absent import why_not_split
+from flatout.distributed.division import ACCEPTED
 from flatout.job.rank_environment import this_rank
 from flatout.schema.accepted import Number, Table, Text
 from flatout.schema.enums import Effect, Moment
@@ -38,7 +38,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     return (
         Options(({"reduction": "mean"},))
         if rank is not None and rank.world_size > 1
-        else Skip(why_none(context.torch))
+        else Skip(why_not_split(context.torch))
     )
 
 
@@ -49,7 +49,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
     settings, rank = SplitSettings.read(value), this_rank()
     if rank is None or rank.world_size < 2:
-        raise LookupError(why_none(context.torch))
+        raise LookupError(why_not_split(context.torch))
     script = DataParallelScript(context.torch, context, rank, settings, ledger)
     script.install()
     ledger.set(context, "data_parallel", script)
@@ -72,7 +72,10 @@ LEVER = Lever(
     apply=apply,
     accepts=(
         Table(
-            {**WORDS, "loaders": (Number(0, 1000), Text(r"(\d+(, *\d+)*)?", "numbers separated by commas"))}
+            {
+                **ACCEPTED,
+                "loaders": (Number(0, 1000), Text(r"(\d+(, *\d+)*)?", "numbers separated by commas")),
+            }
         ),
     ),
     page=__doc__,

@@ -53,9 +53,9 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 
 
 def _has_own_order(loader: DataLoader) -> bool:
-    from flatout.data.streams import has_own_order
+    from flatout.data.streams import has_custom_sampler
 
-    return has_own_order(loader.sampler, loader.batch_sampler)
+    return has_custom_sampler(loader.sampler, loader.batch_sampler)
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
@@ -68,7 +68,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
     def copying(loader: DataLoader, requested: dict[str, Any], feed: Feed | None) -> Any:
         feed = feed or Feed(loader)
-        feed.copies = (NO_LOOKAHEAD if _has_own_order(loader) else value, device_copies)
+        feed.prefetch = (NO_LOOKAHEAD if _has_own_order(loader) else value, device_copies)
         return feed
 
     context.feed_loaders(copying, ledger)

@@ -17,7 +17,7 @@ Sources: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data 
 from dataclasses import replace
 from typing import Any
 
-from flatout.distributed.absent import why_none
+from flatout.distributed.absent import why_not_split
 from flatout.schema.accepted import Number
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
@@ -32,9 +32,9 @@ SAME_BUCKETS = "all bucket sizes that this lever tries give the same buckets"
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     if context.data_parallel is None:
-        return Skip(why_none(context.torch))
+        return Skip(why_not_split(context.torch))
     parallel = context.data_parallel
-    parameters = parallel.that_train()
+    parameters = parallel.trained_parameters()
     if not parameters:
         return Skip("no forward pass has used a parameter with requires_grad yet")
     from flatout.distributed.exchange import buckets_of
@@ -57,7 +57,7 @@ def _bytes(value: Any) -> int | None:
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Raises LookupError without ranks."""
     if (parallel := context.data_parallel) is None:
-        raise LookupError(why_none(context.torch))
+        raise LookupError(why_not_split(context.torch))
     ledger.set(parallel, "transport", replace(parallel.transport, bucket_bytes=_bytes(value)))
     return ledger.restore
 

@@ -48,21 +48,21 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
         return Skip(
             "the training data set is an IterableDataset; another number of workers could repeat or reorder its samples"
         )
-    from flatout.data.streams import can_stand_in, has_own_order, own_order, seeds_itself
+    from flatout.data.streams import can_emulate, custom_sampler, has_custom_sampler, seeds_itself
 
     training_loaders = context.training_loaders
     pin: dict[str, Any] = {"pin": True} if context.device_type == "cuda" else {}
     if training_loaders and all(
-        has_own_order(loader.sampler, loader.batch_sampler) for loader in training_loaders
+        has_custom_sampler(loader.sampler, loader.batch_sampler) for loader in training_loaders
     ):
         return Skip(
             CUSTOM_SAMPLER.format(
-                name=own_order(training_loaders[0].sampler, training_loaders[0].batch_sampler)
+                name=custom_sampler(training_loaders[0].sampler, training_loaders[0].batch_sampler)
             )
         )
     requested, cores, random = usable[0]["asked_workers"], max(1, facts.cores), context.data_is_random()
     if random and requested >= cores and not any(map(seeds_itself, context.live_loaders)):
-        counts = [n for n in range(requested - 1, -1, -1) if can_stand_in(n, requested)]
+        counts = [n for n in range(requested - 1, -1, -1) if can_emulate(n, requested)]
         return Options(tuple({"workers": n, **pin} for n in counts[:4]), effect=Effect.EXACT)
     counts = [n for n in dict.fromkeys((1, min(2, cores), cores // 2, cores, 0)) if n != requested and n >= 0]
     values: list[Value] = [{"workers": n} for n in counts]
@@ -93,15 +93,15 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
 
 def _replace_workers(loader: DataLoader, requested: dict[str, Any], feed: Any) -> Any:
-    from flatout.data.streams import can_stand_in, seeds_itself
+    from flatout.data.streams import can_emulate, seeds_itself
 
     workers = requested.get("num_workers", 0)
-    if not can_stand_in(loader.num_workers, workers) or loader.batch_sampler is None or seeds_itself(loader):
+    if not can_emulate(loader.num_workers, workers) or loader.batch_sampler is None or seeds_itself(loader):
         return feed
     from flatout.data.feed import Feed
 
     feed = feed or Feed(loader)
-    feed.as_workers = workers
+    feed.emulated_workers = workers
     return feed
 
 
@@ -121,9 +121,9 @@ def _worker_arguments(dataset: Dataset, arguments: dict[str, Any], value: dict[s
         return arguments
     if batches < MIN_BATCHES:
         return arguments
-    from flatout.data.streams import can_stand_in, has_own_order, without_workers
+    from flatout.data.streams import can_emulate, has_custom_sampler, without_workers
 
-    if has_own_order(arguments.get("sampler"), arguments.get("batch_sampler")):
+    if has_custom_sampler(arguments.get("sampler"), arguments.get("batch_sampler")):
         return arguments
     requested = arguments.get("num_workers", 0)
     workers = int(value.get("workers", requested))
@@ -133,7 +133,7 @@ def _worker_arguments(dataset: Dataset, arguments: dict[str, Any], value: dict[s
         return arguments
     changed = {**arguments, "num_workers": workers} if workers else without_workers(arguments)
     if workers:
-        changed["persistent_workers"] = arguments.get("persistent_workers", False) or not can_stand_in(
+        changed["persistent_workers"] = arguments.get("persistent_workers", False) or not can_emulate(
             workers, requested
         )
         if "prefetch" in value:

@@ -46,11 +46,11 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     host_mib = facts.memory_bytes // MIB // MEMORY_DIVISOR
 
     def caching(feed: Feed) -> None:
-        feed.batched, feed.keep = True, CacheOptions(CacheBudget(max(gpu_mib, host_mib) * MIB))
+        feed.batched, feed.cache = True, CacheOptions(CacheBudget(max(gpu_mib, host_mib) * MIB))
 
     feeds, why = try_feeds(context.training_loaders, caching, type(context.ledger)())
-    if why or all(feed.refusal or feed.keeps_nothing for feed in feeds):
-        return Skip(why or feeds[0].refusal or feeds[0].keeps_nothing)
+    if why or all(feed.refusal or feed.why_no_cache for feed in feeds):
+        return Skip(why or feeds[0].refusal or feeds[0].why_no_cache)
     needed_bytes = sum(feed.store.bytes_of_all for feed in feeds if feed.store is not None)
     needed_mib = max(1, -(-needed_bytes // MIB))
     if needed_mib > max(gpu_mib, host_mib):
@@ -73,7 +73,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     if not torch.cuda.is_available():
         raise LookupError("there is no CUDA device to make batches on")
     device_copies = DeviceCopies()
-    keep = CacheOptions(CacheBudget(value["mib"] * MIB), ahead=True, handed_on=context.handed_on)
+    keep = CacheOptions(CacheBudget(value["mib"] * MIB), eager=True, shared_samples=context.handed_on)
     return_device_copies(device_copies, ledger)
 
     def change(dataset: Dataset, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
     def resident(loader: DataLoader, requested: dict[str, Any], feed: Feed | None) -> Any:
         feed = feed or Feed(loader)
-        feed.batched, feed.keep = True, keep
+        feed.batched, feed.cache = True, keep
         # The device of the optimizers' weights, or the current device if the script creates them later.
         device = (
             context.device
@@ -93,16 +93,16 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
             else torch.device("cuda", torch.cuda.current_device())
         )
         feed.resident = (
-            None if feed.keeps_nothing else ResidentDevice(device, device_copies, bool(value.get("host")))
+            None if feed.why_no_cache else ResidentDevice(device, device_copies, bool(value.get("host")))
         )
-        feed.as_workers = requested.get("num_workers", 0) if not seeds_itself(loader) else 0
+        feed.emulated_workers = requested.get("num_workers", 0) if not seeds_itself(loader) else 0
         feed.listeners["keep"] = feed.listeners["batched"] = lambda sentence: context.report(
             "resident_data", sentence
         )
         return feed
 
     context.change_loaders(change, ledger)
-    INTERCEPTION.hold(ledger)
+    INTERCEPTION.enable(ledger)
     context.feed_loaders(resident, ledger)
     return ledger.restore
 

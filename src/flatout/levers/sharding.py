@@ -20,7 +20,7 @@ Sources: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Tr
     et al. 2023, "PyTorch FSDP"; torch documentation, "torch.distributed.fsdp.fully_shard".
 """
 
-from flatout.distributed.absent import why_none
+from flatout.distributed.absent import why_not_split
 from flatout.job.rank_environment import this_rank
 from flatout.schema.accepted import Table
 from flatout.schema.enums import Effect, Moment
@@ -35,7 +35,7 @@ SCOPES = ("node", "all")
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     rank = this_rank()
     if rank is None or rank.world_size < 2:
-        return Skip(why_none(context.torch))
+        return Skip(why_not_split(context.torch))
     if not context.torch.distributed.is_available():
         return Skip("this torch was built without torch.distributed")
     return Options(({"over": "node"},))

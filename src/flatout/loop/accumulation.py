@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn.parallel import DistributedDataParallel
 
-HOW = ("mean", "sum", "max", "min", "last")  # ways to combine the values of micro-batches
+COMBINE_MODES = ("mean", "sum", "max", "min", "last")  # ways to combine the values of micro-batches
 
 
 class Accumulation:
@@ -39,29 +39,29 @@ class Accumulation:
     ) -> None:
         self.torch, self.precision, self.summed, self.samples = torch, precision, summed, samples
         self.parallel = parallel
-        self._estimate: Any = None
+        self._estimated_total: Any = None
         self._losses: list[Any] = []
         self._weights: list[Any] = []
         self._values: list[tuple[dict[str, Any], int]] = []
 
-    def add(self, answer: LossResult, size: int, last: bool) -> None:
+    def add(self, result: LossResult, size: int, last: bool) -> None:
         weight: Any = 1.0 if self.summed else float(size)
-        counted = answer.count is not None and not self.summed
-        if counted:
-            weight = _as_scalar(self.torch, answer.count, answer.loss)
-        self._values.append((detached(answer.values), size))
-        exchanging = self.parallel if last and self._weights else None
-        if _is_nothing(weight) and (self._estimate is not None or not last):
-            if exchanging is not None:
-                self._contribute_nothing(exchanging)
+        has_count = result.count is not None and not self.summed
+        if has_count:
+            weight = _as_scalar(self.torch, result.count, result.loss)
+        self._values.append((detach_values(result.values), size))
+        parallel = self.parallel if last and self._weights else None
+        if _is_zero(weight) and (self._estimated_total is not None or not last):
+            if parallel is not None:
+                self._exchange_zero(parallel)
             return  # no token counts here: the loss is 0 / 0 and contributes nothing to the whole batch
-        if exchanging is not None and counted:
-            self._correct(_trained(exchanging), sum(self._weights) + weight)
-        if self._estimate is None:
-            whole = 1.0 if self.summed else float(self.samples)
-            self._estimate = weight * (self.samples / size) if counted else whole
-        self.precision.backward(answer.loss * (weight / self._estimate))
-        self._losses.append(answer.loss.detach())
+        if parallel is not None and has_count:
+            self._correct(_trainable(parallel), sum(self._weights) + weight)
+        if self._estimated_total is None:
+            total = 1.0 if self.summed else float(self.samples)
+            self._estimated_total = weight * (self.samples / size) if has_count else total
+        self.precision.backward(result.loss * (weight / self._estimated_total))
+        self._losses.append(result.loss.detach())
         self._weights.append(weight)
 
     def loss(self, parameters: list[Any]) -> Any:
@@ -74,14 +74,13 @@ class Accumulation:
             self._correct(parameters, total)
         return sum(loss * (weight / total) for loss, weight in zip(self._losses, self._weights, strict=True))
 
-    def _contribute_nothing(self, parallel: DistributedDataParallel) -> None:
-        """Exchange the gradients of the earlier micro-batches in a backward pass whose gradients are zero."""
+    def _exchange_zero(self, parallel: DistributedDataParallel) -> None:
         if parallel.find_unused_parameters or parallel.static_graph:
             raise LoopError(
                 "the last micro-batch of a step counts nothing (n is 0), and DistributedDataParallel with find_unused_parameters or "
                 "static_graph cannot exchange gradients without it. Use a larger micro_batch."
             )
-        parameters = _trained(parallel)
+        parameters = _trainable(parallel)
         self._correct(parameters, sum(self._weights))
         sum(p.sum() * 0 for p in parameters).backward()
 
@@ -90,37 +89,37 @@ class Accumulation:
         gradients = [p.grad for p in parameters if p.grad is not None]
         if gradients:
             with self.torch.no_grad():
-                self.torch._foreach_mul_(gradients, (self._estimate / total).to(gradients[0].dtype))
-        self._estimate = total
+                self.torch._foreach_mul_(gradients, (self._estimated_total / total).to(gradients[0].dtype))
+        self._estimated_total = total
 
-    def values(self, how: Mapping[str, str]) -> dict[str, Any]:
+    def values(self, modes: Mapping[str, str]) -> dict[str, Any]:
         """Combine the further values of all micro-batches.
 
-        ``how``: by name; the default is the mean weighted by samples.
+        ``modes``: by name; the default is the mean weighted by samples.
         """
-        joined = {}
+        combined = {}
         for name in self._values[0][0]:
-            each, sizes = [values[name] for values, _ in self._values], [size for _, size in self._values]
-            match how.get(name, "mean"):
+            parts, sizes = [values[name] for values, _ in self._values], [size for _, size in self._values]
+            match modes.get(name, "mean"):
                 case "mean":
-                    joined[name] = sum(value * size for value, size in zip(each, sizes, strict=True)) / sum(
-                        sizes
-                    )
+                    combined[name] = sum(
+                        value * size for value, size in zip(parts, sizes, strict=True)
+                    ) / sum(sizes)
                 case "sum":
-                    joined[name] = sum(each)
+                    combined[name] = sum(parts)
                 case "last":
-                    joined[name] = each[-1]
-                case word:
-                    stacked = self.torch.stack([self.torch.as_tensor(value) for value in each])
-                    joined[name] = stacked.max() if word == "max" else stacked.min()
-        return joined
+                    combined[name] = parts[-1]
+                case mode:
+                    stacked = self.torch.stack([self.torch.as_tensor(value) for value in parts])
+                    combined[name] = stacked.max() if mode == "max" else stacked.min()
+        return combined
 
 
-def _trained(parallel: DistributedDataParallel) -> list[Any]:
+def _trainable(parallel: DistributedDataParallel) -> list[Any]:
     return [p for p in parallel.module.parameters() if p.requires_grad]
 
 
-def detached(values: Mapping[str, Any] | None) -> dict[str, Any]:
+def detach_values(values: Mapping[str, Any] | None) -> dict[str, Any]:
     return (
         {name: value.detach() if hasattr(value, "detach") else value for name, value in values.items()}
         if values
@@ -128,7 +127,7 @@ def detached(values: Mapping[str, Any] | None) -> dict[str, Any]:
     )
 
 
-def _is_nothing(weight: Tensor) -> bool:
+def _is_zero(weight: Tensor) -> bool:
     """Whether a weight is known to be 0 without waiting for a device."""
     return (not hasattr(weight, "device") or weight.device.type == "cpu") and float(weight) == 0.0
 

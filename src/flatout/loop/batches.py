@@ -40,7 +40,7 @@ def split(batch: object, sizes: Sequence[int]) -> list[Any]:
     total = sum(sizes)
     if len(sizes) == 1:
         return [batch]
-    ends = [sum(sizes[: at + 1]) for at in range(len(sizes))]
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
     return [part_of(batch, end - size, end, total) for size, end in zip(sizes, ends, strict=True)]
 
 
@@ -55,23 +55,23 @@ def part_of(batch: Any, start: int, end: int, total: int) -> Any:
             and not any(True for _ in tensors_in(part))
         )
 
-    def of(leaf: Any) -> Any:
+    def slice_leaf(leaf: Any) -> Any:
         if hasattr(leaf, "untyped_storage"):
             return leaf[start:end] if leaf.dim() and leaf.shape[0] == total else leaf
         return leaf[start:end] if per_sample(leaf) else leaf
 
-    return mapped(batch, of, per_sample)
+    return mapped(batch, slice_leaf, per_sample)
 
 
-def moved(batch: object, device: Any) -> Any:
+def move(batch: object, device: Any) -> Any:
     """Move the batch to a device; copies from pinned memory are asynchronous."""
 
-    def of(leaf: Any) -> Any:
+    def move_leaf(leaf: Any) -> Any:
         if not hasattr(leaf, "untyped_storage") or leaf.device == device:
             return leaf
         return leaf.to(device, non_blocking=True)
 
-    return mapped(batch, of)
+    return mapped(batch, move_leaf)
 
 
 def windows(batches: Iterable[Any], effective: int | None) -> Iterator[list[tuple[Any, int]]]:
@@ -90,11 +90,16 @@ def windows(batches: Iterable[Any], effective: int | None) -> Iterator[list[tupl
             yield [(batch, size)]
             continue
         if filled + size > effective:
-            loaders = window[0][1] if window else size
-            near = sorted({effective // loaders * loaders or loaders, (effective // loaders + 1) * loaders})
+            loader_batch = window[0][1] if window else size
+            choices = sorted(
+                {
+                    effective // loader_batch * loader_batch or loader_batch,
+                    (effective // loader_batch + 1) * loader_batch,
+                }
+            )
             raise LoopError(
-                f"effective_batch={effective} is not a multiple of the loader's batches of {loaders} samples. "
-                f"Use {' or '.join(map(str, near))}, or change the loader's batch_size."
+                f"effective_batch={effective} is not a multiple of the loader's batches of {loader_batch} samples. "
+                f"Use {' or '.join(map(str, choices))}, or change the loader's batch_size."
             )
         window.append((batch, size))
         filled += size
@@ -105,7 +110,7 @@ def windows(batches: Iterable[Any], effective: int | None) -> Iterator[list[tupl
         yield window
 
 
-def cut(size: int, micro_batch: int | None) -> list[int]:
+def even_sizes(size: int, micro_batch: int | None) -> list[int]:
     """The sizes of the micro-batches of a batch, as even as possible.
 
     10 samples in parts of at most 4 give 4, 3, 3.
@@ -113,5 +118,5 @@ def cut(size: int, micro_batch: int | None) -> list[int]:
     if micro_batch is None or size <= micro_batch:
         return [size]
     parts = -(-size // micro_batch)
-    small, more = divmod(size, parts)
-    return [small + 1] * more + [small] * (parts - more)
+    quotient, remainder = divmod(size, parts)
+    return [quotient + 1] * remainder + [quotient] * (parts - remainder)

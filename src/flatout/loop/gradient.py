@@ -12,12 +12,12 @@ from contextlib import nullcontext
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from flatout.loop.accumulation import Accumulation, detached
-from flatout.loop.batches import moved, split
-from flatout.loop.finite import LossMonitor, first_bad_module
-from flatout.loop.memory import MicroBatches, OutOfMemory, is_out_of_memory, release
+from flatout.loop.accumulation import Accumulation, detach_values
+from flatout.loop.batches import move, split
+from flatout.loop.finite import LossMonitor, find_non_finite_source
+from flatout.loop.memory import MicroBatches, OutOfMemory, free_memory, is_out_of_memory
 from flatout.loop.randomness import RandomState
-from flatout.loop.reduction import MEAN, SUM, Recogniser, understood
+from flatout.loop.reduction import MEAN, SUM, ReductionTest, parse_loss
 from flatout.loop.training import Training
 from flatout.schema.errors import LoopError
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
 
-WATCHED_STEPS = 8  # the first steps, which detect the generators that a step draws from
-WATCHED_AGAIN = 64  # if none drew, check one step in this many: dropout may be enabled later
+RNG_CHECK_STEPS = 8  # the first steps, which detect the generators that a step draws from
+RNG_CHECK_INTERVAL = 64  # if none drew, check one step in this many: dropout may be enabled later
 
 Window = list[tuple[Any, int]]  # the batches of one effective batch, each with its number of samples
 
@@ -34,7 +34,7 @@ Window = list[tuple[Any, int]]  # the batches of one effective batch, each with 
 class Gradient:
     """``reduction`` is "mean" or "sum", or None until tested.
 
-    ``watch`` is None if NaN does not stop the loop.
+    ``loss_monitor`` is None if NaN does not stop the loop.
     """
 
     def __init__(
@@ -44,97 +44,101 @@ class Gradient:
         metrics: Mapping[str, str],
         reduction: str | None,
         allow_inexact: bool,
-        watch: LossMonitor | None,
+        loss_monitor: LossMonitor | None,
     ) -> None:
         self.training, self.micro_batches, self.metrics = training, micro_batches, metrics
-        self.reduction, self.allow_inexact, self._watch = reduction, allow_inexact, watch
+        self.reduction, self.allow_inexact, self._loss_monitor = reduction, allow_inexact, loss_monitor
         self._tensor = training.torch.Tensor
-        self._reads_losses = watch is not None and not watch.waits
-        self._parallel = training.model if training.model is not training.alone else None
-        self._moves = training.device.type != "cpu"
-        self._draws = self._draws_elsewhere = False  # from torch's generators, from `random` or numpy
+        self._reads_losses = loss_monitor is not None and not loss_monitor.is_asynchronous
+        self._parallel = training.model if training.model is not training.local_model else None
+        self._moves_batches = training.device.type != "cpu"
+        self._uses_torch_rng = self._uses_other_rng = False  # from torch's generators, from `random` or numpy
 
-    def make(self, index: int, window: Window, samples: int) -> tuple[Any, int, dict[str, Any]]:
+    def compute(self, index: int, window: Window, samples: int) -> tuple[Any, int, dict[str, Any]]:
         """Return the loss of the effective batch, the number of micro-batches and further values.
 
         Raises LoopError.
         """
         training = self.training
         optimizer = training.optimizer
-        watched = index < WATCHED_STEPS
+        checks_rng = index < RNG_CHECK_STEPS
         state = None
-        if self._draws or self._draws_elsewhere or watched or not index % WATCHED_AGAIN:
-            state = RandomState(training.torch, training.device, others=watched or self._draws_elsewhere)
+        if self._uses_torch_rng or self._uses_other_rng or checks_rng or not index % RNG_CHECK_INTERVAL:
+            state = RandomState(training.torch, training.device, others=checks_rng or self._uses_other_rng)
         while True:
             optimizer.zero_grad(set_to_none=True)
             try:
                 limit = self.micro_batches.limit
                 fits = len(window) == 1 and (limit is None or window[0][1] <= limit)
-                made = self._whole(index, window[0][0]) if fits else self._accumulated(index, window, samples)
-                if state is not None and not self._draws:
-                    self._draws = state.moved()
+                result = (
+                    self._compute_whole(index, window[0][0])
+                    if fits
+                    else self._accumulate(index, window, samples)
+                )
+                if state is not None and not self._uses_torch_rng:
+                    self._uses_torch_rng = state.has_changed()
                 break
             except Exception as error:
                 if not is_out_of_memory(training.torch, error):
                     raise
-                failed = OutOfMemory.seen(error, self.micro_batches.largest(window))
+                failed = OutOfMemory.from_error(error, self.micro_batches.largest(window))
             # Outside the except block, so that the frames that hold the step's tensors are freed.
             optimizer.zero_grad(set_to_none=True)
-            release(training.torch, training.device)
-            self._smaller(failed, window)
+            free_memory(training.torch, training.device)
+            self._shrink(failed, window)
             if state is not None:
                 state.restore()
-        if watched and state is not None:
-            self._draws_elsewhere |= state.others_moved()
-        return made
+        if checks_rng and state is not None:
+            self._uses_other_rng |= state.others_changed()
+        return result
 
     def state(self) -> dict[str, Any]:
         """The detected reduction and generators, for a checkpoint."""
-        return {"reduction": self.reduction, "draws": self._draws, "draws_elsewhere": self._draws_elsewhere}
+        return {
+            "reduction": self.reduction,
+            "draws": self._uses_torch_rng,
+            "draws_elsewhere": self._uses_other_rng,
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.reduction = state["reduction"] if self.reduction is None else self.reduction
-        self._draws, self._draws_elsewhere = state["draws"], state["draws_elsewhere"]
+        self._uses_torch_rng, self._uses_other_rng = state["draws"], state["draws_elsewhere"]
 
-    def _accumulated(self, index: int, window: Window, samples: int) -> tuple[Any, int, dict[str, Any]]:
-        self.recognise(window)
+    def _accumulate(self, index: int, window: Window, samples: int) -> tuple[Any, int, dict[str, Any]]:
+        self.detect_reduction(window)
         training, sizes = self.training, self.micro_batches.sizes
         parts = [
             pair
-            for batch, whole in window
-            for pair in zip(split(batch, sizes(whole)), sizes(whole), strict=True)
+            for batch, batch_size in window
+            for pair in zip(split(batch, sizes(batch_size)), sizes(batch_size), strict=True)
         ]
-        sums = Accumulation(
-            training.torch,
-            training.precision,
-            self.reduction == SUM,
-            samples,
-            self._parallel,
+        accumulation = Accumulation(
+            training.torch, training.precision, self.reduction == SUM, samples, self._parallel
         )
-        for at, (part, size) in enumerate(parts):
-            with self._no_sync() if at < len(parts) - 1 else nullcontext():
-                answer = understood(self._loss_of(self._on_device(part), training.model))
-                if self._watch is not None and answer.count is None:
-                    self._stop_where_bad(self._watch, index, answer.loss, part)
-                sums.add(answer, size, last=at == len(parts) - 1)
-        return sums.loss(training.parameters), len(parts), sums.values(self.metrics)
+        for i, (part, size) in enumerate(parts):
+            with self._no_sync() if i < len(parts) - 1 else nullcontext():
+                result = parse_loss(self._loss_of(self._on_device(part), training.model))
+                if self._loss_monitor is not None and result.count is None:
+                    self._stop_if_not_finite(self._loss_monitor, index, result.loss, part)
+                accumulation.add(result, size, last=i == len(parts) - 1)
+        return accumulation.loss(training.parameters), len(parts), accumulation.values(self.metrics)
 
-    def _whole(self, index: int, batch: object) -> tuple[Any, int, dict[str, Any]]:
+    def _compute_whole(self, index: int, batch: object) -> tuple[Any, int, dict[str, Any]]:
         """One forward and backward pass as in a plain loop.
 
         This is the hot path: call nothing unnecessary.
         """
         training, plain = self.training, self.training.precision.plain
-        if self._moves:
+        if self._moves_batches:
             batch = self._on_device(batch)
-        given = training.loss_fn(training.model, batch) if plain else self._loss_of(batch, training.model)
-        if type(given) is self._tensor:
-            loss, values = given, {}
+        returned = training.loss_fn(training.model, batch) if plain else self._loss_of(batch, training.model)
+        if type(returned) is self._tensor:
+            loss, values = returned, {}
         else:
-            answer = understood(given)
-            loss, values = answer.loss, detached(answer.values)
-        if self._watch is not None and not (self._reads_losses and isfinite(loss.item())):
-            self._stop_where_bad(self._watch, index, loss, batch)
+            result = parse_loss(returned)
+            loss, values = result.loss, detach_values(result.values)
+        if self._loss_monitor is not None and not (self._reads_losses and isfinite(loss.item())):
+            self._stop_if_not_finite(self._loss_monitor, index, loss, batch)
         if plain:
             loss.backward()
         else:
@@ -145,36 +149,36 @@ class Gradient:
         with self.training.precision.autocast():
             return self.training.loss_fn(model, batch)
 
-    def _alone(self, batch: object) -> Any:
-        """The result of loss_fn with the model that one rank may call without the others."""
-        return self._loss_of(self._on_device(batch), self.training.alone)
+    def _loss_on_this_rank(self, batch: object) -> Any:
+        return self._loss_of(self._on_device(batch), self.training.local_model)
 
     def _on_device(self, batch: object) -> Any:
-        return moved(batch, self.training.device) if self._moves else batch
+        return move(batch, self.training.device) if self._moves_batches else batch
 
     def _no_sync(self) -> Any:
-        """Ranks exchange gradients once per step."""
         no_sync = getattr(self.training.model, "no_sync", None)
         return no_sync() if no_sync is not None else nullcontext()
 
-    def _stop_where_bad(self, watch: LossMonitor, index: int, loss: Tensor, batch: object) -> None:
-        bad = watch.bad(index, loss)
-        if bad is None:
+    def _stop_if_not_finite(self, loss_monitor: LossMonitor, index: int, loss: Tensor, batch: object) -> None:
+        step = loss_monitor.non_finite_step(index, loss)
+        if step is None:
             return
-        here = bad == index
-        late = f"the loss of step {bad} was not finite (detected {index - bad} steps later)"
-        said = f"the loss of step {bad} is {float(loss.detach())}" if here else late
-        where = first_bad_module(self.training.torch, self.training.alone, lambda: self._alone(batch))
-        kept = (
+        is_current = step == index
+        delayed = f"the loss of step {step} was not finite (detected {index - step} steps later)"
+        what = f"the loss of step {step} is {float(loss.detach())}" if is_current else delayed
+        where = find_non_finite_source(
+            self.training.torch, self.training.local_model, lambda: self._loss_on_this_rank(batch)
+        )
+        consequence = (
             "The weights are those before this step."
-            if here
+            if is_current
             else "The weights may be corrupt: resume from your last checkpoint."
         )
-        raise LoopError(f'{said}: {where}. {kept} on_nan="ignore" continues.')
+        raise LoopError(f'{what}: {where}. {consequence} on_nan="ignore" continues.')
 
     # -- what the first steps determine ----------------------------------------------------------------------
 
-    def recognise(self, window: Window) -> None:
+    def detect_reduction(self, window: Window) -> None:
         """Test once how a batch can be split. Raises LoopError if it cannot."""
         if self.reduction is not None:
             return
@@ -182,15 +186,11 @@ class Gradient:
             self.reduction = MEAN
             return
         batch, size = window[0]
-        self.reduction = Recogniser(self.training.torch, self.training.alone, self._alone).recognise(
-            batch, size
-        )
+        self.reduction = ReductionTest(
+            self.training.torch, self.training.local_model, self._loss_on_this_rank
+        ).run(batch, size)
 
-    def _smaller(self, failed: OutOfMemory, window: Window) -> None:
-        """Use smaller micro-batches from now on.
-
-        Raises LoopError if there are none, or none with the exact gradient.
-        """
+    def _shrink(self, failed: OutOfMemory, window: Window) -> None:
         if failed.size <= 1:
             raise LoopError(
                 f"out of memory with a single sample: {failed.message}. {failed.what_would_fit()}"
@@ -202,7 +202,7 @@ class Gradient:
             )
         if self.reduction is None:
             try:
-                self.recognise(list(_few(window)))
+                self.detect_reduction(list(_two_samples(window)))
             except LoopError as refusal:
                 raise LoopError(
                     f"out of memory with {failed.size} samples ({failed.message}). Smaller micro-batches would change the gradient: "
@@ -211,8 +211,8 @@ class Gradient:
         self.micro_batches.shrink(failed.size)
 
 
-def _few(window: Window) -> Iterator[tuple[Any, int]]:
+def _two_samples(window: Window) -> Iterator[tuple[Any, int]]:
     """Two samples, which fit into memory when a batch does not."""
     batch, size = window[0]
-    few = min(size, 2)
-    yield (split(batch, [few, size - few])[0] if size > few else batch), few
+    count = min(size, 2)
+    yield (split(batch, [count, size - count])[0] if size > count else batch), count

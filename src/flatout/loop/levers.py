@@ -25,19 +25,19 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
 LOGGER = logging.getLogger("flatout")
-BEFORE_THE_PROGRAM = "it acts before the program starts: run `flatout run python train.py` with this plan"
+PROCESS_LEVER = "it acts before the program starts: run `flatout run python train.py` with this plan"
 
 
-def plan_of(given: object) -> Plan:
+def plan_of(source: object) -> Plan:
     """A Plan, from a Plan or the path of one. Raises LoopError, PlanError."""
-    if given is None:
+    if source is None:
         return Plan()
-    if isinstance(given, Plan):
-        return checked(given)
-    if isinstance(given, (str, Path)):
-        return checked(read_plan(Path(given)), given)
+    if isinstance(source, Plan):
+        return checked(source)
+    if isinstance(source, (str, Path)):
+        return checked(read_plan(Path(source)), source)
     raise LoopError(
-        f"plan is a {type(given).__name__}. Pass a flatout.Plan, the path of a flatout.toml, or None."
+        f"plan is a {type(source).__name__}. Pass a flatout.Plan, the path of a flatout.toml, or None."
     )
 
 
@@ -65,18 +65,18 @@ class Levers:
         )
         self.applier = Applier(TABLE, look(), self.context)
 
-    def early(self, loader: DataLoader) -> Any:
+    def apply_early(self, loader: DataLoader) -> Any:
         """Apply the early levers and return the loader to iterate over."""
         self.outcomes = [
-            Outcome(choice, False, BEFORE_THE_PROGRAM)
+            Outcome(choice, False, PROCESS_LEVER)
             for choice in self.plan
             if (lever := self.applier.lever(choice)) is not None and lever.moment is Moment.PROCESS
         ]
         self.applier.start(self.plan, BEFORE_FIRST_STEP)
         return self.context.rebuild_loader(loader, self._ledger)
 
-    def late(self, backwards: int) -> None:
-        self.context.first_step_done(backwards)
+    def apply_late(self, backward_passes: int) -> None:
+        self.context.first_step_done(backward_passes)
         self.applier.start(self.plan, AFTER_FIRST_STEP)
         self.outcomes += self.applier.outcomes
         LOGGER.info(one_line(self.outcomes))
@@ -84,7 +84,7 @@ class Levers:
             if not outcome.applied:
                 LOGGER.warning("%s is not applied: %s", outcome.choice.name, outcome.reason)
 
-    def take_off(self) -> None:
+    def undo(self) -> None:
         """Undo all levers that act while the program runs."""
         self.applier.switch(())
         self._ledger.restore()

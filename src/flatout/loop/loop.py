@@ -26,11 +26,11 @@ from flatout.loop.batches import windows
 from flatout.loop.finite import LossMonitor
 from flatout.loop.gradient import Gradient
 from flatout.loop.levers import Levers, plan_of
-from flatout.loop.loop_state import LoopState, storable
+from flatout.loop.loop_state import LoopState, check_not_sharded
 from flatout.loop.memory import MicroBatches
 from flatout.loop.precision import Precision
 from flatout.loop.rank_group import rank_group_of, ranks_of
-from flatout.loop.resuming import Resumed, measured, opened
+from flatout.loop.resuming import Resumed, is_measured, open_checkpoints
 from flatout.loop.saving import LoopCheckpointing
 from flatout.loop.settings import AUTO, LoopSettings
 from flatout.loop.sizing import Sized, Sizer
@@ -159,18 +159,18 @@ class Loop:
         as well.
         """
         if self._levers is not None:
-            self._levers.take_off()
+            self._levers.undo()
         self.precision.close()
         if self._saving is not None:
-            self._saving.leave()
+            self._saving.close()
 
     @property
     def sizing(self) -> bool:
         """Whether the Loop is still trying sizes of micro-batches."""
-        return self._sizer is not None and self._sizer.found is None
+        return self._sizer is not None and self._sizer.result is None
 
-    def _around_a_step(self) -> bool:
-        return self._late is not None or self.sizing
+    def _has_step_extras(self) -> bool:
+        return self._pending_levers is not None or self.sizing
 
     def __iter__(self) -> Iterator[Step]:
         saving = self._saving
@@ -181,43 +181,40 @@ class Loop:
             yield from self._epochs(*saving.begin())
             saving.finish()
         finally:
-            saving.leave()
+            saving.close()
 
     def _epochs(self, first: int, first_epoch: int) -> Iterator[Step]:
-        """Yield steps, counted from the step at which this training began: ``index`` of them are done."""
         saving = self._saving
         while self.epoch - first_epoch < self.epochs and (
             self.steps is None or self.index - first < self.steps
         ):
             length = _length(self.loader)
-            seen = saving.given if saving is not None else 0
+            batch_count = saving.consumed_batches if saving is not None else 0
             for window in windows(self.loader if saving is None else saving.batches(), self.effective_batch):
-                seen += len(window)
-                yield self._step(window, None if length is None else seen >= length)
+                batch_count += len(window)
+                yield self._step(window, None if length is None else batch_count >= length)
                 if self.steps is not None and self.index - first >= self.steps:
                     return
                 if saving is not None:
-                    saving.edge()
-            if not seen:
+                    saving.between_steps()
+            if not batch_count:
                 raise LoopError(
                     "the loader gave no batch. An iterator can be used only once: pass the loader itself, not iter(loader)."
                 )
             self.epoch += 1
             if saving is not None:
-                saving.reading.end_epoch()
+                saving.loader_position.end_epoch()
 
     def __repr__(self) -> str:
-        of = f" of {self.steps}" if self.steps is not None else ""
-        doing = ", sizing micro-batches" if self.sizing else ""
-        made_of = f"{type(self.model).__name__}, {type(self.optimizer).__name__}"
-        return (
-            f"Loop({made_of}, {self.index} steps done{of}, epoch {self.epoch}, {self.plan.describe()}{doing})"
-        )
+        total = f" of {self.steps}" if self.steps is not None else ""
+        status = ", sizing micro-batches" if self.sizing else ""
+        names = f"{type(self.model).__name__}, {type(self.optimizer).__name__}"
+        return f"Loop({names}, {self.index} steps done{total}, epoch {self.epoch}, {self.plan.describe()}{status})"
 
     def _repr_html_(self) -> str:
         length = _length(self.loader) if self.effective_batch is None else None
-        whole = self.epochs * length if length is not None else None
-        known = [steps for steps in (self.steps, whole) if steps is not None]
+        all_epochs = self.epochs * length if length is not None else None
+        limits = [steps for steps in (self.steps, all_epochs) if steps is not None]
         from flatout.render.formatting import per_second
         from flatout.render.loop_view import loop_html
 
@@ -229,10 +226,9 @@ class Loop:
         if self.sized is not None:
             facts.append(("micro-batches", self.sized.sentence()))
         title = f"{type(self.model).__name__}, {type(self.optimizer).__name__}"
-        return loop_html(title, self.index, min(known, default=None), facts, self._lever_results())
+        return loop_html(title, self.index, min(limits, default=None), facts, self._lever_results())
 
     def _lever_results(self) -> list[tuple[str, str, str]]:
-        """Return the name of each lever, whether it is in use, and the reason why not."""
         return [
             (
                 spell(outcome.choice.name, outcome.choice.value),
@@ -256,7 +252,7 @@ class Loop:
 
         None until sizing ends.
         """
-        return self._sizer.found if self._sizer is not None else None
+        return self._sizer.result if self._sizer is not None else None
 
     # -- its parts --------------------------------------------------------------------------------------------
 
@@ -287,7 +283,7 @@ class Loop:
         self.resumed: Resumed | None = None
         if self._saving is not None:
             self.resumed = self._resume(self._saving)
-        self._extras = self._around_a_step()
+        self._step_has_extras = self._has_step_extras()
 
     def _make_training(self) -> None:
         torch, settings, model = self.torch, self._settings, self.model
@@ -325,11 +321,11 @@ class Loop:
 
     def _open_checkpoints(self) -> LoopCheckpointing | None:
         settings = self._settings
-        if settings.checkpoint_dir is None or measured():
+        if settings.checkpoint_dir is None or is_measured():
             return None
-        storable(self.model)
+        check_not_sharded(self.model)
         group = rank_group_of(self.torch, self.model)
-        folder = opened(Path(settings.checkpoint_dir), settings.from_scratch, group)
+        folder = open_checkpoints(Path(settings.checkpoint_dir), settings.from_scratch, group)
         return LoopCheckpointing(self.torch, folder, settings.save_every, settings.on_drift, group)
 
     def _plan_levers(self, plan: Plan) -> None:
@@ -339,23 +335,23 @@ class Loop:
             if plan.choices
             else None
         )
-        self._late = self._levers  # until the first step is done
-        if self._late is not None:
-            self.loader = self._late.early(self.loader)
+        self._pending_levers = self._levers  # until the first step is done
+        if self._pending_levers is not None:
+            self.loader = self._pending_levers.apply_early(self.loader)
 
     def _resume(self, saving: LoopCheckpointing) -> Resumed | None:
-        kept = LoopState(self, self._gradient, self._update, self._sizer, self._settings.extra_state)
-        return saving.attach(self, kept, self._settings.for_drift(self.model, self.optimizer))
+        loop_state = LoopState(self, self._gradient, self._update, self._sizer, self._settings.extra_state)
+        return saving.attach(self, loop_state, self._settings.drift_settings(self.model, self.optimizer))
 
     # -- one step --------------------------------------------------------------------------------------------
 
     def _step(self, window: list[tuple[Any, int]], ends_epoch: bool | None) -> Step:
         samples = window[0][1] if len(window) == 1 else sum(size for _, size in window)
         lr = self.optimizer.param_groups[0]["lr"]
-        ends = self._begun(window) if self._extras else None
-        loss, parts, values = self._gradient.make(self.index, window, samples)
-        grad_norm = self._update.clipped() if self.clip is not None else None
-        skipped = self._update.make(self.index)
+        end_extras = self._begin_extras(window) if self._step_has_extras else None
+        loss, parts, values = self._gradient.compute(self.index, window, samples)
+        grad_norm = self._update.clip_gradient() if self.clip is not None else None
+        skipped = self._update.step(self.index)
         if self.scheduler is not None and not skipped:
             self.scheduler.step()
         step = Step(
@@ -371,31 +367,31 @@ class Loop:
             ends_epoch,
             self._rate,
         )
-        if ends is not None:
-            ends(parts)
+        if end_extras is not None:
+            end_extras(parts)
         self.index += 1
         self._rate.step(seconds(), samples)
         return step
 
-    def _begun(self, window: list[tuple[Any, int]]) -> Callable[[int], None]:
+    def _begin_extras(self, window: list[tuple[Any, int]]) -> Callable[[int], None]:
         """Do the optional work before a step and return a function that ends it.
 
         This covers sizing, and the levers that act after the first step.
         """
         sizer = self._sizer if self.sizing else None
         if sizer is not None:
-            self._gradient.recognise(window)
+            self._gradient.detect_reduction(window)
             sizer.step_begins(max(size for _, size in window))
 
-        def ends(parts: int) -> None:
+        def end_extras(parts: int) -> None:
             if sizer is not None:
                 sizer.step_ends()
-            if self._late is not None:
-                self._late.late(parts)
-                self._late = None
-            self._extras = self._around_a_step()
+            if self._pending_levers is not None:
+                self._pending_levers.apply_late(parts)
+                self._pending_levers = None
+            self._step_has_extras = self._has_step_extras()
 
-        return ends
+        return end_extras
 
 
 def _parameters(optimizer: Optimizer) -> list[Any]:

@@ -16,27 +16,13 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
-PARTS = (
-    "model",
-    "buffers",
-    "modes",
-    "optimizer",
-    "scheduler",
-    "also",
-    "precision",
-    "micro_batches",
-    "gradient",
-    "sized",
-)
-
-
-def storable(model: Module) -> None:
+def check_not_sharded(model: Module) -> None:
     """Raises LoopError if the model is sharded: no rank has all of its state."""
     module = sys.modules.get("torch.distributed.fsdp")
-    flat = module is not None and any(
-        isinstance(part, module.FullyShardedDataParallel) for part in model.modules()
+    is_fsdp1 = module is not None and any(
+        isinstance(rank_part, module.FullyShardedDataParallel) for rank_part in model.modules()
     )
-    if flat or any(hasattr(parameter, "to_local") for parameter in model.parameters()):
+    if is_fsdp1 or any(hasattr(parameter, "to_local") for parameter in model.parameters()):
         raise LoopError(
             "checkpoint_dir= does not support a model that is sharded over ranks: each rank has only its part. Remove checkpoint_dir, "
             "and save with torch.distributed.checkpoint (the page 'A model over several devices' shows how)."
@@ -44,7 +30,7 @@ def storable(model: Module) -> None:
 
 
 class LoopState:
-    """``also``: further objects to store by name, each with ``state_dict`` and ``load_state_dict``."""
+    """``extra_state``: further objects to store by name, each with ``state_dict`` and ``load_state_dict``."""
 
     def __init__(
         self,
@@ -52,9 +38,9 @@ class LoopState:
         gradient: Gradient,
         update: Update,
         sizer: Sizer | None,
-        also: Mapping[str, Any],
+        extra_state: Mapping[str, Any],
     ) -> None:
-        self.loop, self.also, self.torch = loop, also, loop.torch
+        self.loop, self.extra_state, self.torch = loop, extra_state, loop.torch
         self._gradient, self._update, self._sizer = gradient, update, sizer
         parallel = isinstance(loop.model, loop.torch.nn.parallel.DistributedDataParallel)
         self.model = loop.model.module if parallel else loop.model
@@ -68,32 +54,34 @@ class LoopState:
             "modes": self._modes(),
             "optimizer": loop.optimizer.state_dict(),
             "scheduler": loop.scheduler.state_dict() if hasattr(loop.scheduler, "state_dict") else None,
-            "also": {name: thing.state_dict() for name, thing in self.also.items()},
+            "extra_state": {name: stateful.state_dict() for name, stateful in self.extra_state.items()},
             "precision": loop.precision.state(),
             "micro_batches": loop.micro_batches.state(),
             "gradient": self._gradient.state(),
             "sized": {"micro_batch": sized.micro_batch, "ms": dict(sized.ms)} if sized is not None else None,
         }
 
-    def part(self) -> dict[str, Any]:
+    def rank_part(self) -> dict[str, Any]:
         """The contribution of a rank other than the first: everything that differs between ranks."""
-        return {"all buffers": {of: dict(thing.named_buffers()) for of, thing in self._modules().items()}}
+        return {
+            "all buffers": {key: dict(stateful.named_buffers()) for key, stateful in self._modules().items()}
+        }
 
     def parameters(self) -> set[str]:
         """The names of the parameters in a checkpoint."""
         return {f"model.{name}" for name, _ in self.model.named_parameters()}
 
-    def put_back(self, state: Mapping[str, Any]) -> list[str]:
+    def restore(self, state: Mapping[str, Any]) -> list[str]:
         """Restore the state and list what differs from it.
 
         Raises SaveError if the state is of another training.
         """
         loop = self.loop
         self._load("model", self.model, state["model"])
-        for of, whole in self._modules().items():
-            _copy_buffers(self.torch, whole, state["buffers"].get(of, {}))
-            for name, module in whole.named_modules():
-                module.training = name not in state["modes"].get(of, ())
+        for key, root in self._modules().items():
+            _copy_buffers(self.torch, root, state["buffers"].get(key, {}))
+            for name, module in root.named_modules():
+                module.training = name not in state["modes"].get(key, ())
         self._load("optimizer", loop.optimizer, state["optimizer"])
         if hasattr(loop.scheduler, "state_dict") != (state["scheduler"] is not None):
             raise SaveError(
@@ -102,35 +90,34 @@ class LoopState:
             )
         if state["scheduler"] is not None:
             self._load("scheduler", loop.scheduler, state["scheduler"])
-        for name, value in state["also"].items():
-            if name not in self.also:
+        for name, value in state["extra_state"].items():
+            if name not in self.extra_state:
                 raise SaveError(
                     f"the training was saved with extra_state={{{name!r}: ...}} and has none of that name now. Pass it, name another folder, or use "
                     "from_scratch=True."
                 )
-            self._load(f"extra_state[{name!r}]", self.also[name], value)
+            self._load(f"extra_state[{name!r}]", self.extra_state[name], value)
         loop.precision.load_state(state["precision"])
         loop.micro_batches.load_state(state["micro_batches"])
         sized = state["sized"]
         self._gradient.load_state(state["gradient"])
-        self._update.goes_on()
+        self._update.reset()
         if self._sizer is not None and sized is not None:
-            self._sizer.found = Sized(sized["micro_batch"], sized["ms"])
-        now = self.state()
+            self._sizer.result = Sized(sized["micro_batch"], sized["ms"])
         differing: list[str] = [
-            f"extra_state[{name!r}] is new" for name in self.also if name not in state["also"]
+            f"extra_state[{name!r}] is new" for name in self.extra_state if name not in state["extra_state"]
         ]
-        for part in PARTS:
-            _compare(self.torch, state[part], now[part], part, differing.append)
+        for part, now in self.state().items():
+            _compare(self.torch, state[part], now, part, differing.append)
         return differing
 
-    def put_back_buffers(self, buffers: Mapping[str, Any]) -> None:
-        for of, whole in self._modules().items():
-            _copy_buffers(self.torch, whole, buffers.get(of, {}))
+    def restore_buffers(self, buffers: Mapping[str, Any]) -> None:
+        for key, root in self._modules().items():
+            _copy_buffers(self.torch, root, buffers.get(key, {}))
 
-    def _load(self, what: str, thing: Any, state: Any) -> None:
+    def _load(self, what: str, stateful: Any, state: Any) -> None:
         try:
-            thing.load_state_dict(state)
+            stateful.load_state_dict(state)
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = " ".join(str(error).split())[:300]
             raise SaveError(
@@ -139,38 +126,35 @@ class LoopState:
             ) from error
 
     def _modules(self) -> dict[str, Any]:
-        """The model and all other modules, for example averages of its weights."""
         return {
             "model": self.model,
             **{
-                f"also {name}": thing
-                for name, thing in self.also.items()
-                if isinstance(thing, self.torch.nn.Module)
+                f"extra_state {name}": stateful
+                for name, stateful in self.extra_state.items()
+                if isinstance(stateful, self.torch.nn.Module)
             },
         }
 
     def _buffers(self) -> dict[str, Any]:
-        """Buffers that are missing from the state_dict."""
         buffers = {}
-        for of, whole in self._modules().items():
-            stored = set(whole.state_dict(keep_vars=True))
-            buffers[of] = {name: buffer for name, buffer in whole.named_buffers() if name not in stored}
+        for key, root in self._modules().items():
+            stored = set(root.state_dict(keep_vars=True))
+            buffers[key] = {name: buffer for name, buffer in root.named_buffers() if name not in stored}
         return buffers
 
     def _modes(self) -> dict[str, list[str]]:
-        """Modules that are not in training mode."""
         return {
-            of: [name for name, module in whole.named_modules() if not module.training]
-            for of, whole in self._modules().items()
+            key: [name for name, module in root.named_modules() if not module.training]
+            for key, root in self._modules().items()
         }
 
 
 def _copy_buffers(torch: ModuleType, module: Module, buffers: Mapping[str, Any]) -> None:
-    own = dict(module.named_buffers())
+    named = dict(module.named_buffers())
     with torch.no_grad():
         for name, value in buffers.items():
-            if name in own and own[name].shape == value.shape:
-                own[name].copy_(value)
+            if name in named and named[name].shape == value.shape:
+                named[name].copy_(value)
 
 
 def _compare(
@@ -193,8 +177,8 @@ def _compare(
         if len(saved) != len(now):
             differs(where)
             return
-        for number, (mine, theirs) in enumerate(zip(saved, now, strict=True)):
-            _compare(torch, mine, theirs, f"{where}[{number}]", differs)
+        for number, (a, b) in enumerate(zip(saved, now, strict=True)):
+            _compare(torch, a, b, f"{where}[{number}]", differs)
     elif (
         type(saved) is type(now)
         and type(saved) in (bool, int, str, bytes, float, type(None), complex)

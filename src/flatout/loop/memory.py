@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.loop.batches import cut
+from flatout.loop.batches import even_sizes
 
 if TYPE_CHECKING:
     from torch import device as Device
 
-ROOM = 0.95  # of the device's memory; a higher peak leaves nothing for fragmentation
+MAX_MEMORY_SHARE = 0.95  # of the device's memory; a higher peak leaves nothing for fragmentation
 # Messages of allocators that raise a plain RuntimeError.
-WORDS = (
+MESSAGES = (
     "out of memory",
     "can't allocate memory",
     "not enough memory",
@@ -27,10 +27,10 @@ WORDS = (
 def is_out_of_memory(torch: ModuleType, error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in WORDS)
+    return isinstance(error, RuntimeError) and any(message in str(error) for message in MESSAGES)
 
 
-def release(torch: ModuleType, device: Device) -> None:
+def free_memory(torch: ModuleType, device: Device) -> None:
     """Free what only the failed step held."""
     gc.collect()
     if device.type == "cuda":
@@ -45,15 +45,15 @@ class OutOfMemory:
     size: int
 
     @classmethod
-    def seen(cls, error: BaseException, size: int) -> OutOfMemory:
+    def from_error(cls, error: BaseException, size: int) -> OutOfMemory:
         """Clear the frames of the exception and of its causes: their variables hold the step's tensors."""
         message = (str(error).strip().splitlines() or ["no message"])[0][:300]
-        each: BaseException | None = error
-        met: set[int] = set()
-        while each is not None and id(each) not in met:
-            met.add(id(each))
-            traceback.clear_frames(each.__traceback__)
-            each = each.__cause__ or each.__context__
+        current: BaseException | None = error
+        visited: set[int] = set()
+        while current is not None and id(current) not in visited:
+            visited.add(id(current))
+            traceback.clear_frames(current.__traceback__)
+            current = current.__cause__ or current.__context__
         return cls(message, size)
 
     def what_would_fit(self) -> str:
@@ -69,13 +69,13 @@ class MicroBatches:
     It starts as requested and shrinks after an out-of-memory error.
     """
 
-    def __init__(self, asked: int | None) -> None:
-        self.asked = asked
-        self.limit = asked
+    def __init__(self, requested: int | None) -> None:
+        self.requested = requested
+        self.limit = requested
         self.failed: list[int] = []
 
     def sizes(self, size: int) -> list[int]:
-        return cut(size, self.limit)
+        return even_sizes(size, self.limit)
 
     def largest(self, window: list[tuple[Any, int]]) -> int:
         return max(self.sizes(size)[0] for _, size in window)
@@ -85,20 +85,16 @@ class MicroBatches:
         self.failed.append(failed)
         self.limit = -(-failed // 2)
 
-    def settle_on(self, size: int) -> None:
+    def set_size(self, size: int) -> None:
         """Use this size as the requested one from now on."""
-        self.asked = self.limit = size
+        self.requested = self.limit = size
 
     def state(self) -> dict[str, Any]:
         """The sizes found, for a checkpoint."""
-        return {
-            "asked": self.asked,
-            "limit": self.limit,
-            "failed": list(self.failed),
-        }
+        return {"requested": self.requested, "limit": self.limit, "failed": list(self.failed)}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.asked, self.limit, self.failed = state["asked"], state["limit"], list(state["failed"])
+        self.requested, self.limit, self.failed = state["requested"], state["limit"], list(state["failed"])
 
 
 class MemoryHeadroom:
@@ -111,20 +107,20 @@ class MemoryHeadroom:
         self.torch, self.device, self.cuda = torch, device, device.type == "cuda"
         if self.cuda:
             self.total = torch.cuda.get_device_properties(device).total_memory
-            self._retries = self._seen()
+            self._retries = self._retry_count()
             torch.cuda.reset_peak_memory_stats(device)
 
-    def _seen(self) -> int:
+    def _retry_count(self) -> int:
         return int(self.torch.cuda.memory_stats(self.device).get("num_alloc_retries", 0))
 
-    def left(self) -> bool:
+    def is_enough(self) -> bool:
         """Call after a step; it resets the counters for the next one.
 
         Always True on a CPU, where nothing is known.
         """
         if not self.cuda:
             return True
-        before, self._retries = self._retries, self._seen()
+        before, self._retries = self._retries, self._retry_count()
         peak = self.torch.cuda.max_memory_reserved(self.device)
         self.torch.cuda.reset_peak_memory_stats(self.device)
-        return self._retries == before and peak <= ROOM * self.total
+        return self._retries == before and peak <= MAX_MEMORY_SHARE * self.total

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("flatout")
 NAMES = ("float32", "tf32", "bf16", "fp16")
-INFINITE = "the scaled gradient was infinite or NaN; the loss scale was reduced"
+SKIP_REASON = "the scaled gradient was infinite or NaN; the loss scale was reduced"
 
 
 class Precision:
@@ -40,11 +40,11 @@ class Precision:
         self._dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name)
         self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
         if name == "tf32":
-            self._multiply_in_tf32()
+            self._enable_tf32()
         self.plain = self._dtype is None  # whether there is neither autocast nor a loss scale
-        self._nothing: AbstractContextManager[None] = nullcontext()
-        self._stepped = 0
-        self._counted = False
+        self._no_autocast: AbstractContextManager[None] = nullcontext()
+        self._step_count = 0
+        self._counts_steps = False
 
     def close(self) -> None:
         """Restore torch's flags."""
@@ -61,7 +61,7 @@ class Precision:
 
     def autocast(self) -> AbstractContextManager[Any]:
         if self._dtype is None:
-            return self._nothing
+            return self._no_autocast
         return self.torch.autocast(self.device.type, dtype=self._dtype)
 
     def backward(self, loss: Tensor) -> None:
@@ -76,18 +76,18 @@ class Precision:
         if self.scaler is None:
             optimizer.step()
             return ""
-        if not self._counted:  # the scaler does not report whether it called the optimizer
-            self._counted = True
+        if not self._counts_steps:  # the scaler does not report whether it called the optimizer
+            self._counts_steps = True
             self._ledger.call("step hook", optimizer.register_step_post_hook(self._count).remove)
-        before = self._stepped
+        before = self._step_count
         self.scaler.step(optimizer)
         self.scaler.update()
-        return INFINITE if self._stepped == before else ""
+        return SKIP_REASON if self._step_count == before else ""
 
     def _count(self, *_: object) -> None:
-        self._stepped += 1
+        self._step_count += 1
 
-    def _multiply_in_tf32(self) -> None:
+    def _enable_tf32(self) -> None:
         """Use the older flags, which keep both families consistent; cuDNN has one of its own."""
         torch, ledger = self.torch, self._ledger
         if self.device.type != "cuda" or torch.cuda.get_device_capability(self.device)[0] < 8:
@@ -96,9 +96,8 @@ class Precision:
                 self.device,
             )
         for owner in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
-            ledger.set_flag(
-                owner, "fp32_precision", owner.fp32_precision
-            )  # restored last: setting "highest" leaves "ieee"
+            # restored last: setting "highest" leaves "ieee"
+            ledger.set_flag(owner, "fp32_precision", owner.fp32_precision)
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high")
         ledger.call("torch.set_float32_matmul_precision", lambda: torch.set_float32_matmul_precision(before))

@@ -20,39 +20,39 @@ class RandomState:
     ``device`` is the model's.
     """
 
-    __slots__ = ("_device", "_numpy", "_of_device", "_python", "_torch", "_torch_state")
+    __slots__ = ("_device", "_device_state", "_numpy", "_python", "_torch", "_torch_state")
 
     def __init__(self, torch: ModuleType, device: Device = None, others: bool = True) -> None:
         self._torch, self._device = torch, device
         self._torch_state = torch.default_generator.get_state()
-        self._of_device = (
+        self._device_state = (
             torch.cuda.get_rng_state(device) if device is not None and device.type == "cuda" else None
         )
-        self._python: Any = _of_python() if others else None
-        self._numpy: Any = _of_numpy() if others else None
+        self._python: Any = random.getstate() if others else None
+        self._numpy: Any = _numpy_state() if others else None
 
     def restore(self) -> None:
         self._torch.default_generator.set_state(self._torch_state)
-        if self._of_device is not None:
-            self._torch.cuda.set_rng_state(self._of_device, self._device)
+        if self._device_state is not None:
+            self._torch.cuda.set_rng_state(self._device_state, self._device)
         if self._python is not None:
             random.setstate(self._python)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
 
-    def moved(self) -> bool:
+    def has_changed(self) -> bool:
         """Whether torch's generators have been used since."""
         if not self._torch.equal(self._torch_state, self._torch.default_generator.get_state()):
             return True
-        return self._of_device is not None and not self._torch.equal(
-            self._of_device, self._torch.cuda.get_rng_state(self._device)
+        return self._device_state is not None and not self._torch.equal(
+            self._device_state, self._torch.cuda.get_rng_state(self._device)
         )
 
-    def others_moved(self) -> bool:
+    def others_changed(self) -> bool:
         """Whether ``random`` or numpy have been used since."""
-        if self._python != _of_python():
+        if self._python != random.getstate():
             return True
-        before, now = self._numpy, _of_numpy()
+        before, now = self._numpy, _numpy_state()
         return (
             before is not None
             and now is not None
@@ -60,17 +60,13 @@ class RandomState:
         )
 
 
-def _of_python() -> Any:
-    return random.getstate()
-
-
-def _of_numpy() -> Any:
+def _numpy_state() -> Any:
     numpy = sys.modules.get("numpy")
     return numpy.random.get_state() if numpy is not None else None
 
 
 @contextmanager
-def kept_random_state(torch: ModuleType, device: Device = None) -> Iterator[None]:
+def preserve_random_state(torch: ModuleType, device: Device = None) -> Iterator[None]:
     """Restore the random state afterwards, whatever the block draws."""
     state = RandomState(torch, device)
     try:

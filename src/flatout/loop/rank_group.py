@@ -50,11 +50,11 @@ class RankGroup:
 
     def broadcast(self, value: object) -> Any:
         """Return a JSON value of the first rank."""
-        return self._gathered(value if self.rank == 0 else None)[0]
+        return self._gather(value if self.rank == 0 else None)[0]
 
-    def all_fine(self, error: Exception | None) -> None:
+    def raise_if_any_failed(self, error: Exception | None) -> None:
         """Raises this rank's error, or SaveError with another rank's: one rank continues only if all do."""
-        messages = self._gathered(f"{error}" if error is not None else "")
+        messages = self._gather(f"{error}" if error is not None else "")
         if error is not None:
             raise error
         for rank, message in zip(self.members, messages, strict=True):
@@ -63,29 +63,31 @@ class RankGroup:
                     f"rank {rank} cannot resume from the checkpoint, so all ranks stop: {message}"
                 )
 
-    def largest(self, numbers: Sequence[int]) -> list[int]:
+    def maxima(self, numbers: Sequence[int]) -> list[int]:
         """The maximum of each number over all ranks."""
         maxima: list[int] = self._maximum(self.torch.tensor(numbers, device="cpu")).tolist()
         return maxima
 
-    def _gathered(self, value: object) -> list[Any]:
+    def _gather(self, value: object) -> list[Any]:
         """One JSON value from each rank. torch's own object collectives use pickle, which executes what it receives."""
         torch, data = self.torch, json.dumps(value).encode()
         longest = self._maximum(torch.tensor(len(data), device="cpu"))
-        mine = torch.frombuffer(bytearray(data.ljust(int(longest))), dtype=torch.uint8)
-        everyone = [torch.empty_like(mine) for _ in range(self.ranks)]
-        self._exchanged(lambda: torch.distributed.all_gather(everyone, mine, group=self._group))
-        return [json.loads(bytes(one.tolist())) for one in everyone]
+        padded = torch.frombuffer(bytearray(data.ljust(int(longest))), dtype=torch.uint8)
+        gathered = [torch.empty_like(padded) for _ in range(self.ranks)]
+        self._communicate(lambda: torch.distributed.all_gather(gathered, padded, group=self._group))
+        return [json.loads(bytes(data.tolist())) for data in gathered]
 
     def _maximum(self, numbers: Tensor) -> Tensor:
         distributed = self.torch.distributed
-        self._exchanged(lambda: distributed.all_reduce(numbers, distributed.ReduceOp.MAX, group=self._group))
+        self._communicate(
+            lambda: distributed.all_reduce(numbers, distributed.ReduceOp.MAX, group=self._group)
+        )
         return numbers
 
     @staticmethod
-    def _exchanged(exchange: Callable[[], Any]) -> None:
+    def _communicate(collective: Callable[[], Any]) -> None:
         try:
-            exchange()
+            collective()
         except RuntimeError as error:
             raise LoopError(
                 f"the ranks have lost each other ({first_line(error)}): one of them has ended, or did not respond within the group's "
@@ -95,15 +97,15 @@ class RankGroup:
 
 def _cpu_group(distributed: ModuleType, members: tuple[int, ...]) -> Any:
     world = distributed.group.WORLD
-    known = GROUPS.setdefault(world, {})
-    if members not in known:
+    groups = GROUPS.setdefault(world, {})
+    if members not in groups:
         options = getattr(
             world._get_backend(world.bound_device_id or world._device_types[0]), "options", None
         )
-        known[members] = distributed.new_group(
+        groups[members] = distributed.new_group(
             members,
             backend="gloo",
             timeout=getattr(options, "_timeout", None),
             use_local_synchronization=True,
         )
-    return known[members]
+    return groups[members]

@@ -21,36 +21,36 @@ from flatout.loop.rank_group import RankGroup
 from flatout.schema.errors import FlatoutError, LoopError, SaveError
 
 LOGGER = logging.getLogger("flatout")
-KIND = "loop"
-MEASURED = "flatout.trial."
+CHECKPOINT_KIND = "loop"
+TRIAL_ENTRY = "flatout.trial."
 
 
-def measured() -> bool:
+def is_measured() -> bool:
     """Whether flatout measures this process. Such a process does not resume and leaves nothing behind."""
     path = os.environ.get("FLATOUT_JOB")
     job = read_json(Path(path)) if path else None
-    return isinstance(job, dict) and str(job.get("entry", "")).startswith(MEASURED)
+    return isinstance(job, dict) and str(job.get("entry", "")).startswith(TRIAL_ENTRY)
 
 
 @dataclass
 class OpenedCheckpoints:
-    """``save`` is the checkpoint to resume from, None for a new training.
+    """``checkpoint`` is the checkpoint to resume from, None for a new training.
 
     ``damaged``: the new paths of newer, corrupt checkpoints. ``writer_pid``: the process that makes the
     folders of new checkpoints.
     """
 
-    saves: CheckpointFolder
-    save: Checkpoint | None
+    folder: CheckpointFolder
+    checkpoint: Checkpoint | None
     damaged: list[Path]
     writer_pid: int
 
     @property
     def metadata(self) -> dict[str, Any]:
-        return dict(self.save.manifest.metadata) if self.save is not None else {}
+        return dict(self.checkpoint.manifest.metadata) if self.checkpoint is not None else {}
 
 
-def opened(folder: Path, from_scratch: bool, group: RankGroup | None) -> OpenedCheckpoints:
+def open_checkpoints(folder: Path, from_scratch: bool, group: RankGroup | None) -> OpenedCheckpoints:
     """Open a checkpoint folder.
 
     Raises SaveError if there are checkpoints and all are corrupt, StorageError if the folder cannot be
@@ -59,78 +59,79 @@ def opened(folder: Path, from_scratch: bool, group: RankGroup | None) -> OpenedC
     if not from_scratch:
         heartbeat.resumes_by_itself(folder)
     if group is None:
-        return _by_the_first(folder, from_scratch)
+        return _open_on_first_rank(folder, from_scratch)
     checkpoints: OpenedCheckpoints | None = None
     error: FlatoutError | None = None
     if group.rank == 0:
         try:
-            checkpoints = _by_the_first(folder, from_scratch)
+            checkpoints = _open_on_first_rank(folder, from_scratch)
         except FlatoutError as failed:
             error = failed
-    here = {
-        "save": str(checkpoints.save.path)
-        if checkpoints is not None and checkpoints.save is not None
+    local = {
+        "save": str(checkpoints.checkpoint.path)
+        if checkpoints is not None and checkpoints.checkpoint is not None
         else None,
         "pid": os.getpid(),
         "error": str(error or ""),
         "folder": str(folder.resolve()),
     }
-    observed = group.broadcast(here)
+    first_rank = group.broadcast(local)
     if error is not None:
         raise error
-    if observed["error"]:
-        raise SaveError(f"rank 0 cannot resume, so all ranks stop: {observed['error']}")
+    if first_rank["error"]:
+        raise SaveError(f"rank 0 cannot resume, so all ranks stop: {first_rank['error']}")
     if checkpoints is None:
-        checkpoints = OpenedCheckpoints(CheckpointFolder(Path(observed["folder"])), None, [], observed["pid"])
-        if observed["save"] is not None:
+        checkpoints = OpenedCheckpoints(
+            CheckpointFolder(Path(first_rank["folder"])), None, [], first_rank["pid"]
+        )
+        if first_rank["save"] is not None:
             try:
-                checkpoints.save = verified(Path(observed["save"]))
+                checkpoints.checkpoint = verified(Path(first_rank["save"]))
             except SaveError as failed:
                 error = SaveError(
-                    f"{observed['save']} is the checkpoint of rank 0; on this rank, {failed}. All ranks must see the same folder."
+                    f"{first_rank['save']} is the checkpoint of rank 0; on this rank, {failed}. All ranks must see the same folder."
                 )
-    group.all_fine(error)
+    group.raise_if_any_failed(error)
     return checkpoints
 
 
-def _by_the_first(folder: Path, from_scratch: bool) -> OpenedCheckpoints:
-    saves = CheckpointFolder(
-        folder, on_verified=heartbeat.saved
-    ).open()  # a restarted program resumes from it by itself
+def _open_on_first_rank(folder: Path, from_scratch: bool) -> OpenedCheckpoints:
+    # a restarted program resumes from it by itself
+    checkpoints = CheckpointFolder(folder, on_verified=heartbeat.saved).open()
     try:
         if from_scratch:
-            aside = saves.move_all_aside()
-            if aside is not None:
-                LOGGER.info("from_scratch=True: moved the existing checkpoints to %s", aside)
-            return OpenedCheckpoints(saves, None, [], os.getpid())
-        save, bad = saves.newest()
-        if save is not None and save.manifest.kind != KIND:
+            moved_to = checkpoints.move_all_aside()
+            if moved_to is not None:
+                LOGGER.info("from_scratch=True: moved the existing checkpoints to %s", moved_to)
+            return OpenedCheckpoints(checkpoints, None, [], os.getpid())
+        checkpoint, corrupt_checkpoints = checkpoints.newest()
+        if checkpoint is not None and checkpoint.manifest.kind != CHECKPOINT_KIND:
             raise LoopError(
-                f"{save.path} was not written by a flatout.Loop. Name another folder in checkpoint_dir=."
+                f"{checkpoint.path} was not written by a flatout.Loop. Name another folder in checkpoint_dir=."
             )
-        damaged = [saves.set_aside(corrupt) for corrupt in bad]
+        damaged = [checkpoints.set_aside(corrupt) for corrupt in corrupt_checkpoints]
     except BaseException:
-        saves.close()
+        checkpoints.close()
         raise
-    for corrupt, path in zip(bad, damaged, strict=True):
+    for corrupt, path in zip(corrupt_checkpoints, damaged, strict=True):
         LOGGER.warning(
             "checkpoint %s is corrupt: %s. It was moved to %s", corrupt.path.name, corrupt.why, path
         )
-    return OpenedCheckpoints(saves, save, damaged, os.getpid())
+    return OpenedCheckpoints(checkpoints, checkpoint, damaged, os.getpid())
 
 
-def parts_of(
-    torch: ModuleType, save: Checkpoint, rank: int, ranks: int
+def read_states(
+    torch: ModuleType, checkpoint: Checkpoint, rank: int, ranks: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The state of the whole training, and that of this rank. Raises SaveError."""
-    before = save.manifest.metadata["ranks"]
+    before = checkpoint.manifest.metadata["ranks"]
     if before != ranks:
         raise SaveError(
-            f"{save.path} is of {before} rank{'s' * (before > 1)}, and {ranks} would resume from it: each rank has its own place in "
+            f"{checkpoint.path} is of {before} rank{'s' * (before > 1)}, and {ranks} would resume from it: each rank has its own place in "
             f"the data. Start {before} again, or use from_scratch=True to start from scratch."
         )
-    state = save.read(torch)
-    return state, save.read(torch, part_of(rank)) if rank else state
+    state = checkpoint.read(torch)
+    return state, checkpoint.read(torch, part_of(rank)) if rank else state
 
 
 @dataclass(frozen=True)

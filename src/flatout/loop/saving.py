@@ -25,7 +25,7 @@ from flatout.data.streams import own_generators
 from flatout.levers import TABLE
 from flatout.loop.loop_state import LoopState
 from flatout.loop.rank_group import RankGroup
-from flatout.loop.resuming import KIND, OpenedCheckpoints, Resumed, parts_of
+from flatout.loop.resuming import CHECKPOINT_KIND, OpenedCheckpoints, Resumed, read_states
 from flatout.loop.signals import StopSignals
 from flatout.measure.clock import seconds, sleep, thread_seconds
 from flatout.schema.enums import Effect, Moment
@@ -49,7 +49,7 @@ class LoopCheckpointing:
         on_drift: str,
         group: RankGroup | None,
     ) -> None:
-        self.torch, self.opened, self.saves, self.every = torch, opened, opened.saves, every
+        self.torch, self.opened, self.folder, self.every = torch, opened, opened.folder, every
         self.group = group
         self.stops_on_drift = on_drift == "stop"
         self._script = {"script": digest} if (digest := _digest_of_script()) else {}
@@ -57,77 +57,90 @@ class LoopCheckpointing:
         self._signals = StopSignals()
         self._open = True
         self._inexact: list[str] = []  # from the earlier run
-        self._first = 0, 0  # step and epoch at which this training began
+        self._start = 0, 0  # step and epoch at which this training began
         self._resumed_state: dict[str, Any] | None = None
 
     # -- resuming --------------------------------------------------------------------------------------------
 
-    def attach(self, loop: Any, kept: LoopState, settings: Mapping[str, Any]) -> Resumed | None:
+    def attach(self, loop: Any, loop_state: LoopState, settings: Mapping[str, Any]) -> Resumed | None:
         """Restore a checkpoint into the new Loop.
 
         Random numbers and the place in the data wait until the Loop is iterated over.
         """
-        self.loop, self.kept, self.settings = loop, kept, settings
-        self.reading = LoaderPosition(self.torch, loop.loader, own_generators)
-        parameters = self.kept.parameters()
+        self.loop, self.loop_state, self.settings = loop, loop_state, settings
+        self.loader_position = LoaderPosition(self.torch, loop.loader, own_generators)
+        parameters = self.loop_state.parameters()
         clocks = WriterClocks(seconds, thread_seconds)
 
-        def sound(packed: Packed) -> str:
+        def check_finite(packed: Packed) -> str:
             return _not_finite(self.torch, packed, parameters)
 
         if self.ranks > 1:
             write = JointCheckpointWriter(
-                self.saves, KIND, self.rank, self.ranks, self.opened.writer_pid, sound, seconds, sleep
+                self.folder,
+                CHECKPOINT_KIND,
+                self.rank,
+                self.ranks,
+                self.opened.writer_pid,
+                check_finite,
+                seconds,
+                sleep,
             ).write
             self.saver = CheckpointWriter(
-                self.torch, self.saves, KIND, clocks, self._say, every=self.every, write=write
+                self.torch, self.folder, CHECKPOINT_KIND, clocks, self._warn, every=self.every, write=write
             )
         else:
             self.saver = CheckpointWriter(
-                self.torch, self.saves, KIND, clocks, self._say, every=self.every, why_not_write=sound
+                self.torch,
+                self.folder,
+                CHECKPOINT_KIND,
+                clocks,
+                self._warn,
+                every=self.every,
+                why_not_write=check_finite,
             )
-        if self.opened.save is None:
+        if self.opened.checkpoint is None:
             return None
         resumed, error = None, None
         try:
-            resumed = self._go_on(self.opened.save)
+            resumed = self._resume(self.opened.checkpoint)
         except FlatoutError as failed:
             error = failed
         if self.group is not None:
-            self.group.all_fine(error)
+            self.group.raise_if_any_failed(error)
         elif error is not None:
-            self.saves.close()
+            self.folder.close()
             raise error
         return resumed
 
-    def _go_on(self, save: Checkpoint) -> Resumed:
-        metadata = save.manifest.metadata
-        differs = differences(metadata.get("surroundings", {}), self._surroundings())
-        state, own = parts_of(self.torch, save, self.rank, self.ranks)
+    def _resume(self, checkpoint: Checkpoint) -> Resumed:
+        metadata = checkpoint.manifest.metadata
+        differs = differences(metadata.get("environment", {}), self._environment())
+        state, rank_state = read_states(self.torch, checkpoint, self.rank, self.ranks)
         inexact = [
             *metadata.get("inexact", ()),
-            *(f"{where} ({what}) was not stored" for where, what in save.manifest.left_out.items()),
+            *(f"{where} ({what}) was not stored" for where, what in checkpoint.manifest.left_out.items()),
         ]
         if self.stops_on_drift and differs:
-            self._refuse(save, differs)
-        inexact += [f"{where} differs from the checkpoint" for where in self.kept.put_back(state)]
-        self.kept.put_back_buffers(own.get("all buffers", {}))
-        moved = self.reading.resume(own["place"])
+            self._refuse(checkpoint, differs)
+        inexact += [f"{where} differs from the checkpoint" for where in self.loop_state.restore(state)]
+        self.loop_state.restore_buffers(rank_state.get("all buffers", {}))
+        moved = self.loader_position.resume(rank_state["loader_position"])
         if self.stops_on_drift and moved:
-            self._refuse(save, moved)
+            self._refuse(checkpoint, moved)
         differs += moved
         counts = state["loop"]
-        self.loop.index, self.loop.epoch, self._first = (
+        self.loop.index, self.loop.epoch, self._start = (
             counts["index"],
             counts["epoch"],
             (counts["first_index"], counts["first_epoch"]),
         )
-        self.saver.resume_after(save.step)
-        self._inexact, self._resumed_state = list(dict.fromkeys([*inexact, *differs])), own
+        self.saver.resume_after(checkpoint.step)
+        self._inexact, self._resumed_state = list(dict.fromkeys([*inexact, *differs])), rank_state
         resumed = Resumed(
-            save.step,
+            checkpoint.step,
             counts["epoch"],
-            save.path,
+            checkpoint.path,
             tuple(differs),
             tuple(dict.fromkeys(inexact)),
             tuple(self.opened.damaged),
@@ -137,9 +150,9 @@ class LoopCheckpointing:
                 LOGGER.log(logging.INFO if resumed.exact else logging.WARNING, sentence)
         return resumed
 
-    def _refuse(self, save: Checkpoint, differs: list[str]) -> None:
+    def _refuse(self, checkpoint: Checkpoint, differs: list[str]) -> None:
         raise LoopError(
-            f'{save.path} cannot be resumed exactly: {"; ".join(differs)}. Use on_drift="warn" to resume anyway, or '
+            f'{checkpoint.path} cannot be resumed exactly: {"; ".join(differs)}. Use on_drift="warn" to resume anyway, or '
             "from_scratch=True to start from scratch."
         )
 
@@ -151,35 +164,35 @@ class LoopCheckpointing:
         Returns the step and epoch at which this training began.
         """
         if not self._open and self.rank == 0:
-            self.saves.open()
+            self.folder.open()
         self._open = True
         self._signals.listen()
         if self._resumed_state is None:
-            self._first = self.loop.index, self.loop.epoch
-            return self._first
+            self._start = self.loop.index, self.loop.epoch
+            return self._start
         for sentence in set_random_states(self.torch, self._resumed_state["random"]):
             LOGGER.warning(sentence)
         self._resumed_state = None
-        return self._first
+        return self._start
 
     def batches(self) -> Iterator[Any]:
         """The batches of one epoch, or the rest of it."""
-        if self.reading.workers:
+        if self.loader_position.workers:
             self.saver.wait()  # forking while a thread writes may leave locks held for ever in the child
-        return self.reading.epoch()
+        return self.loader_position.epoch()
 
     @property
-    def given(self) -> int:
+    def consumed_batches(self) -> int:
         """Batches of the coming epoch that were consumed before the interruption."""
-        return self.reading.already_consumed
+        return self.loader_position.already_consumed
 
-    def edge(self) -> None:
+    def between_steps(self) -> None:
         """Call between two steps. Raises SystemExit after a checkpoint if a signal has requested the end."""
-        asked, due = self._signals.seen, int(self.saver.due(self.loop.index))
+        stop_signal, due = self._signals.received, int(self.saver.due(self.loop.index))
         if self.group is not None:
-            asked, due = self.group.largest([asked, due if self.rank == 0 else 0])
-        if asked:
-            self._signals.seen = asked
+            stop_signal, due = self.group.maxima([stop_signal, due if self.rank == 0 else 0])
+        if stop_signal:
+            self._signals.received = stop_signal
             self.finish()
         elif due:
             self._save()
@@ -190,49 +203,45 @@ class LoopCheckpointing:
             self._save()
         self.saver.wait()
         if self.group is not None:  # wait for the parts of all ranks: a launcher ends the others at once
-            self._signals.seen = self.group.largest([self._signals.seen])[0]
-        if self._signals.seen:
+            self._signals.received = self.group.maxima([self._signals.received])[0]
+        if self._signals.received:
             if self.rank == 0:
                 LOGGER.warning(
                     "stopped by signal %d: finished step %d, and %s",
-                    self._signals.seen,
+                    self._signals.received,
                     self.loop.index - 1,
-                    self._last_words(),
+                    self._describe_last(),
                 )
             self._signals.end()
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Call when the iteration ends for any reason."""
-        self._signals.leave()
+        self._signals.restore()
         self.saver.wait()
-        self.saves.close()
+        self.folder.close()
         self._open = False
 
     def _save(self) -> None:
         loop, began_s = self.loop, seconds()
-        state = {"random": random_states(self.torch), "place": self.reading.place()}
+        state = {"random": random_states(self.torch), "loader_position": self.loader_position.place()}
         if self.rank == 0:
-            state |= self.kept.state()
+            state |= self.loop_state.state()
             state["loop"] = {
                 "index": loop.index,
                 "epoch": loop.epoch,
-                "first_index": self._first[0],
-                "first_epoch": self._first[1],
+                "first_index": self._start[0],
+                "first_epoch": self._start[1],
             }
         else:
-            state |= self.kept.part()
-        metadata = {
-            "surroundings": self._surroundings(),
-            "inexact": self._why_not_exact(),
-            "ranks": self.ranks,
-        }
+            state |= self.loop_state.rank_part()
+        metadata = {"environment": self._environment(), "inexact": self._why_not_exact(), "ranks": self.ranks}
         self.saver.save(loop.index, pack(self.torch, state), metadata, began_s)
         if self.every == 1:
             self.saver.wait()  # with save_every=1 no step may be lost, not even one that is being written
 
     def _why_not_exact(self) -> list[str]:
         loop = self.loop
-        reasons = [*self._inexact, *self.reading.inexact]
+        reasons = [*self._inexact, *self.loader_position.inexact]
         if self.ranks > 2 and isinstance(loop.model, self.torch.nn.parallel.DistributedDataParallel):
             reasons.append(
                 "more than two ranks add their gradients in another order in the first step of a process"
@@ -245,26 +254,27 @@ class LoopCheckpointing:
             for lever in levers
             if lever.effect is not Effect.EXACT and lever.moment not in (Moment.PROCESS, Moment.LOADER)
         ]
-        if self.reading.workers and any(lever.moment is Moment.LOADER for lever in levers):
+        if self.loader_position.workers and any(lever.moment is Moment.LOADER for lever in levers):
             reasons.append(
                 "levers of the plan make the batches, so the random numbers of loader workers are unknown"
             )
         return list(dict.fromkeys(reasons))
 
-    def _surroundings(self) -> dict[str, Any]:
+    def _environment(self) -> dict[str, Any]:
         return environment(self.torch, {**self.settings, "plan": self.loop.plan.describe(), **self._script})
 
-    def _say(self, sentence: str) -> None:
+    def _warn(self, sentence: str) -> None:
         LOGGER.warning(sentence)
 
-    def _last_words(self) -> str:
+    def _describe_last(self) -> str:
         last = self.saver.last
-        kept = last is not None and last.step == self.loop.index
-        return f"saved it in {last.path}" if kept and last is not None else "could not save it; see above"
+        is_current = last is not None and last.step == self.loop.index
+        return (
+            f"saved it in {last.path}" if is_current and last is not None else "could not save it; see above"
+        )
 
 
 def _digest_of_script() -> str | None:
-    """Digest of the program's main file; None in a notebook."""
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12] if path else None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.loop.accumulation import HOW
+from flatout.loop.accumulation import COMBINE_MODES
 from flatout.loop.reduction import MEAN, SUM
 from flatout.schema.errors import LoopError
 from flatout.schema.plan import Plan
@@ -54,11 +54,11 @@ class LoopSettings:
             ("on_drift", ("warn", "stop")),
         ):
             if (value := getattr(self, name)) not in allowed:
-                *most, last = (f'"{one}"' if one is not None else "None" for one in allowed)
-                raise LoopError(f"{name}={value!r} is not supported. Use {', '.join(most)} or {last}.")
-        if strange := {name: how for name, how in self.metrics.items() if how not in HOW}:
+                *first, last = (f'"{one}"' if one is not None else "None" for one in allowed)
+                raise LoopError(f"{name}={value!r} is not supported. Use {', '.join(first)} or {last}.")
+        if unsupported := {name: how for name, how in self.metrics.items() if how not in COMBINE_MODES}:
             raise LoopError(
-                f"metrics={strange!r} is not supported. Combine the values of micro-batches with one of {', '.join(HOW)}."
+                f"metrics={unsupported!r} is not supported. Combine the values of micro-batches with one of {', '.join(COMBINE_MODES)}."
             )
         self._check_checkpoints()
 
@@ -69,20 +69,20 @@ class LoopSettings:
             raise LoopError(
                 'save_every=, extra_state= and from_scratch= need a folder for checkpoints. Name one: checkpoint_dir="checkpoints".'
             )
-        if strange := {
+        if unsupported := {
             name: type(thing).__name__
             for name, thing in self.extra_state.items()
             if not hasattr(thing, "load_state_dict")
         }:
             raise LoopError(
-                f"extra_state={strange!r} cannot be stored. Each object needs state_dict and load_state_dict."
+                f"extra_state={unsupported!r} cannot be stored. Each object needs state_dict and load_state_dict."
             )
 
     @property
     def largest_micro_batch(self) -> int | None:
         return None if isinstance(self.micro_batch, str) else self.micro_batch
 
-    def for_drift(self, model: Module, optimizer: Optimizer) -> dict[str, Any]:
+    def drift_settings(self, model: Module, optimizer: Optimizer) -> dict[str, Any]:
         """The settings that a resumed training must share with the checkpoint."""
         return {
             "model": type(getattr(model, "module", model)).__name__,
@@ -95,8 +95,8 @@ class LoopSettings:
         }
 
 
-def _check_positive(name: str, value: object, also: str | None) -> None:
-    if (value is None and name != "epochs") or (value is not None and value == also):
+def _check_positive(name: str, value: object, accepted: str | None) -> None:
+    if (value is None and name != "epochs") or (value is not None and value == accepted):
         return
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise LoopError(

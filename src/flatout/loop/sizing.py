@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from torch import device as Device
 
 LOGGER = logging.getLogger("flatout")
-WARM_STEPS, TIMED_STEPS, TURNS = 2, 4, 3
-SLOWER = 1.1
-EQUAL = 1.02  # counts as equal: the smaller size wins, because it needs less memory
+WARM_STEPS, TIMED_STEPS, DUEL_ROUNDS = 2, 4, 3
+MAX_SLOWDOWN = 1.1
+TIE_RATIO = 1.02  # counts as equal: the smaller size wins, because it needs less memory
 
 
 @dataclass(frozen=True)
@@ -55,47 +55,50 @@ class Sized:
 Sizing = Generator[int, SizingSample, Sized]
 
 
-def fastest(size: int) -> Sizing:
+def search_fastest(size: int) -> Sizing:
     """Yields the micro-batch for the next step, receives the result, and returns the choice."""
     ms: dict[int, float | None] = {}
-    worse, candidate = 0, size
+    slower_in_a_row, candidate = 0, size
     while True:
         ms[candidate] = yield from _timed(candidate, TIMED_STEPS)
-        best = min((each for each in ms.values() if each is not None), default=None)
-        now = ms[candidate]
-        worse = worse + 1 if now is not None and best is not None and now > SLOWER * best else 0
-        if candidate == 1 or worse == 2:
+        best = min((time_ms for time_ms in ms.values() if time_ms is not None), default=None)
+        candidate_ms = ms[candidate]
+        slower_in_a_row = (
+            slower_in_a_row + 1
+            if candidate_ms is not None and best is not None and candidate_ms > MAX_SLOWDOWN * best
+            else 0
+        )
+        if candidate == 1 or slower_in_a_row == 2:
             break
         candidate = -(-candidate // 2)
-    fitting = sorted((each, tried) for tried, each in ms.items() if each is not None)
+    fitting = sorted((time_ms, size) for size, time_ms in ms.items() if time_ms is not None)
     if len(fitting) < 2:
         return Sized(fitting[0][1] if fitting else 1, ms)
     return Sized((yield from _duel(fitting[0][1], fitting[1][1])), ms)
 
 
 def _timed(candidate: int, steps: int) -> Generator[int, SizingSample, float | None]:
-    """The median time of some steps after warm-up; None as soon as one did not fit."""
     times = []
     for step in range(WARM_STEPS + steps):
-        seen = yield candidate
-        if not seen.fits:
+        sample = yield candidate
+        if not sample.fits:
             return None
         if step >= WARM_STEPS:
-            times.append(seen.ms)
+            times.append(sample.ms)
     return median(times)
 
 
 def _duel(first: int, second: int) -> Generator[int, SizingSample, int]:
     times: dict[int, list[float]] = {first: [], second: []}
-    for turn in range(TURNS):
-        order: Sequence[int] = (first, second) if turn % 2 == 0 else (second, first)
+    for round_ in range(DUEL_ROUNDS):
+        order: Sequence[int] = (first, second) if round_ % 2 == 0 else (second, first)
         for candidate in order:
             ms = yield from _timed(candidate, TIMED_STEPS)
             if ms is None:
                 return second if candidate == first else first
             times[candidate].append(ms)
-    fast, slow = sorted((first, second), key=lambda each: median(times[each]))
-    return min(fast, slow) if median(times[slow]) <= EQUAL * median(times[fast]) else fast
+    faster, slower = sorted((first, second), key=lambda size: median(times[size]))
+    return min(faster, slower) if median(times[slower]) <= TIE_RATIO * median(times[faster]) else faster
 
 
 class Sizer:
@@ -104,22 +107,17 @@ class Sizer:
     ``step_begins`` sets the micro-batch of a step, ``step_ends`` reports its result.
     """
 
-    def __init__(
-        self,
-        torch: ModuleType,
-        device: Device,
-        micro_batches: MicroBatches,
-    ) -> None:
+    def __init__(self, torch: ModuleType, device: Device, micro_batches: MicroBatches) -> None:
         self.micro_batches = micro_batches
-        self.found: Sized | None = None
-        self._clock, self._room = clock_for(torch, device), MemoryHeadroom(torch, device)
+        self.result: Sized | None = None
+        self._clock, self._headroom = clock_for(torch, device), MemoryHeadroom(torch, device)
         self._search: Sizing | None = None
         self._start: Any = None
         self._failed = 0
 
     def step_begins(self, size: int) -> None:
         if self._search is None:
-            self._search = fastest(size)
+            self._search = search_fastest(size)
             self.micro_batches.limit = next(self._search)
         self._failed = len(self.micro_batches.failed)
         self._start = self._clock.mark()
@@ -128,11 +126,11 @@ class Sizer:
         assert self._search is not None
         end = self._clock.mark()
         self._clock.synchronize()
-        fits = len(self.micro_batches.failed) == self._failed and self._room.left()
+        fits = len(self.micro_batches.failed) == self._failed and self._headroom.is_enough()
         ms = self._clock.elapsed_ms(self._start, end)
         try:
             self.micro_batches.limit = self._search.send(SizingSample(ms, fits))
-        except StopIteration as over:
-            self.found = over.value
-            self.micro_batches.settle_on(over.value.micro_batch)
-            LOGGER.info(over.value.sentence())
+        except StopIteration as stop:
+            self.result = stop.value
+            self.micro_batches.set_size(stop.value.micro_batch)
+            LOGGER.info(stop.value.sentence())

@@ -14,7 +14,9 @@ from flatout.schema.errors import LoopError
 from flatout.schema.sizes import size
 
 LOGGER = logging.getLogger("flatout")
-WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"  # read when cuBLAS starts; deterministic products raise without it
+WORKSPACE_VARIABLE = (
+    "CUBLAS_WORKSPACE_CONFIG"  # read when cuBLAS starts; deterministic products raise without it
+)
 
 
 def device(wanted: str | None = None) -> Any:
@@ -33,13 +35,13 @@ def device(wanted: str | None = None) -> Any:
     import torch
 
     if wanted is not None:
-        return _asked_for(torch, wanted)
+        return _checked_device(torch, wanted)
     if torch.cuda.is_available():
         count = torch.cuda.device_count()
-        free = [torch.cuda.mem_get_info(at)[0] for at in range(count)] if count > 1 else [0]
-        at = max(range(len(free)), key=lambda each: free[each])
-        LOGGER.info("training on %s", _spelled(torch, at))
-        return torch.device("cuda", at)
+        free = [torch.cuda.mem_get_info(index)[0] for index in range(count)] if count > 1 else [0]
+        index = max(range(len(free)), key=lambda i: free[i])
+        LOGGER.info("training on %s", _describe(torch, index))
+        return torch.device("cuda", index)
     if torch.backends.mps.is_available():
         LOGGER.info("training on this Mac's GPU (MPS)")
         return torch.device("mps")
@@ -47,18 +49,18 @@ def device(wanted: str | None = None) -> Any:
     return torch.device("cpu")
 
 
-def _asked_for(torch: ModuleType, wanted: str) -> Any:
+def _checked_device(torch: ModuleType, wanted: str) -> Any:
     try:
-        found = torch.device(wanted)
+        device_ = torch.device(wanted)
     except RuntimeError:
         raise LoopError(
             f'torch does not know the device {wanted!r}. Use "cpu", "cuda" or "cuda:1", for example.'
         ) from None
-    if found.type == "cuda" and not torch.cuda.is_available():
+    if device_.type == "cuda" and not torch.cuda.is_available():
         raise LoopError(
             f"device {wanted!r} is not available: {why_no_cuda(torch)}. Run `flatout doctor` for details."
         )
-    if found.type == "cuda" and found.index is not None and found.index >= torch.cuda.device_count():
+    if device_.type == "cuda" and device_.index is not None and device_.index >= torch.cuda.device_count():
         raise LoopError(
             f"device {wanted!r} is not available: {torch.cuda.device_count()} CUDA devices are visible, numbered from 0"
             + (
@@ -67,11 +69,11 @@ def _asked_for(torch: ModuleType, wanted: str) -> Any:
                 else "."
             )
         )
-    if found.type == "mps" and not torch.backends.mps.is_available():
+    if device_.type == "mps" and not torch.backends.mps.is_available():
         raise LoopError(
             f"device {wanted!r} is not available: this is not a Mac with a GPU that torch supports."
         )
-    return found
+    return device_
 
 
 def why_no_cuda(torch: ModuleType) -> str:
@@ -84,9 +86,9 @@ def why_no_cuda(torch: ModuleType) -> str:
     return f"there is no NVIDIA GPU, or no driver for CUDA {torch.version.cuda} of this torch"
 
 
-def _spelled(torch: ModuleType, at: int) -> str:
-    seen = torch.cuda.get_device_properties(at)
-    return f"{seen.name}, {size(seen.total_memory)}, compute capability {seen.major}.{seen.minor}, CUDA {torch.version.cuda}"
+def _describe(torch: ModuleType, index: int) -> str:
+    properties = torch.cuda.get_device_properties(index)
+    return f"{properties.name}, {size(properties.total_memory)}, compute capability {properties.major}.{properties.minor}, CUDA {torch.version.cuda}"
 
 
 def seed(value: int, *, deterministic: bool = False) -> int:
@@ -112,12 +114,12 @@ def seed(value: int, *, deterministic: bool = False) -> int:
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(value)
     if deterministic:
-        if torch.cuda.is_initialized() and WORKSPACE not in os.environ:
+        if torch.cuda.is_initialized() and WORKSPACE_VARIABLE not in os.environ:
             LOGGER.warning(
                 "%s is not set, and CUDA has already started: set it to :4096:8 before the program starts",
-                WORKSPACE,
+                WORKSPACE_VARIABLE,
             )
-        os.environ.setdefault(WORKSPACE, ":4096:8")
+        os.environ.setdefault(WORKSPACE_VARIABLE, ":4096:8")
         torch.use_deterministic_algorithms(True)
         Ledger().set(torch.backends.cudnn, "benchmark", False)  # for good
     return value

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Step:
     """One optimizer step over one effective batch. `Loop` yields these.
 
@@ -28,38 +30,17 @@ class Step:
         ends_epoch: Whether this is the last step of its epoch. None if the loader has no length.
     """
 
-    __slots__ = (
-        "_rate",
-        "ends_epoch",
-        "epoch",
-        "grad_norm",
-        "index",
-        "loss",
-        "lr",
-        "metrics",
-        "parts",
-        "samples",
-        "skipped",
-    )
-
-    def __init__(
-        self,
-        index: int,
-        epoch: int,
-        loss: Tensor,
-        lr: float,
-        samples: int,
-        parts: int,
-        grad_norm: object,
-        metrics: dict[str, Any],
-        skipped: str,
-        ends_epoch: bool | None,
-        rate: Rate,
-    ) -> None:
-        self.index, self.epoch, self.loss, self.lr, self.samples = index, epoch, loss, lr, samples
-        self.parts = parts
-        self.grad_norm, self.metrics, self.skipped, self.ends_epoch = grad_norm, metrics, skipped, ends_epoch
-        self._rate = rate
+    index: int
+    epoch: int
+    loss: Tensor
+    lr: float
+    samples: int
+    parts: int
+    grad_norm: Any
+    metrics: dict[str, Any]
+    skipped: str
+    ends_epoch: bool | None
+    _rate: Rate
 
     @property
     def samples_per_s(self) -> float | None:
@@ -85,14 +66,14 @@ class Rate:
         self._count = 0
 
     def step(self, end_s: float, samples: int) -> None:
-        at = self._count % self.WINDOW
-        self._ends[at], self._samples[at] = end_s, samples
+        i = self._count % self.WINDOW
+        self._ends[i], self._samples[i] = end_s, samples
         self._count += 1
 
     def samples_per_s(self) -> float | None:
-        kept = min(self._count, self.WINDOW)
-        if kept < 2:
+        count = min(self._count, self.WINDOW)
+        if count < 2:
             return None
-        first, last = (self._count - kept) % self.WINDOW, (self._count - 1) % self.WINDOW
+        first, last = (self._count - count) % self.WINDOW, (self._count - 1) % self.WINDOW
         span = self._ends[last] - self._ends[first]
-        return (sum(self._samples[:kept]) - self._samples[first]) / span if span > 0 else None
+        return (sum(self._samples[:count]) - self._samples[first]) / span if span > 0 else None

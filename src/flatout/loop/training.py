@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Training:
-    """``alone``: the model as one rank may call it without the others. ``parameters``: the optimizer's."""
+    """``local_model``: the model as one rank may call it without the others. ``parameters``: the optimizer's."""
 
     torch: ModuleType
     model: Module
-    alone: Module
+    local_model: Module
     optimizer: Optimizer
     loss_fn: Callable[[Any, Any], Any]
     parameters: list[Any]

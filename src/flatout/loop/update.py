@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from flatout.loop.memory import OutOfMemory, is_out_of_memory, release
+from flatout.loop.memory import OutOfMemory, free_memory, is_out_of_memory
 from flatout.loop.training import Training
 from flatout.schema.errors import LoopError
 
 LOGGER = logging.getLogger("flatout")
-LEANER = "foreach=False, fused=True or smaller micro-batches (micro_batch=...) need less memory at the peak."
+ADVICE = "foreach=False, fused=True or smaller micro-batches (micro_batch=...) need less memory at the peak."
 
 
 class Update:
@@ -20,11 +20,11 @@ class Update:
         self.training, self.clip = training, clip
         self._first = FirstUpdate(training)
 
-    def goes_on(self) -> None:
+    def reset(self) -> None:
         """Call after the optimizer has loaded its state from a checkpoint."""
         self._first = FirstUpdate(self.training)
 
-    def clipped(self) -> Any:
+    def clip_gradient(self) -> Any:
         """Clip the gradient and return its norm before clipping; None without ``clip``."""
         if self.clip is None:
             return None
@@ -32,24 +32,24 @@ class Update:
         training.precision.unscale(training.optimizer)
         return training.torch.nn.utils.clip_grad_norm_(training.parameters, self.clip)
 
-    def make(self, index: int) -> str:
+    def step(self, index: int) -> str:
         """Return why the optimizer's step was skipped, or "". Raises LoopError.
 
         In a single process, it is retried once if the optimizer's first step runs out of memory before any
         weight has changed. With several ranks, the optimizer may communicate.
         """
         first, training = self._first, self.training
-        twice = training.ranks == 1
-        if first.fresh:
-            first.begins()
-        for _ in range(1 + twice):
+        may_retry = training.ranks == 1
+        if first.is_first:
+            first.record_norms()
+        for _ in range(1 + may_retry):
             try:
                 if training.precision.plain:
                     training.optimizer.step()
                     skipped = ""
                 else:
                     skipped = training.precision.step(training.optimizer)
-                first.fresh = first.fresh and bool(skipped)
+                first.is_first = first.is_first and bool(skipped)
                 return skipped
             except KeyboardInterrupt:
                 if not first.undo():
@@ -61,20 +61,20 @@ class Update:
             except Exception as error:
                 if not is_out_of_memory(training.torch, error):
                     raise
-                failed = OutOfMemory.seen(error, 0)
-            release(training.torch, training.device)
+                failed = OutOfMemory.from_error(error, 0)
+            free_memory(training.torch, training.device)
             if not first.undo():
                 raise LoopError(
                     f"the optimizer ran out of memory and may have changed some weights ({failed.message}). They may be those of half a step: "
-                    f"resume from your last checkpoint. {LEANER}"
+                    f"resume from your last checkpoint. {ADVICE}"
                 )
         raise LoopError(
-            f"the optimizer ran out of memory{', twice,' if twice else ''} before it changed any weight ({failed.message}). {LEANER}"
+            f"the optimizer ran out of memory{', may_retry,' if may_retry else ''} before it changed any weight ({failed.message}). {ADVICE}"
         )
 
 
 class FirstUpdate:
-    """Detects whether a failed optimizer step has changed anything. ``fresh`` until the first step is done.
+    """Detects whether a failed optimizer step has changed anything. ``is_first`` until the first step is done.
 
     The first step creates state and is most likely to run out of memory; the norms of all parameters tell
     whether it changed any. In later steps no check is worth its time. torch counts the writes to a tensor
@@ -83,10 +83,10 @@ class FirstUpdate:
 
     def __init__(self, training: Training) -> None:
         self.training = training
-        self.fresh = not training.optimizer.state
+        self.is_first = not training.optimizer.state
         self._norms: Any = None
 
-    def begins(self) -> None:
+    def record_norms(self) -> None:
         self._norms = self._norms_now()
 
     def undo(self) -> bool:
@@ -94,7 +94,7 @@ class FirstUpdate:
 
         False if anything else may have changed, which cannot be undone.
         """
-        if not self.fresh or not all(
+        if not self.is_first or not all(
             self.training.torch.equal(a, b) for a, b in zip(self._norms, self._norms_now(), strict=True)
         ):
             return False

@@ -16,9 +16,9 @@ from flatout.agent.overlay import Overlay
 from flatout.job.folder import TrialFolder, read_json, write_json
 from flatout.job.temporary import remove, temporary
 from flatout.launch.caches import compiler_cache
-from flatout.launch.command import Command, measurable
+from flatout.launch.command import Command, check_measurable
 from flatout.launch.entry_watch import EntryWatch
-from flatout.launch.environment import ENTERED, QUIET, attached
+from flatout.launch.environment import ENTERED, OFFLINE_TRACKERS, job_environment
 from flatout.launch.process import ProgramRun
 from flatout.measure.clock import seconds
 from flatout.schema.errors import StorageError, TrialFailed
@@ -81,7 +81,7 @@ class Trial:
 
     def start(self) -> Trial:
         """Start the program. Raises NothingMeasured if it cannot be measured."""
-        measurable(self.command)
+        check_measurable(self.command)
         try:
             address = self._short_folder / "baton"
             self._listener.bind(str(address))
@@ -103,10 +103,14 @@ class Trial:
             "TMPDIR": str(self._temporary),
             "WANDB_DIR": str(self._temporary),
         }
-        variables = {**QUIET, **files, **_process_environment(self.plan, self.facts, self.options.table)}
+        variables = {
+            **OFFLINE_TRACKERS,
+            **files,
+            **_process_environment(self.plan, self.facts, self.options.table),
+        }
         if self.options.seed is not None and "PYTHONHASHSEED" not in os.environ:
             variables["PYTHONHASHSEED"] = str(self.options.seed)
-        environment = attached(
+        environment = job_environment(
             self.folder.spec.resolve(), variables, base={**os.environ, **dict(self.command.environment)}
         )
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", compiler_cache())
@@ -149,21 +153,21 @@ class Trial:
         """Send a command and wait for the answer; the program may run only until then."""
         assert self._main is not None
         assert self._program is not None
-        self._program.go_on()
+        self._program.resume()
         try:
             self._main.send(command)
         except Hangup:
             raise ProgramGone(self._end_record()) from None
         return self._receive(deadline_s, f"it did not answer in time ({command['do']})")
 
-    def pause(self, look_again: bool = False) -> None:
+    def pause(self, rescan: bool = False) -> None:
         if self._program is not None:
-            self._program.stop(look_again)
+            self._program.stop(rescan)
 
     def resume(self) -> None:
         """Let the program run freely while it starts or compiles."""
         if self._program is not None:
-            self._program.go_on()
+            self._program.resume()
 
     def run_ticks(
         self, ticks: int, deadline_s: float, max_s: float = 1e9, core: int | None = None
@@ -269,7 +273,7 @@ class Trial:
             self._accept()
             raise ProgramGone(self._end_record())
         assert self._watch is not None
-        if not self.attached and self._watch.look(self._program.process.pid) and self._watch.cause:
+        if not self.attached and self._watch.is_decided(self._program.process.pid) and self._watch.cause:
             self._program.end(0.0)
             raise ProgramGone(self._write_end("unattached", self._watch.cause))
         if seconds() > deadline_s:
@@ -315,7 +319,9 @@ class Trial:
                     f"the program {ending} without a message (sys.exit, os._exit, or a crash below Python)",
                     code,
                 )
-            why = (self._watch.ended() if self._watch else "") or "no Python process of it imported torch"
+            why = (
+                self._watch.cause_at_end() if self._watch else ""
+            ) or "no Python process of it imported torch"
             return self._write_end("failed" if code else "unattached", why, code)
         record = TrialRecord.from_json(data)
         record.exit_code = code

@@ -126,7 +126,7 @@ class WorkerRecord(Listener):
             else None
         )
         if per_step and self.context.data_parallel is not None:
-            per_step *= self.context.data_parallel.whole_of_seen
+            per_step *= self.context.data_parallel.whole_batch_ratio
         return TrialRecord(
             status=status,
             reason=reason,

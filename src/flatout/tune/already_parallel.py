@@ -49,6 +49,6 @@ def _for_torchrun(command: Command) -> str:
         is_script = command.typed[0].endswith(".py")
         return f"{'' if is_script else '--no-python '}{shlex.join(command.typed)}"
     line = parse_python(command.typed)
-    if line.runs not in ("script", "module"):
+    if line.kind not in ("script", "module"):
         return f"--no-python {shlex.join(command.typed)}"
-    return shlex.join([*(["-m"] if line.runs == "module" else []), *line.words])
+    return shlex.join([*(["-m"] if line.kind == "module" else []), *line.words])

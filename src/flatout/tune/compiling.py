@@ -89,7 +89,7 @@ class BackgroundCompiler:
         try:
             if not trial.is_ready(trial.started_s + MAX_COMPILE_S, wait_s):
                 return False
-            trial.pause(look_again=True)
+            trial.pause(rescan=True)
             tuning.interleaver.background.remove(trial)
             self._measure(trial)
         except ProgramGone as gone:

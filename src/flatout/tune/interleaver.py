@@ -134,7 +134,7 @@ class Interleaver(BlockTimer):
 
     def _stop_background(self) -> None:
         for trial in self.background:
-            trial.pause(look_again=True)
+            trial.pause(rescan=True)
 
     def start_paused(
         self, plan: Plan, seed: int, timeout_s: float, perturbation: float = 0.0, as_one_process: bool = False

@@ -21,7 +21,7 @@ from typing import Any
 
 from flatout.job.folder import JobFolder
 from flatout.job.temporary import temporary_folder
-from flatout.launch.command import Command, understand
+from flatout.launch.command import Command, parse_command
 from flatout.launch.ray_cluster import connect
 from flatout.measure.clock import seconds
 from flatout.probe.machine import look
@@ -187,7 +187,7 @@ def carry_out(text: str, folder: str, threads: str | None) -> str:
             f"the folder {folder} is not on this node. Put the program on a file system that all nodes share."
         ) from None
     order = json.loads(text)
-    command, facts = understand(order["typed"]), look()
+    command, facts = parse_command(order["typed"]), look()
     if order["kind"] == "describe":
         return json.dumps({"key": plan_key(command, facts)})
     with temporary_folder("remote") as job:

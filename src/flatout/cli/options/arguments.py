@@ -214,7 +214,7 @@ def words_or_usage(words: tuple[str, ...], command: str) -> tuple[str, ...]:
 
 
 def _no_option(word: str, command: str) -> str:
-    if parse_python(("python", word, "")).runs in ("code", "module", "stdin"):
+    if parse_python(("python", word, "")).kind in ("code", "module", "stdin"):
         return f"`flatout {command}` has no option {shlex.quote(word)}. Put `python` before it: `flatout {command} python {shlex.quote(word)} ...`."
     name = word.partition("=")[0]
     ctx = click.get_current_context(silent=True)

@@ -52,9 +52,9 @@ def choose(
     """
     if device is None:
         return
-    if cmd.closed:
+    if cmd.disabled_by:
         raise UsageError(
-            f"`python {cmd.closed}` disables flatout, so --device {device} cannot redirect anything. Remove {cmd.closed}."
+            f"`python {cmd.disabled_by}` disables flatout, so --device {device} cannot redirect anything. Remove {cmd.disabled_by}."
         )
     if elsewhere:
         raise UsageError(

@@ -20,7 +20,7 @@ from flatout.cli.options.progress import LiveProgress
 from flatout.cli.options.signals import stop_on_sigterm
 from flatout.compare.evaluate import MIN_PAIRS
 from flatout.job.folder import write_json, write_whole
-from flatout.launch.command import measurable, understand
+from flatout.launch.command import check_measurable, parse_command
 from flatout.measure.clock import utc_now
 from flatout.probe.machine import look
 from flatout.schema.errors import FlatoutError
@@ -97,7 +97,7 @@ class Measurement:
     def __init__(self, name: str, words: tuple[str, ...], job: Path | None) -> None:
         """Raises UsageError, StorageError, NothingMeasured."""
         self.name = name
-        self.command = measurable(understand(words_or_usage(words, name)))
+        self.command = check_measurable(parse_command(words_or_usage(words, name)))
         self.folder = writable(job_folder(self.command, job), job is not None)
         self.facts = warned(look(self.command.argv))
         self.header = header(self.command.shown, self.facts)

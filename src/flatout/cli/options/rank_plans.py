@@ -141,6 +141,6 @@ def run_divided(
         code = local_launcher.run()
     finally:
         remove(job.parent)
-    if local_launcher.ended_by is not None:
-        exit_by_signal(local_launcher.ended_by)
+    if local_launcher.stop_signal is not None:
+        exit_by_signal(local_launcher.stop_signal)
     return code

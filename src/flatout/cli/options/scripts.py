@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from flatout.cli.options.arguments import words_or_usage
-from flatout.launch.command import must_exist, understand
+from flatout.launch.command import must_exist, parse_command
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import Unreadable
 from flatout.schema.errors import ProgramNotFound, UsageError
@@ -70,7 +70,7 @@ def _script(words: tuple[str, ...]) -> tuple[Path, bool]:
     elif first.suffix in (".py", ".ipynb") or first.is_dir() or (first.is_file() and len(words) == 1):
         return first, False
     try:
-        understood = understand(words)
+        understood = parse_command(words)
     except ProgramNotFound as error:
         raise UsageError(str(error)) from None
     if understood.script is None:

@@ -90,7 +90,7 @@ class Supervision:
             shell(command.shown),
             *command.argv,
         )
-        return Command(command.typed, words, command.script, command.module, command.closed)
+        return Command(command.typed, words, command.script, command.module, command.disabled_by)
 
     @property
     def environment(self) -> dict[str, str]:

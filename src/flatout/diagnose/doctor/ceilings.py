@@ -32,7 +32,7 @@ def measure(facts: Facts, progress: Callable[[str], None]) -> CeilingsRecord:
     with temporary_folder("bench") as folder:
         figures = folder / "figures.jsonl"
         progress("matrix products and memory")
-        run = TimedCommand([*PYTHON, "flatout.measure.bench", str(figures)], environment).answer(
+        run = TimedCommand([*PYTHON, "flatout.measure.bench", str(figures)], environment).result(
             BENCH_LIMIT_S
         )
         for line in json_lines(figures):

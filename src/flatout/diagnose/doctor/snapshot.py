@@ -65,9 +65,9 @@ class SnapshotTaker:
         snapshot = gather(MachineSnapshot(flatout=__version__, created=utc_now()), self._root)
         until = seconds() + PROGRAM_LIMIT_S
         snapshot.runs = {
-            name: command.answer(max(until - seconds(), 0.1)) for name, command in self._programs.items()
+            name: command.result(max(until - seconds(), 0.1)) for name, command in self._programs.items()
         }
-        snapshot.runs["import torch"] = self._torch.answer(torch_limit_s)
+        snapshot.runs["import torch"] = self._torch.result(torch_limit_s)
         snapshot.torch = {
             str(record.pop("stage")): record for record in json_lines(self._records_file) if "stage" in record
         }
