@@ -10,7 +10,7 @@ import pytest
 
 from flatout.agent.ledger import Ledger
 from flatout.distributed.single_process import one_process, original_init_process_group, reject_child_process
-from flatout.launch.command import Command
+from flatout.launch.command import Command, parse_command
 from flatout.schema.errors import CannotDivide
 from flatout.schema.records import TrialRecord
 from flatout.tune.already_parallel import advice_for, explain, missing_variable
@@ -127,9 +127,9 @@ def test_the_right_command_is_named(tmp_path, monkeypatch):
     assert advice_for("group", Command(("./job.sh",), ("./job.sh",)), 2).endswith(
         "torchrun --nproc-per-node 2 --no-python ./job.sh"
     )
-    assert advice_for("launcher", parse_command(["torchrun", "--nproc-per-node", "2", "train.py"]), 4).endswith(
-        ": flatout run torchrun --nproc-per-node 2 train.py"
-    )
+    assert advice_for(
+        "launcher", parse_command(["torchrun", "--nproc-per-node", "2", "train.py"]), 4
+    ).endswith(": flatout run torchrun --nproc-per-node 2 train.py")
     assert explain("launcher") != explain("group") != explain("children")
 
 

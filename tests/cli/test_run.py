@@ -8,6 +8,7 @@ import signal
 import pytest
 from processes import working_in
 
+from flatout.launch.command import parse_command
 from flatout.probe.machine import look
 from flatout.tune.plan_files import job_folder, plan_key
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from flatout.launch.command import parse_command
 from flatout.levers import TABLE
 from flatout.probe.machine import look
 from flatout.schema.plan import Choice, Plan

@@ -100,12 +100,12 @@ def test_a_stack_is_read_and_its_own_line_found():
     main = stack_in(STACK)
     assert main.user_frame == Frame('/home/me/train "1".py', 40, "step")
     assert (
-        main.description
+        main.text
         == '/home/me/train "1".py, line 40, in step (from there in compile of torch/_dynamo/eval_frame.py)'
     )
     assert stack_in(STACK.partition("Current")[0]).user_frame is None
     assert stack_in("") == stack_in("no stack\n  File broken") == Stack()
-    assert Stack().description == "its Python line is unknown, because it does not respond"
+    assert Stack().text == "its Python line is unknown, because it does not respond"
 
 
 def test_how_a_program_has_ended():

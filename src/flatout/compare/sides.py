@@ -47,7 +47,9 @@ def command_sides(words: Sequence[str]) -> tuple[Side, Side]:
         typed = [shlex.split(word) for word in words]
     except ValueError as error:
         raise UsageError(f"a command line cannot be split into words: {error}.") from None
-    a, b = (Side(shlex.join(command.shown), check_measurable(command)) for command in map(parse_command, typed))
+    a, b = (
+        Side(shlex.join(command.shown), check_measurable(command)) for command in map(parse_command, typed)
+    )
     return a, b
 
 

@@ -12,7 +12,7 @@ MAX_DEPTH = 8
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return whether dtype, shape and bytes are equal: NaN equals itself, zero differs from minus zero."""
+    """Whether dtype, shape and bytes are equal: NaN equals itself, zero differs from minus zero."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     if not (a.is_floating_point() or a.is_complex()):
@@ -23,7 +23,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def difference(plain: Any, other: Any, tolerance: float, layout: bool = True, depth: int = 0) -> str:
-    """Return why two batches differ, or "" if they are the same or no value differs by more than ``tolerance``.
+    """Why two batches differ, or "" if they are the same or no value differs by more than ``tolerance``.
 
     With ``layout``, strides must be equal too.
     """

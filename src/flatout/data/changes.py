@@ -69,7 +69,7 @@ class TransformState:
 
 
 def _members(container: list[Any] | dict[Any, Any]) -> list[Any]:
-    """Return the keys and value ids of a list or dictionary, to detect whether its values change."""
+    """The keys and value ids of a list or dictionary, to detect whether its values change."""
     return (
         [*container, *map(id, container.values())] if isinstance(container, dict) else [*map(id, container)]
     )
@@ -83,13 +83,13 @@ class DatasetState:
 
     def __init__(self, dataset: Dataset) -> None:
         self._dataset = dataset
-        self._remaining_bytes = MAX_DIGEST_BYTES
+        self._budget_bytes = MAX_DIGEST_BYTES
         self._large = [(thing, self._digest(thing)) for thing in _data_in(dataset) if not _is_small(thing)]
         self.record()
 
     def record(self) -> None:
         """Record the attributes and the small objects as they are now."""
-        self._remaining_bytes = MAX_DIGEST_BYTES
+        self._budget_bytes = MAX_DIGEST_BYTES
         self._attributes = [
             (attributes, _members(attributes), attributes.copy())
             for attributes in _attributes_of(self._dataset)
@@ -97,7 +97,7 @@ class DatasetState:
         self._small = [(thing, self._digest(thing)) for thing in _data_in(self._dataset) if _is_small(thing)]
 
     def changed(self, thoroughly: bool = False) -> bool:
-        self._remaining_bytes = MAX_DIGEST_BYTES
+        self._budget_bytes = MAX_DIGEST_BYTES
         if any(_members(attributes) != recorded for attributes, recorded, _ in self._attributes):
             return True
         return not all(
@@ -132,9 +132,9 @@ class DatasetState:
 
     def _block_sums(self, tensor: Tensor) -> tuple[Any, ...]:
         size = tensor.numel() * tensor.element_size()
-        if size > self._remaining_bytes or tensor.layout != torch.strided or tensor.is_quantized:
+        if size > self._budget_bytes or tensor.layout != torch.strided or tensor.is_quantized:
             return ()
-        self._remaining_bytes -= size
+        self._budget_bytes -= size
         # one element may have any stride
         octets = tensor.reshape(-1).unsqueeze(-1).view(torch.uint8).flatten()
         whole = len(octets) // 2048 * 2048

@@ -18,7 +18,7 @@ from flatout.data.operation import BatchOperation, ImageForm, ImageShape, NotBat
 
 
 def color_arithmetic(form: ImageForm, v2: bool) -> ColorArithmetic:
-    """Return the arithmetic that torchvision uses for images of this form."""
+    """The arithmetic that torchvision uses for images of this form."""
     if form.kind == "pil" and form.mode in ("L", "RGB"):
         return PillowColorArithmetic()
     if form.kind == "tensor" and form.dtype in (torch.uint8, torch.float32):
@@ -126,7 +126,7 @@ class Jitter(BatchOperation):
 
 
 def _positions(numbers: Sequence[Tensor], rows: int) -> Tensor:
-    """Return the position of each of four steps, [B, 4], in the permutation of torch.randperm.
+    """The position of each of four steps, [B, 4], in the permutation of torch.randperm.
 
     torch.randperm makes it from these three words, swapping from the front.
     """

@@ -52,7 +52,7 @@ class _Deferred(Tensor):
 
 
 def _metadata_property(name: str) -> Any:
-    """Return a property for attributes that torchvision's tensors read without ``__torch_function__``."""
+    """A property for attributes that torchvision's tensors read without ``__torch_function__``."""
     getter = vars(torch._C.TensorBase)[name].__get__
 
     def answer(image: object) -> Any:
@@ -88,7 +88,7 @@ METADATA: dict[Any, Callable[..., Any]] = {
 
 @cache
 def tensor_class(real_class: type) -> type:
-    """Return the class of deferred tensors that become ``real``: Tensor, or torchvision's Image."""
+    """The class of deferred tensors that become ``real``: Tensor, or torchvision's Image."""
     properties = {name: _metadata_property(name) for name in ("shape", "ndim", "dtype", "device")}
     kind = type(
         "DeferredTensor",
@@ -101,7 +101,7 @@ def tensor_class(real_class: type) -> type:
 
 @cache
 def pil_image_class() -> type:
-    """Return the class of deferred PIL images. Called only if the program has imported PIL."""
+    """The class of deferred PIL images. Called only if the program has imported PIL."""
     from PIL.Image import Image
 
     class DeferredImage(Image):
@@ -143,7 +143,7 @@ def pil_image_class() -> type:
 
 
 def deferred_image(pending: Pending) -> Any:
-    """Return the deferred image for this work."""
+    """The deferred image for this work."""
     form = pending.form
     if form.kind == "pil":
         image: Any = object.__new__(pil_image_class())
@@ -174,7 +174,7 @@ def materialize(image: Any, value: Any) -> None:
 
 
 def stack_deferred(images: Sequence[Any]) -> Tensor | None:
-    """Return the batch of deferred tensors of one recorder, or None if any image is not one."""
+    """The batch of deferred tensors of one recorder, or None if any image is not one."""
     if not isinstance(images, (list, tuple)) or not images or not all(map(is_deferred, images)):
         return None
     recorder = images[0].pending.recorder

@@ -60,7 +60,7 @@ class BatchRecorder:
             return original(transform, image)
 
     def resume(self, pipeline: TransformPipeline, image: object, done_steps: int) -> Any:
-        """Return a call's result for an image after ``done_steps`` steps: deferred if possible, otherwise real."""
+        """A call's result for an image after ``done_steps`` steps: deferred if possible, otherwise real."""
         steps = pipeline.call_steps[done_steps:]
         if pipeline.parent is not None and type(image) in CLASSES:
             if pipeline.lowered is not None:
@@ -127,7 +127,7 @@ class BatchRecorder:
         return pixels
 
     def _deferred_with_data(self, work: DeferredWork) -> Any:
-        """Return a deferred image with data: before its pipeline is proved, no code may get an empty one."""
+        """A deferred image with data: before its pipeline is proved, no code may get an empty one."""
         image = deferred_image(work)
         if isinstance(image, Tensor):
             with torch._C.DisableTorchFunctionSubclass():
@@ -151,7 +151,7 @@ class BatchRecorder:
             self._compute_batch(pending)
 
     def stack(self, images: Sequence[Any]) -> Tensor | None:
-        """Return the result of torch.stack on these images."""
+        """The result of torch.stack on these images."""
         works: list[DeferredWork] = [image.pending for image in images]
         self._journal.draw_pending()
         with recording(None):

@@ -41,7 +41,7 @@ class CopyStream:
                 yield
 
     def record_event(self) -> Any:
-        """Return an event for all work on the lane so far, or None if there is nothing to wait for."""
+        """An event for all work on the lane so far, or None if there is nothing to wait for."""
         return self._stream.record_event() if self._stream is not None else None
 
     def to_device(self, tensor: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class DeviceCopies:
         self._observed[id(host)] = (weakref.ref(host), moved)
 
     def take(self, host: Tensor, device: torch.device) -> Tensor | None:
-        """Return the copy of this tensor on this device, or None: the caller then copies as usual."""
+        """The copy of this tensor on this device, or None: the caller then copies as usual."""
         observed = self._observed.pop(id(host), None)
         if observed is not None and observed[0]() is host:
             observed[1](device)
@@ -106,22 +106,20 @@ class DeviceCopies:
 class ResidentDevice:
     """A device that makes batches of kept samples. The script receives host tensors with device copies.
 
-    The samples are on the device too. With ``samples_on_host`` they are in host memory, and each batch is copied from
+    The samples are on the device too. With ``on_host`` they are in host memory, and each batch is copied from
     there.
     """
 
-    def __init__(
-        self, device: torch.device, device_copies: DeviceCopies, samples_on_host: bool = False
-    ) -> None:
+    def __init__(self, device: torch.device, device_copies: DeviceCopies, on_host: bool = False) -> None:
         self.device = device
-        self.samples_on_host = samples_on_host
+        self.on_host = on_host
         self._device_copies = device_copies
         self._stream: CopyStream | None = None
 
     def make_batch(
         self, make: Callable[[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]], Any]
     ) -> Any:
-        """Return the result of ``make(to_host, to_device)`` once all its host copies are complete."""
+        """The result of ``make(to_host, to_device)`` once all its host copies are complete."""
         if self._stream is None:  # a stream belongs to the process that uses it
             self._stream = CopyStream(self.device)
         pairs: list[tuple[Tensor, Tensor]] = []
@@ -132,7 +130,7 @@ class ResidentDevice:
 
         stream = self._stream
         with stream.open():
-            batch = make(to_host, stream.to_device if self.samples_on_host else identity)
+            batch = make(to_host, stream.to_device if self.on_host else identity)
         event = stream.record_event()
         if event is not None:
             event.synchronize()  # only this lane waits: the model's work continues
@@ -244,7 +242,7 @@ def intercept_moves(
 
 
 def device_of(target: object) -> torch.device | None:
-    """Return the CUDA device that a target names, with its index, or None for anything else."""
+    """The CUDA device that a target names, with its index, or None for anything else."""
     if isinstance(target, bool) or not isinstance(target, (int, str, torch.device)):
         return None
     try:

@@ -33,7 +33,7 @@ class Uniform:
     high: float = 1.0
 
     def from_words(self, words: Tensor) -> Tensor:
-        """Return one float32 per word.
+        """One float32 per word.
 
         The kernel multiplies and adds with a single rounding. A result rounded up to ``high`` becomes
         ``low``.
@@ -79,7 +79,7 @@ def _add_rounding_to_odd(product: Tensor, low: float) -> Tensor:
 
 
 def draw_columns(kinds: Sequence[Draw], rows: int, generator: torch.Generator | None = None) -> list[Tensor]:
-    """Return a tensor of ``rows`` numbers for each kind, drawn row by row: all kinds of row 0 first."""
+    """A tensor of ``rows`` numbers for each kind, drawn row by row: all kinds of row 0 first."""
     generator = generator or torch.default_generator
     count = rows * len(kinds)
     if count == 0:
@@ -167,7 +167,7 @@ class BulkNumberSource(NumberSource):
 
 @cache
 def matches_torch() -> bool:
-    """Return whether this torch draws as described above: 64 numbers of each kind, and the final state."""
+    """Whether this torch draws as described above: 64 numbers of each kind, and the final state."""
     kinds = (
         Uniform(),
         Uniform(-0.3, 1.7),

@@ -81,7 +81,7 @@ class Feed:
 
     @property
     def useless(self) -> str:
-        """Return why none of the requested options takes effect, or an empty string."""
+        """Why none of the requested options takes effect, or an empty string."""
         return self.refusal or (self.why_no_cache if not self.batched else "")
 
     @property
@@ -94,14 +94,14 @@ class Feed:
 
     @property
     def heavy(self) -> bool:
-        """Return whether transforms with much arithmetic run on whole batches."""
+        """Whether transforms with much arithmetic run on whole batches."""
         return any(
             operation.heavy for pipeline in self.pipelines.batched for operation in pipeline.call_operations
         )
 
     @property
     def tolerance(self) -> float:
-        """Return the largest allowed difference from the plain batch; 0 means the same bits."""
+        """The largest allowed difference from the plain batch; 0 means the same bits."""
         return max((pipeline.tolerance for pipeline in self.pipelines.batched), default=0.0)
 
     @property
@@ -109,7 +109,7 @@ class Feed:
         return self.cache if not self.why_no_cache else None
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a spawned worker, which reads the pipelines again from its data set."""
+        """The state for a spawned worker, which reads the pipelines again from its data set."""
         tracker = self.tracker
         spawned = None if tracker is None else (tracker.pipelines.signature(), INTERCEPTION.ledger_type)
         return {
@@ -175,13 +175,13 @@ class Feed:
         """Make a small batch both ways. Return why they differ, or "". Random generators do not change."""
         if hasattr(self.dataset, "__len__"):
             with preserve_states(self._rngs):
-                if not self.refusal and self._has_samples_or_pipelines:
+                if not self.refusal and self._is_active:
                     self._checked_batch(spread(len(self.dataset), PROBED_SAMPLES))
         return self.refusal
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         self._begin_in_worker()
-        if self.refusal or not self._has_samples_or_pipelines:
+        if self.refusal or not self._is_active:
             return self._plain_batch(indices)
         if self.pipelines.changed:
             self._pause("the script changes its transforms while batches are made")
@@ -204,7 +204,7 @@ class Feed:
         return self._plain_batch(indices)  # if the data is at fault, the same error appears again
 
     @property
-    def _has_samples_or_pipelines(self) -> bool:
+    def _is_active(self) -> bool:
         return self.samples is not None or (self.tracker is not None and self.tracker.may_follow)
 
     @property
@@ -248,7 +248,7 @@ class Feed:
         return batch
 
     def _difference(self, batch: object, indices: Sequence[Any], start: Any, end: Any) -> str:
-        """Return how the new batch differs from the plain one. ``start`` and ``end`` are generator states."""
+        """How the new batch differs from the plain one. ``start`` and ``end`` are generator states."""
         tracker, why = self.tracker, ""
         for draw_now in dict.fromkeys((tracker is not None and tracker.draw_now, True)):
             restore_states(start)
@@ -378,7 +378,7 @@ class Feed:
                 raise NotBatchable(
                     "not all of it can be on the device: some samples do not fit, or some transforms need single images"
                 )
-            if not self.resident.samples_on_host:
+            if not self.resident.on_host:
                 store.move_to(self.resident.device)
 
     def _close_samples(self) -> None:
@@ -415,14 +415,14 @@ class Feed:
 
 
 def error_summary(error: Exception) -> str:
-    """Return the type and the first line of an error."""
+    """The type and the first line of an error."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def try_feeds(
     loaders: Iterable[Any], configure: Callable[[Feed], None], ledger: Any
 ) -> tuple[list[Feed], str]:
-    """Return a tested feed per DataLoader, with the options that ``configure`` sets, and why none works.
+    """A tested feed per DataLoader, with the options that ``configure`` sets, and why none works.
 
     ``ledger`` is a separate one: it is restored at the end.
     """

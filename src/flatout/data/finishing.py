@@ -44,7 +44,7 @@ class DeferredWork:
 
 
 def batch_of(works: Sequence[DeferredWork]) -> Tensor | None:
-    """Return the images [B, C, H, W] if all works share pipeline and shape without single-image steps."""
+    """The images [B, C, H, W] if all works share pipeline and shape without single-image steps."""
     first = works[0]
     if _lowered(first.pipeline).tail or any(
         work.pipeline is not first.pipeline or work.shape != first.shape for work in works
@@ -54,7 +54,7 @@ def batch_of(works: Sequence[DeferredWork]) -> Tensor | None:
 
 
 def rows_of(works: Sequence[DeferredWork]) -> list[Any]:
-    """Return the images [C, H, W] in the order of the works. They may share the memory of a batch."""
+    """The images [C, H, W] in the order of the works. They may share the memory of a batch."""
     groups: dict[tuple[int, ImageShape], list[int]] = {}
     for number, work in enumerate(works):
         groups.setdefault((work.pipeline.number, work.shape), []).append(number)
@@ -76,7 +76,7 @@ def _run(works: Sequence[DeferredWork]) -> Tensor:
 
 
 def apply_tail(lowered: Lowered, batch: Tensor) -> list[Any]:
-    """Return the rows of a batch after the single-image steps that follow the operations."""
+    """The rows of a batch after the single-image steps that follow the operations."""
     rows: list[Any] = list(batch.unbind())
     if not lowered.tail:
         return rows
@@ -96,7 +96,7 @@ def _lowered(pipeline: TransformPipeline) -> Lowered:
 
 
 def finished_image(work: DeferredWork, row: Tensor) -> Any:
-    """Return the image as in a plain run, with its own memory. Raises NotBatchable if it is not a tensor."""
+    """The image as in a plain run, with its own memory. Raises NotBatchable if it is not a tensor."""
     if work.form.kind == "pil":
         from PIL import Image
 

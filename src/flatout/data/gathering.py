@@ -20,7 +20,7 @@ Numbers = list[Sequence[Any]]
 
 
 def can_gather(pipelines: Pipelines, store: Store) -> bool:
-    """Return whether all remaining calls of a kept sample run on batches."""
+    """Whether all remaining calls of a kept sample run on batches."""
     of_calls = [pipelines.entries[number] for number, _ in program_of(store).calls]
     return all(
         pipeline.lowered is not None
@@ -42,7 +42,7 @@ def gather_batch(
     to_host: Callable[[Tensor], Tensor] = identity,
     to_device: Callable[[Tensor], Tensor] = identity,
 ) -> Any:
-    """Return the batch of kept samples, as torch's default collation would make it.
+    """The batch of kept samples, as torch's default collation would make it.
 
     ``to_device`` moves the gathered columns to where they are transformed, and ``to_host`` moves results
     back.
@@ -89,7 +89,7 @@ def _source(program: ReplayProgram, call_index: int) -> int:
 def _draw_numbers(
     pipelines: Pipelines, program: ReplayProgram, inputs: Sequence[Tensor], count: int
 ) -> list[Numbers]:
-    """Return the numbers of each call and of the calls before it, drawn call by call, sample by sample."""
+    """The numbers of each call and of the calls before it, drawn call by call, sample by sample."""
     of_calls = [pipelines.entries[number] for number, _ in program.calls]
     shapes: list[ImageShape] = []  # before each call
     for _, start in program.calls:

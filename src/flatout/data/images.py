@@ -14,7 +14,7 @@ PIL_MODES = ("L", "RGB", "RGBA")
 
 
 def form_of(image: Any) -> ImageForm | None:
-    """Return the form of an image, or None if its kind is unknown."""
+    """The form of an image, or None if its kind is unknown."""
     if isinstance(image, Tensor):
         tv = type(image).__module__.startswith("torchvision.tv_tensors")
         supported = (
@@ -35,7 +35,7 @@ def form_of(image: Any) -> ImageForm | None:
 
 
 def shape_of(image: Any) -> ImageShape:
-    """Return the shape of an image of a known form, without reading its pixels."""
+    """The shape of an image of a known form, without reading its pixels."""
     if isinstance(image, Tensor):
         return ImageShape(*image.shape)
     if hasattr(image, "getbands"):
@@ -44,7 +44,7 @@ def shape_of(image: Any) -> ImageShape:
 
 
 def copy_image(image: Any) -> Any:
-    """Return a copy of an image; other values are returned unchanged."""
+    """A copy of an image; other values are returned unchanged."""
     if isinstance(image, Tensor):
         return image.clone()
     return image.copy() if hasattr(image, "getbands") or type(image).__name__ == "ndarray" else image

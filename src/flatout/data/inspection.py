@@ -14,7 +14,7 @@ MAX_DEPTH = 8
 
 
 def inspection_copy(dataset: Dataset, depth: int = 0) -> Any:
-    """Return a copy for inspection. Changes to its attributes, lists and dictionaries spare the original.
+    """A copy for inspection. Changes to its attributes, lists and dictionaries spare the original.
 
     Nested data sets and the program's own callable objects are copied too. The data itself is shared. An
     object that cannot be copied this way is returned unchanged.
@@ -41,7 +41,7 @@ def inspection_copy(dataset: Dataset, depth: int = 0) -> Any:
 
 
 def _is_program_callable(value: object) -> bool:
-    """Return whether a value is a callable object of the program's own class, such as a transform wrapper."""
+    """Whether a value is a callable object of the program's own class, such as a transform wrapper."""
     kind = type(value)
     copyable = (
         kind.__reduce_ex__ is object.__reduce_ex__

@@ -26,7 +26,7 @@ OriginalCall = Callable[[Any, Any], Any]
 
 class Recorder(Protocol):
     def call(self, transform: object, image: object, original: OriginalCall) -> Any:
-        """Return the result that the program gets instead of ``original(transform, image)``."""
+        """The result that the program gets instead of ``original(transform, image)``."""
 
     def before_seeding(self) -> None:
         """Called before the program sets torch's CPU generator."""
@@ -60,7 +60,7 @@ class KeywordTransform:
 
 
 def as_step(transform: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the transform as a function of one image."""
+    """The transform as a function of one image."""
     return KeywordTransform(transform) if package_of(transform) == "albumentations" else transform
 
 

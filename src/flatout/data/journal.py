@@ -26,7 +26,7 @@ class CallDraws:
     index: int = 0
 
     def numbers(self) -> list[Any]:
-        """Return the row of this call; an operation with listed draws gets a tuple of numbers."""
+        """The row of this call; an operation with listed draws gets a tuple of numbers."""
         if self.row is not None:
             return self.row
         shared_columns, numbers, shape = self.shared_columns or [], [], self.shape
@@ -40,7 +40,7 @@ class CallDraws:
 
 
 def numbers_of(draws: Sequence[CallDraws]) -> list[Sequence[Any]]:
-    """Return the numbers of several calls with the same operations and shape, in the operations' format."""
+    """The numbers of several calls with the same operations and shape, in the operations' format."""
     first = draws[0]
     shared_columns = first.shared_columns
     if shared_columns is None or any(draw.shared_columns is not shared_columns for draw in draws):
@@ -107,7 +107,7 @@ class DrawJournal:
 
 
 def _period(calls: Sequence[CallDraws]) -> int:
-    """Return the period of the calls: 1 if all are alike, 2 for pairs, and so on; 0 without a pattern."""
+    """The period of the calls: 1 if all are alike, 2 for pairs, and so on; 0 without a pattern."""
     keys = [(id(call.operations), call.shape) for call in calls]
     for period in range(1, min(MAX_PATTERN_CALLS, len(keys)) + 1):
         if len(keys) % period == 0 and keys == keys[:period] * (len(keys) // period):

@@ -36,7 +36,7 @@ class CacheOptions:
 def tested_store(
     copy: Any, fetch: Callable[[int], Any], options: CacheOptions, shared: bool, rngs: Sequence[Any]
 ) -> Store:
-    """Return a store, after checking that samples are the same each time. Raises NotBatchable if they are not.
+    """A store, after checking that samples are the same each time. Raises NotBatchable if they are not.
 
     ``copy`` is a copy of the data set for inspection. ``fetch`` returns a sample of it in its kept form,
     and ``rngs`` holds its random generators.

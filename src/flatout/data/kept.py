@@ -78,7 +78,7 @@ class SampleRecorder:
 
     @property
     def returned_placeholder(self) -> bool:
-        """Return whether any call returned an image that no code may access."""
+        """Whether any call returned an image that no code may access."""
         return bool(self._calls)
 
     def before_seeding(self) -> None:
@@ -100,7 +100,7 @@ class SampleRecorder:
         return None
 
     def sample(self, sample: object) -> tuple[Any, tuple[Any, ...], ReplayProgram]:
-        """Return the sample in its kept form. Raises NotBatchable if it cannot be kept."""
+        """The sample in its kept form. Raises NotBatchable if it cannot be kept."""
         if self._why_not:
             raise NotBatchable(self._why_not)
         results = 0
@@ -132,7 +132,7 @@ class SampleRecorder:
         return self._defer_call(pipeline, self._source_numbers[key])
 
     def _defer_call(self, pipeline: TransformPipeline, start: int) -> Any:
-        """Return the object that the data set's code gets for a remaining call."""
+        """The object that the data set's code gets for a remaining call."""
         call_index = len(self._calls)
         self._calls.append((pipeline.number, start))
         if pipeline.lowered is None or pipeline.kept < pipeline.start:
@@ -154,7 +154,7 @@ class SampleRecorder:
 
 
 def _origin(value: object) -> tuple[TransformPipeline | None, int]:
-    """Return the pipeline and index of the remaining call behind a value; None for every other value."""
+    """The pipeline and index of the remaining call behind a value; None for every other value."""
     if type(value) is UnreadResult:
         return value.pipeline, value.call_index
     if is_deferred(value):
@@ -164,7 +164,7 @@ def _origin(value: object) -> tuple[TransformPipeline | None, int]:
 
 
 def _reads_only_pixels(step: object) -> bool:
-    """Return whether a step is a torchvision transform that runs no function of the program."""
+    """Whether a step is a torchvision transform that runs no function of the program."""
     inner = getattr(step, "transforms", ())
     return name_of(step)[3:] not in ("", "Lambda") and all(
         map(_reads_only_pixels, inner if isinstance(inner, (list, tuple)) else ())

@@ -46,7 +46,7 @@ class Lowered:
 
     @property
     def tolerance(self) -> float:
-        """Return the largest allowed difference from the plain pipeline; 0 means the same bits."""
+        """The largest allowed difference from the plain pipeline; 0 means the same bits."""
         tolerance = 0.0
         for operation in self.operations:
             tolerance = tolerance * operation.gain + operation.tolerance
@@ -67,7 +67,7 @@ class Lowered:
 
 
 def flatten(transform: Any) -> list[Any]:
-    """Return the transforms of nested Compose and Sequential, in order."""
+    """The transforms of nested Compose and Sequential, in order."""
     if name_of(transform) in CONTAINERS:
         return [step for inner in transform.transforms for step in flatten(inner)]
     if type(transform) is torch.nn.Sequential:
@@ -76,7 +76,7 @@ def flatten(transform: Any) -> list[Any]:
 
 
 def name_of(transform: object) -> str:
-    """Return a name such as ``v1.RandomCrop``, or "" if it is not torchvision's own transform."""
+    """A name such as ``v1.RandomCrop``, or "" if it is not torchvision's own transform."""
     kind = type(transform)
     module = kind.__module__
     if module.startswith("torchvision.transforms.v2."):
@@ -85,7 +85,7 @@ def name_of(transform: object) -> str:
 
 
 def read(transform: object, form: ImageForm) -> Sequence[BatchOperation]:
-    """Return the operations of a transform. Raises NotBatchable with the reason."""
+    """The operations of a transform. Raises NotBatchable with the reason."""
     name = name_of(transform)
     if name not in READERS:
         raise NotBatchable(f"{type(transform).__name__} is not a transform that can run on batches")
@@ -229,7 +229,7 @@ def _longest_run(
 
 
 def count_deterministic(steps: Sequence[Any], images: Iterable[Any]) -> int:
-    """Return how many of the first transforms are known and draw nothing."""
+    """How many of the first transforms are known and draw nothing."""
     images = list(images)
     for count, step in enumerate(steps):
         form, _ = _describe(images)

@@ -46,7 +46,7 @@ class TransformCall:
 
     @property
     def chain(self) -> list[TransformCall]:
-        """Return the calls that the image went through, this one last."""
+        """The calls that the image went through, this one last."""
         return [*(self.parent.chain if self.parent is not None else ()), self]
 
 
@@ -227,7 +227,7 @@ def _is_permuted(image: Tensor) -> bool:
 
 
 def _pipelines_of(pipelines: Pipelines, call: TransformCall | None) -> list[TransformPipeline]:
-    """Return the pipelines of a call: as the first call, and after each pipeline of the previous call."""
+    """The pipelines of a call: as the first call, and after each pipeline of the previous call."""
     if call is None:
         return []
     found = [

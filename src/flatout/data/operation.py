@@ -52,11 +52,11 @@ class BatchOperation:
         return ()
 
     def draw_row(self, shape: ImageShape, source: NumberSource) -> Any:
-        """Return the numbers of one image of this shape, drawn in torchvision's order."""
+        """The numbers of one image of this shape, drawn in torchvision's order."""
         raise NotImplementedError
 
     def draw(self, shape: ImageShape, source: NumberSource) -> Any:
-        """Return the numbers of one image, with or without listed draws."""
+        """The numbers of one image, with or without listed draws."""
         kinds = self.draws(shape)
         return self.draw_row(shape, source) if kinds is None else tuple(source.draw(kind) for kind in kinds)
 
@@ -69,7 +69,7 @@ class BatchOperation:
         return [torch.tensor([row[index] for row in rows], dtype=dtype) for index, dtype in enumerate(dtypes)]
 
     def shape(self, shape: ImageShape) -> ImageShape:
-        """Return the shape of the result.
+        """The shape of the result.
 
         Raises ValueError if torchvision would reject the image, NotBatchable if the results would differ in shape.
         """
@@ -87,14 +87,14 @@ class BatchOperation:
 
 
 def shape_after(operations: Sequence[BatchOperation], shape: ImageShape) -> ImageShape:
-    """Return the shape after the operations. Raises ValueError if torchvision would reject the image."""
+    """The shape after the operations. Raises ValueError if torchvision would reject the image."""
     for operation in operations:
         shape = operation.shape(shape)
     return shape
 
 
 def listed_draws(operations: Sequence[BatchOperation], shape: ImageShape) -> list[tuple[Draw, ...]] | None:
-    """Return the draws of each operation, or None if their count depends on drawn values."""
+    """The draws of each operation, or None if their count depends on drawn values."""
     listed = []
     for operation in operations:
         draws = operation.draws(shape)
@@ -106,7 +106,7 @@ def listed_draws(operations: Sequence[BatchOperation], shape: ImageShape) -> lis
 
 
 def draw_row(operations: Sequence[BatchOperation], shape: ImageShape, source: NumberSource) -> list[Any]:
-    """Return the numbers of one image, with an entry for each operation."""
+    """The numbers of one image, with an entry for each operation."""
     numbers: list[Any] = []
     for operation in operations:
         numbers.append(operation.draw(shape, source))

@@ -135,7 +135,7 @@ class Window(BatchOperation):
         return self.cut([images] * len(images), *self.corners(images, numbers))
 
     def corners(self, images: Tensor, numbers: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-        """Return the top row and the left column of each window."""
+        """The top row and the left column of each window."""
         rows, columns = self._random_axes(ImageShape(*images.shape[1:]))
         columns_of_numbers = iter(numbers)
         zeros = [0] * len(images)

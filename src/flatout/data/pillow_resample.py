@@ -81,7 +81,7 @@ FILTERS: dict[str, tuple[Callable[[float], float], float]] = {  # with their sup
 
 @lru_cache(maxsize=2048)
 def taps(name: str, length: int, size: int) -> tuple[Tensor, Tensor]:
-    """Return how ``length`` pixels become ``size``.
+    """How ``length`` pixels become ``size``.
 
     The result is the start of each window [size], and its weights in units of 2**-22 [size, reach].
     """
@@ -108,7 +108,7 @@ def taps(name: str, length: int, size: int) -> tuple[Tensor, Tensor]:
 
 @lru_cache(maxsize=2048)
 def nearest(length: int, size: int) -> Tensor:
-    """Return the source index of each of ``size`` pixels. Pillow accumulates the step with its rounding."""
+    """The source index of each of ``size`` pixels. Pillow accumulates the step with its rounding."""
     scale = length / size
     position, indices = scale * 0.5, []
     for _ in range(size):

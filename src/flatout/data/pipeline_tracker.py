@@ -53,7 +53,7 @@ class PipelineTracker:
 
     @property
     def may_follow(self) -> bool:
-        """Return whether there are pipelines, or may be some later."""
+        """Whether there are pipelines, or may be some later."""
         return bool(self.pipelines) or self._observer is not None
 
     # -- learning -------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class PipelineTracker:
     def batch(
         self, samples_of: Callable[[BatchRecorder], Any], collate: Callable[[Any], Any], batch_size: int
     ) -> Any:
-        """Return the batch of these ``batch_size`` samples. A retry uses the same random numbers."""
+        """The batch of these ``batch_size`` samples. A retry uses the same random numbers."""
         for _ in range(MAX_ROUNDS):
             before = states(self.rngs)
             recorder = self.recorder(batch_size)
@@ -137,7 +137,7 @@ class PipelineTracker:
         raise NotBatchable("its images are used in a way that flatout cannot follow")
 
     def recorder(self, batch_size: int = 8) -> BatchRecorder:
-        """Return the recorder of one batch."""
+        """The recorder of one batch."""
         return BatchRecorder(self.pipelines, self.draw_now, batch_size, self._observer)
 
     def review(self) -> None:

@@ -56,17 +56,17 @@ class TransformPipeline:
 
     @property
     def chain(self) -> list[TransformPipeline]:
-        """Return the calls that an image went through, this one last."""
+        """The calls that an image went through, this one last."""
         return [*(self.parent.chain if self.parent is not None else ()), self]
 
     @property
     def name(self) -> str:
-        """Return the class name of the called transform."""
+        """The class name of the called transform."""
         return type(self.transform).__name__
 
     @property
     def tolerance(self) -> float:
-        """Return the largest allowed difference from the plain pipeline; 0 means the same bits."""
+        """The largest allowed difference from the plain pipeline; 0 means the same bits."""
         return self.lowered.tolerance if self.lowered is not None else 0.0
 
     def reset_counts(self) -> None:
@@ -75,7 +75,7 @@ class TransformPipeline:
         self.proved = False
 
     def out_shape(self, shape: ImageShape) -> ImageShape | None:
-        """Return the shape after this call's operations, or None if torchvision would reject the image."""
+        """The shape after this call's operations, or None if torchvision would reject the image."""
         if shape not in self._out_shapes:
             _limit_size(self._out_shapes)
             try:
@@ -85,7 +85,7 @@ class TransformPipeline:
         return self._out_shapes[shape]
 
     def call_shapes(self, image: Any) -> tuple[ImageShape, ImageShape] | None:
-        """Return a first call's image shapes before and after, or None if torchvision must handle it."""
+        """A first call's image shapes before and after, or None if torchvision must handle it."""
         key = (type(image), image.mode, image.size) if hasattr(image, "getbands") else None
         if key in self._call_shapes:
             return self._call_shapes[key]
@@ -125,7 +125,7 @@ class Pipelines:
         self._by_call[id(pipeline.parent), id(pipeline.transform)] = pipeline
 
     def of(self, parent: TransformPipeline | None, transform: object) -> TransformPipeline | None:
-        """Return the pipeline of this transform on a plain image, or on a deferred result of ``parent``."""
+        """The pipeline of this transform on a plain image, or on a deferred result of ``parent``."""
         pipeline = self._by_call.get((id(parent), id(transform)))
         return None if pipeline is None or pipeline.disabled else pipeline
 
@@ -133,30 +133,30 @@ class Pipelines:
         self._known[id(transform)] = transform
 
     def is_new(self, transform: object) -> bool:
-        """Return whether the transform is new and may still be read."""
+        """Whether the transform is new and may still be read."""
         return id(transform) not in self._known and len(self._known) < MAX_TRANSFORMS
 
     @property
     def too_many(self) -> bool:
-        """Return whether there are too many transforms, usually because each sample recreates them."""
+        """Whether there are too many transforms, usually because each sample recreates them."""
         return len(self._known) >= MAX_TRANSFORMS
 
     @property
     def batched(self) -> list[TransformPipeline]:
-        """Return the pipelines whose images are computed in batches."""
+        """The pipelines whose images are computed in batches."""
         return [
             pipeline for pipeline in self.entries if pipeline.lowered is not None and not pipeline.disabled
         ]
 
     @property
     def changed(self) -> bool:
-        """Return whether the program has changed a transform since it was read."""
+        """Whether the program has changed a transform since it was read."""
         return any(
             pipeline.parameters.changed() for pipeline in self.entries if not pipeline.disabled
         ) or any(state.changed() for state in self.fully_kept)
 
     def same_as(self, other: Pipelines) -> bool:
-        """Return whether both were read from the same transforms with the same result."""
+        """Whether both were read from the same transforms with the same result."""
         calls = [
             [(id(pipeline.transform), pipeline.disabled) for pipeline in pipelines.entries]
             for pipelines in (self, other)
@@ -164,7 +164,7 @@ class Pipelines:
         return calls[0] == calls[1] and self.signature() == other.signature()
 
     def signature(self) -> list[tuple[Any, ...]]:
-        """Return a signature that is equal in all processes that read the same pipelines."""
+        """A signature that is equal in all processes that read the same pipelines."""
         return [
             (
                 pipeline.parent.number if pipeline.parent is not None else None,
@@ -181,12 +181,12 @@ def _kind(step: object) -> str:
 
 
 def steps_of(transform: object) -> tuple[Any, ...]:
-    """Return the functions that a transform applies to an image, in order."""
+    """The functions that a transform applies to an image, in order."""
     return tuple(as_step(step) for step in flatten(transform))
 
 
 def parameters_of(transform: object, read: Sequence[Any]) -> TransformState:
-    """Return what must not change: the read steps, and the lists that hold them."""
+    """What must not change: the read steps, and the lists that hold them."""
     return TransformState(read, _containers(transform))
 
 

@@ -175,7 +175,7 @@ def _logarithms(ratio: tuple[float, ...]) -> list[float]:
 
 
 def interpolation_of(transform: Module) -> str:
-    """Return the name of a transform's interpolation, from a name, an enum or a number."""
+    """The name of a transform's interpolation, from a name, an enum or a number."""
     interpolation = getattr(transform.interpolation, "value", transform.interpolation)
     return PILLOW_FILTERS[interpolation] if isinstance(interpolation, int) else str(interpolation)
 

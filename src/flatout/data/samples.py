@@ -52,7 +52,7 @@ class KeptSamples:
         self._batches = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a spawned worker, which reads the pipelines and its own data set again."""
+        """The state for a spawned worker, which reads the pipelines and its own data set again."""
         return {**vars(self), "pipelines": Pipelines(), "rngs": [], "dataset_state": None}
 
     def close(self) -> None:
@@ -71,7 +71,7 @@ class KeptSamples:
             self._fill(missing[first : first + FETCH_SIZE], self.dataset)
 
     def rows(self, indices: Sequence[Any], dataset: Dataset) -> Tensor | None:
-        """Return the rows of these samples, fetching missing ones; None if one of them has no row."""
+        """The rows of these samples, fetching missing ones; None if one of them has no row."""
         if self.dataset_state is not None and self.dataset_state.changed():
             raise NotBatchable(CHANGED)
         self._ran_dataset_code = True
@@ -94,7 +94,7 @@ class KeptSamples:
 
     @property
     def has_changed(self) -> bool:
-        """Return whether the data set has changed, or may have, since samples were kept."""
+        """Whether the data set has changed, or may have, since samples were kept."""
         return self.dataset_state is None or self.dataset_state.changed()
 
     def adopt_pipelines(self, signature: object, pipelines: Pipelines) -> bool:

@@ -82,7 +82,7 @@ class SharedSamples:
         return True
 
     def _file(self, store: Store) -> Path | None:
-        """Return the path of the file, or None if the store is on disk or lacks rows."""
+        """The path of the file, or None if the store is on disk or lacks rows."""
         if store.rows < store.length or not store.bytes:
             return None
         digest = hashlib.blake2b(repr((store.template, store.length)).encode(), digest_size=16)
@@ -93,10 +93,10 @@ class SharedSamples:
 
 
 def memory_of(column: Tensor) -> memoryview:
-    """Return the memory of a column, without NumPy. It does not keep the column alive."""
+    """The memory of a column, without NumPy. It does not keep the column alive."""
     return memoryview((ctypes.c_char * column.nbytes).from_address(column.data_ptr()))
 
 
 def octets(column: Tensor) -> Tensor:
-    """Return the bytes of a column, [n], sharing its memory."""
+    """The bytes of a column, [n], sharing its memory."""
     return column.view(-1).view(torch.uint8)

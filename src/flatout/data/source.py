@@ -62,19 +62,19 @@ def cannot_feed(loader: DataLoader) -> str:
 
 
 def cannot_keep(loader: DataLoader) -> str:
-    """Return why samples of this loader cannot be kept by index, or an empty string."""
+    """Why samples of this loader cannot be kept by index, or an empty string."""
     return "" if hasattr(loader.dataset, "__len__") else "the data set has no length"
 
 
 def is_stream(dataset: Dataset) -> bool:
-    """Return whether a data set is iterable-style. An IterableDataset inherits a raising ``__getitem__``."""
+    """Whether a data set is iterable-style. An IterableDataset inherits a raising ``__getitem__``."""
     return not hasattr(dataset, "__getitem__") or any(
         kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__
     )
 
 
 def is_pipe(dataset: Dataset) -> bool:
-    """Return whether a data set is a DataPipe, which its iterator shards."""
+    """Whether a data set is a DataPipe, which its iterator shards."""
     return any(kind.__name__ in ("IterDataPipe", "MapDataPipe") for kind in type(dataset).__mro__)
 
 

@@ -46,7 +46,7 @@ class Cell:
 
 
 def template_of(sample: object) -> tuple[Any, list[Cell]]:
-    """Return the sample with cells as values. Raises NotBatchable if a value cannot be kept exactly."""
+    """The sample with cells as values. Raises NotBatchable if a value cannot be kept exactly."""
     cells: list[Cell] = []
 
     def cell(value: object) -> Any:
@@ -60,7 +60,7 @@ def template_of(sample: object) -> tuple[Any, list[Cell]]:
 
 
 def encode(value: Any) -> tuple[str, Tensor, Any]:
-    """Return the kind, the value as a tensor, and the detail needed to rebuild it."""
+    """The kind, the value as a tensor, and the detail needed to rebuild it."""
     if type(value) in SCALARS:
         try:
             return "number", torch.tensor(value, dtype=SCALARS[type(value)]), type(value)
@@ -96,7 +96,7 @@ def encode(value: Any) -> tuple[str, Tensor, Any]:
 
 
 def map_values(thing: Any, change: Callable[[Any], Any], depth: int = 0) -> Any:
-    """Return the same structure of tuples, lists and dictionaries with changed values."""
+    """The same structure of tuples, lists and dictionaries with changed values."""
     if depth > MAX_DEPTH:
         raise NotBatchable("a sample is nested too deeply")
     if isinstance(thing, tuple) and hasattr(thing, "_fields"):
@@ -190,7 +190,7 @@ class Store:
 
     @property
     def full(self) -> bool:
-        """Return whether every sample is kept."""
+        """Whether every sample is kept."""
         self._full = self._full or (self.rows == self.length and bool(self.filled.all()))
         return self._full
 
@@ -213,7 +213,7 @@ class Store:
         self.columns = [column.to(device) for column in self.columns]
 
     def holds(self, index: int, sample: object) -> bool:
-        """Return whether the row equals this sample, bit for bit."""
+        """Whether the row equals this sample, bit for bit."""
         try:
             columns = self._encode([sample])
         except NotBatchable:
@@ -224,13 +224,13 @@ class Store:
         )
 
     def gather(self, indices: Tensor) -> list[Tensor]:
-        """Return the rows [B, ...] of each column, on the device of the columns."""
+        """The rows [B, ...] of each column, on the device of the columns."""
         device = self.columns[0].device if self.columns else indices.device
         indices = indices.to(device, non_blocking=True)
         return [column.index_select(0, indices) for column in self.columns]
 
     def samples(self, indices: Tensor) -> list[Any]:
-        """Return the samples in their original form."""
+        """The samples in their original form."""
         gather_batch = self.gather(indices)
 
         def sample(row: int) -> Any:

@@ -23,7 +23,7 @@ States = tuple[Any, Any, Any, list[tuple[Any, Any]]]  # of torch, random, numpy,
 
 
 def states(rngs: Sequence[Any] = ()) -> States:
-    """Return the states of the process's generators and of a data set's `own_generators`."""
+    """The states of the process's generators and of a data set's `own_generators`."""
     numpy = sys.modules.get("numpy")
     saved = [(generator, _state_of(generator)) for generator in rngs]
     return torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None, saved
@@ -65,7 +65,7 @@ def preserve_states(rngs: Sequence[Any] = ()) -> Iterator[None]:
 
 
 def own_generators(thing: object) -> list[Any]:
-    """Return the generators held by a data set or its transforms, or named by their code in its module."""
+    """The generators held by a data set or its transforms, or named by their code in its module."""
     rngs: dict[int, Any] = {}
     seen: set[int] = set()
 
@@ -187,17 +187,17 @@ class WorkerStreams:
 
 
 def can_emulate(workers: int, requested: int) -> bool:
-    """Return whether fewer workers can reproduce the draws of those asked for, each with whole streams."""
+    """Whether fewer workers can reproduce the draws of those asked for, each with whole streams."""
     return workers < requested and (workers == 0 or requested % workers == 0)
 
 
 def seeds_itself(loader: DataLoader) -> bool:
-    """Return whether the draws of this DataLoader's workers cannot be reproduced for them."""
+    """Whether the draws of this DataLoader's workers cannot be reproduced for them."""
     return bool(loader.worker_init_fn is not None or loader.persistent_workers)
 
 
 def has_custom_sampler(sampler: Sampler, batch_sampler: object) -> bool:
-    """Return whether the sample order comes from the script's code or is drawn step by step.
+    """Whether the sample order comes from the script's code or is drawn step by step.
 
     If the script's generator draws it step by step, other draws may depend on the order, or the order on the
     training.
@@ -206,7 +206,7 @@ def has_custom_sampler(sampler: Sampler, batch_sampler: object) -> bool:
 
 
 def custom_sampler(sampler: Sampler, batch_sampler: object) -> str:
-    """Return the class name of the sampler of such an order, or an empty string for a plain order."""
+    """The class name of the sampler of such an order, or an empty string for a plain order."""
     plain = (type(None), list, tuple, range)
     return next(
         (
@@ -223,7 +223,7 @@ def custom_sampler(sampler: Sampler, batch_sampler: object) -> str:
 
 
 def _draws_repeatedly(sampler: Sampler) -> bool:
-    """Return whether a RandomSampler draws repeatedly from its own generator.
+    """Whether a RandomSampler draws repeatedly from its own generator.
 
     It does with replacement, or for more samples than the data set has.
     """
@@ -233,7 +233,7 @@ def _draws_repeatedly(sampler: Sampler) -> bool:
 
 
 def without_workers(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a DataLoader without those that only apply to workers."""
+    """The arguments of a DataLoader without those that only apply to workers."""
     only_for_workers = ("persistent_workers", "prefetch_factor", "timeout", "multiprocessing_context")
     return {
         **{name: value for name, value in arguments.items() if name not in only_for_workers},

@@ -45,7 +45,7 @@ class DTensorInterop:
         from torch.distributed.tensor import DTensor
 
         self.torch, self.world, self.dtensor_class = torch, world, DTensor
-        self.without_dispatch = torch._C.DisableTorchFunctionSubclass
+        self.no_dispatch = torch._C.DisableTorchFunctionSubclass
         tensor = torch.Tensor
         self.no_tensor = {getattr(tensor, name) for name in NO_TENSOR}
         interop = self
@@ -70,7 +70,7 @@ class DTensorInterop:
         from torch.distributed.tensor import Partial
 
         torch = self.torch
-        with self.without_dispatch():
+        with self.no_dispatch():
             if not torch.is_grad_enabled() or not tensor.requires_grad:
                 whole = tensor.detach().full_tensor()
                 return (
@@ -84,7 +84,7 @@ class DTensorInterop:
 
     def part_of(self, whole: Tensor, like: object) -> Any:
         """This rank's part of a whole tensor, sharded as ``like``; it keeps no memory of the whole."""
-        with self.without_dispatch(), self.torch.no_grad():
+        with self.no_dispatch(), self.torch.no_grad():
             part = self.torch.zeros_like(like, dtype=whole.dtype)
             local = part._local_tensor
             start = self._start(like)
@@ -118,7 +118,7 @@ class DTensorInterop:
             return self._setitem(*args)
         name = getattr(func, "__name__", "")
         if name == "__get__":  # an attribute
-            with self.without_dispatch():
+            with self.no_dispatch():
                 return func(*args)
         if name.startswith(("_foreach_", "_amp_foreach_")):
             return self._call_foreach(func, args, kwargs)
@@ -141,7 +141,7 @@ class DTensorInterop:
             has_plain = False
         if not has_plain:
             try:
-                with self.without_dispatch():
+                with self.no_dispatch():
                     return func(*args, **kwargs)
             except self.torch.OutOfMemoryError:
                 raise
@@ -152,7 +152,7 @@ class DTensorInterop:
                 if in_place:
                     raise
         args, kwargs = self._map_tensors(args, kwargs, lambda t: self.whole(t) if self.is_sharded(t) else t)
-        with self.without_dispatch():
+        with self.no_dispatch():
             return func(*args, **kwargs)
 
     def _call_foreach(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -185,7 +185,7 @@ class DTensorInterop:
                     else arg
                     for arg in selected
                 ]
-            with self.without_dispatch():
+            with self.no_dispatch():
                 output = func(*selected, **options)
             results.update(zip(indices, output, strict=True) if output is not None else ())
         return [results[number] for number in range(len(first))] if results else None
@@ -232,7 +232,7 @@ class DTensorInterop:
         with self.torch.no_grad():
             whole = self.whole(tensor).detach()
             whole[index] = self.whole(value) if self.is_sharded(value) else value
-            with self.without_dispatch():
+            with self.no_dispatch():
                 tensor.copy_(self.part_of(whole, tensor))
 
 

@@ -65,7 +65,7 @@ def store(torch: ModuleType, env: RankEnvironment, timeout_s: float) -> Any:
 
 
 def broadcast_text(torch: ModuleType, env: RankEnvironment, text: str) -> str:
-    """Return the ``text`` of rank 0. On one machine all ranks have the same."""
+    """The ``text`` of rank 0. On one machine all ranks have the same."""
     if env.rendezvous.startswith("file:"):
         return text
     store_ = store(torch, env, TIMEOUT_S)

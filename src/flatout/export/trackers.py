@@ -145,7 +145,7 @@ MODULES = {  # of the clients; their packages have the same names with hyphens
 
 
 def wrong_target(name: str, target: str) -> str:
-    """Return why a tracker cannot use this target, as far as that shows before the run; "" if nothing does."""
+    """Why a tracker cannot use this target, as far as that shows before the run; "" if nothing does."""
     if name == "prometheus" and target and not (target.isdecimal() and 0 < int(target) < 1 << 16):
         return f"{target!r} is not a port. Give a number from 1 to 65535: --export prometheus={PORT}."
     uri = target or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:"  # MLflow's own default

@@ -20,7 +20,7 @@ DEFINED_BY_IPYTHON = {
 def script_of(
     earlier: Iterable[tuple[int, str]], cell: str, cell_count: int, translate: Callable[[str], str]
 ) -> str:
-    """Return the script of a cell. ``earlier`` are (number, source) of cells; ``translate`` is IPython's.
+    """The script of a cell. ``earlier`` are (number, source) of cells; ``translate`` is IPython's.
 
     Raises SyntaxError if ``cell`` is not Python.
     """

@@ -18,7 +18,7 @@ from flatout.job.trust import distrusted, own_cache
 
 
 def private_caches(environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return the environment variables for the program, and a sentence about each."""
+    """The environment variables for the program, and a sentence about each."""
     variables, messages = {}, []
     for variable, folder in _default_folders(environment).items():
         why = "" if variable in environment else distrusted(folder, group=True)
@@ -29,12 +29,12 @@ def private_caches(environment: Mapping[str, str]) -> tuple[dict[str, str], list
 
 
 def compiler_cache() -> str:
-    """Return the folder of torch's compiler, which by default follows TMPDIR."""
+    """The folder of torch's compiler, which by default follows TMPDIR."""
     return _default_folders(os.environ)["TORCHINDUCTOR_CACHE_DIR"]
 
 
 def _default_folders(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the default folders.
+    """The default folders.
 
     Sources: torch/_inductor/runtime/cache_dir_utils.py, triton/knobs.py, torch/utils/cpp_extension.py."""
     home = os.path.expanduser("~")

@@ -78,7 +78,7 @@ def parse_command(typed: Sequence[str], folder: Path | None = None) -> Command:
 
 
 def check_measurable(command: Command) -> Command:
-    """Return the command. Raises NothingMeasured if no trial of it can be measured."""
+    """The command. Raises NothingMeasured if no trial of it can be measured."""
     if command.disabled_by:
         raise NothingMeasured(
             f"nothing can be measured: `python {command.disabled_by}` disables flatout; remove {command.disabled_by}"
@@ -188,7 +188,7 @@ def must_exist(script: Path) -> None:
 
 
 def _words_in(word: str) -> list[str]:
-    """Return the words of a command line that was given as one word, whose first names a program; [] for others."""
+    """The words of a command line that was given as one word, whose first names a program; [] for others."""
     try:
         words = shlex.split(word)
     except ValueError:

@@ -59,7 +59,7 @@ def run_child(argv: Sequence[str], environment: Mapping[str, str], limit_s: floa
 
 
 def cpp_compiler() -> str | None:
-    """Return a C++ compiler of this machine, if any."""
+    """A C++ compiler of this machine, if any."""
     return next((path for name in COMPILERS if (path := shutil.which(name))), None)
 
 

@@ -44,7 +44,7 @@ class PythonProcess:
 
 
 def why_not_entered(process: PythonProcess) -> str:
-    """Return why flatout cannot enter a Python process, with the next command; "" if nothing is found."""
+    """Why flatout cannot enter a Python process, with the next command; "" if nothing is found."""
     option, environment = parse_python(process.argv).disables, process.environment
     if option:
         return f"`{process.name} {option}` disables flatout; remove {option}"
@@ -91,7 +91,7 @@ class EntryWatch:
         return {int(pid): report for pid, _, report in parts if pid.isdigit() and report}
 
     def is_decided(self, root: int) -> bool:
-        """Return whether it is decided: flatout is in the program of process ``root``, or ``cause`` says why not."""
+        """Whether it is decided: flatout is in the program of process ``root``, or ``cause`` says why not."""
         reports = self.reports
         if "ok" in reports.values():
             return True
@@ -115,7 +115,7 @@ class EntryWatch:
         return bool(self.cause)
 
     def cause_at_end(self) -> str:
-        """Return why flatout was in no process of a program that has ended; "" if it was in one."""
+        """Why flatout was in no process of a program that has ended; "" if it was in one."""
         reports = self.reports
         if "ok" in reports.values():
             return ""
@@ -150,7 +150,7 @@ def _reported(report: str) -> str:
 
 
 def python_processes(root: int) -> tuple[list[PythonProcess], set[int]]:
-    """Return the Python processes of a program, and the pids of those with a Python process below them."""
+    """The Python processes of a program, and the pids of those with a Python process below them."""
     import psutil  # here, because it takes 15 ms, and most programs need no look
 
     pythons: list[PythonProcess] = []

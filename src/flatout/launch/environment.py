@@ -26,7 +26,7 @@ EXPLAIN = "flatout.diagnose.crash_explanation:explain"
 def job_environment(
     job: Path, extra: Mapping[str, str], replaces_process: bool = False, base: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Return the environment ``base`` plus the job and our site folder first on PYTHONPATH; ``extra`` wins.
+    """The environment ``base`` plus the job and our site folder first on PYTHONPATH; ``extra`` wins.
 
     ``replaces_process``: the program replaces this process instead of running as its child. ``base``: ours by default.
     """
@@ -43,7 +43,7 @@ def job_environment(
 def crash_environment(
     info: Path, replaces_process: bool, base: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return an environment with our site folder first on PYTHONPATH, only to explain tracebacks.
+    """An environment with our site folder first on PYTHONPATH, only to explain tracebacks.
 
     The one process of the program that explains its crash creates ``info``.
     """
@@ -55,7 +55,7 @@ def crash_environment(
 
 
 def with_crash_reports(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment that loads flatout, so that crashes are reported.
+    """An environment that loads flatout, so that crashes are reported.
 
     Raises FlatoutError if its start-up hook is not installed."""
     if not (SITE / "sitecustomize.py").is_file():
@@ -67,7 +67,7 @@ def with_crash_reports(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def with_hook(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment with our site folder first on PYTHONPATH."""
+    """An environment with our site folder first on PYTHONPATH."""
     path = environment.get("PYTHONPATH", "")  # kept unchanged: an empty part means the current folder
     if path.split(os.pathsep)[0] != str(SITE):
         path = f"{SITE}{os.pathsep}{path}" if path else str(SITE)
@@ -75,7 +75,7 @@ def with_hook(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def module_command(python: str, module: str, *words: str) -> list[str]:
-    """Return the command that runs a module of flatout in ``python``, which need not have flatout."""
-    finder = f"sys.meta_path.append(runpy.run_path({str(SITE / 'sitecustomize.py')!r})['_FlatoutFinder']())"
+    """The command that runs a module of flatout in ``python``, which need not have flatout."""
+    finder = f"sys.meta_path.append(runpy.run_path({str(SITE / 'sitecustomize.py')!r})['_Flatout']())"
     run = f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
     return [python, "-c", f"import runpy, sys; {finder}; {run}", *words]

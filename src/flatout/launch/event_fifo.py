@@ -22,7 +22,7 @@ class EventFifo:
         self._timers: list[threading.Timer] = []
 
     def lines(self) -> list[list[str]]:
-        """Return the words of each line that has arrived. Call it when the descriptor is readable."""
+        """The words of each line that has arrived. Call it when the descriptor is readable."""
         return [
             line.split() for line in os.read(self.descriptor, MAX_BYTES).decode(errors="replace").splitlines()
         ]

@@ -39,7 +39,7 @@ class RankEvent:
 
 
 def first_failed(events: Sequence[RankEvent], lost_another: Callable[[int], bool]) -> int | None:
-    """Return the rank that failed first, or None.
+    """The rank that failed first, or None.
 
     ``lost_another(rank)`` is whether its error is the loss of another rank. Of two exceptions the first
     uncaught one is the cause. A rank that is killed closes its connections before its exit can be observed,
@@ -61,12 +61,12 @@ def first_failed(events: Sequence[RankEvent], lost_another: Callable[[int], bool
 
 
 def exit_code(code: int) -> int:
-    """Return the exit code as in a shell: 128 + n for signal n."""
+    """The exit code as in a shell: 128 + n for signal n."""
     return code if code >= 0 else 128 - code
 
 
 def headline(rank: int, host: str, pid: int, code: int, printed: bool, where: str = "") -> str:
-    """Return the line that names the failure; ``printed`` is whether output follows it."""
+    """The line that names the failure; ``printed`` is whether output follows it."""
     return (
         f"rank {rank} ({host}, process {pid}) failed first{where}, {how_ended(code)}{':' if printed else '.'}"
     )
@@ -84,7 +84,7 @@ def signal_name(number: int) -> str:
 
 
 def end_of_output(traceback: str, printed: str) -> str:
-    """Return the end of a rank's output: from its last traceback, explanation included, or its last lines."""
+    """The end of a rank's output: from its last traceback, explanation included, or its last lines."""
     printed = PREFIX.sub("", printed)
     position = printed.rfind(traceback.strip()) if traceback else -1
     if traceback and position < 0:

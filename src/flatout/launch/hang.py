@@ -60,7 +60,7 @@ class Frame:
     function: str
 
     @property
-    def description(self) -> str:
+    def text(self) -> str:
         cwd = os.getcwd() + os.sep
         file = self.file.removeprefix(cwd).rpartition("-packages/")[2]
         return f"{file}, line {self.line}, in {self.function}"
@@ -88,20 +88,20 @@ class Stack:
             for depth, frame in enumerate(self.frames[:MAX_FRAMES])
             if depth < INNER_FRAMES or not LIBRARY.search(frame.file)
         ]
-        return tuple(f"    {frame.description}" for frame in frames[::-1])
+        return tuple(f"    {frame.text}" for frame in frames[::-1])
 
     @property
-    def description(self) -> str:
+    def text(self) -> str:
         if not self.frames:
             return "its Python line is unknown, because it does not respond"
         inner, user_frame = self.frames[0], self.user_frame
         if user_frame is None or user_frame is inner:
-            return inner.description
-        return f"{user_frame.description} (from there in {inner.function} of {inner.description.partition(',')[0]})"
+            return inner.text
+        return f"{user_frame.text} (from there in {inner.function} of {inner.text.partition(',')[0]})"
 
 
 def stack_in(text: str) -> Stack:
-    """Return the stack of the main thread in the output of faulthandler: the one that begins in a module, else the last."""
+    """The stack of the main thread in the output of faulthandler: the one that begins in a module, else the last."""
     threads: list[list[Frame]] = []
     for line in text.splitlines():
         if THREAD.match(line):
@@ -151,7 +151,7 @@ class ProgramProcess:
             pass
 
     def _handles(self, number: int) -> bool:
-        """Return whether it handles this signal, and its descriptor is still the stack's file.
+        """Whether it handles this signal, and its descriptor is still the stack's file.
 
         Some scripts close descriptors that they did not open."""
         status = Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8", errors="replace")
@@ -210,7 +210,7 @@ class ProgramProcesses:
         return sum(page[SAVES] for page in pages if page[SAVED_AT] or page[SAVED])
 
     def newest_checkpoint(self, base: int) -> int:
-        """Return the step of the newest checkpoint of a program that resumed from ``base``; 0 without one."""
+        """The step of the newest checkpoint of a program that resumed from ``base``; 0 without one."""
         pages = [process.page for process in self.known.values() if process.page[SAVES]]
         steps = [
             page[SAVED] - 1 if page[SAVED] else base + page[SAVED_AT]
@@ -307,20 +307,20 @@ class ProgramProcesses:
             lines = (f"    its children: {', '.join(f'{name} ({pid})' for pid, name in names.items())}",)
         message = (
             f"{subject} for {silent_s:.0f} s (after step {process.page[STEPS]}){waits}. "
-            f"{'It' if hung is process else 'The worker'} {STATES.get(hung.status, hung.status or 'is gone')}: {stack.description}"
+            f"{'It' if hung is process else 'The worker'} {STATES.get(hung.status, hung.status or 'is gone')}: {stack.text}"
         )
         user_frame = stack.user_frame
         return ProcessEvent(
             "hung",
             message,
             process.page[STEPS],
-            user_frame.description if user_frame is not None else stack.description,
+            user_frame.text if user_frame is not None else stack.text,
             lines,
         )
 
 
 def _furthest_behind(group: Sequence[ProgramProcess], stacks: dict[int, Stack]) -> list[ProgramProcess]:
-    """Return the processes that the others wait for: those furthest behind, else those not in a collective."""
+    """The processes that the others wait for: those furthest behind, else those not in a collective."""
     smallest = min(process.progress for process in group)
     behind = [process for process in group if process.progress == smallest]
     if len(behind) < len(group):

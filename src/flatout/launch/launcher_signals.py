@@ -66,7 +66,7 @@ class LauncherSignals:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._old_mask)
 
     def take(self) -> list[ReceivedSignal]:
-        """Return the signals received since the last call, oldest first."""
+        """The signals received since the last call, oldest first."""
         received: list[ReceivedSignal] = []
         while True:
             try:
@@ -80,7 +80,7 @@ class LauncherSignals:
 
 
 def in_foreground() -> bool:
-    """Return whether our process group is the foreground group of the terminal."""
+    """Whether our process group is the foreground group of the terminal."""
     try:
         terminal = os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError:

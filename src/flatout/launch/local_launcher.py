@@ -162,7 +162,7 @@ class LocalLauncher:
 
 
 def launcher_of(command: Command, procs: int, gpus: bool = False, cores: int | None = None) -> Command:
-    """Return the command that starts ``command`` as ranks, for a trial, which runs a single program."""
+    """The command that starts ``command`` as ranks, for a trial, which runs a single program."""
     options = ("--cores", str(cores)) if cores else ()
     words = (
         sys.executable,

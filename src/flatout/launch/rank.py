@@ -84,7 +84,7 @@ class Rank:
             self._drain = Drain(self._output, folder / f"rank{self.number}.log", None)
 
     def output(self, timeout_s: float) -> str:
-        """Return the head and tail of its output; "" for rank 0.
+        """The head and tail of its output; "" for rank 0.
 
         A program that it left running may hold it open."""
         if self._drain is None:
@@ -98,7 +98,7 @@ class Rank:
                 os.close(descriptor)
 
     def traceback(self, folder: Path) -> str:
-        """Return the traceback of its uncaught exception; "" if there is none."""
+        """The traceback of its uncaught exception; "" if there is none."""
         try:
             return str(
                 json.loads((folder / f"rank{self.number}.failed").read_text(encoding="utf-8"))["traceback"]
@@ -107,5 +107,5 @@ class Rank:
             return ""
 
     def lost_another(self, folder: Path) -> bool:
-        """Return whether its traceback says that it lost another rank."""
+        """Whether its traceback says that it lost another rank."""
         return LOST_ANOTHER.search(self.traceback(folder)) is not None

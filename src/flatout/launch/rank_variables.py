@@ -36,7 +36,7 @@ def rank_environment(
 
 
 def launch_environment(folder: Path) -> dict[str, str]:
-    """Return the variables of every rank that this process starts. ``folder`` is that of the launch."""
+    """The variables of every rank that this process starts. ``folder`` is that of the launch."""
     return {
         "FLATOUT_LAUNCHER": str(os.getpid()),
         "FLATOUT_LAUNCH": str(folder),
@@ -46,14 +46,14 @@ def launch_environment(folder: Path) -> dict[str, str]:
 
 
 def share_of_cores(environment: Mapping[str, str], procs: int, cores: int | None = None) -> dict[str, str]:
-    """Return the number of threads of a rank, unless the user has set one. By default all cores are shared."""
+    """The number of threads of a rank, unless the user has set one. By default all cores are shared."""
     if environment.get("OMP_NUM_THREADS"):
         return {}
     return {"OMP_NUM_THREADS": str(max((usable_cores() if cores is None else cores) // procs, 1))}
 
 
 def cuda_devices(environment: Mapping[str, str], procs: int) -> list[str]:
-    """Return one device for each of ``procs`` ranks.
+    """One device for each of ``procs`` ranks.
 
     Takes those that CUDA_VISIBLE_DEVICES lists (numbers, UUIDs, parts of a GPU), otherwise all. Raises
     UsageError."""
@@ -81,7 +81,7 @@ def cuda_devices(environment: Mapping[str, str], procs: int) -> list[str]:
 
 
 def _listed(text: str, gpu_count: int) -> list[str]:
-    """Return the listed devices. CUDA stops at the first invalid entry: `0,1,-1,2` shows two devices.
+    """The listed devices. CUDA stops at the first invalid entry: `0,1,-1,2` shows two devices.
 
     Source: CUDA programming guide, environment variables. ``gpu_count`` is the number of GPUs of the machine; 0
     means unknown, because device files and nvidia-smi may be missing.
@@ -105,7 +105,7 @@ def _gpus() -> int:
 
 
 def usable_cores() -> int:
-    """Return the number of usable cores, ignoring cgroup quotas (``probe.machine`` reads those)."""
+    """The number of usable cores, ignoring cgroup quotas (``probe.machine`` reads those)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -171,7 +171,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _interface_of(address: str) -> str:
-    """Return the network interface with this address.
+    """The network interface with this address.
 
     gloo listens on the address of the host name, which /etc/hosts often maps to 127.0.1.1."""
     for name, addresses in psutil.net_if_addrs().items():

@@ -20,7 +20,7 @@ IDLE_ROUNDS = 3  # a process may fork during a scan
 
 
 def members(folder: str, name: str = LAUNCH_VARIABLE) -> list[int]:
-    """Return the running processes of a launch, except this one.
+    """The running processes of a launch, except this one.
 
     Other users' processes are unreadable and not ours."""
     entry, pids = f"{name}={folder}".encode(), []

@@ -87,7 +87,7 @@ class RestartHistory:
         return same
 
     def why_not_restarted(self, outcome: Ending, attempt: Attempt, restarts: int) -> str:
-        """Return why the program is not restarted, without a full stop; "" if it is restarted."""
+        """Why the program is not restarted, without a full stop; "" if it is restarted."""
         restart_number = attempt.number - 1
         trained = any(earlier.steps for earlier in self.attempts)
         if outcome.kind == "exit" and not trained:
@@ -128,7 +128,7 @@ class Ending:
 def outcome_of(
     code: int, title: str, failures: Sequence[Mapping[str, Any]], killed_by_kernel: bool | None, step: int
 ) -> Ending:
-    """Return the ending of a program that flatout did not end.
+    """The ending of a program that flatout did not end.
 
     ``killed_by_kernel`` is whether the counter of its control group shows an OOM kill; None if unknown."""
     failure = failures[0] if failures else {}
@@ -179,7 +179,7 @@ def outcome_of(
 
 
 def _lost_rank(failures: Sequence[Mapping[str, Any]]) -> str:
-    """Return the rank that torchrun reports as failed, if no process reported a failure of its own."""
+    """The rank that torchrun reports as failed, if no process reported a failure of its own."""
     if any(
         str(failure.get("kinds", [""])[0]) not in LAUNCHER_ERRORS
         and not LOST_ANOTHER.search(str(failure.get("message", "")))
@@ -211,7 +211,7 @@ def _place(failure: Mapping[str, Any]) -> str:
 
 
 def failures_in(folder: str) -> list[dict[str, Any]]:
-    """Return the exception reports that the processes wrote.
+    """The exception reports that the processes wrote.
 
     Causes come first, then processes that only lost another one, then launchers that report others. Within
     each group the oldest comes first."""
@@ -233,7 +233,7 @@ def failures_in(folder: str) -> list[dict[str, Any]]:
 
 
 def oom_kills() -> int | None:
-    """Return how many processes of this control group the kernel killed for lack of memory; None if unknown."""
+    """How many processes of this control group the kernel killed for lack of memory; None if unknown."""
     root, files = Path("/sys/fs/cgroup"), []
     try:
         for line in Path("/proc/self/cgroup").read_text(encoding="utf-8", errors="replace").splitlines():

@@ -86,7 +86,7 @@ class StartMonitor(RankMonitor):
             self._kill()
 
     def requested_signal(self, code: int) -> int | None:
-        """Return the signal by which the user requested the exit.
+        """The signal by which the user requested the exit.
 
         A signal that requests nothing by itself (SIGUSR1) counts if the program exits with its number."""
         return (
@@ -348,7 +348,7 @@ def main() -> int:
 
 
 def _own_job() -> Path | None:
-    """Return the job created for this run, which ends with it; not that of an enclosing `flatout run`."""
+    """The job created for this run, which ends with it; not that of an enclosing `flatout run`."""
     path = os.environ.get("FLATOUT_JOB")
     info = read_json(Path(path)) if path else None
     return Path(path) if path and isinstance(info, dict) and info.get("pid") == os.getpid() else None

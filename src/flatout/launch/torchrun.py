@@ -36,7 +36,7 @@ class Torchrun:
         return int.from_bytes(hashlib.sha256(text.encode(errors="surrogateescape")).digest()[:4], "big") >> 1
 
     def environment(self, base: Mapping[str, str], procs: int, gpus: bool) -> dict[str, str]:
-        """Return the environment of torchrun, which replaces this process."""
+        """The environment of torchrun, which replaces this process."""
         folder = temporary("launch")
         # A failing rank writes to this file. Nothing reads it: torchrun waits for its process to exit.
         (folder / "event_fifo").touch()

@@ -39,7 +39,7 @@ class Accumulation:
     ) -> None:
         self.torch, self.precision, self.summed, self.samples = torch, precision, summed, samples
         self.parallel = parallel
-        self._estimated_total: Any = None
+        self._estimate: Any = None
         self._losses: list[Any] = []
         self._weights: list[Any] = []
         self._values: list[tuple[dict[str, Any], int]] = []
@@ -51,21 +51,21 @@ class Accumulation:
             weight = _as_scalar(self.torch, result.count, result.loss)
         self._values.append((detach_values(result.values), size))
         parallel = self.parallel if last and self._weights else None
-        if _is_zero(weight) and (self._estimated_total is not None or not last):
+        if _is_zero(weight) and (self._estimate is not None or not last):
             if parallel is not None:
                 self._exchange_zero(parallel)
             return  # no token counts here: the loss is 0 / 0 and contributes nothing to the whole batch
         if parallel is not None and has_count:
             self._correct(_trainable(parallel), sum(self._weights) + weight)
-        if self._estimated_total is None:
+        if self._estimate is None:
             total = 1.0 if self.summed else float(self.samples)
-            self._estimated_total = weight * (self.samples / size) if has_count else total
-        self.precision.backward(result.loss * (weight / self._estimated_total))
+            self._estimate = weight * (self.samples / size) if has_count else total
+        self.precision.backward(result.loss * (weight / self._estimate))
         self._losses.append(result.loss.detach())
         self._weights.append(weight)
 
     def loss(self, parameters: list[Any]) -> Any:
-        """Return the loss of the whole effective batch.
+        """The loss of the whole effective batch.
 
         Call it last: it corrects gradients made for an estimate.
         """
@@ -89,8 +89,8 @@ class Accumulation:
         gradients = [p.grad for p in parameters if p.grad is not None]
         if gradients:
             with self.torch.no_grad():
-                self.torch._foreach_mul_(gradients, (self._estimated_total / total).to(gradients[0].dtype))
-        self._estimated_total = total
+                self.torch._foreach_mul_(gradients, (self._estimate / total).to(gradients[0].dtype))
+        self._estimate = total
 
     def values(self, modes: Mapping[str, str]) -> dict[str, Any]:
         """Combine the further values of all micro-batches.

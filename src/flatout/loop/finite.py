@@ -22,7 +22,7 @@ class LossMonitor:
     """``non_finite_step`` tells which step had a non-finite loss: at once on a CPU, some steps later on a device."""
 
     def __init__(self, torch: ModuleType, device: Device) -> None:
-        self.torch, self.is_asynchronous = torch, device.type != "cpu"
+        self.torch, self.is_async = torch, device.type != "cpu"
         self._cuda = device.type == "cuda"
         self._pending: deque[tuple[int, Any, Any]] = deque()
 
@@ -31,7 +31,7 @@ class LossMonitor:
 
         None if all are finite.
         """
-        if not self.is_asynchronous:
+        if not self.is_async:
             return None if math.isfinite(loss.item()) else index
         if self._cuda:
             copy = self.torch.empty((), dtype=loss.dtype, device="cpu", pin_memory=True)

@@ -49,13 +49,13 @@ class Gradient:
         self.training, self.micro_batches, self.metrics = training, micro_batches, metrics
         self.reduction, self.allow_inexact, self._loss_monitor = reduction, allow_inexact, loss_monitor
         self._tensor = training.torch.Tensor
-        self._reads_losses = loss_monitor is not None and not loss_monitor.is_asynchronous
+        self._reads_losses = loss_monitor is not None and not loss_monitor.is_async
         self._parallel = training.model if training.model is not training.local_model else None
         self._moves_batches = training.device.type != "cpu"
         self._uses_torch_rng = self._uses_other_rng = False  # from torch's generators, from `random` or numpy
 
     def compute(self, index: int, window: Window, samples: int) -> tuple[Any, int, dict[str, Any]]:
-        """Return the loss of the effective batch, the number of micro-batches and further values.
+        """The loss of the effective batch, the number of micro-batches and further values.
 
         Raises LoopError.
         """

@@ -203,7 +203,7 @@ class Loop:
                 )
             self.epoch += 1
             if saving is not None:
-                saving.loader_position.end_epoch()
+                saving.position.end_epoch()
 
     def __repr__(self) -> str:
         total = f" of {self.steps}" if self.steps is not None else ""

@@ -49,7 +49,7 @@ class RankGroup:
         self._group = _cpu_group(torch.distributed, tuple(members))
 
     def broadcast(self, value: object) -> Any:
-        """Return a JSON value of the first rank."""
+        """A JSON value of the first rank."""
         return self._gather(value if self.rank == 0 else None)[0]
 
     def raise_if_any_failed(self, error: Exception | None) -> None:

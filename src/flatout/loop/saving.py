@@ -68,7 +68,7 @@ class LoopCheckpointing:
         Random numbers and the place in the data wait until the Loop is iterated over.
         """
         self.loop, self.loop_state, self.settings = loop, loop_state, settings
-        self.loader_position = LoaderPosition(self.torch, loop.loader, own_generators)
+        self.position = LoaderPosition(self.torch, loop.loader, own_generators)
         parameters = self.loop_state.parameters()
         clocks = WriterClocks(seconds, thread_seconds)
 
@@ -125,7 +125,7 @@ class LoopCheckpointing:
             self._refuse(checkpoint, differs)
         inexact += [f"{where} differs from the checkpoint" for where in self.loop_state.restore(state)]
         self.loop_state.restore_buffers(rank_state.get("all buffers", {}))
-        moved = self.loader_position.resume(rank_state["loader_position"])
+        moved = self.position.resume(rank_state["loader_position"])
         if self.stops_on_drift and moved:
             self._refuse(checkpoint, moved)
         differs += moved
@@ -177,14 +177,14 @@ class LoopCheckpointing:
 
     def batches(self) -> Iterator[Any]:
         """The batches of one epoch, or the rest of it."""
-        if self.loader_position.workers:
+        if self.position.workers:
             self.saver.wait()  # forking while a thread writes may leave locks held for ever in the child
-        return self.loader_position.epoch()
+        return self.position.epoch()
 
     @property
     def consumed_batches(self) -> int:
         """Batches of the coming epoch that were consumed before the interruption."""
-        return self.loader_position.already_consumed
+        return self.position.already_consumed
 
     def between_steps(self) -> None:
         """Call between two steps. Raises SystemExit after a checkpoint if a signal has requested the end."""
@@ -223,7 +223,7 @@ class LoopCheckpointing:
 
     def _save(self) -> None:
         loop, began_s = self.loop, seconds()
-        state = {"random": random_states(self.torch), "loader_position": self.loader_position.place()}
+        state = {"random": random_states(self.torch), "loader_position": self.position.place()}
         if self.rank == 0:
             state |= self.loop_state.state()
             state["loop"] = {
@@ -241,7 +241,7 @@ class LoopCheckpointing:
 
     def _why_not_exact(self) -> list[str]:
         loop = self.loop
-        reasons = [*self._inexact, *self.loader_position.inexact]
+        reasons = [*self._inexact, *self.position.inexact]
         if self.ranks > 2 and isinstance(loop.model, self.torch.nn.parallel.DistributedDataParallel):
             reasons.append(
                 "more than two ranks add their gradients in another order in the first step of a process"
@@ -254,7 +254,7 @@ class LoopCheckpointing:
             for lever in levers
             if lever.effect is not Effect.EXACT and lever.moment not in (Moment.PROCESS, Moment.LOADER)
         ]
-        if self.loader_position.workers and any(lever.moment is Moment.LOADER for lever in levers):
+        if self.position.workers and any(lever.moment is Moment.LOADER for lever in levers):
             reasons.append(
                 "levers of the plan make the batches, so the random numbers of loader workers are unknown"
             )

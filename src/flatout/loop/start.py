@@ -20,7 +20,7 @@ WORKSPACE_VARIABLE = (
 
 
 def device(wanted: str | None = None) -> Any:
-    """Return the ``torch.device`` to train on, and log the choice with its reason.
+    """The ``torch.device`` to train on, and log the choice with its reason.
 
         model = Model().to(flatout.device())
 

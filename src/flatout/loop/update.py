@@ -33,7 +33,7 @@ class Update:
         return training.torch.nn.utils.clip_grad_norm_(training.parameters, self.clip)
 
     def step(self, index: int) -> str:
-        """Return why the optimizer's step was skipped, or "". Raises LoopError.
+        """Why the optimizer's step was skipped, or "". Raises LoopError.
 
         In a single process, it is retried once if the optimizer's first step runs out of memory before any
         weight has changed. With several ranks, the optimizer may communicate.
