@@ -297,7 +297,7 @@ def test_unsupported_state_is_named(tmp_path):
     assert train(tmp_path, 2, extra_state={"odd": Odd()})[0].resumed is None
     loop, _ = made(tmp_path, extra_state={"odd": Odd()})
     assert not loop.resumed.exact
-    assert "also.odd.name (object) was not stored" in loop.resumed.inexact
+    assert "extra_state.odd.name (object) was not stored" in loop.resumed.inexact
     loop.close()
 
 

@@ -69,7 +69,6 @@ class TransformState:
 
 
 def _members(container: list[Any] | dict[Any, Any]) -> list[Any]:
-    """The keys and value ids of a list or dictionary, to detect whether its values change."""
     return (
         [*container, *map(id, container.values())] if isinstance(container, dict) else [*map(id, container)]
     )
@@ -145,7 +144,6 @@ class DatasetState:
 
 
 def _attributes_of(dataset: Dataset) -> Iterator[dict[str, Any]]:
-    """Yield the attributes of a data set, and of the data sets and other program objects that it holds."""
     seen: set[int] = set()
     queue = [(dataset, 0)]
     while queue and len(seen) < MAX_OBJECTS:

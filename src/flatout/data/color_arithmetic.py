@@ -69,7 +69,7 @@ class PillowColorArithmetic:
 
 @dataclass(frozen=True)
 class TensorColorArithmetic:
-    """Tensors as in torchvision's functional. ``bytes`` means uint8, which truncates after each step."""
+    """Tensors as in torchvision's functional. ``is_bytes`` means uint8, which truncates after each step."""
 
     is_bytes: bool
     v2: bool  # multiplies and adds with one rounding, where v1 rounds twice

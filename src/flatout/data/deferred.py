@@ -88,7 +88,7 @@ METADATA: dict[Any, Callable[..., Any]] = {
 
 @cache
 def tensor_class(real_class: type) -> type:
-    """The class of deferred tensors that become ``real``: Tensor, or torchvision's Image."""
+    """The class of deferred tensors that become ``real_class``: Tensor, or torchvision's Image."""
     properties = {name: _metadata_property(name) for name in ("shape", "ndim", "dtype", "device")}
     kind = type(
         "DeferredTensor",
@@ -143,7 +143,6 @@ def pil_image_class() -> type:
 
 
 def deferred_image(pending: Pending) -> Any:
-    """The deferred image for this work."""
     form = pending.form
     if form.kind == "pil":
         image: Any = object.__new__(pil_image_class())

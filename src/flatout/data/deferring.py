@@ -25,7 +25,7 @@ MAX_PIXEL_BYTES = 2**28  # of deferred images; beyond this, they are computed be
 
 
 class BatchRecorder:
-    """One batch of about ``count`` samples. ``observer`` receives transforms that were never read."""
+    """One batch of about ``batch_size`` samples. ``observer`` receives transforms that were never read."""
 
     def __init__(
         self, pipelines: Pipelines, draw_now: bool, batch_size: int = 8, observer: Recorder | None = None
@@ -41,7 +41,7 @@ class BatchRecorder:
         self.collating = False
         self.calls = 0  # number of deferred calls
 
-    # -- calls ----------------------------------------------------------------------------------------------
+    # -- calls
 
     def call(self, transform: object, image: object, original: OriginalCall) -> Any:
         work: DeferredWork | None = vars(image)["pending"] if type(image) in CLASSES else None
@@ -117,7 +117,6 @@ class BatchRecorder:
         return image
 
     def _copy_pixels(self, image: Any) -> Any:
-        """Copy the pixels: the program may write into its image after the call, or close its file."""
         if isinstance(image, Tensor):
             pixels: Any = image.as_subclass(Tensor).clone()
             self._pixel_bytes += pixels.numel() * pixels.itemsize
@@ -138,7 +137,7 @@ class BatchRecorder:
         """Draw all earlier numbers now: the program sets torch's generator."""
         self._journal.interrupt()
 
-    # -- computing deferred images --------------------------------------------------------------------------
+    # -- computing deferred images
 
     def on_access(self, image: object) -> None:
         """Turn a deferred image into the real one, because the program accesses it."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
@@ -32,27 +32,22 @@ class CopyStream:
         self.device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    @contextmanager
-    def open(self) -> Iterator[None]:
-        if self._stream is None:
-            yield
-        else:
-            with torch.cuda.stream(self._stream):
-                yield
+    def open(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def record_event(self) -> Any:
-        """An event for all work on the lane so far, or None if there is nothing to wait for."""
+        """An event for all work so far, or None if there is nothing to wait for."""
         return self._stream.record_event() if self._stream is not None else None
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """Start a copy of a host tensor to the device, on the lane."""
+        """Start a copy of a host tensor to the device."""
         if self._stream is None:
             return tensor.clone()
         pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
         return pinned.to(self.device, non_blocking=True)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """Start a copy of a device tensor to the host, on the lane. It is valid after the lane's mark."""
+        """Start a copy of a device tensor to the host. It is valid after the next event."""
         if self._stream is None:
             return tensor.clone()
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(
@@ -133,7 +128,7 @@ class ResidentDevice:
             batch = make(to_host, stream.to_device if self.on_host else identity)
         event = stream.record_event()
         if event is not None:
-            event.synchronize()  # only this lane waits: the model's work continues
+            event.synchronize()  # only this stream waits: the model's work continues
         for host, device_copy in pairs:
             self._device_copies.offer(host, device_copy, event)
         return batch

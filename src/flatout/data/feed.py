@@ -13,11 +13,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flatout.data.batch_comparison import difference
@@ -43,14 +43,11 @@ from flatout.data.streams import (
     states,
 )
 
-if TYPE_CHECKING:
-    from torch.utils.data import DataLoader, Dataset
-
 
 class Feed:
     """`prepare` runs in the script's process at each iteration over the loader. Workers may request batches.
 
-    The feed follows pipelines while `INTERCEPTION` is held.
+    The feed follows pipelines while `INTERCEPTION` is enabled.
     """
 
     def __init__(self, loader: DataLoader) -> None:
@@ -121,7 +118,7 @@ class Feed:
             "_spawned": spawned,
         }
 
-    # -- preparing ------------------------------------------------------------------------------------------
+    # -- preparing
 
     def begin(self, iterator: _BaseDataLoaderIter) -> Any:
         """Start an epoch with a new iterator. Return what replaces the data set, or None."""
@@ -165,7 +162,7 @@ class Feed:
             except Exception as error:
                 self._refuse(f"its samples could not be inspected ({error_summary(error)})")
 
-    # -- batches --------------------------------------------------------------------------------------------
+    # -- batches
 
     def collate(self, batch: Any) -> Any:
         """Collate for the loader: nothing is left to do."""
@@ -248,7 +245,6 @@ class Feed:
         return batch
 
     def _difference(self, batch: object, indices: Sequence[Any], start: Any, end: Any) -> str:
-        """How the new batch differs from the plain one. ``start`` and ``end`` are generator states."""
         tracker, why = self.tracker, ""
         for draw_now in dict.fromkeys((tracker is not None and tracker.draw_now, True)):
             restore_states(start)
@@ -314,7 +310,7 @@ class Feed:
         if self.samples is not None and not self.samples.adopt_pipelines(signature, self.tracker.pipelines):
             self._stop_caching("samples are not kept: a worker finds different transforms in the data set")
 
-    # -- kept samples ----------------------------------------------------------------------------------------
+    # -- kept samples
 
     def _read(self) -> None:
         default = torch.get_default_device()

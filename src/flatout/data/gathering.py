@@ -89,7 +89,6 @@ def _source(program: ReplayProgram, call_index: int) -> int:
 def _draw_numbers(
     pipelines: Pipelines, program: ReplayProgram, inputs: Sequence[Tensor], count: int
 ) -> list[Numbers]:
-    """The numbers of each call and of the calls before it, drawn call by call, sample by sample."""
     of_calls = [pipelines.entries[number] for number, _ in program.calls]
     shapes: list[ImageShape] = []  # before each call
     for _, start in program.calls:

@@ -41,7 +41,6 @@ def inspection_copy(dataset: Dataset, depth: int = 0) -> Any:
 
 
 def _is_program_callable(value: object) -> bool:
-    """Whether a value is a callable object of the program's own class, such as a transform wrapper."""
     kind = type(value)
     copyable = (
         kind.__reduce_ex__ is object.__reduce_ex__

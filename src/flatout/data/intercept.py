@@ -69,7 +69,7 @@ def package_of(transform: object) -> str:
 
 
 class _Interception:
-    """The intercepted classes. Each lever that needs them holds this; the last release restores them."""
+    """The intercepted classes. Each lever that needs them enables this; the last release restores them."""
 
     def __init__(self) -> None:
         self._holders = 0

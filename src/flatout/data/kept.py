@@ -132,7 +132,6 @@ class SampleRecorder:
         return self._defer_call(pipeline, self._source_numbers[key])
 
     def _defer_call(self, pipeline: TransformPipeline, start: int) -> Any:
-        """The object that the data set's code gets for a remaining call."""
         call_index = len(self._calls)
         self._calls.append((pipeline.number, start))
         if pipeline.lowered is None or pipeline.kept < pipeline.start:
@@ -164,7 +163,6 @@ def _origin(value: object) -> tuple[TransformPipeline | None, int]:
 
 
 def _reads_only_pixels(step: object) -> bool:
-    """Whether a step is a torchvision transform that runs no function of the program."""
     inner = getattr(step, "transforms", ())
     return name_of(step)[3:] not in ("", "Lambda") and all(
         map(_reads_only_pixels, inner if isinstance(inner, (list, tuple)) else ())

@@ -227,7 +227,6 @@ def _is_permuted(image: Tensor) -> bool:
 
 
 def _pipelines_of(pipelines: Pipelines, call: TransformCall | None) -> list[TransformPipeline]:
-    """The pipelines of a call: as the first call, and after each pipeline of the previous call."""
     if call is None:
         return []
     found = [

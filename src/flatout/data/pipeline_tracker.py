@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch.utils.data import ConcatDataset
+from torch.utils.data import ConcatDataset, Dataset
 
 from flatout.data.deferring import BatchRecorder
 from flatout.data.inspection import inspection_copy
@@ -16,9 +16,6 @@ from flatout.data.operation import NotBatchable
 from flatout.data.pipelines import Pipelines, TransformPipeline
 from flatout.data.source import fetch_samples, spread
 from flatout.data.streams import preserve_states, restore_states, states
-
-if TYPE_CHECKING:
-    from torch.utils.data import Dataset
 
 PROBED_SAMPLES = 3  # samples, spread over the data set, used to read pipelines
 MAX_PARTS = 8  # parts of a ConcatDataset that are inspected at the start
@@ -56,7 +53,7 @@ class PipelineTracker:
         """Whether there are pipelines, or may be some later."""
         return bool(self.pipelines) or self._observer is not None
 
-    # -- learning -------------------------------------------------------------------------------------------
+    # -- learning
 
     def probe(self, fetch: Callable[[], Any], collate: Callable[[Any], Any]) -> None:
         """Read the pipelines of a few samples. Moves random generators.
@@ -76,7 +73,6 @@ class PipelineTracker:
                 self._report(reason)
 
     def _prove(self, fetch: Callable[[], Any], collate: Callable[[Any], Any], reasons: list[str]) -> None:
-        """Disable the pipelines whose images do not all go directly into a batch."""
         for _ in range(MAX_ROUNDS):
             if not self.pipelines.batched:
                 return
@@ -110,7 +106,7 @@ class PipelineTracker:
         for reason in reasons:
             self._report(reason)
 
-    # -- batches --------------------------------------------------------------------------------------------
+    # -- batches
 
     def batch(
         self, samples_of: Callable[[BatchRecorder], Any], collate: Callable[[Any], Any], batch_size: int
@@ -137,7 +133,6 @@ class PipelineTracker:
         raise NotBatchable("its images are used in a way that flatout cannot follow")
 
     def recorder(self, batch_size: int = 8) -> BatchRecorder:
-        """The recorder of one batch."""
         return BatchRecorder(self.pipelines, self.draw_now, batch_size, self._observer)
 
     def review(self) -> None:

@@ -192,14 +192,9 @@ def parameters_of(transform: object, read: Sequence[Any]) -> TransformState:
 
 def _containers(transform: Any) -> list[Any]:
     if type(transform) is torch.nn.Sequential:
-        return [
-            vars(transform)["_modules"],
-            *(container for inner in transform for container in _containers(inner)),
-        ]
-    if name_of(transform) in CONTAINERS:
-        return [
-            vars(transform),
-            transform.transforms,
-            *(container for inner in transform.transforms for container in _containers(inner)),
-        ]
-    return []
+        containers, inner = [vars(transform)["_modules"]], transform
+    elif name_of(transform) in CONTAINERS:
+        containers, inner = [vars(transform), transform.transforms], transform.transforms
+    else:
+        return []
+    return [*containers, *(container for step in inner for container in _containers(step))]

@@ -21,14 +21,8 @@ from flatout.data.operation import BatchOperation, ImageForm, ImageShape, NotBat
 from flatout.data.pillow_resample import FILTERS, CropBox, resample
 
 MAX_TRIES = 10
-PILLOW_FILTERS = (
-    "nearest",
-    "lanczos",
-    "bilinear",
-    "bicubic",
-    "box",
-    "hamming",
-)  # in the order of Pillow's constants
+# in the order of Pillow's constants
+PILLOW_FILTERS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 
 
 class Resampler(Protocol):

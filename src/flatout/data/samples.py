@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from flatout.data.changes import DatasetState
 from flatout.data.inspection import inspection_copy
@@ -18,9 +19,6 @@ from flatout.data.pipelines import Pipelines
 from flatout.data.source import fetch_samples
 from flatout.data.store import Store
 from flatout.data.streams import restore_states, same_states, states
-
-if TYPE_CHECKING:
-    from torch.utils.data import Dataset
 
 FETCH_SIZE = 256  # samples fetched together when all are kept ahead
 ALWAYS_CHECKED_BATCHES = 64  # batches in which one kept sample is fetched again; later every eighth

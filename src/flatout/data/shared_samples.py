@@ -82,7 +82,6 @@ class SharedSamples:
         return True
 
     def _file(self, store: Store) -> Path | None:
-        """The path of the file, or None if the store is on disk or lacks rows."""
         if store.rows < store.length or not store.bytes:
             return None
         digest = hashlib.blake2b(repr((store.template, store.length)).encode(), digest_size=16)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
 
 from flatout.data.streams import WorkerStreams
-
-if TYPE_CHECKING:
-    from torch.utils.data import DataLoader, Dataset
 
 
 class FeedSource:

@@ -109,7 +109,6 @@ def map_values(thing: Any, change: Callable[[Any], Any], depth: int = 0) -> Any:
 
 
 def _match(template: Any, sample: Any, values: list[Any]) -> None:
-    """Append the values of a sample. Raises NotBatchable if its structure differs from the template's."""
     kind = type(template)
     if kind is Cell:
         if isinstance(sample, Constant):

@@ -8,15 +8,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-
-if TYPE_CHECKING:
-    from torch import Generator
-    from torch.utils.data import DataLoader, Dataset, Sampler
+from torch import Generator
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 MAX_DEPTH = 6
+LIBRARIES = ("builtins", "torch", "torchvision", "numpy", "PIL", "typing")
 MAX_ENTRIES = 64  # entries of longer lists are data
 MAX_OBJECTS = 4096  # most objects inspected
 States = tuple[Any, Any, Any, list[tuple[Any, Any]]]  # of torch, random, numpy, the data set
@@ -94,14 +93,7 @@ def own_generators(thing: object) -> list[Any]:
             for part in list(vars(value).values()):
                 visit(part, depth + 1)
             for kind in type(value).__mro__:
-                if kind.__module__.split(".")[0] not in (
-                    "builtins",
-                    "torch",
-                    "torchvision",
-                    "numpy",
-                    "PIL",
-                    "typing",
-                ):
+                if kind.__module__.split(".")[0] not in LIBRARIES:
                     for part in list(vars(kind).values()):
                         visit(getattr(part, "fget", None) or getattr(part, "__func__", part), depth + 1)
 

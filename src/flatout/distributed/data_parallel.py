@@ -80,13 +80,9 @@ class DataParallelScript:
         if self.division.batches in (INDEX, CUT):
             self.context.report(NAME, COUNTS_NOTE)
 
-    # -- the model -------------------------------------------------------------------------------------------
+    # -- the model
 
     def _watch_modules(self) -> None:
-        """Find modules that are called with gradients on and outside any other module.
-
-        Their parameters are exchanged.
-        """
         script, torch = self, self.torch
         module_class = torch.nn.Module
         call = module_class.__call__
@@ -192,7 +188,7 @@ class DataParallelScript:
             self.stale_buffers = False
             self._make_equal(buffer for root in self._live_roots() for buffer in root.buffers())
 
-    # -- backward --------------------------------------------------------------------------------------------
+    # -- backward
 
     def _wrap_backward(self, backward: Callable[..., Any]) -> Callable[..., Any]:
         script, torch = self, self.torch
@@ -221,7 +217,7 @@ class DataParallelScript:
 
         return backward_exchanged
 
-    # -- the gradients ---------------------------------------------------------------------------------------
+    # -- the gradients
 
     @contextmanager
     def single_rank(self) -> Iterator[None]:
@@ -322,10 +318,8 @@ class DataParallelScript:
                 p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
             ]
             parameters += [p for root in self._live_roots() for p in root.parameters()]
-            self.parameters_cache = (
-                signature,
-                list({id(p): p for p in parameters if not self._is_sharded(p)}.values()),
-            )
+            unique = {id(p): p for p in parameters if not self._is_sharded(p)}
+            self.parameters_cache = signature, list(unique.values())
         return self.parameters_cache[1]
 
     def _is_sharded(self, parameter: Parameter) -> bool:

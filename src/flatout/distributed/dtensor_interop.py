@@ -57,7 +57,7 @@ class DTensorInterop:
         ledger.set(DTensor, "__repr__", lambda tensor, **options: interop._repr(tensor))
         self._stand_in = _stand_in_class(torch)
 
-    # -- sharded and whole tensors ---------------------------------------------------------------------------
+    # -- sharded and whole tensors
 
     def is_sharded(self, value: object) -> bool:
         return isinstance(value, self.dtensor_class)
@@ -106,7 +106,7 @@ class DTensorInterop:
         vars(whole)["sharded"] = sharded
         whole.__class__ = self._stand_in
 
-    # -- calls with a sharded tensor among their arguments ---------------------------------------------------
+    # -- calls with a sharded tensor among their arguments
 
     def _dispatch(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func in self.no_tensor:
@@ -156,10 +156,6 @@ class DTensorInterop:
             return func(*args, **kwargs)
 
     def _call_foreach(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Handle lists of tensors of which some are sharded.
-
-        The function is called separately for the two kinds.
-        """
         first = args[0]
         results: dict[int, Any] = {}
         for sharded in (True, False):

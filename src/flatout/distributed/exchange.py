@@ -124,12 +124,8 @@ class Exchange:
         by_optimizer: bool,
         transport: Transport,
     ) -> None:
-        self.torch, self.env, self.parameters, self.by_optimizer = (
-            torch,
-            env,
-            list(parameters),
-            by_optimizer,
-        )
+        self.torch, self.env, self.by_optimizer = torch, env, by_optimizer
+        self.parameters = list(parameters)
         self.transport, self.sender = transport, Sender(torch, transport)
         self.passes = 0
         self.may_leave_early = not by_optimizer
@@ -148,7 +144,7 @@ class Exchange:
         for hook in self._hooks:
             hook.remove()
 
-    # -- while the backward pass runs ------------------------------------------------------------------------
+    # -- while the backward pass runs
 
     def begin(self) -> None:
         self.passes += 1
@@ -184,7 +180,7 @@ class Exchange:
             )
         return parameter.grad.detach()
 
-    # -- after it --------------------------------------------------------------------------------------------
+    # -- after it
 
     def average(self, values: Sequence[Any]) -> list[Any]:
         """Average gradients in place, and scalar tensors, which are returned in float32 or better.

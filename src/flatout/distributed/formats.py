@@ -42,9 +42,9 @@ class Formats:
         ledger.set(module, "__reduce_ex__", self._reduce(module.__reduce_ex__), new=True)
         ledger.set(optimizer, "state_dict", self._state_dict(optimizer.state_dict))
         ledger.set(optimizer, "load_state_dict", self._load_optimizer(optimizer.load_state_dict))
-        clip = self._wrap_clip(clip.clip_grad_norm_)
-        ledger.set(clip, "clip_grad_norm_", clip)
-        ledger.set(torch.nn.utils, "clip_grad_norm_", clip)
+        clip_whole = self._wrap_clip(clip.clip_grad_norm_)
+        ledger.set(clip, "clip_grad_norm_", clip_whole)
+        ledger.set(torch.nn.utils, "clip_grad_norm_", clip_whole)
 
     def _state_dict(self, original: Callable[..., Any]) -> Callable[..., Any]:
         formats = self

@@ -65,8 +65,6 @@ def _update_running_statistics(torch: ModuleType, module: Module, mean: Tensor, 
 
 
 def _sum_of_ranks(torch: Any) -> Any:
-    """The sum over all ranks; its gradient is the sum of their gradients."""
-
     class Sum(torch.autograd.Function):
         @staticmethod
         def forward(ctx: FunctionCtx, x: Tensor) -> Any:

@@ -43,7 +43,7 @@ class Sharding:
         blocks_of: Callable[[Module], list[Module]],
         ledger: Ledger,
     ) -> None:
-        self.torch, self.context, self.env, self.over, self.blocks_of = (torch, context, env, over, blocks_of)
+        self.torch, self.context, self.env, self.over, self.blocks_of = torch, context, env, over, blocks_of
         self.ledger = ledger
         self.mesh: Any = None
         self.hooked: weakref.WeakSet[Any] = weakref.WeakSet()  # modules whose layers may be called separately
@@ -75,7 +75,7 @@ class Sharding:
                 state._is_root = None  # the outermost module that runs first becomes the root
         self._hook_layers(root)
 
-    # -- one module ------------------------------------------------------------------------------------------
+    # -- one module
 
     def _shard_one(self, module: Module) -> None:
         from torch.distributed.fsdp import fully_shard
@@ -150,7 +150,7 @@ class Sharding:
             for name, value in state.items()
         }
 
-    # -- what to shard, and over which ranks -----------------------------------------------------------------
+    # -- what to shard, and over which ranks
 
     def _reject(self, root: Module) -> None:
         for name, p in root.named_parameters():
@@ -213,10 +213,9 @@ class Sharding:
         for part in module.modules():
             yield from self._groups(part)
 
-    # -- a model that is called in pieces --------------------------------------------------------------------
+    # -- a model that is called in pieces
 
     def _hook_layers(self, root: Module) -> None:
-        """Gather the weights also for a layer called outside its sharded module (``model.decoder(z)``)."""
         for module in root.modules():
             groups = [] if module in self.hooked else self._groups(module)
             self.hooked.add(module)

@@ -27,7 +27,7 @@ class RankEvent:
     """An event: ``rank`` is exiting (after an uncaught exception or the end of its program), or has exited.
 
     ``from_rank`` is False if a program that the rank started reports it; that counts only if the rank fails too.
-    ``asked_to_exit`` is True if the launcher had asked the rank to exit before, so that the event means nothing.
+    ``asked_to_exit``: by the launcher, so the event means nothing.
     """
 
     rank: int

@@ -228,7 +228,7 @@ class ProgramProcesses:
         self._polled_s = now
 
     def poll(self, now: float) -> ProcessEvent | None:
-        """Poll the processes, and return the event to handle. Call it every LOOK_S."""
+        """Poll the processes, and return the event to handle. Call it every POLL_S."""
         if now - self._polled_s > 8 * POLL_S:  # the supervisor was stopped, or the machine slept
             self.skip_pause(now)
         self._polled_s = now

@@ -9,7 +9,6 @@ torchrun starts the ranks of several nodes (``torchrun``), but not those of one 
 2.14: it starts in 1.7 s with 520 MB (here 0.15 s, 21 MB), and listens at two ports on every address. It looks
 at its ranks every 0.1 s, so the loss of another rank may count as the first failure. Each rank has a session of
 its own: Ctrl-Z stops only torchrun. SIGUSR1 and SIGKILL end torchrun, and its ranks run on.
-`launch/supervisor.py` needs `Rank` and `RankMonitor` without torch anyway, so little would go.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ OUTPUT_S = 1.0  # for output still in the pipes
 
 
 def print_stderr(sentence: str) -> None:
-    """Print a line to standard error."""
     sys.stderr.write(f"{sentence}\n")
     sys.stderr.flush()
 
@@ -122,7 +120,7 @@ class LocalLauncher:
         # one process reports to an experiment tracker
         return variables | (OFFLINE_TRACKERS if number else {})
 
-    # -- the end ---------------------------------------------------------------------------------------------
+    # -- the end
 
     def _exit_code(self, monitor: RankMonitor) -> int:
         codes = [

@@ -15,12 +15,12 @@ from flatout.schema.errors import ProgramNotFound
 
 
 class Rank:
-    """A rank. Rank 0 has the launcher's input and output; the output of the others is logged after ``start_log``.
+    """A rank. Rank 0 has the launcher's input and output; that of the others is logged after ``start_log``.
 
-    The other ranks get no input. If rank 0 has a terminal, they have one too, at end of file, because some
-    programs ask for its size. ``exit_fd`` is a descriptor that becomes readable when the rank exits; -1 on
-    kernels without pidfd (Linux < 5.3), where the rank is polled when any child exits. ``asked_to_exit``: it was asked
-    to exit, so its exit code means nothing. ``killed``: the launcher killed it.
+    The others get no input. If rank 0 has a terminal, they have one too, at end of file, because some programs
+    ask for its size. ``exit_fd`` becomes readable when the rank exits; -1 on kernels without pidfd (Linux <
+    5.3), where the rank is polled when any child exits. ``asked_to_exit``: its exit code means nothing.
+    ``killed``: by the launcher.
     """
 
     def __init__(

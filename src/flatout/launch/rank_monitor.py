@@ -75,7 +75,7 @@ class RankMonitor:
     def _running(self) -> list[Rank]:
         return [rank for rank in self.ranks if rank.is_running]
 
-    # -- what comes ------------------------------------------------------------------------------------------
+    # -- what comes
 
     def _on_fifo_line(self, word: str = "", number: str = "", pid: str = "", first: str = "") -> None:
         if word == "timer":
@@ -154,7 +154,7 @@ class RankMonitor:
     def _titles(self) -> str:
         return ", ".join(rank.title for rank in self._running())
 
-    # -- what follows ----------------------------------------------------------------------------------------
+    # -- what follows
 
     def _on_failure(self, rank: Rank) -> None:
         """End the launch after the first failure.

@@ -75,10 +75,8 @@ class RestartHistory:
         )
         first = len(self.attempts) == 1
         self.fruitless_restarts = 0 if progressed or first else self.fruitless_restarts + 1
-        self.checkpoint_step, self.max_reached = (
-            max(self.checkpoint_step, attempt.checkpoint_step),
-            max(self.max_reached, attempt.reached),
-        )
+        self.checkpoint_step = max(self.checkpoint_step, attempt.checkpoint_step)
+        self.max_reached = max(self.max_reached, attempt.reached)
 
     def is_repeated(self, kind: str, place: str) -> bool:
         """Record a failure, and return whether the last one was of the same kind at the same place."""
@@ -179,7 +177,6 @@ def outcome_of(
 
 
 def _lost_rank(failures: Sequence[Mapping[str, Any]]) -> str:
-    """The rank that torchrun reports as failed, if no process reported a failure of its own."""
     if any(
         str(failure.get("kinds", [""])[0]) not in LAUNCHER_ERRORS
         and not LOST_ANOTHER.search(str(failure.get("message", "")))

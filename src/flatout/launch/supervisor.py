@@ -54,7 +54,7 @@ MAX_TITLE = 80  # characters of a command in a message
 class StartMonitor(RankMonitor):
     """Monitors one start of the program.
 
-    ``event`` is the hang that ended it, if any. ``grace_expired``: it did not exit in time after a request to."""
+    ``hung`` is the hang that ended it, if any. ``grace_expired``: it did not exit in time after a request to."""
 
     def __init__(self, supervisor: Supervisor, rank: Rank, attempt: Attempt, shares_group: bool) -> None:
         super().__init__(
@@ -89,13 +89,9 @@ class StartMonitor(RankMonitor):
         """The signal by which the user requested the exit.
 
         A signal that requests nothing by itself (SIGUSR1) counts if the program exits with its number."""
-        return (
-            self.stop_signal
-            if self.stop_signal is not None
-            else code - 128
-            if code - 128 in self._forwarded
-            else None
-        )
+        if self.stop_signal is not None:
+            return self.stop_signal
+        return code - 128 if code - 128 in self._forwarded else None
 
     def _on_signal(self, received: ReceivedSignal) -> None:
         if received.number in STOP_SIGNALS and self.stop_signal is not None and not self._second_kills:
@@ -137,12 +133,8 @@ class Supervisor:
     ) -> None:
         if not hasattr(select, "epoll") or not hasattr(os, "posix_fallocate"):
             raise UsageError(f"--supervise needs Linux, and this is {sys.platform}. Remove --supervise.")
-        self.argv, self.restarts, self.grace_s, self.hang_after_s = (
-            list(argv),
-            restarts,
-            grace_s,
-            hang_after_s,
-        )
+        self.argv, self.restarts = list(argv), restarts
+        self.grace_s, self.hang_after_s = grace_s, hang_after_s
         self.incidents, self.incident_count = incidents, 0
         self.title = f"`{title if len(title) <= MAX_TITLE else title[:MAX_TITLE] + '...'}`"
         self.history = RestartHistory()
@@ -172,7 +164,7 @@ class Supervisor:
                 reaper.dismiss()
                 remove(self.folder)
 
-    # -- one start -------------------------------------------------------------------------------------------
+    # -- one start
 
     def _attempt(self) -> tuple[Attempt, Ending]:
         for kind in ("heartbeat", "stack", "failed"):
@@ -240,7 +232,7 @@ class Supervisor:
         by_kernel = None if kills is None or after is None else after > kills
         return outcome_of(code, self.title, failures_in(str(self.folder)), by_kernel, processes.steps)
 
-    # -- what is said and written ----------------------------------------------------------------------------
+    # -- what is said and written
 
     def observe_event(self, event: ProcessEvent, monitor: StartMonitor) -> None:
         """Report an event when it is detected, before a hung program is ended."""

@@ -85,7 +85,6 @@ class Accumulation:
         sum(p.sum() * 0 for p in parameters).backward()
 
     def _correct(self, parameters: list[Any], total: object) -> None:
-        """Rescale gradients from the estimated total to ``total``, which becomes the new estimate."""
         gradients = [p.grad for p in parameters if p.grad is not None]
         if gradients:
             with self.torch.no_grad():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.loop.accumulation import Accumulation, detach_values
 from flatout.loop.batches import move, split
 from flatout.loop.finite import LossMonitor, find_non_finite_source
-from flatout.loop.memory import MicroBatches, OutOfMemory, free_memory, is_out_of_memory
+from flatout.loop.memory import SMALLER, MicroBatches, OutOfMemory, free_memory, is_out_of_memory
 from flatout.loop.randomness import RandomState
 from flatout.loop.reduction import MEAN, SUM, ReductionTest, parse_loss
 from flatout.loop.training import Training
@@ -176,7 +176,7 @@ class Gradient:
         )
         raise LoopError(f'{what}: {where}. {consequence} on_nan="ignore" continues.')
 
-    # -- what the first steps determine ----------------------------------------------------------------------
+    # -- what the first steps determine
 
     def detect_reduction(self, window: Window) -> None:
         """Test once how a batch can be split. Raises LoopError if it cannot."""
@@ -192,9 +192,7 @@ class Gradient:
 
     def _shrink(self, failed: OutOfMemory, window: Window) -> None:
         if failed.size <= 1:
-            raise LoopError(
-                f"out of memory with a single sample: {failed.message}. {failed.what_would_fit()}"
-            ) from None
+            raise LoopError(f"out of memory with a single sample: {failed.message}. {SMALLER}") from None
         if self.training.ranks > 1:
             raise LoopError(
                 f"out of memory with {failed.size} samples ({failed.message}). With several ranks the step cannot be repeated: the others "

@@ -131,6 +131,8 @@ class Loop:
         from_scratch: bool = False,
         on_drift: str = "warn",
     ) -> None:
+        import torch
+
         settings = LoopSettings(
             plan=plan,
             epochs=epochs,
@@ -150,7 +152,24 @@ class Loop:
             from_scratch=from_scratch,
             on_drift=on_drift,
         )
-        self._assemble(model, optimizer, loss_fn, loader, settings)
+        self.torch, self._settings = torch, settings
+        self.model, self.optimizer, self.loss_fn, self.loader = model, optimizer, loss_fn, loader
+        self.epochs, self.steps = settings.epochs, settings.steps
+        self.effective_batch = settings.effective_batch
+        self.scheduler, self.clip, self.metrics = settings.scheduler, settings.clip, settings.metrics
+        self.parameters = _parameters(optimizer)
+        self.device = self.parameters[0].device
+        plan = plan_of(settings.plan)
+        self._make_training()
+        self._saving = self._open_checkpoints()
+        self._plan_levers(plan)
+        self.index = 0
+        self.epoch = 0
+        self._rate = Rate()
+        self.resumed: Resumed | None = None
+        if self._saving is not None:
+            self.resumed = self._resume(self._saving)
+        self._step_has_extras = self._has_step_extras()
 
     def close(self) -> None:
         """Restore the model, the optimizer, the loader and torch's flags where possible.
@@ -254,36 +273,7 @@ class Loop:
         """
         return self._sizer.result if self._sizer is not None else None
 
-    # -- its parts --------------------------------------------------------------------------------------------
-
-    def _assemble(
-        self,
-        model: Module,
-        optimizer: Optimizer,
-        loss_fn: Callable[[Any, Any], Any],
-        loader: Iterable[Any],
-        settings: LoopSettings,
-    ) -> None:
-        import torch
-
-        self.torch, self._settings = torch, settings
-        self.model, self.optimizer, self.loss_fn, self.loader = model, optimizer, loss_fn, loader
-        self.epochs, self.steps = settings.epochs, settings.steps
-        self.effective_batch = settings.effective_batch
-        self.scheduler, self.clip, self.metrics = settings.scheduler, settings.clip, settings.metrics
-        self.parameters = _parameters(optimizer)
-        self.device = self.parameters[0].device
-        plan = plan_of(settings.plan)
-        self._make_training()
-        self._saving = self._open_checkpoints()
-        self._plan_levers(plan)
-        self.index = 0
-        self.epoch = 0
-        self._rate = Rate()
-        self.resumed: Resumed | None = None
-        if self._saving is not None:
-            self.resumed = self._resume(self._saving)
-        self._step_has_extras = self._has_step_extras()
+    # -- its parts
 
     def _make_training(self) -> None:
         torch, settings, model = self.torch, self._settings, self.model
@@ -343,7 +333,7 @@ class Loop:
         loop_state = LoopState(self, self._gradient, self._update, self._sizer, self._settings.extra_state)
         return saving.attach(self, loop_state, self._settings.drift_settings(self.model, self.optimizer))
 
-    # -- one step --------------------------------------------------------------------------------------------
+    # -- one step
 
     def _step(self, window: list[tuple[Any, int]], ends_epoch: bool | None) -> Step:
         samples = window[0][1] if len(window) == 1 else sum(size for _, size in window)
@@ -374,10 +364,6 @@ class Loop:
         return step
 
     def _begin_extras(self, window: list[tuple[Any, int]]) -> Callable[[int], None]:
-        """Do the optional work before a step and return a function that ends it.
-
-        This covers sizing, and the levers that act after the first step.
-        """
         sizer = self._sizer if self.sizing else None
         if sizer is not None:
             self._gradient.detect_reduction(window)

@@ -13,6 +13,10 @@ from flatout.loop.batches import even_sizes
 if TYPE_CHECKING:
     from torch import device as Device
 
+SMALLER = (
+    'One sample does not fit. Use a smaller model or input, precision="bf16" (about half the activation memory), or recompute '
+    "activations (torch.utils.checkpoint; about a third more time)."
+)
 MAX_MEMORY_SHARE = 0.95  # of the device's memory; a higher peak leaves nothing for fragmentation
 # Messages of allocators that raise a plain RuntimeError.
 MESSAGES = (
@@ -55,12 +59,6 @@ class OutOfMemory:
             traceback.clear_frames(current.__traceback__)
             current = current.__cause__ or current.__context__
         return cls(message, size)
-
-    def what_would_fit(self) -> str:
-        return (
-            'One sample does not fit. Use a smaller model or input, precision="bf16" (about half the activation memory), or recompute '
-            "activations (torch.utils.checkpoint; about a third more time)."
-        )
 
 
 class MicroBatches:

@@ -156,7 +156,7 @@ class ReductionTest:
             tolerance = COARSE_TOLERANCE
         return abs(a - b) <= tolerance * max(abs(a), abs(b))
 
-    # -- the model during the test ---------------------------------------------------------------------------
+    # -- the model during the test
 
     def _reject_batch_norm(self) -> None:
         kind = self.torch.nn.modules.batchnorm._BatchNorm

@@ -60,7 +60,7 @@ class LoopCheckpointing:
         self._start = 0, 0  # step and epoch at which this training began
         self._resumed_state: dict[str, Any] | None = None
 
-    # -- resuming --------------------------------------------------------------------------------------------
+    # -- resuming
 
     def attach(self, loop: Any, loop_state: LoopState, settings: Mapping[str, Any]) -> Resumed | None:
         """Restore a checkpoint into the new Loop.
@@ -75,8 +75,9 @@ class LoopCheckpointing:
         def check_finite(packed: Packed) -> str:
             return _not_finite(self.torch, packed, parameters)
 
+        options: dict[str, Any] = {"why_not_write": check_finite}
         if self.ranks > 1:
-            write = JointCheckpointWriter(
+            writer = JointCheckpointWriter(
                 self.folder,
                 CHECKPOINT_KIND,
                 self.rank,
@@ -85,20 +86,11 @@ class LoopCheckpointing:
                 check_finite,
                 seconds,
                 sleep,
-            ).write
-            self.saver = CheckpointWriter(
-                self.torch, self.folder, CHECKPOINT_KIND, clocks, self._warn, every=self.every, write=write
             )
-        else:
-            self.saver = CheckpointWriter(
-                self.torch,
-                self.folder,
-                CHECKPOINT_KIND,
-                clocks,
-                self._warn,
-                every=self.every,
-                why_not_write=check_finite,
-            )
+            options = {"write": writer.write}
+        self.saver = CheckpointWriter(
+            self.torch, self.folder, CHECKPOINT_KIND, clocks, self._warn, every=self.every, **options
+        )
         if self.opened.checkpoint is None:
             return None
         resumed, error = None, None
@@ -130,11 +122,8 @@ class LoopCheckpointing:
             self._refuse(checkpoint, moved)
         differs += moved
         counts = state["loop"]
-        self.loop.index, self.loop.epoch, self._start = (
-            counts["index"],
-            counts["epoch"],
-            (counts["first_index"], counts["first_epoch"]),
-        )
+        self.loop.index, self.loop.epoch = counts["index"], counts["epoch"]
+        self._start = counts["first_index"], counts["first_epoch"]
         self.saver.resume_after(checkpoint.step)
         self._inexact, self._resumed_state = list(dict.fromkeys([*inexact, *differs])), rank_state
         resumed = Resumed(
@@ -156,7 +145,7 @@ class LoopCheckpointing:
             "from_scratch=True to start from scratch."
         )
 
-    # -- while the Loop is iterated over ---------------------------------------------------------------------
+    # -- while the Loop is iterated over
 
     def begin(self) -> tuple[int, int]:
         """Restore the random numbers of the checkpoint.
