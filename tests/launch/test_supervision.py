@@ -39,7 +39,7 @@ def test_a_hang_is_a_time_without_a_sign_of_life_of_any_process(tmp_path):
         return None, seconds
 
     assert polled("hung", 30.0)[0] is None  # no process yet
-    words = heartbeat.begin(str(tmp_path)).text
+    words = heartbeat.begin(str(tmp_path)).words
     child = subprocess.Popen(
         [
             sys.executable,
