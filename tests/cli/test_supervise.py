@@ -98,7 +98,7 @@ def test_a_run_that_dies_and_hangs_ends_with_the_bits_of_the_undisturbed_run(fla
         ("hung", 2, 8),
         ("stopped", 3, None),
     ]
-    assert [line["kept"] for line in lines] in (
+    assert [line["checkpoint_step"] for line in lines] in (
         [10, 20, 40],
         [10, 20, 50],
     )  # training continues while that is written

@@ -311,7 +311,7 @@ def test_the_first_failure_is_named(local_launcher, how, code, ending):
 def test_a_cause_that_is_observed_after_its_effect(local_launcher):
     """Rank 0 reports that it has lost another one. The other one reports nothing, and ends a moment later."""
     done = local_launcher(
-        BOUND, "1", "late", procs=2, launcher=changed(f"{PATIENT}\nrank_monitor.SECOND_LOOK_S = 5.0")
+        BOUND, "1", "late", procs=2, launcher=changed(f"{PATIENT}\nrank_monitor.CAUSE_WAIT_S = 5.0")
     )
     assert "rank 1 (" in done.err
     assert done.code == 7
@@ -455,7 +455,7 @@ def test_an_older_kernel(local_launcher):
 
 def test_ranks_that_continue_alone_are_named_once(begin, flatout):
     source = "while rank == '1' and not (here / 'go').exists():\n    time.sleep(0.01)"
-    launcher = begin(source, ready=False, launcher=changed("rank_monitor.SILENCE_S = 0.2"))
+    launcher = begin(source, ready=False, launcher=changed("rank_monitor.EXIT_NOTICE_S = 0.2"))
     said = launcher.stderr.readline().decode()
     assert re.fullmatch(
         r"flatout: rank 0 exited 0 s ago; still running: rank 1 \(process \d+\)\. Waiting for them; Ctrl-C ends them\.\n",
@@ -585,7 +585,7 @@ def test_an_unhandled_signal_ends_all(begin, number):
 
 def test_the_second_one_does_not_wait(begin, flatout):
     """A rank that takes its time does not block for ever, but two signals of one `timeout` are one."""
-    launcher = begin(COUNTING, launcher=changed("rank_monitor.ONE_PRESS_S = 2.0"))
+    launcher = begin(COUNTING, launcher=changed("rank_monitor.REPEATED_SIGNAL_S = 2.0"))
     for times in (1, 2):
         os.kill(launcher.pid, signal.SIGTERM)
         until(

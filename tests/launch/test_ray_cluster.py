@@ -86,7 +86,7 @@ def test_the_first_failure_ends_the_others(cluster, tmp_path):
 
 @there
 def test_unsupported_requests_are_explained(cluster, tmp_path, monkeypatch):
-    monkeypatch.setattr(ray_cluster, "PLACE_S", 2.0)
+    monkeypatch.setattr(ray_cluster, "PLACEMENT_S", 2.0)
     with pytest.raises(NodesApart, match="no room for 9 ranks of 1 CPU"):
         run_ranks(cluster, RayJob(("true",), str(tmp_path)), 9, False)
     with pytest.raises(NodesApart, match="Put the program on a file system that all nodes share"):
