@@ -351,7 +351,7 @@ def factorial(machine: Machine, space: Space, budgets_s: Sequence[float]) -> Ite
     each = min(MOST_ROWS, max(3, round(MEASURE_SHARE * start_s / machine.block_s / WAVE)))
     while todo:
         known = fit(space, blocks)
-        waiting = next_processes(space, known, blocks, WAVE, rng, always_plain=False)
+        waiting = next_processes(space, known, blocks, WAVE, rng)
         numbers = machine.start(*waiting)
         rows = [live_rows(space, known, on, each, rng) for on in waiting]
         beside = [NONE, *live_rows(space, known, NONE, BESIDE_ROWS - 1, rng)]

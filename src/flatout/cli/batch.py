@@ -1,7 +1,5 @@
 """`flatout batch`: find the fastest batch size that fits, and the largest that still helps learning."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

@@ -1,7 +1,5 @@
 """`flatout check`: find mistakes that raise no error, in the source and, with --run, in a run."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Collection, Sequence

@@ -1,7 +1,5 @@
 """`flatout explain`: explain an error, locate it in your code, and show the fix."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -1,7 +1,5 @@
 """`flatout fix`: edit the script where a finding has a certain fix."""
 
-from __future__ import annotations
-
 from codecs import BOM_UTF8
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`flatout kernel`: check, measure and create kernels, flatout's own and the user's."""
 
-from __future__ import annotations
-
 import click
 
 from flatout.cli.options.json_output import json_option

@@ -1,7 +1,5 @@
 """`flatout kernel new`: create a folder with a working example kernel."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

@@ -1,7 +1,5 @@
 """`flatout levers`: list the levers, show one, or say why a session left some out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

@@ -1,7 +1,5 @@
 """`flatout lr`: find a learning rate to start with."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

@@ -1,7 +1,5 @@
 """`flatout memory`: predict the memory of a training step before it runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

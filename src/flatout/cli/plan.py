@@ -1,7 +1,5 @@
 """`flatout plan`: show a plan with its evidence and the equivalent code."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

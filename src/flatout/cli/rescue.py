@@ -1,7 +1,5 @@
 """`flatout rescue`: list and export the checkpoints that `flatout run --rescue` keeps of any program."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

@@ -1,7 +1,5 @@
 """`flatout skill`: print how a coding agent works with flatout, as a skill file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

@@ -1,7 +1,5 @@
 """`flatout trial`: measure one run of a program."""
 
-from __future__ import annotations
-
 import json
 import sys
 from contextlib import nullcontext, redirect_stdout

@@ -1,7 +1,5 @@
 """`flatout ui`: one page with the commands, runs and reports of a project."""
 
-from __future__ import annotations
-
 import webbrowser
 from pathlib import Path
 

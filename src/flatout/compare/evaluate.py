@@ -7,8 +7,6 @@ an interval of 95 % cover less, so `LEVEL` is a little higher. In simulations wi
 the intervals cover the truth, and at most 3 % of the gates fail for a change just below the limit.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 

@@ -88,7 +88,7 @@ def run_profile(program: ProfiledProgram) -> ProfileRecord:
     return record
 
 
-# -- recording ------------------------------------------------------------------------------------------
+# -- recording
 
 
 def _synchronisations(program: ProfiledProgram, trial: Trial) -> None:
@@ -166,7 +166,7 @@ def _fetches(program: ProfiledProgram, trial: Trial) -> None:
             )
 
 
-# -- what-ifs -------------------------------------------------------------------------------------------
+# -- what-ifs
 
 
 def _what_ifs(program: ProfiledProgram, trial: Trial) -> None:

@@ -11,8 +11,6 @@ Pure functions over records; nothing runs here.
 Each gives a p-value that must stay above a limit, after correction for the number of comparisons.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

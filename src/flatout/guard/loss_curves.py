@@ -1,7 +1,5 @@
 """Do the loss curves of two runs agree: at the start, and within the spread of the seeds?"""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import pairwise

@@ -190,7 +190,7 @@ class StepReplica:
         was_asleep, self.context.paused = self.context.paused, True
         state, parallel = random_state(self.context), self.context.data_parallel
         try:
-            with parallel.alone() if parallel is not None else nullcontext():
+            with parallel.single_rank() if parallel is not None else nullcontext():
                 return self._judge(steps, bitwise)
         except Exception as error:
             return {"failure": f"the replica of a step failed ({type(error).__name__}: {str(error)[:200]})"}

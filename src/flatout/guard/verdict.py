@@ -15,8 +15,6 @@ only 8 or 11 significant bits. A script that is not repeatable is judged by the 
 verdict says so.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Claims: files by which one of several processes takes a task that only one may have."""
 
-from __future__ import annotations
-
 import os
 
 # Tasks of a run: to say what was applied; to show the summary, after training; to save the training; to be recorded

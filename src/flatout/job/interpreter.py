@@ -1,7 +1,5 @@
 """The Python of the program, which may be another than flatout's own (uv tool, pipx, another environment)."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

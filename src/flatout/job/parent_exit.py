@@ -1,7 +1,5 @@
 """Ends a process when its parent ends."""
 
-from __future__ import annotations
-
 import ctypes
 import signal
 import sys

@@ -1,7 +1,5 @@
 """Reads a Plan from its file."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from flatout.job.folder import read_text

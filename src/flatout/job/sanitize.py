@@ -1,7 +1,5 @@
 """Replace characters of untrusted text that are unsafe in a terminal, a page or a file."""
 
-from __future__ import annotations
-
 import re
 
 # Control codes move the cursor of a terminal. Bidirectional ones reorder the text. A lone surrogate (from a

@@ -1,7 +1,5 @@
 """Mask the secrets of a command line that is stored and shown."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The standard streams of a process of flatout, whose caller may have closed them."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

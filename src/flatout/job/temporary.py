@@ -7,8 +7,6 @@ program by exec. ``view`` is the boot and the PID namespace in which they hold: 
 folder leave each other's alone. Without /proc, a name carries no owner, and only an ordinary end removes the folder.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

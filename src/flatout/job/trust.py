@@ -3,8 +3,6 @@
 A file that anyone could have written must not decide what runs.
 """
 
-from __future__ import annotations
-
 import grp
 import os
 import pwd

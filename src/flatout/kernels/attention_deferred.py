@@ -154,7 +154,7 @@ class DeferredOperation:
             self.producer.check_versions()
 
 
-# -- deferred values -----------------------------------------------------------------------------------------
+# -- deferred values
 
 
 class _GraphPosition(torch.autograd.Function):
@@ -308,7 +308,7 @@ def _extend_deferred(
     return first
 
 
-# -- the products of one module ------------------------------------------------------------------------------
+# -- the products of one module
 
 
 class AttentionMode(TorchFunctionMode):

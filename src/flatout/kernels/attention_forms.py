@@ -118,7 +118,7 @@ class Call:
     result: Any
 
 
-# -- the product of queries and keys -------------------------------------------------------------------------
+# -- the product of queries and keys
 
 
 def unpack_operands(name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -221,7 +221,7 @@ def same_sizes(reader: ArgumentReader, left: Sequence[Any] | None, right: Sequen
     return left is not None and len(left) == len(right) and all(map(reader.same, left, right))
 
 
-# -- masks ---------------------------------------------------------------------------------------------------
+# -- masks
 
 
 def with_mask(
@@ -284,7 +284,7 @@ def _with_batch(mask: Mask, old: Sequence[Any], new: Sequence[Any]) -> Mask | No
     return replace(mask, sizes=(*moved, *sizes[-2:]))
 
 
-# -- operators in between ------------------------------------------------------------------------------------
+# -- operators in between
 
 
 def extend_form(form: AttentionForm, call: Call) -> AttentionForm | None:
@@ -390,7 +390,7 @@ OUT_OF_PLACE = {
 }
 
 
-# -- the product with the values -----------------------------------------------------------------------------
+# -- the product with the values
 
 
 def match_attention(form: AttentionForm, call: Call) -> AttentionMatch | None:

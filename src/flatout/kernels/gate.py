@@ -113,7 +113,7 @@ def run(name: str, check: Callable[[], str]) -> GateCheck:
         return GateCheck(name, "failed", f"it raised {type(error).__name__}: {_one_line(error)}")
 
 
-# -- the checks ----------------------------------------------------------------------------------------------
+# -- the checks
 
 
 def values(kernel: Kernel, implementation: Implementation) -> str:
@@ -241,7 +241,7 @@ def not_run(reason: str) -> str:
     raise NotRun(reason)
 
 
-# -- shared helpers -----------------------------------------------------------------------------------------
+# -- shared helpers
 
 
 class _CallRecorder(TorchDispatchMode):

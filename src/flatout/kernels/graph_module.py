@@ -65,7 +65,7 @@ class ModuleGraphs:
         self.is_running = False  # inside a forward pass of this module
         self.disabled = False
 
-    # -- calls by the script ---------------------------------------------------------------------------------
+    # -- calls by the script
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         if self.disabled or not torch.is_grad_enabled() or must_run_eagerly():
@@ -100,7 +100,7 @@ class ModuleGraphs:
             torch.get_autocast_dtype("cuda") if autocast else None,
         )
 
-    # -- the passes of one shape -----------------------------------------------------------------------------
+    # -- the passes of one shape
 
     def _pass(self, shape: _ShapeRecord, inputs: list[Any], call: Arguments) -> Any:
         shape.calls += 1

@@ -46,7 +46,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
             values.append(value)
     if not values:
         return Skip(SAME_BUCKETS)
-    exact = parallel.here.world_size == 2 and parallel.transport.kind == "plain"
+    exact = parallel.env.world_size == 2 and parallel.transport.kind == "plain"
     return Options(tuple(values), effect=Effect.EXACT if exact else Effect.ROUNDING)
 
 

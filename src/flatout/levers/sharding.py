@@ -58,7 +58,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
         Sharding(
             context.torch,
             context,
-            parallel.here,
+            parallel.env,
             str(scope),
             lambda module: repeated(context.torch, module),
             ledger,

@@ -159,7 +159,7 @@ class ProfilerRecording:
             result.gaps = self._gaps()
         return result
 
-    # -- nesting of operators, and their lines ---------------------------------------------------------------
+    # -- nesting of operators, and their lines
 
     def _nest(self) -> list[OperatorEvent]:
         """Derive child times and lines from the nesting.
@@ -205,7 +205,7 @@ class ProfilerRecording:
                 event.device_ns += ns
                 event.tensor_core_ns += ns if TENSOR_CORES.search(kernel.name()) else 0
 
-    # -- sums ------------------------------------------------------------------------------------------------
+    # -- sums
 
     def _add(self, sums: dict[tuple[str, str], OperatorTotals], event: OperatorEvent) -> None:
         dtypes, shapes = list(event.raw.dtypes()), [list(shape) for shape in event.raw.shapes()]
@@ -251,7 +251,7 @@ class ProfilerRecording:
             operations.append(operation)
         return sorted(operations, key=lambda o: -o.share)
 
-    # -- idle gaps of the device -----------------------------------------------------------------------------
+    # -- idle gaps of the device
 
     def _gaps(self) -> list[IdleGap]:
         busy_spans = merged((k.start_ns(), k.end_ns()) for k in self.kernels)

@@ -269,7 +269,7 @@ def _share(part: float, whole: float | None) -> str:
     return f"{part / whole:.0%}" if whole else "nothing"
 
 
-# -- overlap of computation and communication ----------------------------------------------------------------
+# -- overlap of computation and communication
 # The computation of a device, and the communication of its links, are two queues that wait for each other.
 # Each runs its tasks one after another. A task starts once the given number of tasks of the other queue have
 # ended. While the links communicate, computation runs at ``1 - contention`` of its speed. A contention of 1

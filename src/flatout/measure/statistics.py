@@ -119,7 +119,7 @@ def two_sample_ks(a: Sequence[float], b: Sequence[float]) -> float:
     return min(1.0, max(0.0, sum(terms)))
 
 
-# -- Student's t: intervals of a mean from few values --------------------------------------------------------
+# -- Student's t: intervals of a mean from few values
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def _cdf(t: float, degrees: int) -> float:
     return 0.5 + inside / 2
 
 
-# -- growth of a series --------------------------------------------------------------------------------------
+# -- growth of a series
 # The Mann-Kendall test, and Theil and Sen's slope depend neither on outliers nor on the shape of the noise.
 # Sources: Mann, Econometrica 13 (1945); Kendall, Rank Correlation Methods (1975), with the correction for
 # ties; Sen, JASA 63 (1968).

@@ -24,11 +24,10 @@ class CgroupLimits:
     cores: float | None = None
     memory_bytes: int | None = None
     used_bytes: int | None = None
-    processes: int | None = None
     where: tuple[str, ...] = ()  # the files with the limits
 
     def files(self, kind: str) -> list[str]:
-        """Return the files of one kind of limit: cpu, memory or pids."""
+        """Return the files of one kind of limit: cpu or memory."""
         return [path for path in self.where if path.rpartition("/")[2].startswith(kind)]
 
 
@@ -46,17 +45,10 @@ def group(read: Read) -> CgroupLimits:
             for folder in folders
             for name in ("memory.max", "memory.high")
         )
-        processes = _narrowest(_number(read, f"{folder}/pids.max", where) for folder in folders)
-        return CgroupLimits(
-            2,
-            cores,
-            _whole(memory),
-            _used(read, folders[0], "memory.current"),
-            _whole(processes),
-            tuple(where),
-        )
+        used = _used(read, folders[0], "memory.current")
+        return CgroupLimits(2, cores, _whole(memory), used, tuple(where))
     found: dict[str, list[str]] = {}
-    for name in ("cpu", "memory", "pids"):
+    for name in ("cpu", "memory"):
         mount = next((m for m in all_mounts if m.kind == "cgroup" and name in m.options), None)
         if mount and name in paths:
             found[name] = list(_folders(mount, paths[name]))
@@ -67,8 +59,7 @@ def group(read: Read) -> CgroupLimits:
         _number(read, f"{folder}/memory.limit_in_bytes", where) for folder in found.get("memory", ())
     )
     used = _used(read, found["memory"][0], "memory.usage_in_bytes") if "memory" in found else None
-    processes = _narrowest(_number(read, f"{folder}/pids.max", where) for folder in found.get("pids", ()))
-    return CgroupLimits(1, cores, _whole(memory), used, _whole(processes), tuple(where))
+    return CgroupLimits(1, cores, _whole(memory), used, tuple(where))
 
 
 def _paths(text: str | None) -> dict[str, str]:

@@ -130,7 +130,7 @@ class Names(ast.NodeVisitor):
             child = ancestor
         return found
 
-    # -- building --------------------------------------------------------------------------------------------
+    # -- building
 
     def visit_Name(self, node: ast.Name) -> None:
         self.at[id(node)] = self.here

@@ -76,7 +76,7 @@ class ScriptProgram:
                     waiting.append(found[name])
         return cls(main, list(found.values()), unread)
 
-    # -- call graph ------------------------------------------------------------------------------------------
+    # -- call graph
 
     def definitions(self, source: SourceFile, node: ast.AST) -> Iterator[tuple[SourceFile, ast.AST]]:
         """Yield the functions, lambdas and classes of the program that an expression names."""
@@ -181,7 +181,7 @@ class ScriptProgram:
     def callers(self, function: ast.AST) -> list[tuple[SourceFile, ast.Call]]:
         return self.calls_of.of(function)
 
-    # -- queries of rules ------------------------------------------------------------------------------------
+    # -- queries of rules
 
     def calls(self, *dotted: str) -> Iterator[tuple[SourceFile, ast.Call]]:
         """Yield every call of one of these names, in the order of files and lines."""

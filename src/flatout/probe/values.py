@@ -65,7 +65,7 @@ class Values:
         self.by_use = ModulesByUse(self)
         self._attributes: dict[int, dict[str, list[ast.Assign | ast.AnnAssign]]] = {}
 
-    # -- origins ---------------------------------------------------------------------------------------------
+    # -- origins
 
     def origins(self, source: SourceFile, node: ast.AST, depth: int = 0) -> list[ValueOrigin]:
         """Return the possible origins of an expression.
@@ -213,7 +213,7 @@ class Values:
         )
         return False if made and first and second else None
 
-    # -- classes ---------------------------------------------------------------------------------------------
+    # -- classes
 
     def classes_of(
         self, source: SourceFile, node: ast.AST, depth: int = 0
@@ -274,7 +274,7 @@ class Values:
             self._attributes[id(klass)] = found
         return self._attributes[id(klass)]
 
-    # -- kinds -----------------------------------------------------------------------------------------------
+    # -- kinds
 
     def kinds(self, source: SourceFile, node: ast.AST) -> frozenset[str]:
         """Return the known kinds of a value.

@@ -1,7 +1,5 @@
 """The page of throughput and memory by batch size, and of the gradient noise scale."""
 
-from __future__ import annotations
-
 from flatout.render import formatting
 from flatout.render.formatting import drawable, figure, milliseconds, size, times
 from flatout.render.page import Figure, Items, Page, Section, Table, dateline

@@ -1,7 +1,5 @@
 """The page of `flatout compare`, for the terminal and as HTML."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from flatout.render.formatting import (

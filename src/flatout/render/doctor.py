@@ -1,7 +1,5 @@
 """Terminal output of `flatout doctor`: problems with the commands that fix them, notes, passed checks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 

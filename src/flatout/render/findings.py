@@ -1,7 +1,5 @@
 """Format findings for a terminal and as GitHub annotations."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 

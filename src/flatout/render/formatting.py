@@ -4,8 +4,6 @@ Every function accepts any value that a record can hold: None, NaN, infinity, or
 A missing value becomes ``NOTHING``, never an invented zero.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import shlex

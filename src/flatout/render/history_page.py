@@ -1,7 +1,5 @@
 """The page of what flatout left in a project: its commands and reports, and the speed of its runs."""
 
-from __future__ import annotations
-
 from pathlib import PurePath
 from urllib.parse import quote
 

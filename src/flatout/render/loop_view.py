@@ -1,7 +1,5 @@
 """Render a `flatout.Loop` in a notebook: progress, speed, and the result of each lever, as a piece of HTML."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from flatout.render.svg import element

@@ -1,7 +1,5 @@
 """The chart of two loss curves. A value that is not finite makes a gap and is counted."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import zip_longest
 

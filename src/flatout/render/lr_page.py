@@ -1,7 +1,5 @@
 """The page of a learning-rate range test, for the terminal and as HTML."""
 
-from __future__ import annotations
-
 from flatout.render.formatting import capital, drawable, milliseconds, sentence
 from flatout.render.page import Figure, Page, Section, Table, dateline, notes
 from flatout.render.plot import Plot

@@ -3,8 +3,6 @@
 The record holds them as free mappings. All entries are shown, known or not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

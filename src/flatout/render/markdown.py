@@ -1,7 +1,5 @@
 """Write a page as Markdown, for the summary of a CI job."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """The page of the predicted memory of a step, for the terminal and as HTML."""
 
-from __future__ import annotations
-
 from flatout.render import formatting
 from flatout.render.formatting import size
 from flatout.render.page import Cell, Items, Page, Section, Table, dateline, notes

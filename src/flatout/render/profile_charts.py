@@ -1,7 +1,5 @@
 """Charts of a profile: what-ifs, memory over a step and over all steps."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from flatout.render.formatting import drawable, interval, is_positive, size, times

@@ -1,7 +1,5 @@
 """The page of a profile, for the terminal and as HTML: findings first, then the data behind them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 

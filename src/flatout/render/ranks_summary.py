@@ -1,7 +1,5 @@
 """The ranks of a session: their speed-up over one process."""
 
-from __future__ import annotations
-
 from flatout.render.formatting import count, drawable, interval, sentence, several, times
 from flatout.render.page import Section, Words
 from flatout.schema.session import RanksRecord

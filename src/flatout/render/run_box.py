@@ -1,7 +1,5 @@
 """The box at the end of a run: at most eight lines of plain ASCII, because any terminal or log may show it."""
 
-from __future__ import annotations
-
 import textwrap
 from collections.abc import Mapping, Sequence
 

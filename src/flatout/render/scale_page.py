@@ -1,7 +1,5 @@
 """The page of predictions for many devices, for the terminal and as HTML."""
 
-from __future__ import annotations
-
 from flatout.render import formatting
 from flatout.render.page import Figure, Items, Page, Section, Table, Words, dateline, notes
 from flatout.render.plot import Plot

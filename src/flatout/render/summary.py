@@ -4,8 +4,6 @@ Nothing here depends on colours, columns or tags, and nothing here measures. A s
 running gives a shorter summary that says so.
 """
 
-from __future__ import annotations
-
 from flatout.render.formatting import (
     NOTHING,
     count,

@@ -3,8 +3,6 @@
 Requires the package tensorboard, but not torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

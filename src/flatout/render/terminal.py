@@ -4,8 +4,6 @@ Untrusted text is always wrapped in ``Text``: rich parses plain strings in table
 flatout's own signs are plain ASCII, so that terminals without UTF-8 show them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 from rich import box

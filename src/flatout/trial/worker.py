@@ -268,7 +268,7 @@ class Worker(WorkerRecord):
                 "tick_ms": block_ms(self.ticks_ms[-8:]),
                 "warmup_ms": self.warmup_ms,
                 "data_ms": median(self.data_waits_ms[-8:]),
-                "dataset_fetch_s": self.context.handed_on.filled_s
+                "dataset_fetch_s": self.context.handed_on.fetch_s
                 if self.context.handed_on is not None
                 else 0.0,
                 "max_copies": copies_that_fit(self.torch, self.context.device, self.ranks.local_world),

@@ -1,7 +1,5 @@
 """Recognises programs that start their own ranks, and returns the command that starts them properly."""
 
-from __future__ import annotations
-
 import re
 import shlex
 

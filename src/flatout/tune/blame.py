@@ -4,8 +4,6 @@ A program that failed with several levers starts again with fewer, until removin
 disappear.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 from flatout.measure.clock import seconds

@@ -1,7 +1,5 @@
 """The budget of a search when you give none."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from statistics import NormalDist

@@ -1,7 +1,5 @@
 """Turns the measurements of the search into a plan, and into a reason or a ratio for every lever."""
 
-from __future__ import annotations
-
 import math
 
 from flatout.schema.enums import Effect, Status

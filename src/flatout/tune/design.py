@@ -37,19 +37,17 @@ def next_processes(
     blocks: Sequence[TimedBlock],
     n: int,
     rng: np.random.Generator,
-    always_plain: bool,
 ) -> list[frozenset[str]]:
     """Choose the process levers and warm-up levers of the next ``n`` processes, which start together.
 
-    The first processes are the plain program and the likeliest plan by the priors. ``always_plain``: each
-    wave includes the plain program.
+    The first processes are the plain program and the likeliest plan by the priors.
     """
     fixed = ~space.switched
     fitted = fitted or fit(space, blocks)
     plan = space.rows([fitted.best()])[0]
     chosen: list[Array] = []
     measured_sets = {block.active & space.keys(fixed) for block in blocks}
-    if always_plain or not measured_sets:
+    if not measured_sets:
         chosen.append(np.zeros(len(space.factors), dtype=bool))
     if (plan & fixed).any() and not measured_sets - {frozenset()}:
         chosen.append(plan & fixed)

@@ -1,7 +1,5 @@
 """Why a program of a search ended."""
 
-from __future__ import annotations
-
 from flatout.schema.errors import FlatoutError, NothingMeasured, ProgramFailed, last_line
 from flatout.schema.records import TrialRecord
 from flatout.trial.blocks import LeverFailed

@@ -184,7 +184,7 @@ class _Exploring:
         tuning = self.tuning
         skip_plain = self.waves == 0 and tuning.plain_trial is not None
         n, blocks = self._wave_size + skip_plain, tuning.blocks_of(space)
-        wave = next_processes(space, fitted, blocks, n, self.random, always_plain=False)
+        wave = next_processes(space, fitted, blocks, n, self.random)
         wave = [active for active in wave if active or not skip_plain][: self._wave_size] or [PLAIN]
         return [wave[0], *(active - self._fetching_keys for active in wave[1:])] if self.waves == 0 else wave
 

@@ -1,7 +1,5 @@
 """Defines what a search explores: a factor for each value of each applicable lever, with its prior."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Time limits and shares of the budget in a search."""
 
-from __future__ import annotations
-
 USUAL_PAIRS = 3
 MIN_PAIRS = 2
 # Of the budget; if three pairs cost more, two are planned, and a third only decides a close result

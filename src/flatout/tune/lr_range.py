@@ -1,7 +1,5 @@
 """Runs a learning-rate range test: some plain steps, then one step per point, each with a larger learning rate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from flatout.job.folder import JobFolder

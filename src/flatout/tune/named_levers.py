@@ -4,8 +4,6 @@ It records the speed and both loss curves. Both programs start from the same see
 block, so speed and losses come from the same steps.
 """
 
-from __future__ import annotations
-
 from flatout.measure.clock import seconds
 from flatout.schema.plan import Plan, spell
 from flatout.schema.session import NamedRecord

@@ -5,8 +5,6 @@ step      replay one step of the plain program with all live levers; if that fai
 start     compare the first losses with one lever alone against the plain program's
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@ One process of the program alternates with its ranks, block by block at the same
 same batches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -10,8 +10,6 @@ confirm    run two or three fresh pairs of processes, plain and tuned, each with
            result is unclear. They provide the guard's loss curves and join the speed estimate
 """
 
-from __future__ import annotations
-
 from flatout.schema.errors import FlatoutError, NothingMeasured
 from flatout.schema.plan import Plan
 from flatout.schema.records import TrialRecord

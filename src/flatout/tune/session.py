@@ -1,7 +1,5 @@
 """Stores a session on disk, resumes it, and turns it into a Plan and a verdict."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

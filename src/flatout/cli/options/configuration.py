@@ -4,8 +4,6 @@ The order is: command line, environment variable, the command's table, `[tool.fl
 the values up and checks them. This file names the variable of each option, and maps keys to parameters.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterable, Iterator

@@ -1,7 +1,5 @@
 """The options of `flatout run` for the record at its end and for experiment trackers."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

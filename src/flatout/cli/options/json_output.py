@@ -1,7 +1,5 @@
 """`--json`: print one JSON document on standard output. What is for people goes to standard error."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Messages of a command on standard error."""
 
-from __future__ import annotations
-
 import sys
 from functools import cache
 

@@ -1,7 +1,5 @@
 """`flatout run --procs N`: run a single-device program as several ranks, after a successful rehearsal."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the commands that read a script share: the script itself, and the rules to apply."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

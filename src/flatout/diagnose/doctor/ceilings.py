@@ -1,7 +1,5 @@
 """Measures the ceilings of this machine in a child process."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Checks of the NVIDIA driver: whether it answers, and whether it fits torch's CUDA build and the GPUs."""
 
-from __future__ import annotations
-
 import re
 
 from flatout.diagnose.doctor.check import (

@@ -1,7 +1,5 @@
 """The check that the memory of each GPU is free."""
 
-from __future__ import annotations
-
 from flatout.diagnose.doctor.check import CheckOutcome, machine_check, not_seen, note, ok, warning
 from flatout.diagnose.doctor.nvidia_smi import GpuStatus, smi_report
 from flatout.schema.machine_snapshot import MachineSnapshot

@@ -1,7 +1,5 @@
 """Checks of what this process may use: cores, memory, shared memory, open files, processes, addresses."""
 
-from __future__ import annotations
-
 import re
 
 from flatout.diagnose.doctor.check import (

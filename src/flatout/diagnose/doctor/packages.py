@@ -1,7 +1,5 @@
 """Install commands for this system: its package manager, or conda in a conda environment."""
 
-from __future__ import annotations
-
 from flatout.probe.proc import os_release
 from flatout.schema.machine_snapshot import MachineSnapshot
 

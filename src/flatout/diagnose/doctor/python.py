@@ -1,7 +1,5 @@
 """Checks of the Python interpreter and the packages on its path."""
 
-from __future__ import annotations
-
 import sys
 
 from flatout.diagnose.doctor.check import (

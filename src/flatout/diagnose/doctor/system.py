@@ -1,7 +1,5 @@
 """Checks of the system: the C library, the compiler, disks, and variables left over from debugging."""
 
-from __future__ import annotations
-
 import re
 
 from flatout.diagnose.doctor.check import (

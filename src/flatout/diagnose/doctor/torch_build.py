@@ -1,7 +1,5 @@
 """Checks of torch's build and of the CUDA libraries that it loads and requires."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any

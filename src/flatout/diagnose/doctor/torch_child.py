@@ -5,8 +5,6 @@ object per line at once, so that the parent sees how far the child got. With "de
 its interpreter, which is not flatout's.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

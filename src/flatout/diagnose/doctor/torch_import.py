@@ -1,7 +1,5 @@
 """Checks whether torch can be imported. Its errors are explained as `flatout explain` explains them."""
 
-from __future__ import annotations
-
 import signal
 from typing import Any
 

@@ -99,7 +99,7 @@ class EarlyValueCopier:
         except RuntimeError:  # it has no memory
             return False
 
-    # -- moments ---------------------------------------------------------------------------------------------
+    # -- moments
 
     def install(self, context: TrainingContext, ledger: Ledger) -> None:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -242,7 +242,7 @@ class EarlyValueCopier:
             chosen.setdefault(value.data_ptr(), ((moment, place), value))
         self.copies.begin(chosen.values())
 
-    # -- reads -----------------------------------------------------------------------------------------------
+    # -- reads
 
     def _wrap_read(self, original: Callable[..., Any]) -> Callable[..., Any]:
         tensor_class, by_address, candidates = self.torch.Tensor, self.copies.by_address, self._candidates
@@ -340,7 +340,7 @@ class EarlyValueCopier:
         )
         return False
 
-    # -- skipped waits --------------------------------------------------------------------------
+    # -- skipped waits
 
     def _on_async_copy(self, caller: FrameType) -> None:
         """Handle a non-blocking copy to the host: the script may use its next read as the wait."""
@@ -378,7 +378,7 @@ class EarlyValueCopier:
         return collective
 
 
-# -- where a script keeps its values: variables, and the containers and ``self`` that they name ---------------
+# -- where a script keeps its values: variables, and the containers and ``self`` that they name
 
 
 def script_frames(frame: FrameType | None) -> Iterator[FrameType]:
