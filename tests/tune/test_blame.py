@@ -7,9 +7,12 @@ import pytest
 from flatout.levers import TABLE
 from flatout.schema.enums import Effect, Status
 from flatout.schema.errors import ProgramFailed
-from flatout.tune.blame import handle_end
+from flatout.schema.plan import Choice
+from flatout.schema.records import TrialRecord
+from flatout.tune.blame import blame, handle_end
 from flatout.tune.candidates import Candidate
 from flatout.tune.comparison import ProgramRequest, measure_together
+from flatout.tune.effects import TimedBlock
 from flatout.tune.factors import make_space
 from flatout.tune.goal import Goal
 from flatout.tune.search import search
@@ -67,6 +70,21 @@ def test_two_levers_that_fail_only_together_stay_apart(make):
     assert set(tuning.choices) == {"malloc=glibc", "gc_pause"}
     assert not tuning.space.allowed(frozenset(tuning.choices))
     assert tuning.session.comparisons[-1].note == "they do not work together: ValueError: it was too much"
+
+
+def test_without_time_only_levers_that_have_not_trained_are_blamed(make):
+    tuning = make("", Goal(1e-6))
+    values = {**LEVERS, "fused_optimizer": ("fused",)}
+    for name in values:
+        tuning.candidates[name] = Candidate(LEVER[name], values[name], Effect.EXACT)
+    make_space(tuning)
+    tuning.blocks.append(TimedBlock(1, frozenset({"malloc=glibc", "gc_pause"}), 0.0, 0, 10.0))
+    choices = [Choice(name, value) for name, (value,) in values.items()]
+    blame(tuning, choices, TrialRecord(status="failed", reason="ValueError: it was too much"), 60)
+    assert {name for name, c in tuning.candidates.items() if c.status is Status.REJECTED} == {
+        "fused_optimizer"
+    }
+    assert "no time to find the lever responsible" in tuning.candidates["fused_optimizer"].reason
 
 
 def test_failures_of_the_plain_program_are_no_levers_fault(make):

@@ -113,12 +113,13 @@ def blame(tuning: Tuning, choices: Sequence[Choice], record: TrialRecord, ticks:
         plan, why = ordered_plan(suspects).describe(), f"they do not work together: {message}"
         tuning.note(plan, "together", None, why, seconds())
     else:
-        for choice in suspects:
-            reject(
-                tuning,
-                choice,
-                f"the program failed with {ordered_plan(suspects).describe()}; there was no time to find the lever responsible: {message}",
+        plan = ordered_plan(suspects).describe()
+        untried = [c for c in suspects if spell(c.name, c.value) not in tuning.measured_keys]
+        for choice in untried or suspects:  # the others have trained before
+            why = (
+                f"the program failed with {plan}; there was no time to find the lever responsible: {message}"
             )
+            reject(tuning, choice, why)
 
 
 def reject(tuning: Tuning, choice: Choice, reason: str) -> None:
