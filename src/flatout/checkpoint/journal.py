@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.checkpoint.disk import PRIVATE_FILE
+from flatout.job.streams import avoid_closed_streams
 from flatout.schema.errors import SaveError, StorageError
 
 HEADER = b"FLATOUTJ 2\n"
@@ -49,6 +50,7 @@ class ValueJournal:
     Raises StorageError.
     """
 
+    @avoid_closed_streams()
     def __init__(self, path: Path, after: JournalPosition | None = None) -> None:
         self.path = path
         try:

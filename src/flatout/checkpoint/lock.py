@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from flatout.checkpoint.disk import PRIVATE_FILE
+from flatout.job.streams import avoid_closed_streams
 from flatout.schema.errors import StorageError
 
 _pids_of_locks: dict[
@@ -24,6 +25,7 @@ class Lock:
     reason.
     """
 
+    @avoid_closed_streams()
     def __init__(self, path: Path) -> None:
         """Raises StorageError if another process holds it, OSError if the file cannot be written."""
         self.path, self._name = path, os.path.realpath(path)

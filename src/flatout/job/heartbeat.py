@@ -18,6 +18,8 @@ from array import array
 from collections.abc import Callable
 from typing import Any
 
+from flatout.job.streams import avoid_closed_streams
+
 FOLDER = "FLATOUT_HEARTBEAT"
 BYTES = 4096
 # Places in the page. HEARTBEATS: signs of life that no other place counts. SAVES: number of checkpoints. SAVED:
@@ -55,6 +57,7 @@ class HeartbeatPage:
         except (OSError, ValueError):
             pass  # the monitor is gone, or its file system is full: the program does not need the page
 
+    @avoid_closed_streams()
     def _map(self) -> None:
         import mmap
 

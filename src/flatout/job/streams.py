@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -14,3 +16,16 @@ def open_closed_streams() -> None:
 
 def _nothing(mode: str) -> Any:
     return os.fdopen(os.open(os.devnull, os.O_RDWR), mode)
+
+
+@contextmanager
+def avoid_closed_streams() -> Iterator[None]:
+    """Inside, no new file gets the number of a closed standard stream: the program would write into it."""
+    fillers = [os.open(os.devnull, os.O_RDONLY)]
+    while fillers[-1] <= 2:
+        fillers.append(os.open(os.devnull, os.O_RDONLY))
+    try:
+        yield
+    finally:
+        for filler in fillers:
+            os.close(filler)

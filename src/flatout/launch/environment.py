@@ -76,6 +76,6 @@ def with_hook(environment: Mapping[str, str]) -> dict[str, str]:
 
 def module_command(python: str, module: str, *words: str) -> list[str]:
     """The command that runs a module of flatout in ``python``, which need not have flatout."""
-    finder = f"sys.meta_path.append(runpy.run_path({str(SITE / 'sitecustomize.py')!r})['_Flatout']())"
+    finder = f"sys.meta_path.append(runpy.run_path({str(SITE / 'sitecustomize.py')!r})['_FlatoutFinder']())"
     run = f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
     return [python, "-c", f"import runpy, sys; {finder}; {run}", *words]

@@ -92,7 +92,7 @@ class RankMonitor:
                 min(earlier, default=len(self.events)),
                 RankEvent(rank.number, word, from_rank=from_rank, asked_to_exit=rank.asked_to_exit),
             )
-        elif word == "words" and from_rank and not rank.asked_to_exit:
+        elif word == "reported" and from_rank and not rank.asked_to_exit:
             self._on_failure(rank)
 
     def _on_signal(self, received: ReceivedSignal) -> None:

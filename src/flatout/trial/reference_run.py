@@ -144,7 +144,7 @@ class ReferenceRun(Worker):
                 "losses": [loss.hex() for loss in self.losses],
                 "gradients": self.gradients,
                 "steps": context.steps,
-                "training_loaders": context.training_loaders,
+                "training_loaders": context.training_loader_numbers,
                 "loaders": context.loaders,
                 "context": context.describe(),
                 "own_ranks": self._own_ranks(),

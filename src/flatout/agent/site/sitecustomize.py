@@ -47,11 +47,9 @@ def _enter():
         return "old " + ".".join(str(number) for number in sys.version_info[:3])
     finder = _FlatoutFinder()
     sys.meta_path.insert(0, finder)
-    _reserve_closed_streams()
     if is_rank:
-        _enter_or_exit(
-            "become a rank", "rank_environment", os.environ
-        )  # otherwise each rank would train by itself
+        # otherwise each rank would train by itself
+        _enter_or_exit("become a rank", "rank_environment", os.environ)
     if files:
         _enter_or_exit("keep its files apart", "file_sandbox", files)
     why = "ok"
@@ -82,15 +80,6 @@ def _enter():
     if not keeps_finder:  # what is there for a crash alone leaves sys.meta_path unchanged
         sys.meta_path.remove(finder)
     return why
-
-
-def _reserve_closed_streams():
-    """Keep their numbers from the files of flatout, into which the program would write. Using them still fails."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, getattr(os, "O_PATH", os.O_RDONLY))  # not inheritable
 
 
 def _enter_or_exit(what, module, argument):
