@@ -122,11 +122,11 @@ def kept(entry: dict[str, Any]) -> list[tuple[int, float, float]]:
     return [
         (
             point.size,
-            point.kept_speed.median,
+            point.accumulated_speed.median,
             rates[f"{point.size} x {OWN // point.size}"] / rates[str(record.own)],
         )
         for point in record.points
-        if point.kept_speed is not None
+        if point.accumulated_speed is not None
         and f"{point.size} x {OWN // point.size}" in rates
         and str(record.own) in rates
     ]

@@ -8,10 +8,10 @@ from flatout.schema.findings import SourceLocation
 from flatout.schema.profile import (
     Compiled,
     IdleGap,
-    LoaderSeen,
-    MemoryAt,
+    LoaderRecord,
+    MemorySample,
     MemoryGrowth,
-    MemorySeen,
+    MemoryProfile,
     Operation,
     ProfileRecord,
     SyncRecord,
@@ -64,7 +64,7 @@ def healthy(**changes):
         Operation("aten::copy_", 4, 0.2, None, 0.03, None, 1e6, single, roofline=0.5, limit="memory"),
     ]
     timeline = [
-        MemoryAt(
+        MemorySample(
             float(ms),
             {
                 kind: round(amount * 2**20 * (0.3 + ms / 14 if kind == "activations" else 1))
@@ -73,7 +73,7 @@ def healthy(**changes):
         )
         for ms in range(11)
     ]
-    memory = MemorySeen(
+    memory = MemoryProfile(
         "host",
         380 * 2**20,
         {kind: amount * 2**20 for kind, amount in PARTS.items()},
@@ -118,7 +118,7 @@ def healthy(**changes):
         settings=settings,
         python_ms=1.0,
         loaders=[
-            LoaderSeen(
+            LoaderRecord(
                 LOADER,
                 1,
                 3,
@@ -286,14 +286,14 @@ ILL = {
     "fragmentation": (
         {
             **GPU,
-            "memory": MemorySeen(
+            "memory": MemoryProfile(
                 "device", 2**28, dict(PARTS), peak_place=LINE, reserved_bytes=2**29, retries=3
             ),
         },
         LINE,
     ),
     "memory_limit": (
-        {**GPU, "memory": MemorySeen("device", 2**30 - 2**24, {"activations": 2**29}, {"head": 2**28}, LINE)},
+        {**GPU, "memory": MemoryProfile("device", 2**30 - 2**24, {"activations": 2**29}, {"head": 2**28}, LINE)},
         LINE,
     ),
     "tiny_batch_norm": (

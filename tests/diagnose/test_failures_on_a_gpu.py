@@ -7,7 +7,7 @@ import pytest
 
 from flatout.agent.failure_details import look
 from flatout.diagnose.explain import explain
-from flatout.schema.failure import ExceptionRecord, FailureRecord, FrameSeen, ModuleSeen, TensorSeen
+from flatout.schema.failure import ExceptionRecord, FailureRecord, FrameRecord, ModuleRecord, TensorRecord
 
 GIB = 1 << 30
 ASSERT = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported at some other API call."
@@ -15,7 +15,7 @@ NAMES = ["AcceleratorError", "RuntimeError", "Exception"]
 
 
 def frame(function, text, *tensors, mine=True):
-    return FrameSeen(
+    return FrameRecord(
         "/home/me/train.py" if mine else "/lib/python3.12/site-packages/torch/nn/functional.py",
         7,
         function,
@@ -30,9 +30,9 @@ def test_a_bad_label_that_is_still_on_the_cpu():
 
     The loader's batch on the CPU is readable and gives label, place and batch.
     """
-    labels = TensorSeen("labels", [64], "int64", "cpu", low=0, high=10, where_low=[3], where_high=[41])
-    moved = TensorSeen("target", [64], "int64", "cuda:0")
-    logits = TensorSeen("input", [64, 10], "float32", "cuda:0", requires_grad=True)
+    labels = TensorRecord("labels", [64], "int64", "cpu", low=0, high=10, argmin=[3], argmax=[41])
+    moved = TensorRecord("target", [64], "int64", "cuda:0")
+    logits = TensorRecord("input", [64, 10], "float32", "cuda:0", requires_grad=True)
     failure = FailureRecord(
         [
             ExceptionRecord(
@@ -63,8 +63,8 @@ def test_a_bad_label_that_is_still_on_the_cpu():
 
 def test_no_label_in_range_is_blamed():
     """-100 is torch's own mark for "no label"."""
-    labels = TensorSeen("labels", [64], "int64", "cpu", low=-100, high=9, where_low=[0], where_high=[1])
-    logits = TensorSeen("input", [64, 10], "float32", "cuda:0")
+    labels = TensorRecord("labels", [64], "int64", "cpu", low=-100, high=9, argmin=[0], argmax=[1])
+    logits = TensorRecord("input", [64, 10], "float32", "cuda:0")
     failure = FailureRecord(
         [
             ExceptionRecord(
@@ -95,7 +95,7 @@ MESSAGE = (
 
 def test_the_batch_that_would_fit():
     """Weights and optimizer do not grow with the batch; the rest does."""
-    batch = TensorSeen("images", [64, 3, 224, 224], "float32", "cuda:0")
+    batch = TensorRecord("images", [64, 3, 224, 224], "float32", "cuda:0")
     thrown = ExceptionRecord(
         "torch.OutOfMemoryError",
         ["OutOfMemoryError", "RuntimeError"],
@@ -106,7 +106,7 @@ def test_the_batch_that_would_fit():
     failure = FailureRecord(
         [thrown],
         live=True,
-        module=ModuleSeen("model.layer4.1", "Bottleneck"),
+        module=ModuleRecord("model.layer4.1", "Bottleneck"),
         memory={
             "free": GIB,
             "total": 24 * GIB,

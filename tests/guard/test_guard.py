@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from flatout.guard.loss_curves import own_loss
+from flatout.guard.loss_curves import nan_loss
 from flatout.guard.resolution import significant_bits
 from flatout.guard.verdict import judge, needs_perturbed_runs, perturbation_for, start_agrees
 from flatout.schema.enums import Effect
@@ -171,8 +171,8 @@ def diverging(change=lambda t, x: x):
 
 
 def test_what_is_nan_on_both_sides_is_not_claimed_to_be_equal():
-    assert own_loss(diverging()[0]) == "the program's own loss is NaN from step 2"
-    assert own_loss(seeds(lambda t, x: math.inf if t == 5 else x)[0]) == ""  # a GradScaler skips such a step
+    assert nan_loss(diverging()[0]) == "the program's own loss is NaN from step 2"
+    assert nan_loss(seeds(lambda t, x: math.inf if t == 5 else x)[0]) == ""  # a GradScaler skips such a step
     found = judge(Effect.EXACT, diverging(), diverging())
     assert found.verdict == "same"
     assert "(2 losses, 3 seeds)" in found.why

@@ -13,7 +13,7 @@ from flatout.measure.batch_curve import WORTH, enough, in_micro_batches, read
 from flatout.measure.statistics import Round
 from flatout.render.batch_page import batch_page, noise_sentence, sentences
 from flatout.render.page import html
-from flatout.schema.batch import BatchPoint, BatchRecord, NoiseSeen
+from flatout.schema.batch import BatchPoint, BatchRecord, NoiseScale
 from flatout.schema.records import TrialRecord
 from flatout.tune.batch_programs import did_not_run
 
@@ -82,17 +82,17 @@ def test_the_effective_batch_is_kept_by_accumulation():
     """
     record = curve(lambda size: 2 + size * (3 if size > 8 else 1), (2, 8, 64, 128), own=64, optimizer_ms=2.0)
     kept = {point.size: point for point in record.points}
-    assert kept[8].kept_micro_batches == 8
-    assert kept[8].kept_speed.median == pytest.approx((2 + 192) / (2 + 64), rel=0.02)
-    assert kept[2].kept_speed.median == pytest.approx(kept[8].kept_speed.median, rel=0.05)
-    assert kept[128].kept_speed is None  # larger than the program's own effective batch
+    assert kept[8].micro_batches == 8
+    assert kept[8].accumulated_speed.median == pytest.approx((2 + 192) / (2 + 64), rel=0.02)
+    assert kept[2].accumulated_speed.median == pytest.approx(kept[8].accumulated_speed.median, rel=0.05)
+    assert kept[128].accumulated_speed is None  # larger than the program's own effective batch
     assert "computed from the phases of a step" in " ".join(sentences(record))
 
 
 def test_a_program_that_accumulates_may_accumulate_less():
     """Four micro-batches of 8: one batch of 32 is as large an effective batch."""
     record = curve(lambda size: 1 + 4 * (2 + size), (8, 32, 64), own=8, effective=32)
-    kept = {point.size: point.kept_micro_batches for point in record.points}
+    kept = {point.size: point.micro_batches for point in record.points}
     assert kept == {8: 4, 32: 1, 64: None}
 
 
@@ -137,7 +137,7 @@ points = st.builds(
     peak_bytes=st.one_of(st.none(), st.integers(0, 2**50)),
 )
 noises = st.builds(
-    NoiseSeen,
+    NoiseScale,
     st.integers(0, 10**6),
     st.one_of(st.none(), st.integers(1, 512)),
     st.integers(0, 300),
@@ -167,15 +167,15 @@ def test_any_measurements_can_be_plotted(points, noise, word):
 @pytest.mark.parametrize(
     ("noise", "own", "words"),
     [
-        (NoiseSeen(5, 8, 60, 400.0, 300.0, 600.0), 8, "far below it"),
-        (NoiseSeen(5, 8, 60, 40.0, 30.0, 60.0), 512, "above it"),
-        (NoiseSeen(5, 8, 60, 40.0, 30.0, 60.0), 32, "near it"),
-        (NoiseSeen(5, 8, 60, None, 900.0, None), 8, "above 900 samples"),
-        (NoiseSeen(5, 8, 60, 0.0, 0.0, 0.1), 8, "almost no noise"),
-        (NoiseSeen(5, None, 60, 4.0, 3.0, 6.0), None, "of the program's own batches"),
-        (NoiseSeen(5, None, 60, 0.3, 0.2, 0.5), None, "about 0.30 of the program's own batches"),
-        (NoiseSeen(5, None, 60, 0.0, 0.0, 0.0), None, "no noise"),
-        (NoiseSeen(why_not="it has two optimizers"), 8, "two optimizers"),
+        (NoiseScale(5, 8, 60, 400.0, 300.0, 600.0), 8, "far below it"),
+        (NoiseScale(5, 8, 60, 40.0, 30.0, 60.0), 512, "above it"),
+        (NoiseScale(5, 8, 60, 40.0, 30.0, 60.0), 32, "near it"),
+        (NoiseScale(5, 8, 60, None, 900.0, None), 8, "above 900 samples"),
+        (NoiseScale(5, 8, 60, 0.0, 0.0, 0.1), 8, "almost no noise"),
+        (NoiseScale(5, None, 60, 4.0, 3.0, 6.0), None, "of the program's own batches"),
+        (NoiseScale(5, None, 60, 0.3, 0.2, 0.5), None, "about 0.30 of the program's own batches"),
+        (NoiseScale(5, None, 60, 0.0, 0.0, 0.0), None, "no noise"),
+        (NoiseScale(why_not="it has two optimizers"), 8, "two optimizers"),
     ],
 )
 def test_how_large_a_batch_still_helps_is_one_sentence(noise, own, words):
@@ -251,8 +251,8 @@ def test_a_real_program(flatout, script):
     assert (own.samples_per_step, twice.samples_per_step) == (8, 16)
     assert twice.speed.low < twice.speed.median < twice.speed.high
     assert twice.samples_per_s == pytest.approx(1000 * 16 / twice.step_ms)
-    assert own.kept_micro_batches == 1
-    assert twice.kept_speed is None
+    assert own.micro_batches == 1
+    assert twice.accumulated_speed is None
     assert 8 * 24 * 4 <= own.peak_bytes < twice.peak_bytes < 2**20
     assert record.noise.batch == 8
     assert abs(record.noise.value - 4.0) < 0.2 * 4.0

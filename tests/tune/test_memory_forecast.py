@@ -192,7 +192,7 @@ def test_what_would_help():
 @pytest.mark.parametrize("limit", [None, 500, 10**9])
 def test_a_page_of_any_prediction(limit):
     record = MemoryForecast(
-        ["python", "<b>"], "/", limit_bytes=limit, limit_of="asked for", own=4, notes=["<i>"]
+        ["python", "<b>"], "/", limit_bytes=limit, limit_source="asked for", own=4, notes=["<i>"]
     )
     assert "<b>" not in html(memory_page(record))
     record.points = [

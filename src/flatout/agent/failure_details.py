@@ -18,8 +18,8 @@ from types import FrameType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.names import inside
-from flatout.schema.facts import ASKED_DEVICE
-from flatout.schema.failure import ExceptionRecord, FailureRecord, FrameSeen, ModuleSeen, TensorSeen
+from flatout.schema.facts import DEVICE_VARIABLE
+from flatout.schema.failure import ExceptionRecord, FailureRecord, FrameRecord, ModuleRecord, TensorRecord
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,9 +84,9 @@ def _thrown(error: BaseException, link: str) -> ExceptionRecord:
     return ExceptionRecord(name, [one.__name__ for one in kind.__mro__[:-2]], message, notes, seen, link)
 
 
-def _frame(frame: FrameType, line: int) -> FrameSeen:
+def _frame(frame: FrameType, line: int) -> FrameRecord:
     file = frame.f_code.co_filename
-    return FrameSeen(
+    return FrameRecord(
         file,
         line,
         frame.f_code.co_name,
@@ -127,13 +127,13 @@ def _foreign() -> tuple[str, ...]:
 _FOREIGN = _foreign()
 
 
-def _tensors(frame: FrameType, statement: str) -> list[TensorSeen]:
+def _tensors(frame: FrameType, statement: str) -> list[TensorRecord]:
     """Return the tensors that the failing line names, then the others of the frame."""
     torch = sys.modules.get("torch")
     if torch is None:
         return []
     named = [word for word in dict.fromkeys(WORD.findall(statement)) if word in frame.f_locals]
-    found: list[TensorSeen] = []
+    found: list[TensorRecord] = []
     for name in [*named, *(name for name in list(frame.f_locals) if name not in named)]:
         value = frame.f_locals[name]
         parts = [(name, value), *inside(name, value)]
@@ -143,8 +143,8 @@ def _tensors(frame: FrameType, statement: str) -> list[TensorSeen]:
     return found[:MOST_TENSORS]
 
 
-def _tensor(name: str, value: Tensor, torch: ModuleType) -> TensorSeen:
-    seen = TensorSeen(
+def _tensor(name: str, value: Tensor, torch: ModuleType) -> TensorRecord:
+    seen = TensorRecord(
         name,
         [int(size) for size in value.shape],
         str(value.dtype).removeprefix("torch."),
@@ -162,7 +162,7 @@ def _tensor(name: str, value: Tensor, torch: ModuleType) -> TensorSeen:
         read = torch._C.TensorBase.item  # bypasses hooks on tensor reads
         low, high = read(flat.argmin()), read(flat.argmax())
         seen.low, seen.high = read(flat[low]), read(flat[high])
-        seen.where_low, seen.where_high = _unravel(low, seen.shape), _unravel(high, seen.shape)
+        seen.argmin, seen.argmax = _unravel(low, seen.shape), _unravel(high, seen.shape)
     return seen
 
 
@@ -182,7 +182,7 @@ def _processes(record: FailureRecord, error: BaseException, torch: ModuleType | 
         value = os.environ.get(f"FLATOUT_{name}") or os.environ.get(name, "")
         if value.isdigit():
             record.__dict__[key] = int(value)
-    if asked := os.environ.get(ASKED_DEVICE):
+    if asked := os.environ.get(DEVICE_VARIABLE):
         record.facts["device"] = asked
     record.facts["python"] = sys.version.split()[0]
     if torch is not None:
@@ -252,7 +252,7 @@ def _module(record: FailureRecord, error: BaseException, torch: ModuleType | Non
     shapes = {
         name: [int(size) for size in value.shape] for name, value in running.named_parameters(recurse=False)
     }
-    record.module = ModuleSeen(".".join(filter(None, (called, path))), type(running).__name__, shapes)
+    record.module = ModuleRecord(".".join(filter(None, (called, path))), type(running).__name__, shapes)
 
 
 def _root(error: BaseException) -> BaseException:

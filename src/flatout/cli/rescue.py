@@ -16,7 +16,7 @@ from flatout.job.folder import FOLDER
 from flatout.job.sanitize import harmless
 from flatout.render.formatting import count, duration, size
 from flatout.schema.errors import SaveError, UsageError
-from flatout.schema.outputs import CheckpointSeen, CheckpointsRecord, ExportRecord
+from flatout.schema.outputs import CheckpointEntry, CheckpointsRecord, ExportRecord
 from flatout.tune.plan_files import newest
 
 RESCUE = "rescue"
@@ -112,14 +112,14 @@ def _chosen(saves: CheckpointFolder, step: int | None) -> Checkpoint:
     return save
 
 
-def _seen(path: Path) -> CheckpointSeen:
+def _seen(path: Path) -> CheckpointEntry:
     step = int(path.name.split("-")[1])
     try:
         save = verified(path)
     except SaveError as error:
-        return CheckpointSeen(str(path), step, valid=False, why_not=str(error))
+        return CheckpointEntry(str(path), step, valid=False, why_not=str(error))
     manifest, meta = save.manifest, CheckpointMeta.from_json(save.manifest.metadata)
-    return CheckpointSeen(
+    return CheckpointEntry(
         str(path),
         manifest.step,
         valid=True,

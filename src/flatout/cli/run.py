@@ -159,7 +159,7 @@ def command(
         os.getpid(),  # exec keeps it, and it distinguishes the program from its children
         watch=known_ideal(cmd) if watch else None,
         rescue=str(rescue_folder(cmd, asked=rescue or resume)) if keeps else None,
-        resume=ResumeOptions(from_scratch, replay_output, rescue, insists=not watched.asked)
+        resume=ResumeOptions(from_scratch, replay_output, rescue, required=not watched.asked)
         if resume or watched.asked
         else None,
         summary=left,

@@ -16,7 +16,7 @@ from flatout.diagnose.scale_prediction import predict_points, take_profile
 from flatout.job.folder import JobFolder, read_json
 from flatout.measure.scaling import FIXED_SHARE
 from flatout.probe.machine import look
-from flatout.schema.errors import NOT_OF_ITS_FORM, UsageError
+from flatout.schema.errors import MALFORMED, UsageError
 from flatout.schema.profile import ProfileRecord
 from flatout.schema.scale import STRATEGIES, ScaleRecord, read_devices, read_link
 from flatout.trial.blocks import Watcher
@@ -144,7 +144,7 @@ def command(
         )
         asked.answer(record, budget, run)
         _show(asked, record, as_json)
-    except NOT_OF_ITS_FORM as error:
+    except MALFORMED as error:
         if seen is None:
             raise
         raise UsageError(

@@ -103,7 +103,7 @@ def _evidence(profile: ProfileRecord, bound: str) -> str:
         mean = f" of {profile.operator_us:.0f} us on average" if profile.operator_us else ""
         idle = f", and the device is idle for {profile.idle_ms:.2f} ms" if profile.idle_ms else ""
         return f"{calls}{mean}, most of it launch overhead{idle}"
-    heaviest = next((o for o in profile.operations if limit_of(o) == bound), None)
+    heaviest = next((o for o in profile.operations if limit_source(o) == bound), None)
     by_kind = (
         ""
         if profile.ceilings
@@ -121,11 +121,11 @@ def _times_of_limits(profile: ProfileRecord) -> dict[str, float]:
     for operation in profile.operations:
         own = operation.device_ms if operation.device_ms is not None else operation.host_ms
         if own > 0:
-            times[limit_of(operation)] = times.get(limit_of(operation), 0.0) + own
+            times[limit_source(operation)] = times.get(limit_source(operation), 0.0) + own
     return times
 
 
-def limit_of(operation: Operation) -> str:
+def limit_source(operation: Operation) -> str:
     """The limit by measured ceilings.
 
     Without ceilings: launch for short calls, compute for calls with FLOPs, memory for others.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from flatout.diagnose.failures import TABLE, loading, symptoms
 from flatout.diagnose.kind import FailureKind
 from flatout.diagnose.tracebacks import clean, read, unfolded
-from flatout.schema.errors import NOT_OF_ITS_FORM
+from flatout.schema.errors import MALFORMED
 from flatout.schema.failure import FailureRecord
 from flatout.schema.findings import Finding
 
@@ -32,7 +32,7 @@ def explain(failure: FailureRecord, table: Sequence[FailureKind] = TABLE) -> Fin
     for one in sorted(table, key=lambda kind: kind.reports):
         try:
             finding = one.explain(whole)
-        except NOT_OF_ITS_FORM:
+        except MALFORMED:
             continue  # the message is close to a known one but does not parse, so the failure stays unknown
         if finding is not None:
             return _cleaned(finding)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flatout.diagnose.rule import Rule
-from flatout.schema.failure import ExceptionRecord, FailureRecord, TensorSeen
+from flatout.schema.failure import ExceptionRecord, FailureRecord, TensorRecord
 from flatout.schema.findings import Finding, Severity, SourceLocation
 
 SECTIONS = ("Why it happens", "Fix", "How to fix it", "Sources")  # a row has Fix, a function the other
@@ -168,7 +168,7 @@ def _values(failure: FailureRecord) -> dict[str, str]:
     }
 
 
-def tensor_name(failure: FailureRecord, condition: Callable[[TensorSeen], bool]) -> dict[str, str]:
+def tensor_name(failure: FailureRecord, condition: Callable[[TensorRecord], bool]) -> dict[str, str]:
     """The value ``tensor``: the first tensor of the line, or else of the frames below it, with a condition."""
     names = [tensor.name for tensor in on_own_line(failure) or failure.tensors if condition(tensor)]
     return {"tensor": next((name for name in names if name.isidentifier()), "")}
@@ -245,12 +245,12 @@ def layer(failure: FailureRecord) -> str:
     )
 
 
-def describe_tensors(tensors: Iterable[TensorSeen], limit: int = 4) -> list[str]:
+def describe_tensors(tensors: Iterable[TensorRecord], limit: int = 4) -> list[str]:
     """Tensors of the failing line, one per line."""
     return list(dict.fromkeys(tensor.sentence() for tensor in tensors))[:limit]
 
 
-def on_own_line(failure: FailureRecord) -> list[TensorSeen]:
+def on_own_line(failure: FailureRecord) -> list[TensorRecord]:
     """Tensors in the user's failing frame that its line names."""
     own = failure.own
     if own is None:

@@ -29,7 +29,7 @@ from flatout.schema.plan import Choice
 from flatout.schema.profile import (
     IdleGap,
     MemoryGrowth,
-    MemorySeen,
+    MemoryProfile,
     Operation,
     ProfileRecord,
     SyncRecord,
@@ -132,7 +132,7 @@ def _operations(program: ProfiledProgram, trial: Trial) -> None:
 def _memory(program: ProfiledProgram, trial: Trial) -> None:
     observed = program.listen(trial, "memory", MEMORY_TICKS).get("memory")
     if observed:
-        program.record.memory = memory = MemorySeen.from_json(observed)
+        program.record.memory = memory = MemoryProfile.from_json(observed)
         emptied = program.record.events.get("empty_cache")
         if emptied:
             memory.empty_cache_calls, memory.empty_cache_ms = emptied["calls"], emptied["ms"]

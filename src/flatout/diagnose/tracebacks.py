@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from flatout.job.sanitize import harmless
-from flatout.schema.failure import ExceptionRecord, FailureRecord, FrameSeen
+from flatout.schema.failure import ExceptionRecord, FailureRecord, FrameRecord
 
 MOST_LINES = 20_000
 LONGEST_LINE = 8_000
@@ -164,13 +164,13 @@ def _traceback(lines: list[str], at: int) -> tuple[int, ExceptionRecord | None]:
     assert header is not None
     strip = _prefix(header["before"], lines, at)
     at += 1
-    frames: list[FrameSeen] = []
+    frames: list[FrameRecord] = []
     while at < len(lines):
         line = strip(lines[at])
         frame = FRAME.match(line)
         if frame is not None:
             frames.append(
-                FrameSeen(
+                FrameRecord(
                     frame["file"], int(frame["line"]), frame["function"] or "", "", is_mine(frame["file"])
                 )
             )

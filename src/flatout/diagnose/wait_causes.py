@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from flatout.diagnose.gains import OFTEN, TIMED, certain_gain, how, measured, without
-from flatout.schema.profile import LoaderSeen, ProfileRecord
+from flatout.schema.profile import LoaderRecord, ProfileRecord
 from flatout.schema.records import Ratio
 
 CROWD = 2  # workers per core: more of them only compete for cores
@@ -23,7 +23,7 @@ class WaitCause(Enum):
     WAIT = "wait"
 
 
-def cause(profile: ProfileRecord, loader: LoaderSeen) -> WaitCause | None:
+def cause(profile: ProfileRecord, loader: LoaderRecord) -> WaitCause | None:
     """The narrowest cause of the wait for this loader, or None if the wait is negligible."""
     if gain_without_wait(profile, loader) is None:
         return None
@@ -43,17 +43,17 @@ def cause(profile: ProfileRecord, loader: LoaderSeen) -> WaitCause | None:
     return WaitCause.WAIT
 
 
-def crowded(profile: ProfileRecord, loader: LoaderSeen) -> bool:
+def crowded(profile: ProfileRecord, loader: LoaderRecord) -> bool:
     cores = int(profile.settings.get("cores") or 0)
     return bool(cores and loader.workers > max(CROWD * cores, 4))
 
 
-def begin_ms(profile: ProfileRecord, loader: LoaderSeen) -> float:
+def begin_ms(profile: ProfileRecord, loader: LoaderRecord) -> float:
     """The cost of starting its iterators per mean step: starting workers and waiting for the first batch."""
     return loader.start_ms * loader.begun / max(1, loader.batches or profile.steps)
 
 
-def gain_without_wait(profile: ProfileRecord, loader: LoaderSeen) -> Ratio | None:
+def gain_without_wait(profile: ProfileRecord, loader: LoaderRecord) -> Ratio | None:
     """The speed-up without this loader's wait, or None if the wait is negligible.
 
     The what-if gives the speed-up if this loader causes most of the wait; otherwise its own wait time does.

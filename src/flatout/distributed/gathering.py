@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.distributed.shares import BatchShare, Rows, share
-from flatout.schema.errors import CannotDivide
+from flatout.schema.errors import CannotParallelize
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,7 +28,7 @@ def put_together(torch: ModuleType, output: object, part: BatchShare, world: int
     def of(tensor: Tensor) -> Any:
         rows = Rows.of(list(tensor.shape), part)
         if rows is None and tensor.requires_grad:
-            raise CannotDivide(
+            raise CannotParallelize(
                 f"its model returns a tensor of shape {list(tensor.shape)} that has no row for each sample (its own loss?)"
             )
         return tensor if rows is None else _of_all_ranks(torch, tensor, rows, world)

@@ -35,7 +35,7 @@ def numbers(losses: Sequence[str]) -> int:
     return count
 
 
-def own_loss(plain: TrialRecord) -> str:
+def nan_loss(plain: TrialRecord) -> str:
     """Return ``the program's own loss is NaN from step 20``; "" if a plain run ends with a finite loss."""
     at = numbers(plain.losses)
     if at == len(plain.losses):

@@ -25,7 +25,7 @@ from flatout.launch.environment import SITE
 from flatout.launch.failure import how_ended
 from flatout.schema.errors import (
     FlatoutError,
-    NodesApart,
+    NodesUnreachable,
     ProgramFailed,
     ProgramNotFound,
     UsageError,
@@ -115,7 +115,7 @@ def run_rank(what: RayJob, rank: RankEnvironment, output: Any) -> tuple[int, str
 
     host, home, pause = socket.gethostname(), temporary("ray"), threading.Event()
     if not Path(what.folder).is_dir():
-        raise NodesApart(
+        raise NodesUnreachable(
             f"the folder {what.folder} is not on the node {host}. Put the program on a file system that all nodes share."
         )
     path = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -206,7 +206,7 @@ def run_ranks(
 
     try:
         if not group.wait(PLACE_S):
-            raise NodesApart(
+            raise NodesUnreachable(
                 f"the Ray cluster has no room for {ranks} ranks of {_resources(bundle)} within {PLACE_S:.0f} s: it has {_resources(ray.cluster_resources())}. "
                 f"Start fewer (--{'gpus' if gpus else 'procs'}), or run `ray status` to see what uses them."
             )
@@ -248,7 +248,7 @@ def _must_be_well(ray: Any, ended: Any, title: str, rank: int) -> None:
     except FlatoutError as error:
         raise getattr(error, "cause", error) from None  # Ray's error has the class of its cause
     except ray.exceptions.RayError:
-        raise NodesApart(
+        raise NodesUnreachable(
             f"{title} is lost: its Ray worker or node has exited. The other ranks were ended. Start again: "
             "the program resumes from its last checkpoint. Run `ray list tasks` for details."
         ) from None

@@ -97,10 +97,10 @@ def read(record: BatchRecord, passes: Passes, again: Sequence[Sequence[Round]]) 
     found = enough(passes, [point.size for point in fit])
     if found is not None:
         record.enough, record.enough_low, record.enough_high = found
-    kept = [point for point in fit if point.kept_speed is not None]
+    kept = [point for point in fit if point.accumulated_speed is not None]
     if kept:
-        record.kept_best = max(
-            kept, key=lambda point: point.kept_speed.median if point.kept_speed else 0.0
+        record.best_micro_batch = max(
+            kept, key=lambda point: point.accumulated_speed.median if point.accumulated_speed else 0.0
         ).size
 
 
@@ -114,10 +114,10 @@ def _read(record: BatchRecord, point: BatchPoint, own: BatchPoint, passes: Passe
     point.step_ms, point.samples_per_s = ms_a_sample * samples, 1000 / ms_a_sample
     alike = Ratio(1.0, 1.0, 1.0, len(times))
     point.speed = alike if point is own else speed(passes, own.size, point.size)
-    point.kept_micro_batches = (record.effective or own.size) / point.size
+    point.micro_batches = (record.effective or own.size) / point.size
     optimizer_ms = point.optimizer_ms
-    if optimizer_ms is None or point.kept_micro_batches < 1:
-        point.kept_micro_batches = None
+    if optimizer_ms is None or point.micro_batches < 1:
+        point.micro_batches = None
         return
 
     def kept(ms: float) -> float:
@@ -128,4 +128,4 @@ def _read(record: BatchRecord, point: BatchPoint, own: BatchPoint, passes: Passe
         for each in passes
         if own.size in each and point.size in each
     ]
-    point.kept_speed = alike if point is own else speed(in_parts, own.size, point.size)
+    point.accumulated_speed = alike if point is own else speed(in_parts, own.size, point.size)

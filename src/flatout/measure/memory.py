@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.schema.profile import MEMORY_KINDS, MemoryAt, MemorySeen
+from flatout.schema.profile import MEMORY_KINDS, MemorySample, MemoryProfile
 
 if TYPE_CHECKING:
     from torch import device as Device
@@ -78,7 +78,7 @@ def seen(
     moments: Sequence[MemoryMoment],
     start_ns: int,
     end_ns: int,
-) -> MemorySeen:
+) -> MemoryProfile:
     """Return the memory of the step between ``start_ns`` and ``end_ns``.
 
     The result has the peak, its composition, and a timeline of at most ``POINTS_KEPT`` points.
@@ -89,7 +89,7 @@ def seen(
     peak_ns, peak = max(inside, key=lambda pair: pair[1])
     known = [moment for moment in moments if moment.ns <= end_ns] or [MemoryMoment(start_ns, {})]
     index = max(0, bisect_right([moment.ns for moment in known], peak_ns) - 1)
-    found = MemorySeen(where, peak, complete(known[index].kinds, peak))
+    found = MemoryProfile(where, peak, complete(known[index].kinds, peak))
     fullest = max(
         (moment for moment in known if moment.ns >= start_ns),
         key=lambda moment: sum(moment.modules.values()),
@@ -102,7 +102,7 @@ def seen(
     stride = max(1, len(points) // POINTS_KEPT)
     kept = [point for number, point in enumerate(points) if number % stride == 0 or point[0] == peak_ns]
     found.timeline = [
-        MemoryAt((ns - start_ns) / 1e6, complete(kinds, peak if ns == peak_ns else at(totals, ns, before)))
+        MemorySample((ns - start_ns) / 1e6, complete(kinds, peak if ns == peak_ns else at(totals, ns, before)))
         for ns, kinds in kept
     ]
     return found

@@ -14,7 +14,7 @@ from pathlib import Path
 from flatout.job.interpreter import is_own, python_of, versions_of
 from flatout.probe.cgroup import group
 from flatout.probe.gpus import visible_gpus
-from flatout.schema.facts import ASKED_DEVICE, Facts
+from flatout.schema.facts import DEVICE_VARIABLE, Facts
 
 WATCHED = (
     "OMP_NUM_THREADS",
@@ -30,7 +30,7 @@ WATCHED = (
     "MALLOC_TOP_PAD_",
     "MALLOC_CONF",
     "MIMALLOC_PURGE_DELAY",
-    ASKED_DEVICE,
+    DEVICE_VARIABLE,
 )
 DISTRIBUTIONS = ("torch", "torchvision", "numpy", "lightning", "triton", "cmeel-mimalloc")
 LIBRARIES = (

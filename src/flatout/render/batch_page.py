@@ -7,7 +7,7 @@ from flatout.render.formatting import drawable, figure, milliseconds, size, time
 from flatout.render.page import Figure, Items, Page, Section, Table, dateline
 from flatout.render.plot import Plot
 from flatout.render.svg import Scale, Ticks, byte_ticks, number_ticks
-from flatout.schema.batch import BatchPoint, BatchRecord, NoiseSeen
+from flatout.schema.batch import BatchPoint, BatchRecord, NoiseScale
 from flatout.schema.records import Ratio
 
 COLUMNS = ("batch size", ">a step", ">samples/s", ">speed", ">same effective batch", ">peak", "")
@@ -43,7 +43,7 @@ def sentences(record: BatchRecord) -> list[str]:
 
 
 def _of_the_curve(record: BatchRecord) -> list[str]:
-    best, own, kept = record.point(record.best), record.point(record.own), record.point(record.kept_best)
+    best, own, kept = record.point(record.best), record.point(record.own), record.point(record.best_micro_batch)
     if best is None or own is None or best.speed is None:
         smallest = min(
             (point for point in record.points if point.peak_bytes), key=lambda point: point.size, default=None
@@ -72,16 +72,16 @@ def _of_the_curve(record: BatchRecord) -> list[str]:
             if record.knee
             else f"{max(tried)} samples a batch, the largest measured size that fits, still give at least 5 % more than the size before ({between})"
         )
-    if kept is not None and kept is not own and kept.kept_speed is not None and record.effective:
-        parts = f"{formatting.figure(kept.kept_micro_batches)} micro-batches of {kept.size}"
-        better = kept.kept_speed.low > 1.0 and kept.kept_speed.median >= LITTLE
+    if kept is not None and kept is not own and kept.accumulated_speed is not None and record.effective:
+        parts = f"{formatting.figure(kept.micro_batches)} micro-batches of {kept.size}"
+        better = kept.accumulated_speed.low > 1.0 and kept.accumulated_speed.median >= LITTLE
         results.append(
-            f"at the same effective batch of {record.effective}, {parts} would give {_ratio(kept.kept_speed)} the samples/s: computed from the "
+            f"at the same effective batch of {record.effective}, {parts} would give {_ratio(kept.accumulated_speed)} the samples/s: computed from the "
             f"phases of a step at {kept.size}, not measured"
             if better
             else f"at the same effective batch of {record.effective}, no micro-batch is clearly faster than {own.size} (computed from measured phases)"
         )
-    elif any(point.kept_speed is not None for point in record.points if point is not own):
+    elif any(point.accumulated_speed is not None for point in record.points if point is not own):
         results.append(
             f"at the same effective batch of {record.effective}, {own.size} a batch is still the fastest (smaller sizes computed from measured phases)"
         )
@@ -110,7 +110,7 @@ def _left_out(record: BatchRecord) -> list[str]:
     return [f"{', '.join(sizes)}: {status}, {why}" for (status, why), sizes in reasons.items()]
 
 
-def noise_sentence(noise: NoiseSeen, own: int | None) -> str:
+def noise_sentence(noise: NoiseScale, own: int | None) -> str:
     """Return a sentence on how large a batch still helps learning."""
     if noise.why_not:
         return f"the gradient noise scale was not measured: {noise.why_not}"
@@ -153,7 +153,7 @@ def _ratio(ratio: Ratio) -> str:
 
 
 def row(record: BatchRecord, point: BatchPoint) -> tuple[str, ...]:
-    speed, kept = point.speed, point.kept_speed
+    speed, kept = point.speed, point.accumulated_speed
     marks = [
         word
         for word, size in (("own", record.own), ("fastest", record.best), ("enough", record.knee))
@@ -266,7 +266,7 @@ def _by_size(label: str, record: BatchRecord, y: Scale, y_ticks: Ticks, height: 
     return plot
 
 
-def _noise(plot: Plot, noise: NoiseSeen) -> None:
+def _noise(plot: Plot, noise: NoiseScale) -> None:
     """Draw the band of the noise scale, as far as it lies in the plot."""
     low, high = drawable(noise.low), drawable(noise.high) or plot.x.high
     if noise.batch is not None and low is not None and low < plot.x.high and high > plot.x.low:

@@ -20,7 +20,7 @@ STYLES = {
     Verdict.PROBLEM: "bold red",
     Verdict.WARNING: "bold yellow",
     Verdict.NOTE: "bold",
-    Verdict.UNSEEN: "dim",
+    Verdict.NOT_CHECKED: "dim",
     Verdict.OK: "green",
 }
 
@@ -34,7 +34,7 @@ def doctor_page(checks: Sequence[CheckResult]) -> RenderableType:
             parts += [*_in_full(check, STYLES[verdict]), ""]
     if by_verdict[Verdict.NOTE]:
         parts += [Text("notes", style="bold"), _notes(by_verdict[Verdict.NOTE]), ""]
-    for verdict in (Verdict.UNSEEN, Verdict.OK):
+    for verdict in (Verdict.NOT_CHECKED, Verdict.OK):
         if by_verdict[verdict]:
             parts += [Text(verdict.value, style=STYLES[verdict]), _by_theme(by_verdict[verdict]), ""]
     return Group(*parts[:-1])

@@ -9,7 +9,7 @@ from flatout.job.folder import FOLDER
 from flatout.render.formatting import count, day, figure, sentence, several, shell, size
 from flatout.render.page import Cell, Items, Page, Section, Table, dateline
 from flatout.render.summary import with_interval
-from flatout.schema.history import HistoryRecord, JobSeen, RunSeen
+from flatout.schema.history import HistoryRecord, JobEntry, RunEntry
 
 STATUS = {"finished": "applied", "failed": "rejected", "interrupted": "skipped"}
 
@@ -61,7 +61,7 @@ def history_page(history: HistoryRecord) -> Page:
     )
 
 
-def _job(job: JobSeen) -> tuple[Cell | str, ...]:
+def _job(job: JobEntry) -> tuple[Cell | str, ...]:
     ratio = job.speedup
     plan = with_interval(ratio.median, ratio.low, ratio.high, ratio.n) if ratio else ""
     again = shell(["flatout", "tune", *job.command])
@@ -77,7 +77,7 @@ def _job(job: JobSeen) -> tuple[Cell | str, ...]:
     )
 
 
-def _run(job: JobSeen, run: RunSeen) -> tuple[Cell | str, ...]:
+def _run(job: JobEntry, run: RunEntry) -> tuple[Cell | str, ...]:
     failed = f"failed: {run.how}" if run.result == "failed" else run.result
     return (
         Cell(day(run.created).removesuffix(" UTC"), link=quote(run.record, errors="replace")),

@@ -65,7 +65,7 @@ def because(record: MemoryForecast) -> str:
     """Return the prediction error, the largest batch that fits, and advice."""
     sentences = [sentence for point in record.points if (sentence := verdict(point))]
     if record.limit_bytes is not None and record.largest is not None:
-        limit = f"{formatting.size(record.limit_bytes)} ({record.limit_of})"
+        limit = f"{formatting.size(record.limit_bytes)} ({record.limit_source})"
         sentences.append(
             f"The largest batch that is predicted to fit into {limit} has {formatting.several(record.largest, 'sample')}, "
             f"{formatting.size(record.largest_peak_bytes)}."

@@ -14,7 +14,7 @@ from flatout.render.svg import (
     ratio_ticks,
     with_room,
 )
-from flatout.schema.profile import MEMORY_KINDS, MemoryGrowth, MemorySeen, WhatIf
+from flatout.schema.profile import MEMORY_KINDS, MemoryGrowth, MemoryProfile, WhatIf
 
 
 def what_if_plot(what_ifs: Sequence[WhatIf]) -> Plot | None:
@@ -43,7 +43,7 @@ def memory_colour(kind: str) -> str:
     return f"c{MEMORY_KINDS.index(kind)}" if kind in MEMORY_KINDS else "c6"
 
 
-def memory_plot(memory: MemorySeen) -> Plot | None:
+def memory_plot(memory: MemoryProfile) -> Plot | None:
     """Return the kinds of memory over a step, stacked."""
     times = [(drawable(point.ms), point.kinds) for point in memory.timeline]
     line = [

@@ -37,7 +37,7 @@ from flatout.render.page import (
 from flatout.render.phases import Side, kind_of, phase_figure
 from flatout.render.summary import spelled
 from flatout.schema.findings import Severity, SourceLocation
-from flatout.schema.profile import LoaderSeen, MemoryGrowth, MemorySeen, Operation, ProfileRecord, SyncRecord
+from flatout.schema.profile import LoaderRecord, MemoryGrowth, MemoryProfile, Operation, ProfileRecord, SyncRecord
 
 MAX_OPERATIONS = 20
 BOUNDS = {
@@ -326,7 +326,7 @@ def _loaders(profile: ProfileRecord) -> Section:
     return Section("Loaders", [Table(columns, rows)])
 
 
-def _settings(loader: LoaderSeen) -> str:
+def _settings(loader: LoaderRecord) -> str:
     settings = [
         f"batches of {count(loader.batch_size)}" if loader.batch_size else "",
         several(loader.workers, "worker"),
@@ -336,13 +336,13 @@ def _settings(loader: LoaderSeen) -> str:
     return ", ".join(filter(None, settings))
 
 
-def _slowest(loader: LoaderSeen, cwd: str) -> str:
+def _slowest(loader: LoaderRecord, cwd: str) -> str:
     if loader.slow_place is None or not loader.slow_share:
         return ""
     return f"{100 * loader.slow_share:.0f} % of the fetching in {place_of(loader.slow_place, cwd)}"
 
 
-def _memory(memory: MemorySeen, cwd: str) -> Section:
+def _memory(memory: MemoryProfile, cwd: str) -> Section:
     where = "on the device" if memory.where == "device" else "in host memory"
     text = [f"The peak of the tensors in a step, {where}, is {size(memory.peak_bytes)}"]
     if memory.peak_place:

@@ -27,7 +27,7 @@ from flatout.schema.records import Ratio
 from flatout.schema.session import (
     GuardRecord,
     LeverRecord,
-    NamedRecord,
+    NamedLeverRecord,
     SessionOutcome,
     SessionRecord,
     TimeMemoryPoint,
@@ -150,7 +150,7 @@ def spelled(ratio: Ratio) -> str:
 LAST = 0.1  # final losses are averaged over this share of the steps that both runs have
 
 
-def named_sentence(named: NamedRecord) -> str:
+def named_sentence(named: NamedLeverRecord) -> str:
     """Return the speed of a plan selected by name, and its final loss next to the plain one."""
     if named.ratio is None or drawable(named.ratio.median) is None:
         return sentence(f"not measured: {named.why_not}")

@@ -37,8 +37,8 @@ class BatchPoint(Record):
     samples_per_step: float | None = None
     samples_per_s: float | None = None
     speed: Ratio | None = None
-    kept_micro_batches: float | None = None
-    kept_speed: Ratio | None = None
+    micro_batches: float | None = None
+    accumulated_speed: Ratio | None = None
     peak_bytes: int | None = None
     retries: int | None = None  # of the device's allocator
     processes: int = 0
@@ -49,7 +49,7 @@ class BatchPoint(Record):
 
 
 @dataclass
-class NoiseSeen(Record):
+class NoiseScale(Record):
     """The gradient noise scale.
 
     ``value``, ``low`` and ``high`` are in samples, or in the program's own batches if ``batch`` is None.
@@ -92,8 +92,8 @@ class BatchRecord(ProgramRecord):
     enough: int | None = None
     enough_low: int | None = None
     enough_high: int | None = None
-    kept_best: int | None = None
-    noise: NoiseSeen = field(default_factory=NoiseSeen)
+    best_micro_batch: int | None = None
+    noise: NoiseScale = field(default_factory=NoiseScale)
     notes: list[str] = field(default_factory=list)
 
     @property

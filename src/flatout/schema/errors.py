@@ -21,7 +21,7 @@ FlatoutError
 from __future__ import annotations
 
 # Raised by reading JSON of another form.
-NOT_OF_ITS_FORM = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class FlatoutError(Exception):
@@ -64,7 +64,7 @@ class TrialFailed(FlatoutError):
     exit_code = 3
 
 
-class CannotDivide(FlatoutError):
+class CannotParallelize(FlatoutError):
     """A program cannot run as several ranks and learn the same.
 
     If raised inside the program, the message is the reason: a sentence without a full stop.
@@ -87,7 +87,7 @@ class SaveError(FlatoutError):
     exit_code = 7
 
 
-class NodesApart(FlatoutError):
+class NodesUnreachable(FlatoutError):
     exit_code = 5
 
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 TESTED_TORCH = (2, 14)  # the newest release that flatout was tested with
-ASKED_DEVICE = "FLATOUT_DEVICE"  # environment variable with the device of `--device`
+DEVICE_VARIABLE = "FLATOUT_DEVICE"  # environment variable with the device of `--device`
 
 
 def untested(torch: str) -> str:
@@ -47,9 +47,9 @@ class Facts:
     allocators: dict[str, str] = field(default_factory=dict)  # malloc name -> path of its library
 
     @property
-    def asked_device(self) -> str:
+    def redirected_device(self) -> str:
         """Return the device that the program is redirected to (`--device`), or "" without a redirection."""
-        return self.environment.get(ASKED_DEVICE, "")
+        return self.environment.get(DEVICE_VARIABLE, "")
 
     @property
     def machine(self) -> str:
@@ -63,7 +63,7 @@ class Facts:
             "cores": self.cores,
             "memory_bytes": self.memory_bytes,
             "system": self.system,
-            "device": self.asked_device,
+            "device": self.redirected_device,
             "gpus": [{**vars(gpu), "capability": list(gpu.capability)} for gpu in self.gpus],
         }
 

@@ -16,7 +16,7 @@ FAILURE_SCHEMA = 1
 
 
 @dataclass
-class TensorSeen(Record):
+class TensorRecord(Record):
     """A tensor, under its name in the source.
 
     ``low`` and ``high`` are set for small integer tensors on the CPU.
@@ -29,8 +29,8 @@ class TensorSeen(Record):
     requires_grad: bool = False
     low: int | None = None
     high: int | None = None
-    where_low: list[int] = field(default_factory=list)  # the index of that entry
-    where_high: list[int] = field(default_factory=list)
+    argmin: list[int] = field(default_factory=list)  # the index of that entry
+    argmax: list[int] = field(default_factory=list)
 
     def sentence(self) -> str:
         size = "x".join(map(str, self.shape)) if self.shape else "scalar"
@@ -38,7 +38,7 @@ class TensorSeen(Record):
 
 
 @dataclass
-class FrameSeen(Record):
+class FrameRecord(Record):
     """One stack frame.
 
     ``mine`` marks the user's own code: not the standard library, not an installed package.
@@ -49,7 +49,7 @@ class FrameSeen(Record):
     function: str = ""
     text: str = ""
     mine: bool = False
-    tensors: list[TensorSeen] = field(default_factory=list)
+    tensors: list[TensorRecord] = field(default_factory=list)
 
     def place(self) -> SourceLocation:
         return SourceLocation(
@@ -71,11 +71,11 @@ class ExceptionRecord(Record):
     names: list[str] = field(default_factory=list)
     message: str = ""
     notes: list[str] = field(default_factory=list)
-    frames: list[FrameSeen] = field(default_factory=list)
+    frames: list[FrameRecord] = field(default_factory=list)
     link: str = ""
 
     @property
-    def own(self) -> FrameSeen | None:
+    def own(self) -> FrameRecord | None:
         """Return the innermost frame of the user's own code."""
         return next((frame for frame in reversed(self.frames) if frame.mine), None)
 
@@ -94,7 +94,7 @@ class ExceptionRecord(Record):
 
 
 @dataclass
-class ModuleSeen(Record):
+class ModuleRecord(Record):
     """The innermost nn.Module whose forward was running.
 
     ``path`` starts at the outermost module, under its variable name in the user's code.
@@ -118,7 +118,7 @@ class FailureRecord(Record):
     live: bool = False
     rank: int | None = None
     world_size: int | None = None
-    module: ModuleSeen | None = None
+    module: ModuleRecord | None = None
     batch: int | None = None  # number of batches the loader had returned, minus one
     signal: int | None = None
     memory: dict[str, int] = field(default_factory=dict)
@@ -126,12 +126,12 @@ class FailureRecord(Record):
     schema: int = FAILURE_SCHEMA
 
     @property
-    def own(self) -> FrameSeen | None:
+    def own(self) -> FrameRecord | None:
         """Return the innermost frame of the user's own code, from the first exception that has one."""
         return next((frame for thrown in self.chain if (frame := thrown.own)), None)
 
     @property
-    def tensors(self) -> list[TensorSeen]:
+    def tensors(self) -> list[TensorRecord]:
         """Return the tensors of all frames, innermost frame first."""
         return [
             tensor for thrown in self.chain for frame in reversed(thrown.frames) for tensor in frame.tensors

@@ -93,6 +93,6 @@ class Lever:
             raise TypeError(f"{why}. `flatout levers {self.name}` shows its page.")
 
     @property
-    def of_one_process(self) -> bool:
+    def single_process(self) -> bool:
         """Return whether it needs one process that fetches all samples and calls the model as in the script."""
         return self.moment is Moment.LOADER or self.warms_up

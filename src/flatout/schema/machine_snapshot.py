@@ -21,7 +21,7 @@ class Verdict(StrEnum):
     PROBLEM = "problem"  # training will not start, not use the GPU, or die
     WARNING = "warning"  # it costs time or breaks under load
     NOTE = "note"  # worth knowing; may be intended
-    UNSEEN = "not seen"  # could not be checked
+    NOT_CHECKED = "not seen"  # could not be checked
     OK = "ok"
 
 
@@ -91,7 +91,7 @@ class MachineSnapshot(Record):
         return next((version for found, version, _ in self.packages or () if found == name), None)
 
     @property
-    def pci_nvidia(self) -> bool | None:
+    def has_nvidia_on_pci(self) -> bool | None:
         """Return whether the PCI bus has an NVIDIA display device, or None if the bus is not readable."""
         devices = self.folders.get("/sys/bus/pci/devices")
         if devices is None:

@@ -61,7 +61,7 @@ class MemoryForecast(ProgramRecord):
     own: int | None = None
     points: list[MemoryPoint] = field(default_factory=list)
     limit_bytes: int | None = None
-    limit_of: str = ""  # source of the limit: the device, the machine, or requested
+    limit_source: str = ""  # source of the limit: the device, the machine, or requested
     largest: int | None = None
     largest_peak_bytes: int | None = None
     advice: str = ""

@@ -130,7 +130,7 @@ class LeversRecord(Record):
 
 
 @dataclass
-class CheckpointSeen(Record):
+class CheckpointEntry(Record):
     """One checkpoint. ``why_not`` is why it is not valid; then the other fields are empty."""
 
     path: str
@@ -151,7 +151,7 @@ class CheckpointSeen(Record):
 class CheckpointsRecord(Record):
     """Output of `flatout rescue --json`: the checkpoints of the newest run, then those of earlier runs."""
 
-    checkpoints: list[CheckpointSeen]
+    checkpoints: list[CheckpointEntry]
     schema: int = OUTPUT_SCHEMA
 
 

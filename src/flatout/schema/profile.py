@@ -91,7 +91,7 @@ class IdleGap(Record):
 
 
 @dataclass
-class LoaderSeen(Record):
+class LoaderRecord(Record):
     """One place in the script that creates DataLoaders."""
 
     place: SourceLocation | None
@@ -113,7 +113,7 @@ class LoaderSeen(Record):
 
 
 @dataclass
-class MemoryAt(Record):
+class MemorySample(Record):
     """Bytes by kind (of MEMORY_KINDS) at a moment of a step."""
 
     ms: float
@@ -121,7 +121,7 @@ class MemoryAt(Record):
 
 
 @dataclass
-class MemorySeen(Record):
+class MemoryProfile(Record):
     """Memory of a step.
 
     ``where`` is "device" or "host". ``by_module`` are the activations at their maximum, by module name.
@@ -132,7 +132,7 @@ class MemorySeen(Record):
     at_peak: dict[str, int] = field(default_factory=dict)
     by_module: dict[str, int] = field(default_factory=dict)
     peak_place: SourceLocation | None = None
-    timeline: list[MemoryAt] = field(default_factory=list)
+    timeline: list[MemorySample] = field(default_factory=list)
     reserved_bytes: int | None = None
     retries: int | None = None  # of the allocator, over the whole run
     empty_cache_calls: float = 0.0  # a step
@@ -194,8 +194,8 @@ class ProfileRecord(ProgramRecord):
     flops_a_step: float | None = None
     mfu: float | None = None
     synchronisations: list[SyncRecord] = field(default_factory=list)
-    loaders: list[LoaderSeen] = field(default_factory=list)
-    memory: MemorySeen | None = None
+    loaders: list[LoaderRecord] = field(default_factory=list)
+    memory: MemoryProfile | None = None
     leak: MemoryGrowth | None = None
     host_growth: MemoryGrowth | None = None
     compiled: Compiled | None = None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 CONFIDENCE = 0.95  # of every interval
 QUANTILE = 1.96  # of the normal law, at that level
 TRIAL_SCHEMA = 1
-NOT_SLOWER = 0.98  # a plan with a median gain is kept if the low end of its interval is at least this
+MIN_RATIO_LOW = 0.98  # a plan with a median gain is kept if the low end of its interval is at least this
 PHASES = (
     "data",
     "copy",

@@ -22,7 +22,7 @@ class ResumeOptions:
     from_scratch: bool = False
     shows: bool = False
     rescue: bool = False
-    insists: bool = True
+    required: bool = True
 
 
 @dataclass(frozen=True)

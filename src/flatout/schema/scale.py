@@ -10,7 +10,7 @@ from flatout.schema.records import ProgramRecord, Record
 
 SCALE_SCHEMA = 1
 GB = 1e9
-MOST_DEVICES = 1 << 20
+MAX_DEVICES = 1 << 20
 STRATEGIES = ("ddp", "fsdp", "hybrid", "local")
 
 
@@ -157,7 +157,7 @@ def read_devices(text: str) -> list[int]:
         if (
             not low.isdigit()
             or (dots and not high.isdigit())
-            or not 1 <= int(low) <= int(high or low) <= MOST_DEVICES
+            or not 1 <= int(low) <= int(high or low) <= MAX_DEVICES
         ):
             raise UsageError(
                 f"--gpus {text}: {word.strip()!r} is not a number of devices. Use 8, or 1,2,4, or 8..1024, which doubles from 8."

@@ -21,7 +21,7 @@ from flatout.agent.listener import Listener
 from flatout.measure.clock import HostClock
 from flatout.measure.load import private_bytes
 from flatout.schema.findings import SourceLocation
-from flatout.schema.profile import Compiled, LoaderSeen
+from flatout.schema.profile import Compiled, LoaderRecord
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -163,9 +163,9 @@ class ProgramMonitor(Listener):
             "loaders": [seen.to_json() for seen in self._loaders(steps)],
         }
 
-    def _loaders(self, steps: int) -> list[LoaderSeen]:
+    def _loaders(self, steps: int) -> list[LoaderRecord]:
         """Return one entry for each place in the script that makes loaders, in the order of creation."""
-        found: dict[Any, LoaderSeen] = {}
+        found: dict[Any, LoaderRecord] = {}
         for number, made in enumerate(self.context.loaders):
             place = SourceLocation.from_json(made["place"]) if made.get("place") else None
             key = (place.file, place.line) if place is not None else number
@@ -180,7 +180,7 @@ class ProgramMonitor(Listener):
                         "dataset",
                     )
                 }
-                found[key] = LoaderSeen(place, made=0, workers=made["num_workers"], **same)
+                found[key] = LoaderRecord(place, made=0, workers=made["num_workers"], **same)
             seen = found[key]
             seen.made += 1
             starts = self._started_ms.get(number, [])

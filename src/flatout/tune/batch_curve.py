@@ -22,7 +22,7 @@ from flatout.measure.load import available_bytes
 from flatout.measure.noise_scale import noise_scale
 from flatout.measure.statistics import Round, block_ms
 from flatout.schema import sizes
-from flatout.schema.batch import BatchPoint, BatchRecord, NoiseSeen
+from flatout.schema.batch import BatchPoint, BatchRecord, NoiseScale
 from flatout.schema.facts import Facts
 from flatout.schema.records import TrialRecord
 from flatout.trial.blocks import PREFETCHED_BATCHES
@@ -328,19 +328,19 @@ def _extended(known: Sequence[tuple[int, int]], size: int) -> float:
 
 def observe_noise(
     trial: Trial, tick_ms: float, at_step: int, budget_s: float, stage: Callable[[str, str], None]
-) -> NoiseSeen:
+) -> NoiseScale:
     """Measure the gradient noise scale; first train on to ``at_step`` if it is ahead. Raises ProgramGone."""
     tick_s = max(tick_ms, 1e-3) / 1000
     ahead = at_step - trial.ticks_done
     if ahead * tick_s > budget_s:
-        return NoiseSeen(
+        return NoiseScale(
             why_not=f"step {at_step:,} is {ahead * tick_s:.0f} s away, beyond the budget; increase --budget"
         )
     if ahead > 0:
         stage("training on", f"to step {at_step:,}, where the gradients are measured")
         trial.go(ahead, seconds() + TIMEOUT_S + 30 * ahead * tick_s)
     if OBSERVED_STEP * FEWEST_NOISE_STEPS * tick_s > MOST_NOISE_SHARE * budget_s:
-        return NoiseSeen(
+        return NoiseScale(
             why_not=f"at least {FEWEST_NOISE_STEPS} steps are needed, and one lasts {tick_s:.2g} s; increase --budget"
         )
     steps = max(
@@ -349,9 +349,9 @@ def observe_noise(
     stage("measuring", f"the gradients of {steps} steps, with frozen weights")
     recorded = trial.listen("noise", seconds() + TIMEOUT_S + 60 * steps * tick_s, ticks=steps)
     if recorded.get("why_not"):
-        return NoiseSeen(step=trial.ticks_done, why_not=recorded["why_not"])
+        return NoiseScale(step=trial.ticks_done, why_not=recorded["why_not"])
     found = noise_scale(recorded["products"], recorded["squares"], recorded["batch"] or 1)
-    return NoiseSeen(
+    return NoiseScale(
         recorded["step"],
         recorded["batch"],
         recorded["gradients"],

@@ -21,7 +21,7 @@ from flatout.measure.clock import seconds
 from flatout.measure.statistics import compare, median
 from flatout.schema.enums import Origin, Status
 from flatout.schema.plan import Choice, Plan
-from flatout.schema.records import NOT_SLOWER, Ratio, TrialRecord
+from flatout.schema.records import MIN_RATIO_LOW, Ratio, TrialRecord
 from flatout.schema.session import GuardRecord, ProgramFigures
 from flatout.tune.candidates import Candidate, fetches_all, plan_of, widest
 from flatout.tune.conclude import obstacle
@@ -137,7 +137,7 @@ def _confirm(
         return Refused(f"the guard: {session.guard.why}", session.guard)
     if session.guard.verdict == "not checked":
         return Refused(f"not kept, because its results could not be checked: {session.guard.why}")
-    if not tuning.must_fit and (ratio.low < NOT_SLOWER or ratio.median < WORTH_KEEPING):
+    if not tuning.must_fit and (ratio.low < MIN_RATIO_LOW or ratio.median < WORTH_KEEPING):
         return _not_shown(tuning, ratio)
     if not tuning.must_fit and not _repaid(tuning):
         return Refused(

@@ -161,11 +161,11 @@ class Forecast:
     def _limit(self) -> None:
         record, limit = self.record, self.question.limit_bytes
         if limit is not None:
-            record.limit_bytes, record.limit_of = limit, "asked for"
+            record.limit_bytes, record.limit_source = limit, "asked for"
         elif (gpu := self.facts.gpu(self.ready.get("device_index"))) is not None and (
             record.device == "cuda" or record.simulated
         ):
-            record.limit_bytes, record.limit_of = gpu.memory_bytes, gpu.name
+            record.limit_bytes, record.limit_source = gpu.memory_bytes, gpu.name
         own = self.points[record.own]
         if record.limit_bytes is None or own.peak_bytes is None:
             return

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from flatout.measure.clock import seconds
 from flatout.schema.plan import Plan, spell
-from flatout.schema.session import NamedRecord
+from flatout.schema.session import NamedLeverRecord
 from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone
 from flatout.tune.comparison import compared
@@ -26,7 +26,7 @@ def by_name(tuning: Tuning) -> None:
     todo = [choice for choice in tuning.goal.named if spell(choice.name, choice.value) not in known]
     for choice in todo:
         plan, start_s = Plan((choice,)), seconds()
-        found = NamedRecord(plan.describe())
+        found = NamedLeverRecord(plan.describe())
         tuning.stage("by name", f"{found.plan} against the plain program")
         candidates: list[RunningCandidate] = []
         try:

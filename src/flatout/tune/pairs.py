@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from flatout.guard.loss_curves import own_loss
+from flatout.guard.loss_curves import nan_loss
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import Round
 from flatout.schema.enums import Effect
@@ -135,7 +135,7 @@ def _keep(
         times[plain] = [block.ms for block in seen.blocks]
         (pairs.plain if plain else pairs.tuned)[seed] = record
         if plain:
-            tuning.session.own_loss = tuning.session.own_loss or own_loss(record)
+            tuning.session.nan_loss = tuning.session.nan_loss or nan_loss(record)
         (pairs.plain_ms if plain else pairs.tuned_ms).extend(times[plain])
         on = frozenset[str]() if plain else keys_of(tuned)
         if on <= tuning.choices.keys():

@@ -41,7 +41,7 @@ def key_of(command: Command, facts: Facts, ranks: str = "") -> dict[str, str]:
         ),
         "python": ".".join(facts.python.split(".")[:2]),
         **({"ranks": ranks} if ranks else {}),
-        **({"device": facts.asked_device} if facts.asked_device else {}),
+        **({"device": facts.redirected_device} if facts.redirected_device else {}),
     }
 
 

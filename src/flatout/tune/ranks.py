@@ -42,7 +42,7 @@ def unfit(lever: Lever, base: Plan | None) -> str:
     """Return why a lever cannot be combined with ``base``; empty if it can."""
     if base is None:
         return ""
-    if lever.of_one_process:
+    if lever.single_process:
         return OF_LOADERS if lever.moment is Moment.LOADER else OF_ONE_PROCESS
     parts = (
         base.get(SHARDING) is not None

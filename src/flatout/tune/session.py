@@ -126,7 +126,7 @@ def made_for_another(path: Path, session: SessionRecord) -> str:
 
 def verdict(session: SessionRecord) -> str:
     """Return the verdict of the session in one sentence, with what it does not cover."""
-    own = f"; {session.own_loss}, so nothing after that step was compared" if session.own_loss else ""
+    own = f"; {session.nan_loss}, so nothing after that step was compared" if session.nan_loss else ""
     return _verdict(session) + own
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flatout.guard.batch_slices import PLAYS, samples_played
-from flatout.guard.loss_curves import own_loss
+from flatout.guard.loss_curves import nan_loss
 from flatout.guard.replica import SHARPENING_S, SLOW_MS, STEPS, STEPS_OF_A_LARGE_MODEL
 from flatout.job.folder import JobFolder
 from flatout.launch.command import Command
@@ -284,7 +284,7 @@ class Tuning:
 
         The program had seed 0 and ran without levers until the search switched some on.
         """
-        self.session.own_loss = self.session.own_loss or own_loss(record)
+        self.session.nan_loss = self.session.nan_loss or nan_loss(record)
         if self.first_plain is None:
             record.losses = record.losses[: record.warmup_steps]
             record.weights_digests = {

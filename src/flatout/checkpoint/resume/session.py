@@ -139,7 +139,7 @@ class ExactSession(Listener):
         Refuses if the checkpoint cannot be used, or if there is none although the user insists."""
         if unfinished:
             why = f"its last start left no checkpoint to resume from: {unfinished}"
-            if self.options.insists:
+            if self.options.required:
                 self.refuse(why)
             self.say(f"this program starts from scratch: {why}")
         if self.save is None or self.meta is None:
@@ -182,7 +182,7 @@ class ExactSession(Listener):
     def refuse(self, why: str) -> NoReturn:
         """Exit the process, whatever the program catches: it must not run with tensors that have no values."""
         then = "`flatout rescue` lists the checkpoints; `flatout run --resume --from-scratch` starts from scratch"
-        if not self.options.insists:
+        if not self.options.required:
             unlink(self.journal)
             then = "The next start begins from scratch; `flatout rescue` lists the checkpoints"
         say_at_once(f"cannot resume exactly: {why}. {then}.")

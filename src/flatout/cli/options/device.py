@@ -15,7 +15,7 @@ from flatout.launch.command import Command
 from flatout.probe.gpus import devices_of_torch
 from flatout.render.formatting import shell
 from flatout.schema.errors import UsageError
-from flatout.schema.facts import ASKED_DEVICE
+from flatout.schema.facts import DEVICE_VARIABLE
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 SHAPE = re.compile(r"cpu|cuda(:(0|[1-9]\d{0,2}))?")
@@ -70,7 +70,7 @@ def choose(
         )
     if device == "cpu":
         os.environ[VISIBLE] = ""  # a call that is not redirected fails and takes no GPU memory
-        os.environ[ASKED_DEVICE] = device
+        os.environ[DEVICE_VARIABLE] = device
         return
     _must_be_there(device, cmd, command)
     if number := device.partition(":")[2]:

@@ -19,7 +19,7 @@ from flatout.launch.launcher_signals import exit_by_signal
 from flatout.launch.local_launcher import LocalLauncher, launcher_of
 from flatout.launch.rank_variables import cuda_devices
 from flatout.levers import TABLE
-from flatout.schema.errors import CannotDivide
+from flatout.schema.errors import CannotParallelize
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Choice, Plan
 from flatout.tune.plan_files import job_folder, key_of
@@ -52,7 +52,7 @@ def rehearsed(command: Command, facts: Facts, asked: RankOptions) -> tuple[dict[
         found = _rehearse(command, facts, asked, folder)
         write_json(folder.ranks, {"key": key, "rehearsed": found.to_json()})
     if found.division is None:
-        raise CannotDivide(
+        raise CannotParallelize(
             f"this program cannot run as {asked.procs} ranks: {found.why_not}. {found.instead}\n"
             f"The details are in {folder.ranks}."
         )

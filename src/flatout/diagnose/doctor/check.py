@@ -31,7 +31,7 @@ def ok(seen: str) -> CheckOutcome:
 
 
 def not_seen(seen: str, fix: str = "") -> CheckOutcome:
-    return CheckOutcome(Verdict.UNSEEN, seen, fix)
+    return CheckOutcome(Verdict.NOT_CHECKED, seen, fix)
 
 
 def note(seen: str, fix: str = "", evidence: Sequence[str] = ()) -> CheckOutcome:
@@ -69,7 +69,7 @@ class MachineCheck:
         missing = [need for need in self.needs if not has(snapshot, need)]
         outcome = not_seen(f"{_listed(missing)} could not be read") if missing else self.ask(snapshot)
         fix = outcome.fix.replace("sudo ", "") if snapshot.python.get("root") is True else outcome.fix
-        wrong = outcome.verdict not in (Verdict.OK, Verdict.UNSEEN)
+        wrong = outcome.verdict not in (Verdict.OK, Verdict.NOT_CHECKED)
         why = " ".join(self.section("Why it matters").split()) if wrong else ""
         return CheckResult(
             self.code,

@@ -128,4 +128,4 @@ def gpu_is_here(snapshot: MachineSnapshot) -> bool | None:
         n for n in snapshot.folders.get("/dev") or () if re.fullmatch(r"nvidia\d+", n)
     ]:
         return True
-    return snapshot.pci_nvidia
+    return snapshot.has_nvidia_on_pci

@@ -19,24 +19,24 @@ from flatout.diagnose.kind import (
     search_log,
     shape,
 )
-from flatout.schema.failure import FailureRecord, TensorSeen
+from flatout.schema.failure import FailureRecord, TensorRecord
 
 SIZE = r"torch\.Size\(\[[\d, ]*\]\)|\[[\d, ]*\]"
 ONE_ROW = r"Dimension out of range \(expected to be in range of \[-1, 0\], but got 1\)"
 
 
 def out_of_range(
-    tensors: list[TensorSeen], below: int | None, lowest: int = 0
-) -> tuple[TensorSeen, int, list[int]] | None:
+    tensors: list[TensorRecord], below: int | None, lowest: int = 0
+) -> tuple[TensorRecord, int, list[int]] | None:
     """The first integer tensor with an entry outside [lowest, below), with that entry and its position.
 
     Skips -100, torch's value for "ignore".
     """
     for tensor in tensors:
         if tensor.high is not None and below is not None and tensor.high >= below:
-            return tensor, tensor.high, tensor.where_high
+            return tensor, tensor.high, tensor.argmax
         if tensor.low is not None and tensor.low < lowest and tensor.low != -100:
-            return tensor, tensor.low, tensor.where_low
+            return tensor, tensor.low, tensor.argmin
     return None
 
 
@@ -48,7 +48,7 @@ def batch_of(failure: FailureRecord) -> str:
     return f", in batch {failure.batch} of the loader" if failure.batch is not None else ""
 
 
-def user_names(failure: FailureRecord, tensors: list[TensorSeen]) -> list[TensorSeen]:
+def user_names(failure: FailureRecord, tensors: list[TensorRecord]) -> list[TensorRecord]:
     """The tensors by the user's own names first, then by torch's (`input`, `target`)."""
     return [*on_own_line(failure), *tensors]
 
