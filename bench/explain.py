@@ -79,7 +79,7 @@ def rows() -> list[dict]:
                 "live": f"not run here: {one.needs}",
                 "fix": f"not run here: {one.needs}",
                 "text": _verdict([each.finding.rule for each in metadata], one.code),
-                "said": metadata[0].finding.said if metadata else "",
+                "said": metadata[0].finding.message if metadata else "",
             }
         )
     return sorted(found, key=lambda row: (int(row["kind"][2:]), row["how"]))

@@ -53,9 +53,9 @@ def test_explained_in_the_dying_process(provoked, name):
     assert finding is not None, seen["text"]
     assert finding.rule == program.code, seen["text"]
     for word in program.says:
-        assert word in finding.said, seen["text"]
+        assert word in finding.message, seen["text"]
     assert finding.fix
-    if "signal" not in seen and record.own is not None:
+    if "signal" not in seen and record.user_frame is not None:
         assert finding.place is not None
         assert Path(finding.place.file).name in ("provoked.py", "train.py")
         assert finding.place.line > 0

@@ -53,7 +53,7 @@ def test_a_bad_label_that_is_still_on_the_cpu():
     assert finding is not None
     assert finding.rule == "FE035"
     assert (
-        finding.said
+        finding.message
         == "the label 10 (`labels` at [41], in batch 12 of the loader) is not a class: the model has 10 outputs (0 to 9)"
     )
     assert finding.fix.splitlines()[0].startswith("target = target - 1")
@@ -82,8 +82,8 @@ def test_no_label_in_range_is_blamed():
     )
     finding = explain(failure)
     assert finding is not None
-    assert "-100" not in finding.said
-    assert "the real error may be before the line below" in finding.said
+    assert "-100" not in finding.message
+    assert "the real error may be before the line below" in finding.message
 
 
 MESSAGE = (
@@ -120,7 +120,7 @@ def test_the_batch_that_would_fit():
     finding = explain(failure)
     assert finding is not None
     assert (
-        finding.said
+        finding.message
         == "the GPU's memory is full: 4.00 GiB more were requested in `model.layer4.1` (Bottleneck), and 1.00 GiB of 24.0 GiB are free"
     )
     assert "torch holds 18.0 GiB in tensors and 1.00 GiB reserved but unallocated" in finding.evidence
@@ -161,4 +161,4 @@ def test_a_real_one_out_of_memory():
     assert finding is not None
     assert finding.rule == "FE040"
     assert failure.memory["parameters"] >= 1024 * 1024 * 4
-    assert "are free" in finding.said
+    assert "are free" in finding.message

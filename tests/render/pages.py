@@ -192,7 +192,7 @@ def batch():
     ]
     points.append(BatchPoint(64, "too big", "it takes 64 MiB", peak_bytes=64 * MIB))
     noise = NoiseScale(5, 8, 64, 20.0, 15.0, 30.0)
-    return BatchRecord(COMMAND, "/", own=16, effective=16, limit_bytes=40 * MIB, points=points, best=32, enough=32, noise=noise)  # fmt: skip
+    return BatchRecord(COMMAND, "/", own_size=16, effective=16, limit_bytes=40 * MIB, points=points, best=32, near_best=32, noise=noise)  # fmt: skip
 
 
 def forecast():
@@ -200,7 +200,7 @@ def forecast():
         MemoryPoint(4, 300, 300, {"parameters": 100, "activations": 200}, {"a<b>": 200}, measured_bytes=310),
         MemoryPoint(8, why_not="it <fails>"),
     ]
-    return MemoryForecast(COMMAND, "/", limit_bytes=500, limit_source="asked for", own=4, points=points, largest=4, largest_peak_bytes=300)  # fmt: skip
+    return MemoryForecast(COMMAND, "/", limit_bytes=500, limit_source="asked for", own_size=4, points=points, largest=4, largest_peak_bytes=300)  # fmt: skip
 
 
 def scaling():
@@ -222,7 +222,9 @@ def lr():
 def run(at, where="a CPU, torch 2.14", result="finished", speed=50.0):
     how = "KeyError" if result == "failed" else "ended"
     when = f"2026-11-{1 + at:02}T08:00:00Z"
-    return RunEntry(f"job/runs/{at}/rank0.json", when, result, how, where, 100, speed + at, 2**29, "computing")
+    return RunEntry(
+        f"job/runs/{at}/rank0.json", when, result, how, where, 100, speed + at, 2**29, "computing"
+    )
 
 
 def history():

@@ -163,7 +163,7 @@ def test_stored_phases_are_shown_and_broken_ones_left_out():
 @pytest.mark.parametrize("count", [0, 1, 2, 241, 2000])
 def test_curves_of_any_length(count):
     record = session()
-    record.named = []
+    record.named_levers = []
     record.guard.plain_losses = [[2.0 + seed + 1 / (i + 1) for i in range(count)] for seed in range(5)]
     record.guard.tuned_losses = [[2.0 + 1 / (i + 1) for i in range(count)]]
     text = page_text(record)

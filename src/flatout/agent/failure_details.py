@@ -69,7 +69,7 @@ def _thrown(error: BaseException, link: str) -> ExceptionRecord:
     if len(frames) > MOST_FRAMES:
         frames = frames[: MOST_FRAMES // 2] + frames[-MOST_FRAMES // 2 :]
     seen = [_frame(frame, line) for frame, line in frames]
-    last = max((at for at, frame in enumerate(seen) if frame.mine), default=len(seen))
+    last = max((at for at, frame in enumerate(seen) if frame.is_user_code), default=len(seen))
     for at in range(last, len(seen)):
         try:
             seen[at].tensors = _tensors(frames[at][0], _statement(*frames[at]))
@@ -313,7 +313,7 @@ def _forward_call(record: FailureRecord, error: BaseException, torch: ModuleType
         call = node.metadata.get("traceback_") if node.name().startswith(f"{named[1]}Backward") else None
         if call:
             lines = "".join(call).rstrip().split("\n")
-            record.around += [
+            record.log_lines += [
                 f"Error detected in {node.name()}. Traceback of forward call that caused the error:",
                 *lines,
             ]

@@ -228,7 +228,7 @@ class _Comparison:
         record, now = self.record, [pair.b or pair.a for pair in pairs]
         if stored is not None:
             before = stored.measured
-            record.against = stored.name
+            record.baseline = stored.name
             fill(record, (stored.side(self.sides[0]), self.sides[0]), before, now, paired=False)
             known = {run.record.seed: run.record for run in before}
             common = [(known[run.record.seed], run.record) for run in now if run.record.seed in known]

@@ -81,8 +81,8 @@ def _report(files: list[FixedFile], only_diff: bool) -> None:
     for finding in (each for file in files for each in file.fixed):
         changes = CHANGES[finding.rule]
         effect = f"changes: {changes}" if changes else "losses stay the same, bit for bit"
-        click.echo(f"{_at(finding)}: {finding.said}; {effect}", err=True)
-    for finding in (each for file in files for each in file.left):
+        click.echo(f"{_at(finding)}: {finding.message}; {effect}", err=True)
+    for finding in (each for file in files for each in file.not_fixed):
         why = "its edit overlaps another, or the notebook is not as Jupyter saves it: save it there"
         if not finding.place or ".ipynb" not in finding.place.file:
             why = "its edit overlaps another"

@@ -15,7 +15,7 @@ from flatout.levers import TABLE
 from flatout.probe.machine import look
 from flatout.render.formatting import shell
 from flatout.render.terminal import plan_table
-from flatout.schema.accepted import refusal
+from flatout.schema.accepted import rejection
 from flatout.schema.enums import Origin
 from flatout.schema.errors import PlanError
 from flatout.schema.outputs import PlanChoice, PlanRecord
@@ -64,7 +64,7 @@ def command(plan_path: str | None, template: bool, as_json: bool, words: tuple[s
         raise PlanError(f"there is no plan in {path}. `flatout tune COMMAND...` makes one.")
     plan = read_plan(str(path))
     table = {lever.name: lever for lever in TABLE}
-    known = [c for c in plan if c.name in table and not refusal("", table[c.name].accepts, c.value)]
+    known = [c for c in plan if c.name in table and not rejection("", table[c.name].accepts, c.value)]
     code = {c.name: table[c.name].code(c.value) for c in known}  # a name alone has no value yet
     if as_json:
         print_json(_record(str(path), plan, code, reasons))

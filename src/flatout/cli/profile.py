@@ -156,7 +156,7 @@ def command(
 
 def profile(cmd: Command, folder: JobFolder, facts: Facts, requested: ProfileOptions) -> ProfileRecord:
     """Run a profile, and write its record and page to the folder. Raises FlatoutError, KeyboardInterrupt."""
-    record = ProfileRecord(**header(cmd.shown, facts), machine=facts.described)
+    record = ProfileRecord(**header(cmd.shown, facts), machine=facts.description)
     with (
         kept(record, folder.profile) as save,
         LiveProgress(Console(stderr=True), requested.budget_s) as progress,

@@ -113,7 +113,7 @@ class _Reader:
             return None
         shown = max(runs, key=lambda run: run.steps)
         worst = min(runs, key=lambda run: WORST.index(run.result))
-        shown.result, shown.how, shown.processes = worst.result, worst.how, len(runs)
+        shown.result, shown.exit_reason, shown.processes = worst.result, worst.exit_reason, len(runs)
         shown.peak_memory_bytes = max(run.peak_memory_bytes for run in runs)
         return shown
 
@@ -153,7 +153,7 @@ def _seen(name: str, run: RunSummary) -> RunEntry:
         name,
         str(run.created),
         run.result,
-        str(run.how),
+        str(run.exit_reason),
         ", ".join(filter(None, map(str, where))),
         int(run.steps),
         None if run.steps_per_s is None else float(run.steps_per_s),

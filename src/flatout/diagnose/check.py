@@ -79,7 +79,7 @@ def _kept(program: ScriptProgram, rules: list[Rule], measured: Sequence[Finding]
             key = (
                 (rule.code, place.file, place.line, place.column)
                 if place is not None
-                else (rule.code, finding.said)
+                else (rule.code, finding.message)
             )
             if key in seen:
                 continue

@@ -26,7 +26,7 @@ def of_death(code: int | None, log: str, oom_kills: int | None) -> list[str]:
         return []
     failure = FailureRecord(
         signal=-code if code < 0 else code - 128,
-        around=log.split("\n")[-80:],
+        log_lines=log.split("\n")[-80:],
         facts={"oom_kills": oom_kills or 0},
     )
     finding = explained(failure)

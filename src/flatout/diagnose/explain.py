@@ -81,7 +81,7 @@ def _cleaned(finding: Finding) -> Finding:
     )
     return replace(
         finding,
-        said=_line(finding.said),
+        message=_line(finding.message),
         fix="\n".join(clean(line) for line in finding.fix.split("\n")),
         place=place,
         evidence=[_line(line) for line in finding.evidence],
@@ -96,10 +96,10 @@ def lines(finding: Finding, ranks: Sequence[int] = ()) -> list[str]:
     """The explanation as lines for the user: cause, place, evidence, fix, page."""
     who = (
         f"rank {', '.join(map(str, sorted(ranks)))}: "
-        if ranks and not finding.said.startswith("rank ")
+        if ranks and not finding.message.startswith("rank ")
         else ""
     )
-    shown = [f"{who}{finding.said}."]
+    shown = [f"{who}{finding.message}."]
     if finding.place:
         shown.append(
             f"  at     {finding.place.sentence()}"

@@ -27,7 +27,7 @@ def fixes(program: ScriptProgram, findings: Iterable[Finding]) -> list[tuple[Fix
     changed = []
     for source in program.sources:
         edits: list[Edit] = []
-        code, fixed, left = source.text, [], []
+        code, fixed, not_fixed = source.text, [], []
         for finding in found:
             own = in_text(source, finding.place.file, finding.edits) if finding.place is not None else []
             if not own:
@@ -35,7 +35,7 @@ def fixes(program: ScriptProgram, findings: Iterable[Finding]) -> list[tuple[Fix
             new = [edit for edit in own if edit not in edits]
             result = apply_edits(source.text, [*edits, *new])
             if result is None:
-                left.append(finding)
+                not_fixed.append(finding)
                 continue
             edits += new
             code = result
@@ -44,9 +44,9 @@ def fixes(program: ScriptProgram, findings: Iterable[Finding]) -> list[tuple[Fix
         if source.notebook and fixed:
             text = _notebook(source, edits, code)
             if text == source.notebook:
-                fixed, left = [], [*fixed, *left]
-        if fixed or left:
-            changed.append((FixedFile(source.path, fixed, _diff(source, text), left), text))
+                fixed, not_fixed = [], [*fixed, *not_fixed]
+        if fixed or not_fixed:
+            changed.append((FixedFile(source.path, fixed, _diff(source, text), not_fixed), text))
     return changed
 
 

@@ -35,7 +35,7 @@ TIMED = "the step without these calls, by their own time"  # wait_causes.py repl
 def certain_gain(profile: ProfileRecord, name: str) -> Ratio | None:
     """The speed-up under this what-if; None if it was not measured, is noise, or is below WORTH."""
     ratio = next((w.ratio for w in profile.what_ifs if w.name == name), None)
-    return ratio if ratio is not None and ratio.certain and ratio.median >= WORTH else None
+    return ratio if ratio is not None and ratio.significant and ratio.median >= WORTH else None
 
 
 def measured(profile: ProfileRecord, name: str) -> bool:

@@ -66,7 +66,7 @@ class FailureKind:
         diagnosis = self.match(failure)
         if diagnosis is None:
             return None
-        own = failure.own
+        own = failure.user_frame
         return Finding(
             self.code,
             self.name,
@@ -162,7 +162,7 @@ def _values(failure: FailureRecord) -> dict[str, str]:
         "layer": layer(failure),
         "tensor": tensor.name if tensor else "",
         "shape": "x".join(map(str, tensor.shape)) if tensor else "",
-        "line": failure.own.text if failure.own else "",
+        "line": failure.user_frame.text if failure.user_frame else "",
         "batch": str(failure.batch) if failure.batch else "",
         **{name: str(value) for name, value in failure.facts.items()},
     }
@@ -198,7 +198,7 @@ def match_message(failure: FailureRecord, types: Sequence[str], *families: str) 
     Its type is one of ``types`` or unknown, and its message begins like one of ``families``.
     """
     for thrown in failure.chain:
-        if thrown.raised_by_user or (thrown.names and not set(types) & set(thrown.names)):
+        if thrown.raised_by_user or (thrown.class_names and not set(types) & set(thrown.class_names)):
             continue
         for family in families:
             match = re.match(f"{LEAD}(?:{family})", thrown.message, CASE)
@@ -227,7 +227,7 @@ def search_log(failure: FailureRecord, *families: str) -> re.Match[str] | None:
 
 
 def _all_lines(failure: FailureRecord) -> Iterable[str]:
-    yield from failure.around
+    yield from failure.log_lines
     for thrown in failure.chain:
         if not thrown.raised_by_user:
             yield from thrown.message.split("\n")
@@ -252,7 +252,7 @@ def describe_tensors(tensors: Iterable[TensorRecord], limit: int = 4) -> list[st
 
 def on_own_line(failure: FailureRecord) -> list[TensorRecord]:
     """Tensors in the user's failing frame that its line names."""
-    own = failure.own
+    own = failure.user_frame
     if own is None:
         return []
     words = set(re.findall(r"\w+", own.text))

@@ -13,7 +13,7 @@ def growing(rule: Rule, profile: ProfileRecord, leak: MemoryGrowth, how: str) ->
     held = f", held by {leak.holder}" if leak.holder else ""
     said = f"{size(leak.bytes_a_step)} more after each {profile.unit}{held}" + (f", {how}" if how else "")
     evidence = [
-        f"the probability of such a trend without a leak is {leak.chance:.1g}, over {leak.steps or len(leak.series)} steps"
+        f"the probability of such a trend without a leak is {leak.p_value:.1g}, over {leak.steps or len(leak.series)} steps"
     ]
     if leak.tensors_a_step:
         evidence.append(f"{leak.tensors_a_step:.3g} more tensors are alive after each {profile.unit}")

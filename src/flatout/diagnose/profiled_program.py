@@ -15,7 +15,7 @@ from flatout.measure.statistics import block_ms
 from flatout.schema.errors import FlatoutError, NothingMeasured, ProgramFailed, last_line
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Plan
-from flatout.schema.profile import Compiled, LoaderRecord, ProfileRecord
+from flatout.schema.profile import CompileRecord, LoaderRecord, ProfileRecord
 from flatout.schema.records import PhaseTime, TrialRecord
 from flatout.trial.blocks import PREFETCHED_BATCHES, BlockTimer, Watcher
 from flatout.trial.parent import ProgramGone, Trial
@@ -159,7 +159,7 @@ class ProfiledProgram:
                 "calls": self.not_finite,
                 "ms": 0.0,
             }
-        record.compiled = Compiled.from_json(watched["compiled"]) if watched["compiled"] else None
+        record.compiled = CompileRecord.from_json(watched["compiled"]) if watched["compiled"] else None
         record.loaders = [LoaderRecord.from_json(seen) for seen in watched["loaders"]]
 
     def listen(

@@ -27,14 +27,14 @@ def cause(profile: ProfileRecord, loader: LoaderRecord) -> WaitCause | None:
     """The narrowest cause of the wait for this loader, or None if the wait is negligible."""
     if gain_without_wait(profile, loader) is None:
         return None
-    if loader.made >= OFTEN and loader.begun <= loader.made + 1:
+    if loader.created >= OFTEN and loader.iterators <= loader.created + 1:
         return WaitCause.REMADE
     if crowded(profile, loader):
         return WaitCause.CROWDED
     if (
         loader.workers
         and not loader.persistent_workers
-        and loader.begun >= OFTEN
+        and loader.iterators >= OFTEN
         and begin_ms(profile, loader) > MOST_OF_IT * loader.wait_ms
     ):
         return WaitCause.RESTARTED
@@ -50,7 +50,7 @@ def crowded(profile: ProfileRecord, loader: LoaderRecord) -> bool:
 
 def begin_ms(profile: ProfileRecord, loader: LoaderRecord) -> float:
     """The cost of starting its iterators per mean step: starting workers and waiting for the first batch."""
-    return loader.start_ms * loader.begun / max(1, loader.batches or profile.steps)
+    return loader.start_ms * loader.iterators / max(1, loader.batches or profile.steps)
 
 
 def gain_without_wait(profile: ProfileRecord, loader: LoaderRecord) -> Ratio | None:
@@ -62,7 +62,7 @@ def gain_without_wait(profile: ProfileRecord, loader: LoaderRecord) -> Ratio | N
     """
     total = sum(each.wait_ms for each in profile.loaders)
     mine = loader.wait_ms / total if total > 0 else 1.0 / max(1, len(profile.loaders))
-    waited = max(loader.wait_ms, begin_ms(profile, loader) if loader.begun >= OFTEN else 0.0)
+    waited = max(loader.wait_ms, begin_ms(profile, loader) if loader.iterators >= OFTEN else 0.0)
     alone = without(profile, waited, LEAST) if loader.wait_ms else None
     if alone is None:
         return None

@@ -159,7 +159,9 @@ class Sharding:
                     f"the script has registered a hook on the gradient of {name}, which a sharded weight does not support"
                 )
         if any(isinstance(module, self.torch.jit.ScriptModule) for module in root.modules()):
-            raise CannotParallelize("its model is a compiled script (torch.jit), whose weights cannot be sharded")
+            raise CannotParallelize(
+                "its model is a compiled script (torch.jit), whose weights cannot be sharded"
+            )
 
     def _blocks(self, root: Module) -> list[Any]:
         """Blocks that share no weight with modules outside them; shared weights belong to the root."""

@@ -50,7 +50,7 @@ class TimedCommand:
 
     def answer(self, limit_s: float) -> CommandResult:
         if self._process is None:
-            return CommandResult(self._command, err=self._refused, there=bool(self._refused))
+            return CommandResult(self._command, err=self._refused, installed=bool(self._refused))
         timed_out = False
         try:
             self._process.wait(limit_s)

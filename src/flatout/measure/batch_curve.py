@@ -83,11 +83,11 @@ def read(record: BatchRecord, passes: Passes, again: Sequence[Sequence[Round]]) 
 
     ``again`` are the turns of the own size in two processes of each pass.
     """
-    own = record.point(record.own)
+    own = record.point(record.own_size)
     if own is None or own.step_ms is None or not own.samples_per_step:
         return
     pairs = [pair for pair in again if pair]
-    record.again = compare(pairs) if pairs else None
+    record.repeat_ratio = compare(pairs) if pairs else None
     for point in record.points:
         _read(record, point, own, passes)
     fit = [point for point in record.points if point.fits and point.speed is not None]
@@ -96,7 +96,7 @@ def read(record: BatchRecord, passes: Passes, again: Sequence[Sequence[Round]]) 
     record.best = max(fit, key=lambda point: point.speed.median if point.speed else 0.0).size
     found = enough(passes, [point.size for point in fit])
     if found is not None:
-        record.enough, record.enough_low, record.enough_high = found
+        record.near_best, record.near_best_low, record.near_best_high = found
     kept = [point for point in fit if point.accumulated_speed is not None]
     if kept:
         record.best_micro_batch = max(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.schema.profile import MEMORY_KINDS, MemorySample, MemoryProfile
+from flatout.schema.profile import MEMORY_KINDS, MemoryProfile, MemorySample
 
 if TYPE_CHECKING:
     from torch import device as Device
@@ -102,7 +102,9 @@ def seen(
     stride = max(1, len(points) // POINTS_KEPT)
     kept = [point for number, point in enumerate(points) if number % stride == 0 or point[0] == peak_ns]
     found.timeline = [
-        MemorySample((ns - start_ns) / 1e6, complete(kinds, peak if ns == peak_ns else at(totals, ns, before)))
+        MemorySample(
+            (ns - start_ns) / 1e6, complete(kinds, peak if ns == peak_ns else at(totals, ns, before))
+        )
         for ns, kinds in kept
     ]
     return found

@@ -17,7 +17,7 @@ ROOM_ABOVE = 1.18  # leaves space for labels
 
 
 def headline(record: BatchRecord) -> str:
-    best, own = record.point(record.best), record.own
+    best, own = record.point(record.best), record.own_size
     if best is None or own is None:
         return "No batch sizes measured"
     if best.size == own or best.speed is None or best.speed.low <= 1.0 or best.speed.median < LITTLE:
@@ -36,14 +36,18 @@ def sentences(record: BatchRecord) -> list[str]:
         formatting.sentence(each)
         for each in [
             *results,
-            noise_sentence(record.noise, record.own),
+            noise_sentence(record.noise, record.own_size),
             *(f"note: {note}" for note in record.notes[:20]),
         ]
     ]
 
 
 def _of_the_curve(record: BatchRecord) -> list[str]:
-    best, own, kept = record.point(record.best), record.point(record.own), record.point(record.best_micro_batch)
+    best, own, kept = (
+        record.point(record.best),
+        record.point(record.own_size),
+        record.point(record.best_micro_batch),
+    )
     if best is None or own is None or best.speed is None:
         smallest = min(
             (point for point in record.points if point.peak_bytes), key=lambda point: point.size, default=None
@@ -51,7 +55,7 @@ def _of_the_curve(record: BatchRecord) -> list[str]:
         if smallest is None or smallest.fits or record.limit_bytes is None:
             return ["no batch size was measured completely"]
         return [
-            f"no batch size fits into {formatting.size(record.limit_bytes)} ({record.limit}): even {smallest.size} samples a batch take "
+            f"no batch size fits into {formatting.size(record.limit_bytes)} ({record.limit_source}): even {smallest.size} samples a batch take "
             f"{formatting.size(smallest.peak_bytes)}. `flatout memory` shows what uses them"
         ]
     fastest = (
@@ -64,8 +68,8 @@ def _of_the_curve(record: BatchRecord) -> list[str]:
     )
     results = [f"{best.size} samples a batch are the {fastest}{against}"]
     tried = [point.size for point in record.points if point.speed is not None and point.fits]
-    if record.enough is not None and len(tried) > 1:
-        low, high = record.enough_low or record.enough, record.enough_high or record.enough
+    if record.near_best is not None and len(tried) > 1:
+        low, high = record.near_best_low or record.near_best, record.near_best_high or record.near_best
         between = f"95 %: {low} to {high}" if low != high else "in all measurements"
         results.append(
             f"above {record.knee} samples a batch, a larger size gives less than 5 % more samples/s ({between})"
@@ -86,9 +90,9 @@ def _of_the_curve(record: BatchRecord) -> list[str]:
             f"at the same effective batch of {record.effective}, {own.size} a batch is still the fastest (smaller sizes computed from measured phases)"
         )
     results += _left_out(record)
-    if record.again is not None:
+    if record.repeat_ratio is not None:
         results.append(
-            f"the own size measured again in other processes: {_ratio(record.again)}; differences within that are noise"
+            f"the own size measured again in other processes: {_ratio(record.repeat_ratio)}; differences within that are noise"
         )
     what = (
         "the allocator's maximum"
@@ -96,7 +100,7 @@ def _of_the_curve(record: BatchRecord) -> list[str]:
         else "the size of all tensors of one step, without Python, libraries and loader workers"
     )
     results.append(
-        f"peak is {what}; the limit is {formatting.size(record.limit_bytes)} ({record.limit}), of which a tenth is kept free"
+        f"peak is {what}; the limit is {formatting.size(record.limit_bytes)} ({record.limit_source}), of which a tenth is kept free"
     )
     return results
 
@@ -156,12 +160,12 @@ def row(record: BatchRecord, point: BatchPoint) -> tuple[str, ...]:
     speed, kept = point.speed, point.accumulated_speed
     marks = [
         word
-        for word, size in (("own", record.own), ("fastest", record.best), ("enough", record.knee))
+        for word, size in (("own", record.own_size), ("fastest", record.best), ("enough", record.knee))
         if size == point.size
     ]
     remark = point.status if point.why else ", ".join(marks)
     fast, as_fast = (
-        "1" if ratio and point.size == record.own else _ratio(ratio) if ratio else ""
+        "1" if ratio and point.size == record.own_size else _ratio(ratio) if ratio else ""
         for ratio in (speed, kept)
     )
     return (
@@ -225,7 +229,7 @@ def speed_plot(record: BatchRecord) -> Plot | None:
         )
         plot.dot(point.size, value, "c0" if point.fits else "c6", tip, low=low, high=high)
     names: dict[int, list[str]] = {}
-    for at, name in ((record.own, "own"), (record.knee, "enough"), (record.best, "fastest")):
+    for at, name in ((record.own_size, "own"), (record.knee, "enough"), (record.best, "fastest")):
         if at:
             names.setdefault(at, []).append(name)
     for at, words in sorted(names.items()):

@@ -53,7 +53,7 @@ def headline(record: CompareRecord) -> str:
     if change is None or drawable(change.value) is None:
         return "Nothing was compared"
     inside = f"({_ends(change)}, n={change.n})"
-    if not change.certain:
+    if not change.significant:
         return f"No difference in step time beyond the noise {inside}"
     direction = "slower" if change.value > 0 else "faster"
     return f"B is {direction}: {change_text(change.value)} time per {_unit(record)} {inside}"
@@ -178,7 +178,7 @@ def compare_page(record: CompareRecord, added: Sequence[str] = ()) -> Page:
         ),
         notes(map(sentence, record.notes)),
         Section("", [Words(line) for line in added], TERMINAL),
-        Section("How it was measured", [Words(AGAINST_A_BASELINE if record.against else IN_PAIRS)], PAGE),
+        Section("How it was measured", [Words(AGAINST_A_BASELINE if record.baseline else IN_PAIRS)], PAGE),
     ]
     return Page(
         "comparison",

@@ -63,7 +63,7 @@ def _one(finding: Finding) -> Iterator[Text]:
             yield Text(f"    {line}")
             if caret >= 0:
                 yield Text("    " + " " * caret + "^", style="bold red")
-    yield Text(sentence(finding.said))
+    yield Text(sentence(finding.message))
     if finding.others:
         yield Text(
             "see also " + ", ".join(one_line(other.sentence()) for other in finding.others), style="dim"
@@ -122,7 +122,7 @@ def github_lines(findings: Iterable[Finding]) -> Iterator[str]:
             f"{key}={_escaped(value).replace(':', '%3A').replace(',', '%2C')}"
             for key, value in options.items()
         )
-        yield f"::{GITHUB[finding.severity]} {shown}::{_escaped(sentence(finding.said) + (chr(10) + finding.fix if finding.fix else ''))}"
+        yield f"::{GITHUB[finding.severity]} {shown}::{_escaped(sentence(finding.message) + (chr(10) + finding.fix if finding.fix else ''))}"
 
 
 def _escaped(text: str) -> str:

@@ -72,13 +72,13 @@ def _job(job: JobEntry) -> tuple[Cell | str, ...]:
     return (
         Cell(shell(job.command) if job.command else job.folder, kind="code"),
         Cell(plan or verdict, verdict if plan else ""),
-        Cell(f"{figure(newest.steps_per_s)} steps/s", newest.where) if newest else "",
+        Cell(f"{figure(newest.steps_per_s)} steps/s", newest.setup) if newest else "",
         count(len(job.runs)),
     )
 
 
 def _run(job: JobEntry, run: RunEntry) -> tuple[Cell | str, ...]:
-    failed = f"failed: {run.how}" if run.result == "failed" else run.result
+    failed = f"failed: {run.exit_reason}" if run.result == "failed" else run.result
     return (
         Cell(day(run.created).removesuffix(" UTC"), link=quote(run.record, errors="replace")),
         Cell(shell(job.command), kind="code"),

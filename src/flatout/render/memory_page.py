@@ -52,7 +52,7 @@ def headline(record: MemoryForecast) -> str:
     own = record.own_point()
     if own is None or own.peak_bytes is None:
         return "The memory of a step is not known"
-    size = f" with {formatting.count(record.own)} samples a batch" if record.own else ""
+    size = f" with {formatting.count(record.own_size)} samples a batch" if record.own_size else ""
     where = (
         "on a CUDA device"
         if record.simulated or record.device == "cuda"
@@ -103,5 +103,5 @@ def _cells(point: MemoryPoint, kinds: list[str]) -> list[str]:
 def _named(point: MemoryPoint, record: MemoryForecast) -> str:
     if point.batch_size is None:
         return "its own"
-    mark = {record.largest: " (fits)", record.own: " (its own)"}.get(point.batch_size, "")
+    mark = {record.largest: " (fits)", record.own_size: " (its own)"}.get(point.batch_size, "")
     return formatting.count(point.batch_size) + mark

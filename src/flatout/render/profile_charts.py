@@ -25,7 +25,7 @@ def what_if_plot(what_ifs: Sequence[WhatIf]) -> Plot | None:
             ratio.median,
             ratio.low,
             ratio.high,
-            "kept" if ratio.certain else "dropped",
+            "kept" if ratio.significant else "dropped",
         )
         for what_if in what_ifs
         if (ratio := what_if.ratio) is not None

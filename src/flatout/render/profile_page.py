@@ -37,7 +37,14 @@ from flatout.render.page import (
 from flatout.render.phases import Side, kind_of, phase_figure
 from flatout.render.summary import spelled
 from flatout.schema.findings import Severity, SourceLocation
-from flatout.schema.profile import LoaderRecord, MemoryGrowth, MemoryProfile, Operation, ProfileRecord, SyncRecord
+from flatout.schema.profile import (
+    LoaderRecord,
+    MemoryGrowth,
+    MemoryProfile,
+    Operation,
+    ProfileRecord,
+    SyncRecord,
+)
 
 MAX_OPERATIONS = 20
 BOUNDS = {
@@ -129,7 +136,7 @@ def _findings(profile: ProfileRecord) -> Section:
         predicted = f" up to {spelled(finding.predicted)} predicted" if finding.predicted is not None else ""
         wrong = " bad" if finding.severity == Severity.WRONG else ""
         title = f"{capital(finding.name.replace('_', ' '))} ({finding.rule}, {finding.severity})"
-        parts.append(Words(f"{title}: {sentence(finding.said)}{predicted}", f"verdict{wrong}"))
+        parts.append(Words(f"{title}: {sentence(finding.message)}{predicted}", f"verdict{wrong}"))
         if finding.place:
             parts.append(Words(f"{place_of(finding.place, profile.cwd)}  `{finding.place.text}`"))
         parts += [Words(line, "note") for line in finding.evidence[:8]]
@@ -287,7 +294,7 @@ def _synchronisations(profile: ProfileRecord) -> Section:
             _kind(seen),
             figure(seen.calls),
             figure(seen.ms),
-            size(seen.sized_bytes) if seen.sized_bytes else "",
+            size(seen.moved_bytes) if seen.moved_bytes else "",
         )
         for seen in sorted(profile.synchronisations, key=lambda seen: -seen.ms)
     ]
@@ -316,7 +323,7 @@ def _loaders(profile: ProfileRecord) -> Section:
         (
             Cell(_where(loader.place, profile.cwd), loader.dataset),
             Cell(_settings(loader), _slowest(loader, profile.cwd)),
-            f"{count(loader.made)}, {count(loader.begun)}",
+            f"{count(loader.created)}, {count(loader.iterators)}",
             figure(loader.wait_ms),
             figure(loader.fetch_ms),
         )
@@ -392,7 +399,7 @@ def _leak(leak: MemoryGrowth, unit: str, cwd: str) -> str:
     place = f", added at {place_of(leak.place, cwd)}" if leak.place else ""
     graph = "; it keeps an autograd graph alive" if leak.graph else ""
     return sentence(
-        f"{size(leak.bytes_a_step)} more after each {unit}, over {steps} (chance {leak.chance:.1g}){held}{place}{graph}"
+        f"{size(leak.bytes_a_step)} more after each {unit}, over {steps} (chance {leak.p_value:.1g}){held}{place}{graph}"
     )
 
 
@@ -412,4 +419,4 @@ def _others(profile: ProfileRecord) -> Section:
 def _idle(profile: ProfileRecord) -> Iterable[tuple[str, str]]:
     for gap in profile.idle_gaps[:3]:
         place = f" at {place_of(gap.place, profile.cwd)}" if gap.place else ""
-        yield "device idle", f"{milliseconds(gap.ms)} a step while the host was in {gap.what}{place}"
+        yield "device idle", f"{milliseconds(gap.ms)} a step while the host was in {gap.host_activity}{place}"

@@ -269,7 +269,7 @@ def _named(session: SessionRecord) -> Section:
             "note",
         )
     ]
-    for named in session.named:
+    for named in session.named_levers:
         parts.append(Words(f"With `{named.plan}`: {summary.named_sentence(named)}"))
         parts.append(loss_figure([named.plain_losses], [named.losses], ("plain", "with the lever")))
     return Section("Levers selected by name", parts)

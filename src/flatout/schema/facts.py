@@ -11,7 +11,7 @@ TESTED_TORCH = (2, 14)  # the newest release that flatout was tested with
 DEVICE_VARIABLE = "FLATOUT_DEVICE"  # environment variable with the device of `--device`
 
 
-def untested(torch: str) -> str:
+def untested_torch(torch: str) -> str:
     """Return a sentence about a version of torch that is newer than the tested ones; "" for others."""
     found = re.match(r"(\d+)\.(\d+)", torch)
     if found is None or (int(found[1]), int(found[2])) <= TESTED_TORCH:
@@ -56,8 +56,8 @@ class Facts:
         return machine_name(self.cpu, self.cores, (gpu.name for gpu in self.gpus))
 
     @property
-    def described(self) -> dict[str, Any]:
-        """Return what records say of the machine."""
+    def description(self) -> dict[str, Any]:
+        """Return the machine for a record."""
         return {
             "cpu": self.cpu,
             "cores": self.cores,

@@ -29,7 +29,7 @@ class TensorRecord(Record):
     requires_grad: bool = False
     low: int | None = None
     high: int | None = None
-    argmin: list[int] = field(default_factory=list)  # the index of that entry
+    argmin: list[int] = field(default_factory=list)  # the index of ``low``
     argmax: list[int] = field(default_factory=list)
 
     def sentence(self) -> str:
@@ -41,14 +41,14 @@ class TensorRecord(Record):
 class FrameRecord(Record):
     """One stack frame.
 
-    ``mine`` marks the user's own code: not the standard library, not an installed package.
+    ``is_user_code``: neither the standard library nor an installed package.
     """
 
     file: str
     line: int
     function: str = ""
     text: str = ""
-    mine: bool = False
+    is_user_code: bool = False
     tensors: list[TensorRecord] = field(default_factory=list)
 
     def place(self) -> SourceLocation:
@@ -61,23 +61,23 @@ class FrameRecord(Record):
 class ExceptionRecord(Record):
     """One exception of a chain.
 
-    ``names`` are its class names, most derived first. ``frames`` run from the outermost to the raising frame.
+    ``class_names``: most derived first. ``frames`` run from the outermost to the raising frame.
     ``link`` is the relation to the next exception of the chain: ``cause`` (raise ... from), ``context``
     (raised while handling it) or ``carried`` (its text came from another process, inside the message of the
     next).
     """
 
     type: str
-    names: list[str] = field(default_factory=list)
+    class_names: list[str] = field(default_factory=list)
     message: str = ""
     notes: list[str] = field(default_factory=list)
     frames: list[FrameRecord] = field(default_factory=list)
     link: str = ""
 
     @property
-    def own(self) -> FrameRecord | None:
+    def user_frame(self) -> FrameRecord | None:
         """Return the innermost frame of the user's own code."""
-        return next((frame for frame in reversed(self.frames) if frame.mine), None)
+        return next((frame for frame in reversed(self.frames) if frame.is_user_code), None)
 
     @property
     def raised_by_user(self) -> bool:
@@ -88,7 +88,7 @@ class ExceptionRecord(Record):
         last = self.frames[-1] if self.frames else None
         return (
             last is not None
-            and last.mine
+            and last.is_user_code
             and last.text.startswith(("raise ", "assert ", "raise(", "assert("))
         )
 
@@ -109,12 +109,12 @@ class ModuleRecord(Record):
 class FailureRecord(Record):
     """The failure of one process.
 
-    ``chain`` starts with the first exception and ends with the one that ended the program. ``around`` are
-    nearby lines of the log. ``memory`` is in bytes. ``facts`` are single values about the process.
+    ``chain`` starts with the first exception and ends with the one that ended the program. ``log_lines`` are
+    those around it. ``memory`` is in bytes. ``facts`` are single values about the process.
     """
 
     chain: list[ExceptionRecord] = field(default_factory=list)
-    around: list[str] = field(default_factory=list)
+    log_lines: list[str] = field(default_factory=list)
     live: bool = False
     rank: int | None = None
     world_size: int | None = None
@@ -126,9 +126,9 @@ class FailureRecord(Record):
     schema: int = FAILURE_SCHEMA
 
     @property
-    def own(self) -> FrameRecord | None:
+    def user_frame(self) -> FrameRecord | None:
         """Return the innermost frame of the user's own code, from the first exception that has one."""
-        return next((frame for thrown in self.chain if (frame := thrown.own)), None)
+        return next((frame for thrown in self.chain if (frame := thrown.user_frame)), None)
 
     @property
     def tensors(self) -> list[TensorRecord]:

@@ -16,15 +16,15 @@ HISTORY_SCHEMA = 2
 class RunEntry(Record):
     """One run, by the process with the most steps.
 
-    ``result``: ``finished``, ``failed`` or ``interrupted``, the worst of its ``processes``. ``where``: machine,
-    device, ranks and torch; runs of different ones are no series. ``levers`` are those of its plan.
+    ``result``: ``finished``, ``failed`` or ``interrupted``, the worst of its ``processes``. ``setup``: machine,
+    device, ranks and torch. Only runs of one setup form a series. ``levers`` are those of its plan.
     """
 
     record: str
     created: str
     result: str
-    how: str
-    where: str
+    exit_reason: str
+    setup: str
     steps: int
     steps_per_s: float | None
     peak_memory_bytes: int

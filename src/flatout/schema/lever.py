@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.schema.accepted import Form, refusal
+from flatout.schema.accepted import Form, rejection
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 
@@ -25,12 +25,16 @@ class Options:
     values: tuple[Value, ...]
     effect: Effect | None = None
 
-    def value_for(self, asked: Value) -> Value:
+    def value_for(self, requested: Value) -> Value:
         """Return the requested value.
 
         If it is only ``true`` and not a value of the lever, return the first value.
         """
-        return self.values[0] if asked is True and not any(value is True for value in self.values) else asked
+        return (
+            self.values[0]
+            if requested is True and not any(value is True for value in self.values)
+            else requested
+        )
 
 
 @dataclass(frozen=True)
@@ -83,12 +87,12 @@ class Lever:
     saves_memory: bool = False
     accepts: Sequence[Form] = (True,)
     bare: bool = True
-    half: Callable[[Value], str] = lambda value: ""
+    reduced_part: Callable[[Value], str] = lambda value: ""
     page: str = ""
 
     def check(self, value: Value) -> None:
         """Raise TypeError with a sentence if the lever does not accept this value of a user."""
-        why = refusal(f"the value of {self.name}", self.accepts, value)
+        why = rejection(f"the value of {self.name}", self.accepts, value)
         if why and not (self.bare and value is True):
             raise TypeError(f"{why}. `flatout levers {self.name}` shows its page.")
 

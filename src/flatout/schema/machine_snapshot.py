@@ -1,7 +1,7 @@
 """Records of `flatout doctor`: the machine snapshot and the checks.
 
-A machine snapshot keeps texts as found (files of /proc, output of programs, tracebacks). A value that is not available is absent or None, never invented: a check
-must be able to tell "none" from "not checked".
+A machine snapshot keeps texts unchanged: files of /proc, output of programs, tracebacks. A value that is not
+available is absent or None: a check must be able to tell "none" from "not checked".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Verdict(StrEnum):
     PROBLEM = "problem"  # training will not start, not use the GPU, or die
     WARNING = "warning"  # it costs time or breaks under load
     NOTE = "note"  # worth knowing; may be intended
-    NOT_CHECKED = "not seen"  # could not be checked
+    NOT_CHECKED = "not checked"
     OK = "ok"
 
 
@@ -33,11 +33,11 @@ class CommandResult(Record):
     code: int | None = None
     out: str = ""
     err: str = ""
-    there: bool = True
+    installed: bool = True
     timed_out: bool = False
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return f"{self.out}\n{self.err}".strip()
 
 
@@ -88,7 +88,7 @@ class MachineSnapshot(Record):
 
     def distribution(self, name: str) -> str | None:
         """Return the version of an installed distribution: the first on the path, as for an import."""
-        return next((version for found, version, _ in self.packages or () if found == name), None)
+        return next((version for package, version, _ in self.packages or () if package == name), None)
 
     @property
     def has_nvidia_on_pci(self) -> bool | None:

@@ -75,16 +75,16 @@ class SyncRecord(Record):
     place: SourceLocation | None
     calls: float  # a step
     ms: float  # a step, including the wait
-    sized_bytes: float = 0.0  # a step
+    moved_bytes: float = 0.0  # a step
     pinned: bool | None = None  # of copies to the device
     non_blocking: bool | None = None
 
 
 @dataclass
 class IdleGap(Record):
-    """Idle time of the device, and what the host did meanwhile: ``what`` is an operator's name or "python"."""
+    """Idle time of the device, and what the host did meanwhile: ``host_activity`` is an operator's name or "python"."""
 
-    what: str
+    host_activity: str
     ms: float  # a step
     calls: float  # a step
     place: SourceLocation | None = None
@@ -95,8 +95,8 @@ class LoaderRecord(Record):
     """One place in the script that creates DataLoaders."""
 
     place: SourceLocation | None
-    made: int = 1  # number of loaders created here
-    begun: int = 0  # number of iterators
+    created: int = 1
+    iterators: int = 0
     workers: int = 0
     pin_memory: bool = False
     persistent_workers: bool = False
@@ -142,10 +142,10 @@ class MemoryProfile(Record):
 
 @dataclass
 class MemoryGrowth(Record):
-    """Memory at the same point of each step. ``chance`` is the probability of such a trend without a leak."""
+    """Memory at the same point of each step. ``p_value``: of such a trend without a leak."""
 
     bytes_a_step: float
-    chance: float
+    p_value: float
     leaking: bool
     holder: str = ""  # what holds the tensors: "list `losses`"
     place: SourceLocation | None = None  # the line that added them
@@ -157,7 +157,7 @@ class MemoryGrowth(Record):
 
 
 @dataclass
-class Compiled(Record):
+class CompileRecord(Record):
     graphs: int = 0
     recompiles: int = 0
     breaks: int = 0
@@ -198,7 +198,7 @@ class ProfileRecord(ProgramRecord):
     memory: MemoryProfile | None = None
     leak: MemoryGrowth | None = None
     host_growth: MemoryGrowth | None = None
-    compiled: Compiled | None = None
+    compiled: CompileRecord | None = None
     idle_ms: float | None = None  # of the device, a step
     # Time a step in which the device works, by kind: computing, copies, communication. Kinds may overlap.
     device_ms: dict[str, float] = field(default_factory=dict)
@@ -210,9 +210,7 @@ class ProfileRecord(ProgramRecord):
     idle_gaps: list[IdleGap] = field(default_factory=list)  # the longest ones
     schedule: list[int] = field(default_factory=list)  # steps of wait, warm-up and profiling
     trace: str = ""  # file of the Chrome trace, if kept
-    notes: list[str] = field(
-        default_factory=list
-    )  # sentences: what was not checked, and the command that would
+    notes: list[str] = field(default_factory=list)  # sentences: what was not checked, and the command for it
     # Keys: anomaly, cudnn_benchmark, matmul_precision, threads, cores, gc, autocast, scalers, optimizers [{kind, groups, tensors, lr, fused, foreach,
     # ...}], modules {class name: count}, training {mode: modules}, dtypes {dtype: bytes}
     settings: dict[str, Any] = field(default_factory=dict)

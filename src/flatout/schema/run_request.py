@@ -15,7 +15,7 @@ from flatout.schema.run_summary import SummaryRequest
 class ResumeOptions:
     """How a run resumes exactly.
 
-    ``insists``: exit, instead of starting from scratch, if an exact resume is impossible. ``rescue``: keep
+    ``required``: exit, instead of starting from scratch, if an exact resume is impossible. ``rescue``: keep
     checkpoints even if the program cannot be resumed from them. ``shows``: show the output of the replay.
     """
 

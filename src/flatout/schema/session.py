@@ -120,7 +120,7 @@ class RanksRecord(Record):
 
 @dataclass
 class NamedLeverRecord(Record):
-    """A lever that changes what is learned, tried because the user named it.
+    """A lever that changes what is learned, tried only because the user named it.
 
     ``ratio`` is against the plain program. The losses of both start from the same seed.
     """
@@ -168,7 +168,7 @@ class SessionRecord(Record):
     )
     obstacle: str = ""  # what prevents a larger speed-up, with the command that helps
     guard: GuardRecord = field(default_factory=lambda: GuardRecord("not checked", "nothing was chosen yet"))
-    nan_loss: str = ""  # that the plain program's loss is NaN, and from which step
+    nan_loss: str = ""  # a sentence, if the plain program's loss is NaN
     levers: list[LeverRecord] = field(default_factory=list)
     comparisons: list[ComparisonRecord] = field(default_factory=list)
     blocks: list[dict[str, Any]] = field(
@@ -181,7 +181,7 @@ class SessionRecord(Record):
     )  # time against memory, in measured order; the first is the reference
     plan_path: str = ""  # to be named with --plan, where `flatout run` would not find the plan
     ranks: RanksRecord | None = None  # if the program was tuned as several ranks
-    named: list[NamedLeverRecord] = field(default_factory=list)
+    named_levers: list[NamedLeverRecord] = field(default_factory=list)
     machine: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     untested: str = ""  # as in ProgramRecord

@@ -21,7 +21,7 @@ from flatout.agent.listener import Listener
 from flatout.measure.clock import HostClock
 from flatout.measure.load import private_bytes
 from flatout.schema.findings import SourceLocation
-from flatout.schema.profile import Compiled, LoaderRecord
+from flatout.schema.profile import CompileRecord, LoaderRecord
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -180,12 +180,14 @@ class ProgramMonitor(Listener):
                         "dataset",
                     )
                 }
-                found[key] = LoaderRecord(place, made=0, workers=made["num_workers"], **same)
+                found[key] = LoaderRecord(place, created=0, workers=made["num_workers"], **same)
             seen = found[key]
-            seen.made += 1
+            seen.created += 1
             starts = self._started_ms.get(number, [])
-            seen.start_ms = (seen.start_ms * seen.begun + sum(starts)) / max(1, seen.begun + len(starts))
-            seen.begun += self._begun[number]
+            seen.start_ms = (seen.start_ms * seen.iterators + sum(starts)) / max(
+                1, seen.iterators + len(starts)
+            )
+            seen.iterators += self._begun[number]
             seen.batches += self._batches[number]
             seen.wait_ms += self._waits_ms.get(number, 0.0) / steps
             sizes = [private_bytes(pid) for pid in self._workers.get(number, ())]
@@ -194,13 +196,13 @@ class ProgramMonitor(Listener):
         return list(found.values())
 
 
-def compiled() -> Compiled | None:
+def compiled() -> CompileRecord | None:
     """Return what torch.compile did, from torch's counters; None if nothing was compiled. Loads nothing."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is None or not dynamo.counters["frames"].get("total"):
         return None
     breaks = dynamo.counters.get("graph_break", {})
-    found = Compiled(
+    found = CompileRecord(
         graphs=int(dynamo.counters["stats"].get("unique_graphs", 0)), breaks=int(sum(breaks.values()))
     )
     found.reasons = [_sentence(reason) for reason, _ in breaks.most_common(8)] if breaks else []

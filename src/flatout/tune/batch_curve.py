@@ -124,11 +124,11 @@ class BatchCurve:
             self.programs.alive.append(visit)
             record.device, self.programs.copies = ready["device"], ready["copies"]
             self._whose_size(trial.ask({"do": "options"}, seconds() + TIMEOUT_S), ready)
-            if record.own is not None:
-                visit.size, visit.prefetched = record.own, self.programs.prefetched
-                record.points.append(BatchPoint(record.own))
+            if record.own_size is not None:
+                visit.size, visit.prefetched = record.own_size, self.programs.prefetched
+                record.points.append(BatchPoint(record.own_size))
                 self._look(visit, record.points[0])
-                explored[record.own] = self._per_sample(visit)
+                explored[record.own_size] = self._per_sample(visit)
         except BaseException as error:
             trial.close()
             if isinstance(error, ProgramGone):
@@ -156,11 +156,11 @@ class BatchCurve:
             record.why_no_curve = f"the training loader is number {record.loader} of the program's loaders; there are too many to tell them apart"
             return
         loader = context["loaders"][record.loader]
-        record.own, record.dataset_samples = loader["batch_size"], loader["length"]
+        record.own_size, record.dataset_samples = loader["batch_size"], loader["length"]
         self.programs.prefetched = PREFETCHED_BATCHES * loader["num_workers"]
         gpu = self.facts.gpu(context["device_index"]) if record.device == "cuda" else None
         record.limit_bytes = self.requested.limit_bytes or (gpu.memory_bytes if gpu else available_bytes())
-        record.limit = (
+        record.limit_source = (
             "given" if self.requested.limit_bytes else "the device's" if gpu else "free on this machine"
         )
 
@@ -187,12 +187,12 @@ class BatchCurve:
     def _note(self, seen: TrialRecord, point: BatchPoint) -> None:
         optimizer = seen.phases.get("optimizer") or {}
         point.optimizer_ms = optimizer.get("median_ms")
-        own = point.size == self.record.own
+        own = point.size == self.record.own_size
         if own:
             self.record.effective = point.size * max(
                 1, round((seen.samples_per_step or point.size) / point.size)
             )
-        whole = (self.record.effective or point.size) / (self.record.own or point.size) * point.size
+        whole = (self.record.effective or point.size) / (self.record.own_size or point.size) * point.size
         # The last batch of an epoch may be smaller. A first tensor that does not count samples is ignored.
         counted = seen.samples_per_step
         point.samples_per_step = counted if counted and 0.5 * whole <= counted <= whole else whole
@@ -204,7 +204,7 @@ class BatchCurve:
 
     @property
     def own(self) -> BatchPoint:
-        return self.record.point(self.record.own) or BatchPoint(self.record.own or 1)
+        return self.record.point(self.record.own_size) or BatchPoint(self.record.own_size or 1)
 
     # -- each size once ---------------------------------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class BatchCurve:
         no_more = ""  # why no larger size is tried
         for size in self._sizes():
             point = BatchPoint(size)
-            larger = size > (self.record.own or 0)
+            larger = size > (self.record.own_size or 0)
             if larger and no_more and not self.requested.sizes:
                 continue
             self.record.points.append(point)
@@ -238,7 +238,7 @@ class BatchCurve:
         self.record.points.sort(key=lambda point: point.size)
 
     def _sizes(self) -> list[int]:
-        own = self.record.own or 1
+        own = self.record.own_size or 1
         asked = self.requested.sizes or tuple(int(own * factor) for factor in FACTORS if own * factor >= 1)
         found = [size for size in dict.fromkeys(asked) if size != own]
         return (
@@ -257,10 +257,10 @@ class BatchCurve:
                 raise DidNotRun(
                     "too big",
                     f"extrapolated from smaller sizes, its peak is about {sizes.size(peak)}, and {sizes.size(record.limit_bytes)} "
-                    f"are {'the limit' if record.limit == 'given' else record.limit}",
+                    f"are {'the limit' if record.limit_source == 'given' else record.limit_source}",
                 )
         # One point is no curve
-        alone = not any(point.step_ms for point in record.points if point.size != record.own)
+        alone = not any(point.step_ms for point in record.points if point.size != record.own_size)
         cost_s = self._cost_s(size) + 2 * MEMORY_TICKS * self._step_s(size)
         if cost_s > self.requested.budget_s + OVERRUN_S or (
             not alone and seconds() + cost_s > self.explore_until_s

@@ -98,7 +98,7 @@ def judge(point: BatchPoint, record: BatchRecord) -> None:
     elif record.limit_bytes and point.peak_bytes and point.peak_bytes > (1 - MARGIN) * record.limit_bytes:
         point.status, point.why = (
             "too big",
-            f"its peak leaves less than {MARGIN:.0%} of the memory ({record.limit}) free",
+            f"its peak leaves less than {MARGIN:.0%} of the memory ({record.limit_source}) free",
         )
 
 
@@ -126,7 +126,7 @@ class Programs:
         """Return a program at this size, steady and paused. Raises DidNotRun."""
         plan = (
             Plan()
-            if size == self.record.own
+            if size == self.record.own_size
             else Plan(
                 (Choice("batch_size", {"size": size, "loader": self.record.loader or 0}, Origin.TUNER),)
             )

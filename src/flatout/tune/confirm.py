@@ -191,7 +191,7 @@ def _time_for_another(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs, 
     if not done:
         return tuning.allowed_s(overrun=True) + more_s > 0
     ratio = _ratio(tuning, tuned, pairs)
-    undecided = not ratio.certain and ratio.median > WORTH_KEEPING
+    undecided = not ratio.significant and ratio.median > WORTH_KEEPING
     time_s = tuning.allowed_s(overrun=undecided or done < FEWEST_PAIRS) + more_s
     # The second pair may have few blocks: one pair decides nothing
     least_s = tuning.starts_s(2) if done < FEWEST_PAIRS else max(tuning.pair_s, pairs.longest_s)

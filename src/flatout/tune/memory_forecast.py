@@ -75,7 +75,7 @@ class Forecast:
         record, question = self.record, self.question
         try:
             own = self.predicted(None)
-            record.device, record.own, record.simulated = (
+            record.device, record.own_size, record.simulated = (
                 self.ready["device"],
                 self.ready["samples"],
                 self.ready["simulated"],
@@ -166,12 +166,12 @@ class Forecast:
             record.device == "cuda" or record.simulated
         ):
             record.limit_bytes, record.limit_source = gpu.memory_bytes, gpu.name
-        own = self.points[record.own]
+        own = self.points[record.own_size]
         if record.limit_bytes is None or own.peak_bytes is None:
             return
         limit_bytes = record.limit_bytes
-        if record.own is not None and not own.why_not:
-            self._search(limit_bytes, record.own)
+        if record.own_size is not None and not own.why_not:
+            self._search(limit_bytes, record.own_size)
         record.advice = advice(own, limit_bytes, record.largest)
 
     def _search(self, limit_bytes: int, own: int) -> None:

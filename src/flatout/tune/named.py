@@ -22,7 +22,7 @@ SEED = 0
 
 def by_name(tuning: Tuning) -> None:
     """Fill ``session.named``. A lever that fails gets a sentence there, and the search continues."""
-    known = {each.plan for each in tuning.session.named}
+    known = {each.plan for each in tuning.session.named_levers}
     todo = [choice for choice in tuning.goal.named if spell(choice.name, choice.value) not in known]
     for choice in todo:
         plan, start_s = Plan((choice,)), seconds()
@@ -46,5 +46,5 @@ def by_name(tuning: Tuning) -> None:
         finally:
             for candidate in candidates:
                 tuning.interleaver.dismiss(candidate.trial)
-        tuning.session.named.append(found)
+        tuning.session.named_levers.append(found)
         tuning.note(found.plan, "by name", found.ratio, found.why_not, start_s)

@@ -14,7 +14,7 @@ from flatout.levers import TABLE
 from flatout.measure.clock import today
 from flatout.schema.enums import Effect
 from flatout.schema.errors import PlanError, StorageError
-from flatout.schema.facts import Facts, untested
+from flatout.schema.facts import Facts, untested_torch
 from flatout.schema.plan import Plan
 from flatout.schema.session import SESSION_SCHEMA, SessionRecord
 from flatout.schema.sizes import size
@@ -58,9 +58,9 @@ def open_session(
         budget_s=budget_s,
         effects=effects,
         memory_limit_bytes=memory_limit_bytes,
-        machine=facts.described,
+        machine=facts.description,
         versions={"python": facts.python, "flatout": __version__, **facts.versions},
-        untested=untested(facts.versions.get("torch", "")),
+        untested_torch=untested_torch(facts.versions.get("torch", "")),
     )
     if ended is not None and ended.status == "done":  # its plan is in use until the new session ends
         write_json(job.unfinished, session.to_json())
@@ -135,7 +135,7 @@ def _verdict(session: SessionRecord) -> str:
     if limited:
         return limited
     if session.speedup is not None:
-        likely = "" if session.speedup.certain else "probably "
+        likely = "" if session.speedup.significant else "probably "
         return f"{likely}{session.speedup.sentence()} as fast, {_results(session)}"
     failed = session.guard.verdict == "failed"
     if session.undecided and not failed:
@@ -155,7 +155,7 @@ def _results(session: SessionRecord) -> str:
     """
     levers = {lever.name: lever for lever in TABLE if lever.effect is Effect.PRECISION}
     halves = dict.fromkeys(
-        levers[choice.name].half(choice.value) for choice in plan_of(session) if choice.name in levers
+        levers[choice.name].reduced_part(choice.value) for choice in plan_of(session) if choice.name in levers
     )
     return SAME.get(session.guard.verdict, "results not compared").format(" and ".join(halves) or "rounding")
 

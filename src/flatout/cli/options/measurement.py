@@ -24,7 +24,7 @@ from flatout.launch.command import measurable, understand
 from flatout.measure.clock import today
 from flatout.probe.machine import look
 from flatout.schema.errors import FlatoutError
-from flatout.schema.facts import Facts, untested
+from flatout.schema.facts import Facts, untested_torch
 from flatout.schema.records import ProgramRecord
 from flatout.tune.plan_files import job_folder
 
@@ -63,7 +63,7 @@ def header(typed: Iterable[str], facts: Facts) -> dict[str, Any]:
         "flatout": __version__,
         "created": today(),
         "versions": {"python": facts.python, **facts.versions},
-        "untested": untested(facts.versions.get("torch", "")),
+        "untested": untested_torch(facts.versions.get("torch", "")),
     }
 
 

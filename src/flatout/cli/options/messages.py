@@ -6,7 +6,7 @@ import sys
 from functools import cache
 
 from flatout.job.sanitize import harmless
-from flatout.schema.facts import Facts, untested
+from flatout.schema.facts import Facts, untested_torch
 
 
 def say(sentence: str) -> None:
@@ -18,6 +18,6 @@ say_once = cache(say)
 
 def warned(facts: Facts) -> Facts:
     """Return the facts; a torch that is newer than the tested ones is named once."""
-    if sentence := untested(facts.versions.get("torch", "")):
+    if sentence := untested_torch(facts.versions.get("torch", "")):
         say_once(sentence)
     return facts

@@ -67,7 +67,7 @@ class LiveProgress(Watcher):
         table.add_column(ratio=3, overflow="ellipsis", no_wrap=True)
         table.add_column(ratio=2, overflow="ellipsis", no_wrap=True)
         for plan, (ratio, note) in list(self.rows.items())[-SHOWN:]:
-            style = "" if ratio is None else "green" if ratio.certain else "red" if ratio.high < 1 else ""
+            style = "" if ratio is None else "green" if ratio.significant else "red" if ratio.high < 1 else ""
             table.add_row(Text(plan), Text(ratio.sentence() if ratio else note or "failed", style=style))
         expected = [Text(self.expected)] if self.expected else []
         return Group(Text(f"{self._left()}  {self.now}: {self.detail}", style="bold"), *expected, table)

@@ -1,7 +1,7 @@
 """A check of a machine: a function of a machine snapshot, with a documentation page and its inputs.
 
 The docstring is the page: the first line says what must hold, then come the sections "Why it matters" and
-"How to fix it". If the snapshot lacks an input of the check, the result is *not seen* and the check does not
+"How to fix it". If the snapshot lacks an input of the check, the result is *not checked* and the check does not
 run: missing data never counts as fine.
 """
 

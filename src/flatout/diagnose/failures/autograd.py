@@ -27,7 +27,7 @@ def forward_call(failure: FailureRecord) -> SourceLocation | None:
     """The user's line in the "Traceback of forward call" that anomaly mode prints as a warning."""
     from flatout.diagnose.tracebacks import FRAME, is_mine
 
-    reported, place, lines = False, None, failure.around
+    reported, place, lines = False, None, failure.log_lines
     for number, line in enumerate(lines):
         reported = reported or "Traceback of forward call" in line or "Error detected in" in line
         frame = FRAME.match(line) if reported else None

@@ -153,7 +153,7 @@ def broken_checkpoint(failure: FailureRecord) -> Diagnosis | None:
     if match is None:
         return None
     thrown, loads = match.thrown, runs_in(failure, LOADS)
-    names, message = set(thrown.names), thrown.message
+    names, message = set(thrown.class_names), thrown.message
     common = message.startswith(
         ("Ran out of input", "unpickling stack", "pickle data", "invalid load key", "File is not")
     )

@@ -103,13 +103,16 @@ def not_redirected(failure: FailureRecord) -> Diagnosis | None:
     if not device or device.startswith("cuda"):
         return None
     for thrown in failure.chain:
-        own = thrown.own.text if thrown.own is not None else ""
+        own = thrown.user_frame.text if thrown.user_frame is not None else ""
         if thrown.raised_by_user and "cuda" in own:
             return Diagnosis(
                 f"the script compares a device with cuda, but under --device {device} its tensors are on {device}",
                 "change or remove this line: a tensor reports its real device",
             )
-        places = [own, *(f"{frame.file}:{frame.function}" for frame in thrown.frames if not frame.mine)]
+        places = [
+            own,
+            *(f"{frame.file}:{frame.function}" for frame in thrown.frames if not frame.is_user_code),
+        ]
         for what, where, message, why, fix in () if thrown.raised_by_user else NOT_REDIRECTED:
             if any(re.search(where, place) for place in places) or re.match(
                 message, thrown.message, re.DOTALL

@@ -57,7 +57,7 @@ def _in_loss(failure: FailureRecord) -> str:
         for frame in reversed(thrown.frames):
             if frame.function in LOSSES:
                 return frame.function
-    text = failure.own.text if failure.own else ""
+    text = failure.user_frame.text if failure.user_frame else ""
     return next((name for name in LOSSES if name in text), "")
 
 

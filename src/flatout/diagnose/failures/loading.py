@@ -49,7 +49,7 @@ def error_in_a_worker(failure: FailureRecord) -> Diagnosis | None:
     if where is None and process is None:
         return None
     name = where["where"] if where else f"process {process['where']}" if process else ""
-    own = inner.own
+    own = inner.user_frame
     line = f" at {own.place().sentence()}" if own else ""
     first = inner.message.split("\n")[0][:160]
     return Diagnosis(

@@ -348,7 +348,7 @@ def _logits(failure: FailureRecord) -> int | None:
                 )
                 if outputs is not None:
                     return outputs.shape[1]
-    own = failure.own
+    own = failure.user_frame
     for tensor in own.tensors if own else ():
         if (
             "float" in tensor.dtype

@@ -208,6 +208,6 @@ host_out_of_memory = known(
         BARE,
     ),
     types=("RuntimeError", "MemoryError", "_ArrayMemoryError", "OSError"),
-    when=lambda _, match: match.pattern != BARE or "MemoryError" in match.thrown.names,
+    when=lambda _, match: match.pattern != BARE or "MemoryError" in match.thrown.class_names,
     values=_request,
 )

@@ -104,7 +104,7 @@ rank_without_address = known(
     ),
     types=("ValueError", "KeyError"),
     when=lambda failure, match: (
-        "KeyError" not in match.thrown.names
+        "KeyError" not in match.thrown.class_names
         or any(frame.file.endswith(("os.py", "<frozen os>")) for frame in match.thrown.frames)
     ),
 )
@@ -187,7 +187,7 @@ def nccl_timeout(failure: FailureRecord) -> Diagnosis | None:
         TIMEOUT,
         rf"(?:NCCL (?:collective (?:operation )?)?time-?out|Watchdog caught collective operation timeout){SHORT}",
     )
-    lines = [*failure.around, *(line for thrown in failure.chain for line in thrown.message.split("\n"))]
+    lines = [*failure.log_lines, *(line for thrown in failure.chain for line in thrown.message.split("\n"))]
     waited = {int(match["rank"]): match for line in lines if (match := re.search(TIMEOUT, line))}
     if found is None and not (
         waited

@@ -55,7 +55,7 @@ def killed(failure: FailureRecord) -> Diagnosis | None:
         )
     else:
         said_so = "the program was killed with SIGKILL and could not report why; the OOM killer is the most likely cause"
-    ranks = [line for line in failure.around if re.search(r"local_rank: \d+", line)][:1]
+    ranks = [line for line in failure.log_lines if re.search(r"local_rank: \d+", line)][:1]
     return Diagnosis(
         said_so,
         'dmesg -T | grep -i -E "oom|killed process"; cat /sys/fs/cgroup/memory.events   # was memory the cause?\n'
@@ -74,7 +74,7 @@ def _ends_with(failure: FailureRecord, *families: str) -> bool:
     """Whether one of the last lines of a text without a traceback matches."""
     if not _wordless(failure):
         return False
-    return any(re.search(family, line) for line in failure.around[-12:] for family in families)
+    return any(re.search(family, line) for line in failure.log_lines[-12:] for family in families)
 
 
 @kind("FE043", "shared-memory-too-small")

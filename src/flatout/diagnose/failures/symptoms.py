@@ -33,12 +33,12 @@ def loss_not_finite(failure: FailureRecord) -> Diagnosis | None:
     if failure.chain:
         return None
     before: list[float] = []
-    for line in failure.around:
+    for line in failure.log_lines:
         for name, value in losses(line):
             if math.isfinite(value):
                 before = [*before[1 - LAST :], value]
                 continue
-            return _not_finite(name, value, line, before, any(map(HALF.search, failure.around)))
+            return _not_finite(name, value, line, before, any(map(HALF.search, failure.log_lines)))
     return None
 
 

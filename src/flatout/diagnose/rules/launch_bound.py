@@ -27,7 +27,8 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
         return
     gaps = sorted(profile.idle_gaps, key=lambda gap: -gap.ms)
     evidence = [
-        f"{gap.what}: {said_ms(gap.ms)} in {gap.calls:.3g} gaps per {profile.unit}" for gap in gaps[:5]
+        f"{gap.host_activity}: {said_ms(gap.ms)} in {gap.calls:.3g} gaps per {profile.unit}"
+        for gap in gaps[:5]
     ]
     place = next((gap.place for gap in gaps if gap.place), None)
     yield found(

@@ -94,7 +94,7 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     for loader in profile.loaders:
         if cause(profile, loader) is not WaitCause.REMADE:
             continue
-        said = f"this line has created {loader.made} loaders for {loader.batches or profile.steps} batches"
+        said = f"this line has created {loader.created} loaders for {loader.batches or profile.steps} batches"
         evidence = [
             f"the first batch of each takes {loader.start_ms:.0f} ms",
             f"waiting for data takes {of_step(profile, loader.wait_ms)}",

@@ -43,7 +43,7 @@ def judge(profile: ProfileRecord) -> Iterable[Finding]:
     kind = "pageable" if first.pinned is False else "blocking"
     yield found(
         RULE,
-        f"{kind} copies move {size(first.sized_bytes)} per {profile.unit} to the device in {said_ms(total)}",
+        f"{kind} copies move {size(first.moved_bytes)} per {profile.unit} to the device in {said_ms(total)}",
         first.place,
         evidence=[
             f"{c.place.sentence()}: pinned {c.pinned}, non_blocking {c.non_blocking}"
