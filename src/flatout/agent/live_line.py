@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from flatout.agent.bootstrap import say
 from flatout.agent.live_figures import LiveFigures, Moment, Repeated
-from flatout.render.formatting import figure, size
+from flatout.render.formatting import rounded, size
 
 EVERY_S = 10.0
 
@@ -40,9 +40,9 @@ class LiveLine:
             machine.append(f"GPU {seen['gpu_busy']:.0%} busy")
         if not seen["steps_per_s"]:
             return " | ".join(["no step finished", *machine])
-        parts = [f"{figure(seen['samples_per_s'])} samples/s"] if seen["samples_per_s"] else []
+        parts = [f"{rounded(seen['samples_per_s'])} samples/s"] if seen["samples_per_s"] else []
         parts += [
-            f"{figure(seen['steps_per_s'])} steps/s",
+            f"{rounded(seen['steps_per_s'])} steps/s",
             f"waits for data {100 * (seen['data_wait'] or 0.0):.0f} %",
             *machine,
         ]

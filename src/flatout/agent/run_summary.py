@@ -168,7 +168,7 @@ class Summarizer:
             status="done",
             device="cuda" if self.figures.on_cuda else "cpu",
             versions={"python": sys.version.split()[0], "torch": str(self.torch.__version__)},
-            untested_torch=untested_torch(str(self.torch.__version__)),
+            untested=untested_torch(str(self.torch.__version__)),
             machine=self.request.machine,
             rank=rank_number(),
             world_size=here.world_size if here is not None else int(os.environ.get("WORLD_SIZE") or 1),

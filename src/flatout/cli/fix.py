@@ -15,7 +15,7 @@ from flatout.diagnose.check import check
 from flatout.diagnose.fix import fixes
 from flatout.diagnose.rules import TABLE
 from flatout.job.folder import write_whole
-from flatout.render.formatting import several
+from flatout.render.formatting import plural
 from flatout.schema.errors import StorageError
 from flatout.schema.findings import Finding
 from flatout.schema.outputs import FixedFile, FixesRecord
@@ -70,10 +70,10 @@ def command(
         _report(files, only_diff)
         if others := [finding for finding in findings if finding.edits and finding not in wanted]:
             say(
-                f"{several(len(others), 'finding')} would change what the program learns when fixed: add --all"
+                f"{plural(len(others), 'finding')} would change what the program learns when fixed: add --all"
             )
         if advice:
-            say(f"{several(len(advice), 'finding')} without a certain fix: flatout check")
+            say(f"{plural(len(advice), 'finding')} without a certain fix: flatout check")
     return 1 if only_diff and any(file.fixed for file in files) else 0
 
 
@@ -89,9 +89,9 @@ def _report(files: list[FixedFile], only_diff: bool) -> None:
         click.echo(f"{_at(finding)}: not fixed, {why}; run the command again", err=True)
     count = sum(len(file.fixed) for file in files)
     said = (
-        f"{several(count, 'finding')} can be fixed: add --apply"
+        f"{plural(count, 'finding')} can be fixed: add --apply"
         if only_diff
-        else f"fixed {several(count, 'finding')}"
+        else f"fixed {plural(count, 'finding')}"
     )
     say(said if count else "nothing to fix")
 

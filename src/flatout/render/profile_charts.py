@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from flatout.render.formatting import drawable, interval, is_positive, size, times
+from flatout.render.formatting import factor, finite, interval, is_positive, size
 from flatout.render.plot import Interval, Plot, intervals
 from flatout.render.svg import (
     Scale,
     byte_ticks,
     number_ticks,
+    padded_scale,
     ratio_scale,
     ratio_ticks,
-    with_room,
 )
 from flatout.schema.profile import MEMORY_KINDS, MemoryGrowth, MemoryProfile, WhatIf
 
@@ -21,7 +21,7 @@ def what_if_plot(what_ifs: Sequence[WhatIf]) -> Plot | None:
     """Return a row per measured what-if. A full dot marks a certain gain."""
     rows = [
         Interval(
-            f"{what_if.name}  {times(ratio.median)} ({interval(ratio.low, ratio.high)})",
+            f"{what_if.name}  {factor(ratio.median)} ({interval(ratio.low, ratio.high)})",
             ratio.median,
             ratio.low,
             ratio.high,
@@ -45,24 +45,24 @@ def memory_colour(kind: str) -> str:
 
 def memory_plot(memory: MemoryProfile) -> Plot | None:
     """Return the kinds of memory over a step, stacked."""
-    times = [(drawable(point.ms), point.kinds) for point in memory.timeline]
-    line = [
-        (ms, {kind: max(0.0, drawable(amount) or 0.0) for kind, amount in kinds.items()})
-        for ms, kinds in times
+    points = [(finite(point.ms), point.kinds) for point in memory.timeline]
+    samples = [
+        (ms, {kind: max(0.0, finite(amount) or 0.0) for kind, amount in kinds.items()})
+        for ms, kinds in points
         if ms is not None
     ]
-    shown = [kind for kind in MEMORY_KINDS if any(kinds.get(kind) for _, kinds in line)]
-    if len(line) < 2 or not shown:
+    shown = [kind for kind in MEMORY_KINDS if any(kinds.get(kind) for _, kinds in samples)]
+    if len(samples) < 2 or not shown:
         return None
-    most = max(sum(kinds.values()) for _, kinds in line)
-    x, y = Scale(line[0][0], line[-1][0]), Scale(0.0, most * 1.05)
-    label = f"Memory over a step: at most {size(most)}"
+    peak = max(sum(kinds.values()) for _, kinds in samples)
+    x, y = Scale(samples[0][0], samples[-1][0]), Scale(0.0, peak * 1.05)
+    label = f"Memory over a step: at most {size(peak)}"
     plot = Plot(label, x, y, number_ticks(x, unit=" ms"), byte_ticks(y), axis="of a step", grid=False)
-    below = [0.0] * len(line)
+    below = [0.0] * len(samples)
     for kind in shown:
-        above = [base + kinds.get(kind, 0.0) for base, (_, kinds) in zip(below, line, strict=True)]
-        area = [(ms, low, high) for (ms, _), low, high in zip(line, below, above, strict=True)]
-        tip = f"{kind}: at most {size(max(kinds.get(kind, 0.0) for _, kinds in line))}"
+        above = [base + kinds.get(kind, 0.0) for base, (_, kinds) in zip(below, samples, strict=True)]
+        area = [(ms, low, high) for (ms, _), low, high in zip(samples, below, above, strict=True)]
+        tip = f"{kind}: at most {size(max(kinds.get(kind, 0.0) for _, kinds in samples))}"
         plot.area(area, memory_colour(kind), tip)
         below = above
     return plot
@@ -70,10 +70,10 @@ def memory_plot(memory: MemoryProfile) -> Plot | None:
 
 def growth_plot(leak: MemoryGrowth) -> Plot | None:
     """Return memory at the same point of each step."""
-    series = [value for v in leak.series if (value := drawable(v)) is not None]
+    series = [value for v in leak.series if (value := finite(v)) is not None]
     if len(series) < 3:
         return None
-    x, y = Scale(1, len(series)), with_room(series)
+    x, y = Scale(1, len(series)), padded_scale(series)
     label = f"Memory at the same point of {len(series)} steps, from {size(series[0])} to {size(series[-1])}"
     plot = Plot(label, x, y, number_ticks(x), byte_ticks(y), 150, "step")
     plot.line(

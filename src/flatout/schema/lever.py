@@ -59,12 +59,13 @@ class Lever:
     * ``live`` levers can be switched between two steps, in the thread that trains. A setting that belongs to a
       thread (torch.set_flush_denormal) then misses all other threads, old and new.
     * ``accepts`` are the values that it takes. `--with` and plan files reject any other before a program starts.
+    * ``warms_up``: the first steps with it are slow, a cost that later steps must recover.
     * ``bare``: the name without a value means the first value that it offers.
     * ``saves_memory`` levers trade speed for memory: the search tries them only under a memory limit.
     * ``after`` are levers that act before this one. A test checks that they come first in the table.
     * ``excludes`` are levers that the search does not combine with this one.
     * ``needs`` are levers without which this one has no effect.
-    * ``half(value)`` says what a PRECISION lever computes or sends in fewer bits, for the verdict: "bfloat16
+    * ``reduced_part(value)`` says what a PRECISION lever computes or sends in fewer bits, for the verdict: "bfloat16
       products".
     * ``code(value)`` returns the lines that a user would write to get the lever without flatout.
     * ``page`` is the docstring of its file, which ``flatout levers NAME`` shows.
@@ -78,9 +79,7 @@ class Lever:
     apply: Callable[[Any, Value, Any], Undo] | None = None
     environment: Callable[[Facts, Value], Mapping[str, str]] = lambda facts, value: {}
     live: bool = False
-    warms_up: bool = (
-        False  # the first steps after switching it on are slow, a cost that later steps must recover
-    )
+    warms_up: bool = False
     after: tuple[str, ...] = ()
     excludes: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()

@@ -96,13 +96,12 @@ class MachineSnapshot(Record):
         devices = self.folders.get("/sys/bus/pci/devices")
         if devices is None:
             return None
-        for name in devices:
-            kind = self.text(f"/sys/bus/pci/devices/{name}/class") or ""
-            if (
-                self.text(f"/sys/bus/pci/devices/{name}/vendor") or ""
-            ).strip() == "0x10de" and kind.startswith("0x03"):
-                return True
-        return False
+        paths = [f"/sys/bus/pci/devices/{name}" for name in devices]
+        return any(
+            (self.text(f"{path}/vendor") or "").strip() == "0x10de"
+            and (self.text(f"{path}/class") or "").startswith("0x03")
+            for path in paths
+        )
 
 
 @dataclass

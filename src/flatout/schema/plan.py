@@ -69,8 +69,7 @@ class Plan:
         return next((choice for choice in self.choices if choice.name == name), None)
 
     def with_choice(self, choice: Choice) -> Plan:
-        kept = tuple(c for c in self.choices if c.name != choice.name)
-        return Plan((*kept, choice), self.made_for)
+        return Plan((*self.without(choice.name).choices, choice), self.made_for)
 
     def without(self, name: str) -> Plan:
         return Plan(tuple(c for c in self.choices if c.name != name), self.made_for)

@@ -128,15 +128,11 @@ def _with_setting(link: Link, name: str, value: str, option: str) -> Link:
             )
             if rate > 0:
                 return replace(link, bandwidth_bytes_per_s=rate)
-        elif name in ("latency", "start"):
-            match = _TIME.fullmatch(value)
-            if match:
-                microseconds = float(match[1]) * _MICROSECONDS[match[2]]
-                return (
-                    replace(link, latency_us=microseconds)
-                    if name == "latency"
-                    else replace(link, start_us=microseconds)
-                )
+        elif name in ("latency", "start") and (match := _TIME.fullmatch(value)):
+            microseconds = float(match[1]) * _MICROSECONDS[match[2]]
+            if name == "latency":
+                return replace(link, latency_us=microseconds)
+            return replace(link, start_us=microseconds)
         elif name == "cards" and int(value) >= 0:
             return replace(link, cards=int(value))
         elif name == "contention" and 0 <= float(value) <= 1:

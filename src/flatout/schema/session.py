@@ -163,22 +163,18 @@ class SessionRecord(Record):
     speedup: Ratio | None = None
     noise_floor: Ratio | None = None
     disturbance: str = ""  # load by other programs meanwhile, if relevant
-    undecided: bool = (
-        False  # the plain program stays for lack of time or of an idle machine, not because nothing is faster
-    )
+    undecided: bool = False  # the plain program stays for lack of time or of an idle machine
     obstacle: str = ""  # what prevents a larger speed-up, with the command that helps
     guard: GuardRecord = field(default_factory=lambda: GuardRecord("not checked", "nothing was chosen yet"))
     nan_loss: str = ""  # a sentence, if the plain program's loss is NaN
     levers: list[LeverRecord] = field(default_factory=list)
     comparisons: list[ComparisonRecord] = field(default_factory=list)
-    blocks: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # measured blocks: process, levers on, at_s, window of ticks, ms, host
+    # Measured: process, levers on, at_s, window of ticks, ms, host
+    blocks: list[dict[str, Any]] = field(default_factory=list)
     payback_steps: int | None = None
     memory_limit_bytes: int | None = None  # as requested
-    frontier: list[TimeMemoryPoint] = field(
-        default_factory=list
-    )  # time against memory, in measured order; the first is the reference
+    # In measured order; the first is the reference
+    frontier: list[TimeMemoryPoint] = field(default_factory=list)
     plan_path: str = ""  # to be named with --plan, where `flatout run` would not find the plan
     ranks: RanksRecord | None = None  # if the program was tuned as several ranks
     named_levers: list[NamedLeverRecord] = field(default_factory=list)

@@ -60,7 +60,7 @@ def open_session(
         memory_limit_bytes=memory_limit_bytes,
         machine=facts.description,
         versions={"python": facts.python, "flatout": __version__, **facts.versions},
-        untested_torch=untested_torch(facts.versions.get("torch", "")),
+        untested=untested_torch(facts.versions.get("torch", "")),
     )
     if ended is not None and ended.status == "done":  # its plan is in use until the new session ends
         write_json(job.unfinished, session.to_json())
