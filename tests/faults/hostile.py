@@ -212,7 +212,7 @@ def _save(path):
 
     from flatout.checkpoint.checkpoints import CheckpointFolder
     from flatout.checkpoint.manifest import Manifest
-    from flatout.job.sanitize import harmless
+    from flatout.job.sanitize import sanitize
     from flatout.schema.errors import FlatoutError
 
     folder = path.parent / "saves" / "step-00000007"
@@ -230,7 +230,7 @@ def _save(path):
         assert newest is not None
         newest.read(torch)
     except FlatoutError as error:
-        sys.stderr.write(f"flatout: {harmless(str(error))}\n")
+        sys.stderr.write(f"flatout: {sanitize(str(error))}\n")
         sys.exit(error.exit_code)
     except OSError:
         sys.exit(0)  # this harness could not digest it: a device

@@ -14,7 +14,7 @@ from flatout.cli.options.scripts import read, rule_options
 from flatout.diagnose.check import check
 from flatout.diagnose.fix import fixes
 from flatout.diagnose.rules import TABLE
-from flatout.job.folder import write_whole
+from flatout.job.folder import write_atomically
 from flatout.render.formatting import plural
 from flatout.schema.errors import StorageError
 from flatout.schema.findings import Finding
@@ -106,7 +106,7 @@ def _write(path: Path, text: str) -> None:
     real = path.resolve()
     try:
         mode, marked = real.stat().st_mode, real.read_bytes().startswith(BOM_UTF8)
-        write_whole(real, "\N{ZERO WIDTH NO-BREAK SPACE}" * marked + text)
+        write_atomically(real, "\N{ZERO WIDTH NO-BREAK SPACE}" * marked + text)
         real.chmod(mode)
     except (OSError, StorageError) as error:
         why = error.__cause__ or error

@@ -12,7 +12,7 @@ import click
 from flatout import __version__
 from flatout.cli.options.signals import Terminated
 from flatout.job.interpreter import leave_uvx
-from flatout.job.sanitize import harmless
+from flatout.job.sanitize import sanitize
 from flatout.job.streams import open_closed_streams
 from flatout.schema.errors import FlatoutError, StorageError, UsageError
 
@@ -137,7 +137,7 @@ def main() -> None:
         sys.stderr.write("flatout: stopped\n")
         sys.exit(143 if isinstance(stopped.__cause__ or stopped, Terminated) else 130)
     except FlatoutError as error:
-        sys.stderr.write(f"flatout: {harmless(str(error))}\n")
+        sys.stderr.write(f"flatout: {sanitize(str(error))}\n")
         sys.exit(error.exit_code)
 
 

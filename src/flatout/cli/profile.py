@@ -16,7 +16,7 @@ from flatout.cli.options.messages import warned
 from flatout.cli.options.progress import LiveProgress
 from flatout.diagnose.profiled_program import ProfiledProgram, ProfileOptions
 from flatout.diagnose.profiling import MEMORY_STAGES, run_profile
-from flatout.job.folder import JobFolder, write_whole
+from flatout.job.folder import JobFolder, write_atomically
 from flatout.launch.command import Command, measurable, understand
 from flatout.probe.machine import look
 from flatout.schema.errors import UsageError
@@ -176,7 +176,7 @@ def _ceilings(facts: Facts) -> dict[str, float]:
 def _write_page(record: ProfileRecord, folder: JobFolder) -> None:
     from flatout.render.profile_page import profile_html
 
-    write_whole(folder.profile_page, profile_html(record))
+    write_atomically(folder.profile_page, profile_html(record))
 
 
 def _tensorboard_or_usage() -> None:

@@ -13,7 +13,7 @@ from flatout.checkpoint.rescue_writer import KIND
 from flatout.checkpoint.runs import earlier_runs
 from flatout.cli.options.json_output import json_option, print_json
 from flatout.job.folder import FOLDER
-from flatout.job.sanitize import harmless
+from flatout.job.sanitize import sanitize
 from flatout.render.formatting import count, duration, size
 from flatout.schema.errors import SaveError, UsageError
 from flatout.schema.outputs import CheckpointEntry, CheckpointsRecord, ExportRecord
@@ -107,7 +107,7 @@ def _chosen(saves: CheckpointFolder, step: int | None) -> Checkpoint:
     assert save is not None
     if save.manifest.kind != KIND:
         raise SaveError(
-            f"{save.path} was written by {harmless(save.manifest.kind)!r}, not by `flatout run --rescue`. Read it with the program that wrote it."
+            f"{save.path} was written by {sanitize(save.manifest.kind)!r}, not by `flatout run --rescue`. Read it with the program that wrote it."
         )
     return save
 
@@ -137,7 +137,7 @@ def _seen(path: Path) -> CheckpointEntry:
 def _paragraph(path: Path) -> str:
     seen = _seen(path)
     if not seen.valid:
-        return f"  {path.name}  not valid: {harmless(seen.why_not)}"
+        return f"  {path.name}  not valid: {sanitize(seen.why_not)}"
     position = f"step {seen.step + 1} (in progress)" if seen.inside else f"step {seen.step}"
     why = f" (at {_word(seen.why)})" if seen.why not in ("", "interval") else ""
     lines = [
@@ -160,7 +160,7 @@ def _paragraph(path: Path) -> str:
 
 
 def _word(text: str) -> str:
-    return " ".join(harmless(text)[:200].split())
+    return " ".join(sanitize(text)[:200].split())
 
 
 def _write(save: Checkpoint, target: Path, as_json: bool) -> None:

@@ -14,7 +14,7 @@ from flatout.cli.options.device import choose, device_option
 from flatout.cli.options.json_output import json_option, print_json
 from flatout.cli.options.messages import warned
 from flatout.diagnose.crash_explanation import of_death
-from flatout.job.folder import TrialFolder, write_whole
+from flatout.job.folder import TrialFolder, write_atomically
 from flatout.job.temporary import remove, temporary
 from flatout.launch.command import measurable, understand
 from flatout.launch.restart_policy import oom_kills
@@ -76,7 +76,7 @@ def command(
     if as_json:
         print_json(record)
     if out is not None:
-        write_whole(out, json.dumps(record.to_json(), indent=1) + "\n")
+        write_atomically(out, json.dumps(record.to_json(), indent=1) + "\n")
         remove(folder.path)
     where = out or folder.result
     if record.status == "unattached":

@@ -31,8 +31,8 @@ from flatout.cli.options.messages import warned
 from flatout.cli.options.progress import LiveProgress
 from flatout.cli.options.signals import stop_on_sigterm
 from flatout.diagnose.crash_explanation import of_death
-from flatout.job.folder import JobFolder, write_whole
-from flatout.job.sanitize import harmless
+from flatout.job.folder import JobFolder, write_atomically
+from flatout.job.sanitize import sanitize
 from flatout.launch.command import Command, measurable, understand
 from flatout.launch.restart_policy import oom_kills
 from flatout.probe.machine import look
@@ -276,7 +276,7 @@ def _not_beside(folder: JobFolder, session: SessionRecord, cmd: Command) -> str:
     """Say why the plan is only in the job's folder."""
     target = beside_script(cmd)
     if other := made_for_another(target, session):
-        return harmless(f"the plan is in {folder.plan}; {target} stays, because it was made for `{other}`")
+        return sanitize(f"the plan is in {folder.plan}; {target} stays, because it was made for `{other}`")
     return f"cannot write flatout.toml next to the script; the plan is in {folder.plan}"
 
 
@@ -302,7 +302,7 @@ def _finish(folder: JobFolder, session: SessionRecord) -> None:
     from flatout.render.report import report_html
 
     save_session(folder, session)
-    write_whole(folder.report, report_html(session))
+    write_atomically(folder.report, report_html(session))
 
 
 def _effects(text: str) -> frozenset[Effect]:

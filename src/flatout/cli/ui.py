@@ -11,7 +11,7 @@ from flatout import __version__
 from flatout.cli.options.json_output import json_option, print_json
 from flatout.cli.options.messages import say
 from flatout.compare.history import read_history, records_folder
-from flatout.job.folder import write_whole
+from flatout.job.folder import write_atomically
 from flatout.measure.clock import today
 from flatout.schema.errors import StorageError, UsageError
 from flatout.schema.history import HistoryRecord
@@ -53,7 +53,7 @@ def command(folder: Path, open_: bool, as_json: bool) -> None:
 
     path = root / PAGE
     try:
-        write_whole(path, html(history_page(history)))
+        write_atomically(path, html(history_page(history)))
     except StorageError as error:
         raise StorageError(
             f"cannot write {path}: {error.__cause__}. `flatout ui --json` prints the same data."

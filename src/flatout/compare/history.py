@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from flatout.compare.baselines import FOLDER_NAME
-from flatout.job.folder import FOLDER, RUNS, JobFolder, read_json, records
+from flatout.job.folder import FOLDER, RUNS, JobFolder, flatout_folder, read_json
 from flatout.schema.errors import MALFORMED
 from flatout.schema.history import HistoryRecord, JobEntry, RunEntry
 from flatout.schema.plan import spell
@@ -33,7 +33,7 @@ R = TypeVar("R", bound=Record)
 
 def records_folder(folder: Path) -> Path | None:
     """Return the folder of records that a user means by a project, by its .flatout, or by the folder of a job."""
-    inner = records() if folder == Path() else folder / FOLDER
+    inner = flatout_folder() if folder == Path() else folder / FOLDER
     if inner.is_dir():
         return inner
     return folder if folder.name == FOLDER or _is_job(folder) else None
@@ -128,11 +128,11 @@ def _not_of_its_form(error: Exception) -> str:
 def _runs(job: Path) -> list[list[Path]]:
     """Return the records of each run, oldest start first. Links are left out: they lead to files of others."""
     runs = sorted(run for run in (job / RUNS).glob("*/") if RUN.fullmatch(run.name) and not run.is_symlink())
-    records = (
+    flatout_folder = (
         [path for path in sorted(run.glob("rank*.json")) if path.is_file() and not path.is_symlink()]
         for run in runs
     )
-    return [files for files in records if files]
+    return [files for files in flatout_folder if files]
 
 
 def _command(path: Path, files_of_runs: Sequence[Sequence[Path]]) -> list[str]:

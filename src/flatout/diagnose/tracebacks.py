@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from flatout.job.sanitize import harmless
+from flatout.job.sanitize import sanitize
 from flatout.schema.failure import ExceptionRecord, FailureRecord, FrameRecord
 
 MOST_LINES = 20_000
@@ -74,7 +74,7 @@ class ProcessOutput:
 
 def clean(text: str) -> str:
     """Text of another program without terminal control sequences."""
-    return harmless(ESCAPES.sub("", text))
+    return sanitize(ESCAPES.sub("", text))
 
 
 def read(text: str) -> list[FailureRecord]:

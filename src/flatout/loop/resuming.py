@@ -95,7 +95,7 @@ def opened(folder: Path, from_scratch: bool, group: RankGroup | None) -> OpenedC
 
 def _by_the_first(folder: Path, from_scratch: bool) -> OpenedCheckpoints:
     saves = CheckpointFolder(
-        folder, metadata=heartbeat.saved
+        folder, metadata=heartbeat.checkpoint_written
     ).open()  # a restarted program resumes from it by itself
     try:
         if from_scratch:

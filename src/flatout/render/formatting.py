@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flatout.job.sanitize import harmless
+from flatout.job.sanitize import sanitize
 from flatout.schema import sizes
 from flatout.schema.plan import spell
 
@@ -27,7 +27,7 @@ def safe_text(value: object, limit: int = TEXT_LIMIT) -> str:
     """
     text = value if isinstance(value, str) else str(value)
     cut = text if len(text) <= limit else text[: limit - 2].rstrip() + " …"
-    return harmless(cut)
+    return sanitize(cut)
 
 
 def one_line(value: object, limit: int = TEXT_LIMIT) -> str:

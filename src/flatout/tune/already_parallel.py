@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 
-from flatout.job.rank_environment import OF_RANKS
+from flatout.job.rank_environment import RANK_VARIABLES
 from flatout.launch.command import Command, is_python, parse_python
 from flatout.schema.records import TrialRecord
 from flatout.trial.reference_run import BY_LAUNCHER, IN_CHILDREN
@@ -28,7 +28,7 @@ def missing(record: TrialRecord) -> str:
     said = (record.reason or record.log_tail).strip().splitlines()
     found = MISSES.search(said[-1]) if said else None
     name = (found["name"] or found["key"]) if found else ""
-    return name if name in OF_RANKS else ""
+    return name if name in RANK_VARIABLES else ""
 
 
 def meant(way: str, command: Command, procs: int) -> str:

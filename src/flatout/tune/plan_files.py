@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatout.job.folder import FOLDER, JobFolder, records
+from flatout.job.folder import FOLDER, JobFolder, flatout_folder
 from flatout.job.plan_file import read_plan
 from flatout.job.trust import distrusted
 from flatout.launch.command import Command
@@ -58,7 +58,7 @@ def differences(made_for: dict[str, str], key: dict[str, str]) -> list[str]:
 
 def job_folder(command: Command, given: Path | None = None, ranks: str = "") -> JobFolder:
     name = "-".join(filter(None, (command.title, command.digest, ranks.replace(" ", "-"))))
-    return JobFolder(records(name) if given is None else given)
+    return JobFolder(flatout_folder(name) if given is None else given)
 
 
 def newest(*patterns: str) -> Path | None:
@@ -66,7 +66,7 @@ def newest(*patterns: str) -> Path | None:
     found = [
         path
         for pattern in patterns
-        for place in {records(), Path(FOLDER)}
+        for place in {flatout_folder(), Path(FOLDER)}
         for path in place.glob(f"*/{pattern}")
     ]
     return max(found, key=lambda path: path.stat().st_mtime, default=None)
@@ -115,7 +115,7 @@ def find_plan(command: Command, facts: Facts, ranks: str = "") -> FoundPlan:
     """Return the newest plan that fits the command, script, machine and versions."""
     key, skipped = key_of(command, facts, ranks), list[Skipped]()
     for path in plan_files(command, ranks):
-        if why := distrusted(path, whose=command.script):
+        if why := distrusted(path, owner_of=command.script):
             skipped.append(Skipped(path, why))
             continue
         try:

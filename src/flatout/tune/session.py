@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from flatout import __version__
-from flatout.job.folder import JobFolder, read_json, write_json, write_whole
+from flatout.job.folder import JobFolder, read_json, write_atomically, write_json
 from flatout.job.plan_file import read_plan
 from flatout.launch.command import Command
 from flatout.levers import TABLE
@@ -104,12 +104,12 @@ def write_plan(job: JobFolder, session: SessionRecord, command: Command, beside:
 
     A plan that was made for another command stays beside the script: it may be the only one of that command."""
     text = plan_of(session).to_toml()
-    write_whole(job.plan, text)
+    write_atomically(job.plan, text)
     target = beside_script(command)
     if not beside or made_for_another(target, session):
         return None
     try:
-        write_whole(target, text)
+        write_atomically(target, text)
     except StorageError:  # the folder is not writable; the plan is in the job folder
         return None
     return target

@@ -48,7 +48,7 @@ from flatout.checkpoint.resume.value_hooks import ValueHooks
 from flatout.checkpoint.resume.value_log import ValueLog
 from flatout.data.streams import own_generators
 from flatout.job import heartbeat
-from flatout.job.claims import CHECKPOINTS, claim_or_succeed
+from flatout.job.claims import CHECKPOINTS, claim_or_take_over
 from flatout.measure.clock import seconds
 from flatout.schema.errors import CannotResume, FlatoutError, StorageError
 from flatout.schema.run_request import ResumeOptions
@@ -92,7 +92,7 @@ class ExactSession(Listener):
             torch,
             folder,
             say_at_once,
-            lambda: claim_or_succeed(claim),
+            lambda: claim_or_take_over(claim),
             ledger,
             exact=self,
             resumed=self.save.step if self.save is not None else None,
@@ -222,7 +222,7 @@ class ExactSession(Listener):
             f"this script resumes by itself, from {os.path.relpath(path)}; flatout leaves this to the script"
         )
         heartbeat.set_exact_resume(False)
-        heartbeat.saved()  # counts the file from which the program resumes itself
+        heartbeat.checkpoint_written()  # counts the file from which the program resumes itself
         if not self.options.rescue:
             self.rescue.leave()
 
@@ -245,7 +245,7 @@ class ExactSession(Listener):
 
     def kept(self, step: int) -> None:
         if not self._why_not and not self.value_log.broken:
-            heartbeat.saved(step)
+            heartbeat.checkpoint_written(step)
 
     # -- the end -----------------------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ def read(path: Path) -> dict[str, Any]:
     found = tool.get("flatout", {}) if isinstance(tool, dict) else {}
     if not isinstance(found, dict):
         raise UsageError(f"{path}: {SECTION} is not a table. Write [{SECTION}] above its keys.")
-    if found and (why := distrusted(path, whose=Path.cwd())):
+    if found and (why := distrusted(path, owner_of=Path.cwd())):
         sys.stderr.write(f"flatout: [{SECTION}] of {path} is not used: {why}\n")
         return {}
     return found

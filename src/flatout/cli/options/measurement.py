@@ -19,7 +19,7 @@ from flatout.cli.options.messages import warned
 from flatout.cli.options.progress import LiveProgress
 from flatout.cli.options.signals import stop_on_sigterm
 from flatout.compare.evaluate import FEWEST_PAIRS
-from flatout.job.folder import write_json, write_whole
+from flatout.job.folder import write_atomically, write_json
 from flatout.launch.command import measurable, understand
 from flatout.measure.clock import today
 from flatout.probe.machine import look
@@ -130,7 +130,7 @@ def output(record: ProgramRecord, path: Path, page: Page, as_json: bool) -> None
     from flatout.render.page import html
     from flatout.render.terminal import print_page
 
-    write_whole(path, html(page))
+    write_atomically(path, html(page))
     if as_json:
         print_json(record)
         return

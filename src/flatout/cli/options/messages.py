@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from functools import cache
 
-from flatout.job.sanitize import harmless
+from flatout.job.sanitize import sanitize
 from flatout.schema.facts import Facts, untested_torch
 
 
 def say(sentence: str) -> None:
-    sys.stderr.write(f"flatout: {harmless(sentence)}\n")
+    sys.stderr.write(f"flatout: {sanitize(sentence)}\n")
 
 
 say_once = cache(say)
