@@ -39,24 +39,24 @@ def command(
     at_step: int,
     job: Path | None,
     as_json: bool,
-    words: tuple[str, ...],
+    argv: tuple[str, ...],
 ) -> int:
     """Measure speed, memory and gradient noise of an unchanged program at several batch sizes.
 
     flatout starts the program at each size, measures whole steps including data loading, and stops it.
     It does not touch the program's files. The charts are in batch.html in the job's folder.
     """
-    asked = Measurement("batch", words, job)
-    record = BatchRecord(**asked.header, budget_s=budget)
-    requested = BatchOptions(tuple(sizes), budget, memory_limit, at_step)
-    asked.answer(
+    measurement = Measurement("batch", argv, job)
+    record = BatchRecord(**measurement.header, budget_s=budget)
+    options = BatchOptions(tuple(sizes), budget, memory_limit, at_step)
+    measurement.run(
         record,
         budget,
         lambda stage, save: BatchCurve(
-            asked.command, asked.folder, asked.facts, record, requested, stage, save
+            measurement.command, measurement.folder, measurement.facts, record, options, stage, save
         ).run(),
     )
     from flatout.render.batch_page import batch_page
 
-    asked.show(record, batch_page(record), as_json)
+    measurement.show(record, batch_page(record), as_json)
     return 0

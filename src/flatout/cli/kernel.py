@@ -37,12 +37,12 @@ def check(subjects: tuple[str, ...], limit: str, as_json: bool) -> int:
 @command.command()
 @click.argument("subject", metavar="NAME | FOLDER | FILE.py:FUNCTION")
 @click.option("--rounds", default=8, show_default=True, help="Rounds for each implementation.")
-@click.option("--case", "only", default="", help="Measure only cases whose title contains this text.")
-def bench(subject: str, rounds: int, only: str) -> None:
+@click.option("--case", default="", help="Measure only cases whose title contains this text.")
+def bench(subject: str, rounds: int, case: str) -> None:
     """Measure a kernel against its reference, torch.compile of it, and a copy on this device."""
     from flatout.cli.kernel_bench import show
 
-    show(subject, rounds, only)
+    show(subject, rounds, case)
 
 
 @command.command()

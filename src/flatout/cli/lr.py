@@ -40,7 +40,7 @@ def command(
     budget: float,
     job: Path | None,
     as_json: bool,
-    words: tuple[str, ...],
+    argv: tuple[str, ...],
 ) -> int:
     """Measure how the loss of an unchanged program depends on its learning rate.
 
@@ -50,16 +50,24 @@ def command(
     """
     if not low < high:
         raise UsageError(f"--low {low:g} is not below --high {high:g}.")
-    asked = Measurement("lr", words, job)
-    record = LrRecord(**asked.header)
-    asked.answer(
+    measurement = Measurement("lr", argv, job)
+    record = LrRecord(**measurement.header)
+    measurement.run(
         record,
         budget,
         lambda stage, save: lr_range(
-            asked.command, asked.folder, asked.facts, record, low, high, steps, budget, stage
+            measurement.command,
+            measurement.folder,
+            measurement.facts,
+            record,
+            low,
+            high,
+            steps,
+            budget,
+            stage,
         ),
     )
     from flatout.render.lr_page import lr_page
 
-    asked.show(record, lr_page(record), as_json)
+    measurement.show(record, lr_page(record), as_json)
     return 0

@@ -49,7 +49,7 @@ def command(
     budget: float,
     job: Path | None,
     as_json: bool,
-    words: tuple[str, ...],
+    argv: tuple[str, ...],
 ) -> int:
     """Predict the peak memory of a training step, and its contents, for any batch size.
 
@@ -57,15 +57,17 @@ def command(
     no values and take no memory, and the program learns nothing. flatout then starts it again and measures
     some real steps, to report the error of the prediction. The chart is memory.html in the job's folder.
     """
-    asked = Measurement("memory", words, job)
-    record = MemoryForecast(**asked.header)
-    wanted = ForecastOptions(sizes, allocator == "cuda", memory_limit, measure, budget)
-    asked.answer(
+    measurement = Measurement("memory", argv, job)
+    record = MemoryForecast(**measurement.header)
+    options = ForecastOptions(sizes, allocator == "cuda", memory_limit, measure, budget)
+    measurement.run(
         record,
         budget,
-        lambda stage, save: Forecast(asked.command, asked.folder, asked.facts, record, wanted, stage).run(),
+        lambda stage, save: Forecast(
+            measurement.command, measurement.folder, measurement.facts, record, options, stage
+        ).run(),
     )
     from flatout.render.memory_page import memory_page
 
-    asked.show(record, memory_page(record), as_json)
+    measurement.show(record, memory_page(record), as_json)
     return 0

@@ -8,11 +8,17 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from flatout.cli.options.arguments import PROGRAM, Duration, program, words_or_usage, writable
-from flatout.cli.options.device import choose, device_option
+from flatout.cli.options.arguments import (
+    PROGRAM,
+    Duration,
+    program_argument,
+    require_program,
+    writable,
+)
+from flatout.cli.options.device import apply_device, device_option
 from flatout.cli.options.json_output import json_option, print_json
-from flatout.cli.options.measurement import header, kept
-from flatout.cli.options.messages import warned
+from flatout.cli.options.measurement import header, job_option, saved_on_exit
+from flatout.cli.options.messages import warn_untested
 from flatout.cli.options.progress import LiveProgress
 from flatout.diagnose.profiled_program import ProfiledProgram, ProfileOptions
 from flatout.diagnose.profiling import MEMORY_STAGES, run_profile
@@ -24,8 +30,8 @@ from flatout.schema.facts import Facts
 from flatout.schema.profile import ProfileRecord
 from flatout.tune.plan_files import job_folder
 
-SHORTEST_S = 5.0
-LONG = 3  # times as many steps with --memory
+MIN_BUDGET_S = 5.0
+MEMORY_FACTOR = 3  # times as many steps with --memory
 
 
 class Schedule(click.ParamType):
@@ -36,12 +42,16 @@ class Schedule(click.ParamType):
     def convert(self, value: object, param: object, ctx: object) -> tuple[int, int, int]:
         if isinstance(value, tuple):
             return value
-        words = str(value).split(",")
-        if len(words) != 3 or not all(word.strip().isdigit() for word in words) or int(words[2]) < 1:
+        numbers = str(value).split(",")
+        if (
+            len(numbers) != 3
+            or not all(number.strip().isdigit() for number in numbers)
+            or int(numbers[2]) < 1
+        ):
             self.fail(
                 f"{value!r} is not a schedule; write the numbers of wait, warm-up and active steps (at least 1 active), as in 1,2,3"
             )
-        return int(words[0]), int(words[1]), int(words[2])
+        return int(numbers[0]), int(numbers[1]), int(numbers[2])
 
 
 @click.command(context_settings=PROGRAM)
@@ -81,14 +91,10 @@ class Schedule(click.ParamType):
     is_flag=True,
     help="Profile memory only, over three times as many steps; no operators, no what-ifs.",
 )
-@click.option(
-    "--job",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for the records instead of .flatout/<job>.",
-)
+@job_option
 @json_option
 @device_option
-@program
+@program_argument
 def command(
     steps: int,
     schedule: tuple[int, int, int],
@@ -99,7 +105,7 @@ def command(
     job: Path | None,
     as_json: bool,
     device: str | None,
-    words: tuple[str, ...],
+    argv: tuple[str, ...],
 ) -> int:
     """Show how a step of an unchanged program spends its time and memory.
 
@@ -108,9 +114,9 @@ def command(
     what-ifs show the speed-up from fixing each bottleneck. Then flatout stops the program. It does not touch
     the program's files.
     """
-    if budget < SHORTEST_S:
+    if budget < MIN_BUDGET_S:
         raise UsageError(
-            f"a budget of {budget:g} s cannot measure anything; give at least {SHORTEST_S:g} s, as in --budget 2m."
+            f"a budget of {budget:g} s cannot measure anything; give at least {MIN_BUDGET_S:g} s, as in --budget 2m."
         )
     if memory and trace is not None:
         raise UsageError(
@@ -118,15 +124,13 @@ def command(
         )
     if tensorboard is not None:
         _tensorboard_or_usage()
-    cmd = measurable(understand(words_or_usage(words, "profile")))
-    choose(device, cmd, "profile")
+    cmd = measurable(understand(require_program(argv, "profile")))
+    apply_device(device, cmd, "profile")
     folder = writable(job_folder(cmd, job), job is not None)
-    requested = ProfileOptions(
-        steps, schedule, budget, trace=str(trace.resolve()) if trace is not None else ""
-    )
+    options = ProfileOptions(steps, schedule, budget, trace=str(trace.resolve()) if trace is not None else "")
     if memory:
-        requested = replace(requested, stages=MEMORY_STAGES, leak_ticks=LONG * requested.leak_ticks)
-    record = profile(cmd, folder, warned(look(cmd.argv)), requested)
+        options = replace(options, stages=MEMORY_STAGES, leak_ticks=MEMORY_FACTOR * options.leak_ticks)
+    record = profile(cmd, folder, warn_untested(look(cmd.argv)), options)
     if tensorboard is not None:
         from flatout.render.tensorboard import write_log
 
@@ -154,14 +158,14 @@ def command(
     return 0
 
 
-def profile(cmd: Command, folder: JobFolder, facts: Facts, requested: ProfileOptions) -> ProfileRecord:
+def profile(cmd: Command, folder: JobFolder, facts: Facts, options: ProfileOptions) -> ProfileRecord:
     """Run a profile, and write its record and page to the folder. Raises FlatoutError, KeyboardInterrupt."""
     record = ProfileRecord(**header(cmd.shown, facts), machine=facts.description)
     with (
-        kept(record, folder.profile) as save,
-        LiveProgress(Console(stderr=True), requested.budget_s) as progress,
+        saved_on_exit(record, folder.profile) as save,
+        LiveProgress(Console(stderr=True), options.budget_s) as progress,
     ):
-        run_profile(ProfiledProgram(cmd, folder, facts, requested, record, _ceilings(facts), progress, save))
+        run_profile(ProfiledProgram(cmd, folder, facts, options, record, _ceilings(facts), progress, save))
     _write_page(record, folder)
     return record
 

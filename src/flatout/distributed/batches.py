@@ -52,7 +52,7 @@ class RankBatches:
             ledger.call("dispatch mode", lambda: mode.__exit__(None, None, None))
 
     def cut(self, batch: object, samples: int | None = None) -> Any:
-        """This rank's rows of a whole batch. Raises CannotDivide if there are none."""
+        """This rank's rows of a whole batch. Raises CannotParallelize if there are none."""
         samples = samples if samples is not None else self.context.samples_in(batch)
         if samples is None:
             raise CannotParallelize("its batches hold no tensor with one row per sample")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def put_together(torch: ModuleType, output: object, part: BatchShare, world: int) -> Any:
     """``output`` with the rows of all ranks in each tensor.
 
-    Raises CannotDivide for a value without rows per sample, such as a loss.
+    Raises CannotParallelize for a value without rows per sample, such as a loss.
     """
     from torch.utils._pytree import tree_map_only
 

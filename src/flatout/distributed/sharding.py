@@ -58,7 +58,7 @@ class Sharding:
         return self.mixing.is_divided(parameter)
 
     def shard(self, root: Module) -> None:
-        """Shard the weights of a module. Raises CannotDivide.
+        """Shard the weights of a module. Raises CannotParallelize.
 
         The other ranks are at the same point with equal weights.
         """

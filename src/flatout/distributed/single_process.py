@@ -69,6 +69,6 @@ def for_ourselves(torch: ModuleType) -> Callable[..., Any]:
 
 
 def must_be_the_rank(torch: ModuleType) -> None:
-    """Raises CannotDivide in a process that the script has started: every rank would start such processes."""
+    """Raises CannotParallelize in a process that the script has started: every rank would start such processes."""
     if torch.multiprocessing.parent_process() is not None:
         raise CannotParallelize("the script trains in processes that it starts itself: remove --procs")

@@ -110,7 +110,7 @@ def run_rank(what: RayJob, rank: RankEnvironment, output: Any) -> tuple[int, str
     """Run one rank in a Ray worker; return its exit code, negative for a signal, and the end of its output.
 
     ``output`` is a queue for its output, or None. The program ends with the worker, and if the task is cancelled.
-    Raises NodesApart if this node lacks its folder, ProgramNotFound if it lacks the program."""
+    Raises NodesUnreachable if this node lacks its folder, ProgramNotFound if it lacks the program."""
     import ray
 
     host, home, pause = socket.gethostname(), temporary("ray"), threading.Event()
@@ -189,7 +189,7 @@ def run_ranks(
 ) -> int:
     """Run the program as several ranks; return 0 if all succeed. ``show`` receives the output of rank 0.
 
-    Raises ProgramFailed for the first rank that fails, after ending the others; NodesApart if the cluster is
+    Raises ProgramFailed for the first rank that fails, after ending the others; NodesUnreachable if the cluster is
     full or loses a node.
     """
     ray = connect(address)

@@ -30,7 +30,7 @@ from flatout.render.page import (
     dateline,
     notes,
 )
-from flatout.render.phases import Side, phase_section
+from flatout.render.phases import ProgramPhases, phase_section
 from flatout.schema.compare import Change, CompareRecord, SideRecord
 
 Row = tuple[str, str, str, str]
@@ -122,8 +122,8 @@ def _differing_versions(a: SideRecord, b: SideRecord) -> list[str]:
     ]
 
 
-def _phases(name: str, side: SideRecord) -> Side:
-    return Side.read(name, side.phases, side.step_ms)
+def _phases(name: str, side: SideRecord) -> ProgramPhases:
+    return ProgramPhases.read(name, side.phases, side.step_ms)
 
 
 def _changes(record: CompareRecord) -> dict[str, str]:

@@ -89,7 +89,7 @@ def profile_page(profile: ProfileRecord) -> Page:
         command=profile.command,
         dateline=dateline(profile.created, machine.device(profile)),
         tone="bad" if failed else "",
-        following=next_step(profile),
+        next_step=next_step(profile),
         version=profile.flatout,
     )
 

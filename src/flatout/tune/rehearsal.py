@@ -296,7 +296,7 @@ class Rehearsal:
 
     def _why_failed(self, record: TrialRecord, reference: dict[str, Any]) -> str:
         said = record.last_line
-        _, ours, sentence = said.rpartition("CannotDivide: ")
+        _, ours, sentence = said.rpartition("CannotParallelize: ")
         if reference["fed"]:
             return sentence if ours else f"split over {self.procs} ranks it fails: {said}"
         return f"{OWN_BATCHES}: {sentence if ours else said}"

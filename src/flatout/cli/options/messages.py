@@ -9,15 +9,15 @@ from flatout.job.sanitize import sanitize
 from flatout.schema.facts import Facts, untested_torch
 
 
-def say(sentence: str) -> None:
+def notify(sentence: str) -> None:
     sys.stderr.write(f"flatout: {sanitize(sentence)}\n")
 
 
-say_once = cache(say)
+notify_once = cache(notify)
 
 
-def warned(facts: Facts) -> Facts:
+def warn_untested(facts: Facts) -> Facts:
     """Return the facts; a torch that is newer than the tested ones is named once."""
     if sentence := untested_torch(facts.versions.get("torch", "")):
-        say_once(sentence)
+        notify_once(sentence)
     return facts
