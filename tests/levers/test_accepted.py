@@ -31,8 +31,8 @@ def wrong(forms):
         if isinstance(form, Number):
             yield from (form.low - 1, form.high + 1, math.nextafter(form.high, math.inf), True)
         if isinstance(form, Table):
-            right = {key: right_one(form.keys[key]) for key in form.needed}
-            yield from ({k: v for k, v in right.items() if k != key} for key in form.needed)
+            right = {key: right_one(form.keys[key]) for key in form.required}
+            yield from ({k: v for k, v in right.items() if k != key} for key in form.required)
             for key, items in form.keys.items():
                 yield from ({**right, key: item} for item in wrong(items) if not isinstance(item, dict))
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.measure.batch_curve import WORTH, in_micro_batches, near_best, read
+from flatout.measure.batch_curve import WORTH, enough, in_micro_batches, read
 from flatout.measure.statistics import Round
 from flatout.render.batch_page import batch_page, noise_sentence, sentences
 from flatout.render.page import html
@@ -120,7 +120,7 @@ def test_micro_batches_add_up(step_ms, optimizer_ms, samples, wanted):
     )
 )
 def test_enough_is_never_far_from_the_best(times):
-    found, low, high = near_best([times, times], list(times), draws=30)
+    found, low, high = enough([times, times], list(times), draws=30)
     mean = {size: sum(ms) / len(ms) for size, ms in times.items()}
     assert low <= found <= high
     assert {low, found, high} <= set(times)

@@ -8,14 +8,14 @@ FlatoutError
 ├── ProgramFailed         the user's program failed by itself                        its own exit code
 ├── NothingMeasured       the program ran, but no training step could be measured    exit 3
 ├── TrialFailed           a trial died, hung or lost its program                     exit 3
-├── CannotParallelize          the program cannot be split over ranks                     exit 6
+├── CannotParallelize     the program cannot be split over ranks                     exit 6
 ├── LoopError             a Loop cannot train as requested without a mistake         exit 1
 ├── StorageError          a folder or a disk cannot be written                       exit 4
 ├── SaveError             no valid checkpoint, or one of another program             exit 7
 ├── CannotResume          the program cannot resume exactly                          exit 10
 ├── ProgramHung           a monitored program hung, and no restart is left           exit 8
 ├── NotFinite             a loss was NaN or infinite, and the run must stop          exit 9
-└── NodesUnreachable            the machines of a job cannot find or lost each other       exit 5
+└── NodesUnreachable      the machines of a job cannot find or lost each other       exit 5
 """
 
 from __future__ import annotations
