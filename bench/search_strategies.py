@@ -136,9 +136,7 @@ class _Candidate:
         if self.ratio is None or ratio.median > self.ratio.median or (self.undecided and not live):
             self.value, self.ratio, self.live_ratio = value, ratio, live
         best = self.ratio
-        self.won = (
-            best.median >= 1.02 if best.n < 3 else best.median >= 1.01 and best.probability_faster >= 0.7
-        )
+        self.won = best.median >= 1.02 if best.n < 3 else best.median >= 1.01 and best.chance >= 0.7
         self.closed = True
 
 
@@ -275,7 +273,7 @@ class Races:
         for (lineup, _), verdict in sorted(
             zip(racing, verdicts, strict=True), key=lambda entry: len(entry[0][0])
         ):
-            ratio, parts = verdict.relative_to(luck), [self.candidates[factor.lever] for factor in lineup]
+            ratio, parts = verdict.against(luck), [self.candidates[factor.lever] for factor in lineup]
             alone = (
                 max((c.ratio.median if c.ratio else 0.0 for c in parts), default=0.0)
                 if len(parts) > 1

@@ -7,15 +7,16 @@ import pytest
 from pages import Parsed, limited, session
 from test_pages import shown
 
-from flatout.render import formatting, ranks_summary, summary
-from flatout.render.report import report_html, session_page
+from flatout.render import formatting, summary
+from flatout.render.page import html
+from flatout.render.report import session_page
 from flatout.render.svg import Scale, element, ratio_scale, ratio_ticks, round_ticks
 from flatout.schema.records import PhaseTime, Ratio
 from flatout.schema.session import LeverRecord
 
 
 def page_text(record):
-    return Parsed(report_html(record)).text
+    return Parsed(html(session_page(record))).text
 
 
 @pytest.mark.parametrize(
@@ -209,7 +210,7 @@ def test_ranks_compared_with_one_process():
         (None, "one process failed", "2 ranks; one process failed."),
         (None, "", "2 ranks."),
     ):
-        assert words in ranks_summary.speed_sentence(replace(ranks, ratio=ratio, why_not=why_not))
+        assert words in summary.ranks_sentence(replace(ranks, ratio=ratio, why_not=why_not))
 
 
 def test_scales_and_ticks():

@@ -104,16 +104,3 @@ def test_a_ratio_against_something_faster_is_smaller(median, factor):
     assert math.isclose(other.median * factor, median)
     assert other.low <= other.median <= other.high
     assert other.n == 5
-
-
-@given(st.tuples(*[st.floats(0.01, 100.0)] * 3).map(sorted))
-def test_the_chance_of_being_faster(edges):
-    low, median, high = edges
-    ratio = Ratio(median, low, high, 6)
-    assert 0.0 <= ratio.probability_faster <= 1.0
-    if ratio.significant:
-        assert ratio.probability_faster >= 0.97
-    if ratio.median < 1.0:
-        assert ratio.probability_faster < 0.5
-    later = Ratio(ratio.median * 1.1, ratio.low * 1.1, ratio.high * 1.1, ratio.n)
-    assert later.probability_faster >= ratio.probability_faster

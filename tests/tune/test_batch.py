@@ -185,9 +185,9 @@ def test_any_measurements_can_be_plotted(points, noise, word):
         (NoiseScale(why_not="it has two optimizers"), 8, "two optimizers"),
     ],
 )
-def test_how_large_a_batch_still_helps_is_one_sentence(noise, own_size, words):
-    assert words in noise_sentence(noise, own_size)
-    assert noise.why_not or "step 5" in noise_sentence(noise, own_size)
+def test_how_large_a_batch_still_helps_is_one_sentence(noise, own, words):
+    assert words in noise_sentence(noise, own)
+    assert noise.why_not or "step 5" in noise_sentence(noise, own)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from flatout.cli.options.arguments import PROGRAM, Amount, Duration, Sizes
+from flatout.cli.options.arguments import PROGRAM, Amount, Sizes, budget_option
 from flatout.cli.options.measurement import Measurement, measurement_options
 from flatout.schema.batch import BatchRecord
 from flatout.tune.batch_curve import BatchCurve, BatchOptions
@@ -19,9 +19,7 @@ from flatout.tune.batch_curve import BatchCurve, BatchOptions
     type=Sizes(),
     help="Comma-separated batch sizes; by default fractions and multiples of the script's own.",
 )
-@click.option(
-    "--budget", default="5m", show_default=True, type=Duration(), help="Time to spend: 90s, 5m, 1h."
-)
+@budget_option("5m", "Time to spend: 90s, 5m, 1h.")
 @click.option(
     "--memory-limit",
     default=None,

@@ -32,15 +32,13 @@ from flatout.schema.findings import Finding
 from flatout.schema.outputs import FindingsRecord, Page, PagesRecord
 from flatout.tune.plan_files import job_folder
 
-FORMATS = ("text", "github")
-
 
 @click.command(context_settings=PROGRAM)
 @rule_options
 @click.option(
     "--format",
     "output_format",
-    type=click.Choice(FORMATS),
+    type=click.Choice(["text", "github"]),
     default="text",
     show_default=True,
     help="Output format of the findings.",

@@ -12,9 +12,9 @@ from rich.console import Console
 
 from flatout.cli.options.arguments import (
     PROGRAM,
-    Duration,
     Share,
     ShareOrAmount,
+    budget_option,
     read_plan,
     require_program,
     writable,
@@ -58,13 +58,7 @@ from flatout.tune.plan_files import job_folder, key_of
     type=click.Choice(["bits", "spread"]),
     help="Exit with 1 if losses differ in a bit, or by more than the spread of A's seeds.",
 )
-@click.option(
-    "--budget",
-    default="5m",
-    show_default=True,
-    type=Duration(),
-    help="Time for all pairs; the fewest are measured even if they take longer.",
-)
+@budget_option("5m", "Time for all pairs; the fewest are measured even if they take longer.")
 @click.option(
     "--pairs",
     default=FEWEST_PAIRS,

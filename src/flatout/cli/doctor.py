@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import click
 from rich.console import Console
 from rich.text import Text
@@ -12,7 +10,7 @@ from flatout.cli.options.json_output import json_option, print_json
 from flatout.diagnose.doctor.snapshot import SnapshotTaker
 from flatout.schema.ceilings import CeilingsRecord
 from flatout.schema.errors import UsageError
-from flatout.schema.machine_snapshot import MachineSnapshot, Verdict
+from flatout.schema.machine_snapshot import Verdict
 from flatout.schema.outputs import DoctorRecord
 
 QUOTE_LIMIT_S = 120.0  # collect_env lists the packages of pip and conda
@@ -37,10 +35,15 @@ def command(bench: bool, quotes: bool, as_json: bool) -> int:
     """
     if quotes and as_json:
         raise UsageError("--all quotes texts, which are no JSON. Run it without --json.")
-    snapshot = _take_snapshot()
-    from flatout.diagnose.doctor.checks import examine
-    from flatout.render.doctor import doctor_page
+    with (
+        SnapshotTaker() as taker,
+        Console(stderr=True).status("inspecting this machine; importing torch in a child process"),
+    ):  # shown only on a terminal
+        # Imported while the child imports torch, which takes the longest.
+        from flatout.diagnose.doctor.checks import examine
+        from flatout.render.doctor import doctor_page
 
+        snapshot = taker.take()
     checks = examine(snapshot)
     console = Console(highlight=False)
     if not as_json:
@@ -51,17 +54,6 @@ def command(bench: bool, quotes: bool, as_json: bool) -> int:
     if as_json:
         print_json(DoctorRecord(snapshot, checks, ceilings))
     return int(any(check.verdict == Verdict.PROBLEM for check in checks))
-
-
-def _take_snapshot() -> MachineSnapshot:
-    with (
-        SnapshotTaker() as taker,
-        Console(stderr=True).status("inspecting this machine; importing torch in a child process"),
-    ):  # shown only on a terminal
-        # Import the modules needed later while the child imports torch, which takes the longest.
-        importlib.import_module("flatout.diagnose.doctor.checks")
-        importlib.import_module("flatout.render.doctor")
-        return taker.take()
 
 
 def _quote(console: Console) -> None:

@@ -70,17 +70,15 @@ def _text(inputs: tuple[str, ...]) -> str:
         )
     if len(inputs) == 1 and _is_path(inputs[0]):
         try:
-            with open(inputs[0], encoding="utf-8", errors="replace") as file:
+            with open(inputs[0], "rb") as file:
                 stats = os.fstat(file.fileno())
                 if stat.S_ISCHR(stats.st_mode) or stat.S_ISBLK(stats.st_mode):
                     raise UsageError(
                         f"{inputs[0]} is a device and may never end. Give a log, an error's text, or - for standard input."
                     )
                 if stats.st_size > MAX_LOG_BYTES:
-                    with open(inputs[0], "rb") as tail:
-                        tail.seek(-MAX_LOG_BYTES, os.SEEK_END)
-                        return gather(io.TextIOWrapper(tail, encoding="utf-8", errors="replace"))
-                return gather(file)
+                    file.seek(-MAX_LOG_BYTES, os.SEEK_END)
+                return gather(io.TextIOWrapper(file, encoding="utf-8", errors="replace"))
         except OSError as error:
             raise UsageError(
                 f"{inputs[0]} cannot be read: {error.strerror}. Give a log, an error's text, or - for standard input."

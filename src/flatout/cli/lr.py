@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from flatout.cli.options.arguments import PROGRAM, Duration
+from flatout.cli.options.arguments import PROGRAM, budget_option
 from flatout.cli.options.measurement import Measurement, measurement_options
 from flatout.schema.errors import UsageError
 from flatout.schema.lr_range import LrRecord
@@ -25,13 +25,7 @@ RATE = click.FloatRange(0, min_open=True)
     type=click.IntRange(FEWEST),
     help="Steps from the lowest to the highest rate.",
 )
-@click.option(
-    "--budget",
-    default="5m",
-    show_default=True,
-    type=Duration(),
-    help="Time for all steps; slow programs run fewer steps.",
-)
+@budget_option("5m", "Time for all steps; slow programs run fewer steps.")
 @measurement_options
 def command(
     low: float,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from flatout.cli.options.arguments import PROGRAM, Amount, Duration, Sizes
+from flatout.cli.options.arguments import PROGRAM, Amount, Sizes, budget_option
 from flatout.cli.options.measurement import Measurement, measurement_options
 from flatout.schema.memory_forecast import MemoryForecast
 from flatout.tune.memory_forecast import Forecast, ForecastOptions
@@ -37,9 +37,7 @@ from flatout.tune.memory_forecast import Forecast, ForecastOptions
     show_default=True,
     help="Then measure real steps at the script's own batch size and one requested size.",
 )
-@click.option(
-    "--budget", default="5m", show_default=True, type=Duration(), help="Time limit for each measurement."
-)
+@budget_option("5m", "Time limit for each measurement.")
 @measurement_options
 def command(
     sizes: list[int],

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
 from rich.console import Console
 
-from flatout.cli.options.arguments import (
-    PROGRAM,
-    Duration,
-    program_argument,
-    require_program,
-    writable,
-)
+from flatout.cli.options.arguments import PROGRAM, budget_option, program_argument, require_program, writable
 from flatout.cli.options.device import apply_device, device_option
 from flatout.cli.options.json_output import json_option, print_json
 from flatout.cli.options.measurement import header, job_option, saved_on_exit
@@ -69,13 +64,7 @@ class Schedule(click.ParamType):
     type=Schedule(),
     help="Profiler schedule: numbers of wait, warm-up and active steps.",
 )
-@click.option(
-    "--budget",
-    default="2m",
-    show_default=True,
-    type=Duration(),
-    help="Time to spend in steady state; what-ifs use the remaining time.",
-)
+@budget_option("2m", "Time to spend in steady state; what-ifs use the remaining time.")
 @click.option(
     "--trace",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -122,8 +111,10 @@ def command(
         raise UsageError(
             "--memory profiles no operators, so there is no trace to write. Remove --trace or --memory."
         )
-    if tensorboard is not None:
-        _tensorboard_or_usage()
+    if tensorboard is not None and find_spec("tensorboard") is None:
+        raise UsageError(
+            "--tensorboard needs the package tensorboard, which is not installed here. Run `pip install tensorboard`, or remove the option."
+        )
     cmd = measurable(understand(require_program(argv, "profile")))
     apply_device(device, cmd, "profile")
     folder = writable(job_folder(cmd, job), job is not None)
@@ -160,33 +151,16 @@ def command(
 
 def profile(cmd: Command, folder: JobFolder, facts: Facts, options: ProfileOptions) -> ProfileRecord:
     """Run a profile, and write its record and page to the folder. Raises FlatoutError, KeyboardInterrupt."""
+    from flatout.measure.ceilings import load
+    from flatout.render.page import html
+    from flatout.render.profile_page import profile_page
+
     record = ProfileRecord(**header(cmd.shown, facts), machine=facts.description)
+    ceilings = load(facts, "cuda" if facts.cuda else "cpu") or {}  # of `flatout doctor --bench`
     with (
         saved_on_exit(record, folder.profile) as save,
         LiveProgress(Console(stderr=True), options.budget_s) as progress,
     ):
-        run_profile(ProfiledProgram(cmd, folder, facts, options, record, _ceilings(facts), progress, save))
-    _write_page(record, folder)
+        run_profile(ProfiledProgram(cmd, folder, facts, options, record, ceilings, progress, save))
+    write_atomically(folder.profile_page, html(profile_page(record)))
     return record
-
-
-def _ceilings(facts: Facts) -> dict[str, float]:
-    """Return the ceilings that `flatout doctor --bench` measured on this machine; empty if it never ran."""
-    from flatout.measure.ceilings import load
-
-    return load(facts, "cuda" if facts.cuda else "cpu") or {}
-
-
-def _write_page(record: ProfileRecord, folder: JobFolder) -> None:
-    from flatout.render.profile_page import profile_html
-
-    write_atomically(folder.profile_page, profile_html(record))
-
-
-def _tensorboard_or_usage() -> None:
-    from importlib.util import find_spec
-
-    if find_spec("tensorboard") is None:
-        raise UsageError(
-            "--tensorboard needs the package tensorboard, which is not installed here. Run `pip install tensorboard`, or remove the option."
-        )

@@ -20,13 +20,6 @@ from flatout.schema.outputs import CheckpointEntry, CheckpointsRecord, ExportRec
 from flatout.tune.plan_files import newest
 
 RESCUE = "rescue"
-NOUNS = {
-    "modules": "module",
-    "optimizers": "optimizer",
-    "schedulers": "scheduler",
-    "scalers": "scaler",
-    "tensors": "tensor",
-}
 
 
 @click.command()
@@ -144,7 +137,7 @@ def _paragraph(path: Path) -> str:
         f"  {position}, {duration(entry.process_age_s)} into the run, {_one_line(entry.created)}, {size(entry.total_bytes)}, verified{why}"
     ]
     lines += [
-        f"    {_one_line(item['name'])}  {NOUNS.get(item['kind'], '')} {_one_line(item['type'])}"
+        f"    {_one_line(item['name'])}  {_one_line(item['kind']).removesuffix('s')} {_one_line(item['type'])}"
         + (f", {count(item['values'])} values" if item["values"] else "")
         for item in entry.contents
     ]

@@ -126,6 +126,7 @@ def command(
     ranks = read_rank_options(options)
     supervision = read_supervision(options)
     launcher = torchrun_of(cmd, ranks.procs) if ranks.explicit and ray is None else ray
+    as_ranks = ranks.several or launcher is not None
     if supervision.enabled and launcher is not None:
         raise UsageError(
             f"--supervise restarts the processes of this machine, but {'Ray' if ray else 'torchrun'} starts the ranks. Remove --supervise."
@@ -134,19 +135,19 @@ def command(
     cmd = launcher.program if isinstance(launcher, Torchrun) else cmd
     apply_device(device, cmd, "run", ranks.procs, ranks.gpus, "--ray" if ray is not None else "")
     facts = hardware()
-    _run_in_removed_folder(cmd, one_process=not ranks.several and launcher is None)
+    _run_in_removed_folder(cmd, one_process=not as_ranks)
     summary_request = exports.summary_of(cmd, facts.machine, summary, export, export_every)
-    if ranks.shard == "always" and not ranks.several and launcher is None:
+    if ranks.shard == "always" and not as_ranks:
         raise UsageError(
             "--shard splits weights between ranks, but there is only one rank. Give their number: --procs 2 --shard always."
         )
     made_for = ranks.title if launcher is None else ""
-    if plan_path or levers or ranks.several or launcher is not None or plan_files(cmd, made_for):
+    if plan_path or levers or as_ranks or plan_files(cmd, made_for):
         facts = warn_untested(with_software(facts, cmd.argv))
     plan, remark, other_plan = _plan_for(cmd, facts, plan_path, made_for)
     for choice in levers:
         plan = (plan or Plan()).with_choice(choice)
-    if plan is None and not ranks.several and launcher is None:
+    if plan is None and not as_ranks:
         notify(
             f"{remark or f'no plan fits this command yet{other_plan}'}; running it as it is. {_how_to_tune(cmd, device)}"
         )
@@ -167,7 +168,7 @@ def command(
     )
     if summary_request is not None and not cmd.closed:
         exports.start_trackers(summary_request, export)
-    if ranks.several or launcher is not None:
+    if as_ranks:
         return _run_as_ranks(cmd, request, levers, ranks, launcher, supervision)
     return _run_alone(cmd, request, supervision)
 
@@ -187,7 +188,8 @@ def _run_alone(cmd: Command, request: RunRequest, supervision: Supervision) -> N
     target = supervision.wrap(cmd, job_folder(cmd).path / "incidents.jsonl")
     counts_only = request.watch is None and request.rescue is None and not len(request.plan)
     if counts_only and request.summary is None:
-        _exec(target, {**_crash_report_environment(), **supervision.environment})
+        crash_report = listening(temporary("run") / "explained", becomes=True)
+        _exec(target, {**crash_report, **supervision.environment})
     if counts_only:
         request = replace(request, entry=COUNT_ENTRY)
     prefix = f"flatout: {'this run is not counted' if counts_only else 'nothing was applied'}: "
@@ -319,11 +321,6 @@ def _environment(request: RunRequest) -> dict[str, str]:
     job = temporary("run") / "job.json"
     write_json(job, replace(request, started=tuple(outcome.to_json() for outcome in outcomes)).to_json())
     return attached(job, {**extra, **variables}, becomes=request.seed is None)
-
-
-def _crash_report_environment() -> dict[str, str]:
-    """Return the environment for a program that runs unchanged: only its crash report is written."""
-    return listening(temporary("run") / "explained", becomes=True)
 
 
 def _exec(cmd: Command, environment: dict[str, str]) -> NoReturn:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from flatout.cli.options.arguments import PROGRAM, Duration
+from flatout.cli.options.arguments import PROGRAM, budget_option
 from flatout.cli.options.measurement import Measurement, header, measurement_options
 from flatout.cli.options.messages import warn_untested
 from flatout.diagnose.profiled_program import ProfiledProgram, ProfileOptions
@@ -81,13 +81,7 @@ STEPS = 40
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Use this profile.json and run nothing.",
 )
-@click.option(
-    "--budget",
-    default="2m",
-    show_default=True,
-    type=Duration(),
-    help="Time limit for measuring in steady state.",
-)
+@budget_option("2m", "Time limit for measuring in steady state.")
 @measurement_options
 def command(
     gpus: str,

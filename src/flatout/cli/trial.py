@@ -9,13 +9,7 @@ from pathlib import Path
 
 import click
 
-from flatout.cli.options.arguments import (
-    PROGRAM,
-    Duration,
-    program_argument,
-    read_plan,
-    require_program,
-)
+from flatout.cli.options.arguments import PROGRAM, Duration, program_argument, read_plan, require_program
 from flatout.cli.options.device import apply_device, device_option
 from flatout.cli.options.json_output import json_option, print_json
 from flatout.cli.options.messages import warn_untested

@@ -153,14 +153,8 @@ def command(
             f"a budget of {budget:g} s cannot measure anything; give at least {MIN_BUDGET_S:g} s, as in --budget 5m."
         )
     ranks = read_rank_options(options)
-    apply_device(
-        device,
-        understand(require_program(argv, "tune")),
-        "tune",
-        ranks.procs,
-        ranks.gpus,
-        "--ray" if ray is not None else "",
-    )
+    cmd = understand(require_program(argv, "tune"))
+    apply_device(device, cmd, "tune", ranks.procs, ranks.gpus, "--ray" if ray is not None else "")
     session, folder, plan = tune(
         argv, goal, write_beside=not no_write, job=job, from_scratch=from_scratch, ranks=ranks, ray=ray
     )
@@ -302,10 +296,11 @@ def _as_ranks(cmd: Command, facts: Facts, ranks: RankOptions, session: SessionRe
 
 
 def _finish(folder: JobFolder, session: SessionRecord) -> None:
-    from flatout.render.report import report_html
+    from flatout.render.page import html
+    from flatout.render.report import session_page
 
     save_session(folder, session)
-    write_atomically(folder.report, report_html(session))
+    write_atomically(folder.report, html(session_page(session)))
 
 
 def _effects(text: str) -> frozenset[Effect]:

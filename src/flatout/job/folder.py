@@ -139,6 +139,15 @@ class JobFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.session = path / "session.json"
+        self.unfinished = path / "unfinished.json"
+        self.plan = path / "flatout.toml"
+        self.report = path / "report.html"
+        self.profile = path / "profile.json"
+        self.profile_page = path / "profile.html"
+        self.ranks = path / "ranks.json"
+        self.trials = path / "trials"
+        self.handed_on = self.trials / HANDED_ON  # as `TrialFolder.handed_on`
 
     def make(self) -> JobFolder:
         try:
@@ -178,43 +187,6 @@ class JobFolder:
             raise StorageError(f"cannot lock {path}: {error.strerror}.") from error
         _locked.add(name)
 
-    @property
-    def session(self) -> Path:
-        return self.path / "session.json"
-
-    @property
-    def unfinished(self) -> Path:
-        return self.path / "unfinished.json"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "flatout.toml"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def profile(self) -> Path:
-        return self.path / "profile.json"
-
-    @property
-    def profile_page(self) -> Path:
-        return self.path / "profile.html"
-
-    @property
-    def ranks(self) -> Path:
-        return self.path / "ranks.json"
-
-    @property
-    def trials(self) -> Path:
-        return self.path / "trials"
-
-    @property
-    def handed_on(self) -> Path:
-        """Return the `TrialFolder.handed_on` of its trials."""
-        return self.trials / HANDED_ON
-
     def new_trial(self) -> TrialFolder:
         """Create the folder of the next free number. ``mkdir`` ensures that two sessions never share one."""
         _sweep(self.trials)
@@ -236,39 +208,18 @@ class TrialFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-
-    @property
-    def spec(self) -> Path:
-        return self.path / "spec.json"
-
-    @property
-    def result(self) -> Path:
-        return self.path / "result.json"
-
-    @property
-    def stdout(self) -> Path:
-        return self.path / "stdout.log"
-
-    @property
-    def stderr(self) -> Path:
-        return self.path / "stderr.log"
+        self.spec = path / "spec.json"
+        self.result = path / "result.json"
+        self.stdout = path / "stdout.log"
+        self.stderr = path / "stderr.log"
+        # Samples that the programs of a search share while it runs
+        self.handed_on = path.parent / HANDED_ON
+        self.claim = path / "claim"  # created by the measured process of the program
+        self.info = (
+            path / "options.json"
+        )  # the instructions of the measured rank to the others, and their steps
 
     @property
     def files(self) -> Path:
         """Return the folder for what a trial started by this process writes, instead of the user's folders."""
         return owned_path(self.path, "files")
-
-    @property
-    def info(self) -> Path:
-        """Return the file with the instructions of the measured rank to the others, and their steps."""
-        return self.path / "options.json"
-
-    @property
-    def handed_on(self) -> Path:
-        """Return the folder in which the programs of a search share cached samples while the search runs."""
-        return self.path.parent / HANDED_ON
-
-    @property
-    def claim(self) -> Path:
-        """Return the file that the measured process of the program creates."""
-        return self.path / "claim"

@@ -18,18 +18,7 @@ from flatout.render.formatting import (
     size,
 )
 from flatout.render.losses import loss_figure
-from flatout.render.page import (
-    BOTH,
-    PAGE,
-    TERMINAL,
-    Cell,
-    Page,
-    Paragraph,
-    Section,
-    Table,
-    dateline,
-    notes,
-)
+from flatout.render.page import BOTH, PAGE, TERMINAL, Cell, Page, Paragraph, Section, Table, dateline, notes
 from flatout.render.phases import ProgramPhases, phase_section
 from flatout.schema.compare import Change, CompareRecord, SideRecord
 
@@ -122,10 +111,6 @@ def _differing_versions(a: SideRecord, b: SideRecord) -> list[str]:
     ]
 
 
-def _phases(name: str, side: SideRecord) -> ProgramPhases:
-    return ProgramPhases.read(name, side.phases, side.step_ms)
-
-
 def _changes(record: CompareRecord) -> dict[str, str]:
     return {
         name: f"{signed(value, 2)} ms ({signed(low, 2)} to {signed(high, 2)})"
@@ -144,7 +129,7 @@ def compare_page(record: CompareRecord, terminal_lines: Sequence[str] = ()) -> P
     a, b = _sides(record)
     change = record.step_time
     slower, faster = change is not None and change.low > 0, change is not None and change.high < 0
-    phases = [_phases("A", a), _phases("B", b)]
+    phases = [ProgramPhases.read(name, side.phases, side.step_ms) for name, side in (("A", a), ("B", b))]
     sections = [
         Section("", [Table((), [_label(name, side) for name, side in (("A", a), ("B", b))])]),
         Section(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,10 +99,3 @@ def _median(time: PhaseTime | None) -> str | Cell:
     if time is None:
         return MISSING
     return Cell(milliseconds(time.median_ms), f"{rounded(time.low_ms)}–{rounded(time.high_ms)}")
-
-
-def differences(first: ProgramPhases, second: ProgramPhases) -> Iterable[tuple[str, float]]:
-    """Yield the change of the median of each phase that both have, in milliseconds."""
-    for name, time in first.phases.items():
-        if name in second.phases:
-            yield name, second.phases[name].median_ms - time.median_ms

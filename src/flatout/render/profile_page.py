@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from flatout.render import machine, profile_charts
+from flatout.render import machine
 from flatout.render.formatting import (
     capital,
     count,
     factor,
     finite,
+    interval,
+    is_positive,
     milliseconds,
     on_device,
     per_second,
@@ -31,19 +33,22 @@ from flatout.render.page import (
     Section,
     Table,
     dateline,
-    html,
     notes,
 )
 from flatout.render.phases import ProgramPhases, phase_figure, phase_kind
+from flatout.render.plot import Interval, Plot, intervals
 from flatout.render.summary import ratio_text
+from flatout.render.svg import Scale, byte_ticks, number_ticks, padded_scale, ratio_scale, ratio_ticks
 from flatout.schema.findings import Severity, SourceLocation
 from flatout.schema.profile import (
+    MEMORY_KINDS,
     LoaderRecord,
     MemoryGrowth,
     MemoryProfile,
     Operation,
     ProfileRecord,
     SyncRecord,
+    WhatIf,
 )
 
 MAX_OPERATIONS = 20
@@ -59,12 +64,8 @@ BOUNDS = {
 WHAT_IF_OF_PHASE = {"data": "loader", "copy": "copies", "optimizer": "optimizer"}
 
 
-def profile_html(profile: ProfileRecord) -> str:
-    """Return the page. A profile that failed or is still running gives a shorter page."""
-    return html(profile_page(profile))
-
-
 def profile_page(profile: ProfileRecord) -> Page:
+    """Return the page, a shorter one for a profile that failed or is still running."""
     failed = profile.status == "failed"
     sections = [
         _findings(profile),
@@ -257,7 +258,7 @@ def _what_ifs(profile: ProfileRecord) -> Section:
         f"Speed of a {profile.unit} without each of these costs. Each was switched off and on alternately inside the running program. The "
         "ratio is an upper bound for the speed-up from a fix. A full dot is a certain gain."
     )
-    plot = profile_charts.what_if_plot(profile.what_ifs)
+    plot = what_if_plot(profile.what_ifs)
     return Section("Possible speed-ups", [Figure(plot, caption), Table(("without", "speed"), rows)])
 
 
@@ -370,15 +371,10 @@ def _memory(memory: MemoryProfile, cwd: str) -> Section:
         "Memory",
         [
             Paragraph(sentence(", ".join(text))),
-            Figure(
-                profile_charts.memory_plot(memory), "Memory over one step, stacked in the order of its kinds."
-            ),
+            Figure(memory_plot(memory), "Memory over one step, stacked in the order of its kinds."),
             Table(
                 ("at the peak", ">amount"),
-                [
-                    (Cell(kind, kind=profile_charts.memory_colour(kind)), size(amount))
-                    for kind, amount in kinds
-                ],
+                [(Cell(kind, kind=memory_colour(kind)), size(amount)) for kind, amount in kinds],
             ),
             Table(
                 ("activations of", ">at the peak"),
@@ -393,7 +389,7 @@ def _growth(profile: ProfileRecord) -> Iterator[Section]:
         if leak is None or (leak is profile.host_growth and not leak.leaking):
             continue
         tone = "bad" if leak.leaking else "good"
-        chart = Figure(profile_charts.growth_plot(leak), "Memory at the same point of each step.")
+        chart = Figure(growth_plot(leak), "Memory at the same point of each step.")
         title = f"Memory of {name} grows" if leak.leaking else "Does memory grow?"
         yield Section(title, [Paragraph(_leak(leak, profile.unit, profile.cwd), f"verdict {tone}"), chart])
 
@@ -429,3 +425,68 @@ def _idle(profile: ProfileRecord) -> Iterable[tuple[str, str]]:
     for gap in profile.idle_gaps[:3]:
         place = f" at {place_of(gap.place, profile.cwd)}" if gap.place else ""
         yield "device idle", f"{milliseconds(gap.ms)} a step while the host was in {gap.host_activity}{place}"
+
+
+def what_if_plot(what_ifs: Sequence[WhatIf]) -> Plot | None:
+    """Return a row per measured what-if. A full dot marks a certain gain."""
+    rows = [
+        Interval(
+            f"{what_if.name}  {factor(ratio.median)} ({interval(ratio.low, ratio.high)})",
+            ratio.median,
+            ratio.low,
+            ratio.high,
+            "kept" if ratio.significant else "dropped",
+        )
+        for what_if in what_ifs
+        if (ratio := what_if.ratio) is not None
+        and all(map(is_positive, (ratio.median, ratio.low, ratio.high)))
+    ]
+    if not rows:
+        return None
+    rows.sort(key=lambda row: -row.value)
+    scale = ratio_scale([v for row in rows for v in (row.value, row.low, row.high) if v is not None])
+    ticks = [(tick, f"{tick:g}x") for tick in ratio_ticks(scale)]
+    return intervals("What-ifs: " + "; ".join(row.text for row in rows), rows, scale, ticks, 1.0)
+
+
+def memory_colour(kind: str) -> str:
+    return f"c{MEMORY_KINDS.index(kind)}" if kind in MEMORY_KINDS else "c6"
+
+
+def memory_plot(memory: MemoryProfile) -> Plot | None:
+    """Return the kinds of memory over a step, stacked."""
+    points = [(finite(point.ms), point.kinds) for point in memory.timeline]
+    samples = [
+        (ms, {kind: max(0.0, finite(amount) or 0.0) for kind, amount in kinds.items()})
+        for ms, kinds in points
+        if ms is not None
+    ]
+    shown = [kind for kind in MEMORY_KINDS if any(kinds.get(kind) for _, kinds in samples)]
+    if len(samples) < 2 or not shown:
+        return None
+    peak = max(sum(kinds.values()) for _, kinds in samples)
+    x, y = Scale(samples[0][0], samples[-1][0]), Scale(0.0, peak * 1.05)
+    label = f"Memory over a step: at most {size(peak)}"
+    plot = Plot(label, x, y, number_ticks(x, unit=" ms"), byte_ticks(y), axis="of a step", grid=False)
+    below = [0.0] * len(samples)
+    for kind in shown:
+        above = [base + kinds.get(kind, 0.0) for base, (_, kinds) in zip(below, samples, strict=True)]
+        area = [(ms, low, high) for (ms, _), low, high in zip(samples, below, above, strict=True)]
+        tip = f"{kind}: at most {size(max(kinds.get(kind, 0.0) for _, kinds in samples))}"
+        plot.area(area, memory_colour(kind), tip)
+        below = above
+    return plot
+
+
+def growth_plot(leak: MemoryGrowth) -> Plot | None:
+    """Return memory at the same point of each step."""
+    series = [value for v in leak.series if (value := finite(v)) is not None]
+    if len(series) < 3:
+        return None
+    x, y = Scale(1, len(series)), padded_scale(series)
+    label = f"Memory at the same point of {len(series)} steps, from {size(series[0])} to {size(series[-1])}"
+    plot = Plot(label, x, y, number_ticks(x), byte_ticks(y), 150, "step")
+    plot.line(
+        [(float(step), value) for step, value in enumerate(series, 1)], "bad" if leak.leaking else "plain"
+    )
+    return plot

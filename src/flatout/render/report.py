@@ -18,11 +18,9 @@ from flatout.render.page import (
     Section,
     Table,
     dateline,
-    html,
 )
-from flatout.render.phases import ProgramPhases, differences, phase_section
+from flatout.render.phases import ProgramPhases, phase_section
 from flatout.render.plot import Interval, Plot, intervals
-from flatout.render.ranks_summary import ranks_section
 from flatout.render.svg import ratio_scale, ratio_ticks
 from flatout.schema.enums import Status
 from flatout.schema.records import CONFIDENCE
@@ -37,7 +35,7 @@ EFFECTS = {
     "resampled": "The same distribution, different random draws.",
     "changes_math": "Changes the maths.",
 }
-METHODS = {"live": "switched live", "processes": "interleaved processes", "fresh pairs": "fresh pairs"}
+METHODS = {"live": "switched live", "processes": "interleaved processes"}
 GOOD_OUTCOMES = (SessionOutcome.FASTER, SessionOutcome.FITS)
 BAD_OUTCOMES = (SessionOutcome.FAILED, SessionOutcome.CHANGED)
 RATIO_NOTE = (
@@ -46,15 +44,11 @@ RATIO_NOTE = (
 )
 
 
-def report_html(session: SessionRecord) -> str:
-    """Return the page. A session that failed or is still running gives a shorter page."""
-    return html(session_page(session))
-
-
 def session_page(session: SessionRecord) -> Page:
+    """Return the page, a shorter one for a session that failed or is still running."""
     sections = [
         _before_and_after(session),
-        *ranks_section(session.ranks),
+        _ranks(session),
         _phases(session),
         _frontier(session),
         *_levers(session),
@@ -124,6 +118,11 @@ def _before_and_after(session: SessionRecord) -> Section:
     )
 
 
+def _ranks(session: SessionRecord) -> Section:
+    text = summary.ranks_sentence(session.ranks) if session.ranks else ""
+    return Section("Ranks compared with one process", [Paragraph(text, "verdict")])
+
+
 def _change(before: object, after: object) -> str:
     a, b = finite(before), finite(after)
     if not a or b is None:
@@ -138,7 +137,11 @@ def _phases(session: SessionRecord) -> Section:
         ProgramPhases.read(name, figures.phases, figures.step_ms)
         for name, figures in (("plain", plain), ("tuned", best))
     ]
-    changes = {name: f"{formatting.signed(change, 1)} ms" for name, change in differences(*sides)}
+    before, after = (side.phases for side in sides)
+    changes = {
+        name: f"{formatting.signed(after[name].median_ms - before[name].median_ms, 1)} ms"
+        for name in before.keys() & after.keys()
+    }
     unit = plain.unit or "step"
     return phase_section(f"Where the time of a {unit} goes", sides, changes, PAGE, unit)
 

@@ -28,6 +28,7 @@ from flatout.schema.session import (
     GuardRecord,
     LeverRecord,
     NamedLeverRecord,
+    RanksRecord,
     SessionOutcome,
     SessionRecord,
     TimeMemoryPoint,
@@ -40,12 +41,6 @@ RESULTS = {
     "equivalent": "equivalent results",
     "failed": "but the results changed",
     "not checked": "results not checked",
-}
-GUARD_WORDS = {
-    "same": "same, bit for bit",
-    "equivalent": "equivalent",
-    "failed": "failed",
-    "not checked": "not checked",
 }
 
 
@@ -76,7 +71,8 @@ def headline(session: SessionRecord) -> str:
     gain = session.gain
     low = finite(session.speedup.low) if session.speedup else None
     likely = "probably " if low is not None and low <= 1 else ""
-    speed_text = f"{likely}{factor(gain)[:-1]} times as fast, {RESULTS.get(session.guard.verdict, RESULTS['not checked'])}"
+    results = RESULTS.get(session.guard.verdict, RESULTS["not checked"])
+    speed_text = f"{likely}{factor(gain)[:-1]} times as fast, {results}"
     match session.outcome:
         case SessionOutcome.FAILED:
             return "The tuning failed"
@@ -84,7 +80,7 @@ def headline(session: SessionRecord) -> str:
             return f"Still tuning: so far {speed_text}" if gain else "Still tuning: nothing to report yet"
         case SessionOutcome.FITS:
             speed = factor(session.speedup.median)[:-1] if session.speedup else MISSING
-            return f"Fits into {size(session.memory_limit_bytes)}, at {speed} times the speed, {RESULTS.get(session.guard.verdict, RESULTS['not checked'])}"
+            return f"Fits into {size(session.memory_limit_bytes)}, at {speed} times the speed, {results}"
         case SessionOutcome.FASTER | SessionOutcome.CHANGED:
             return speed_text[0].upper() + speed_text[1:]
         case SessionOutcome.UNDECIDED:
@@ -168,8 +164,8 @@ def named_sentence(named: NamedLeverRecord) -> str:
 
 
 def guard_sentence(guard: GuardRecord) -> str:
-    words = GUARD_WORDS.get(guard.verdict, guard.verdict or GUARD_WORDS["not checked"])
-    return f"{words}: {guard.why}" if guard.why else words
+    verdict = "same, bit for bit" if guard.verdict == "same" else guard.verdict or "not checked"
+    return f"{verdict}: {guard.why}" if guard.why else verdict
 
 
 def payback_sentence(session: SessionRecord) -> str:
@@ -252,3 +248,29 @@ def noise_floor_text(session: SessionRecord) -> str:
         if floor is None or finite(floor.median) is None
         else with_interval(floor.median, floor.low, floor.high, floor.n)
     )
+
+
+MAX_SHARE_OF_IDEAL = 1.1  # a share of ideal scaling above this is implausible
+
+
+def ranks_sentence(ranks: RanksRecord) -> str:
+    """Return the speed-up over one process in a sentence."""
+    ranks_text, ratio = plural(ranks.procs, "rank"), ranks.ratio
+    median = finite(ratio.median) if ratio is not None else None
+    if ratio is None or median is None:
+        return sentence(f"{ranks_text}; {ranks.why_not}") if ranks.why_not else f"{ranks_text}."
+    interval_text, procs, high = interval(ratio.low, ratio.high), finite(ranks.procs), finite(ratio.high)
+    text = f"{ranks_text} are {factor(median)[:-1]} times as fast as one process" + (
+        f" ({interval_text})" if interval_text else ""
+    )
+    share = median / procs if procs else 0.0
+    if share:
+        text += f": {100 * share:.0f} % of {count(procs)} times its speed"
+    if high is not None and high < 1:
+        return text + ". One process is faster here: run without ranks."
+    if share > MAX_SHARE_OF_IDEAL:
+        return (
+            text
+            + ". Ranks alone cannot explain that: one process does not use this machine well. `flatout tune` without ranks may find out why."
+        )
+    return text + "."

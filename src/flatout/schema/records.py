@@ -6,7 +6,6 @@ or one backward pass if a cycle has many (LBFGS) and lasts seconds.
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from types import UnionType
@@ -19,15 +18,8 @@ CONFIDENCE = 0.95  # of every interval
 QUANTILE = 1.96  # of the normal distribution, at that level
 TRIAL_SCHEMA = 1
 MIN_RATIO_LOW = 0.98  # a plan with a median gain is kept if the low end of its interval is at least this
-PHASES = (
-    "data",
-    "copy",
-    "forward",
-    "backward",
-    "exchange",
-    "optimizer",
-    "other",
-)  # exchange: exposed exchange of gradients with other ranks
+# exchange: exposed exchange of gradients with other ranks
+PHASES = ("data", "copy", "forward", "backward", "exchange", "optimizer", "other")
 
 
 class Record:
@@ -125,18 +117,6 @@ class Ratio(Record):
         """Return whether the whole interval is a gain."""
         return self.low > 1.0
 
-    @property
-    def probability_faster(self) -> float:
-        """Return the approximate probability that B is faster at all.
-
-        The lower half of the interval is taken as a normal distribution of the logarithm.
-        """
-        if not 0 < self.low < self.median:
-            return float(self.median > 1.0)
-        return 0.5 * math.erfc(
-            -QUANTILE * math.log(self.median) / math.log(self.median / self.low) / math.sqrt(2)
-        )
-
     def sentence(self) -> str:
         return f"{self.median:.2f}x ({self.low:.2f}-{self.high:.2f}, n={self.n})"
 
@@ -184,9 +164,8 @@ class TrialRecord(Record):
     loss_steps: list[int] = field(default_factory=list)
     batch_hashes: list[str] = field(default_factory=list)
     batch_statistics: list[list[float]] = field(default_factory=list)
-    draws: list[list[list[float]]] = field(
-        default_factory=list
-    )  # samples fetched repeatedly: by round, by sample
+    # A few samples fetched repeatedly: by round, by sample
+    draws: list[list[list[float]]] = field(default_factory=list)
     weights_digests: dict[str, str] = field(default_factory=dict)
     peak_memory_bytes: int | None = None
     device: str = "cpu"

@@ -227,9 +227,8 @@ class ScaleRecord(ProgramRecord):
     overhead: float = 0.0  # as a share of computation, with more than one device
     local_steps: int = 1
     parameter_bytes: float = 0.0
-    tensor_bytes: list[int] = field(
-        default_factory=list
-    )  # of the gradients, in the order in which they become ready
+    # Of the gradients, in the order in which they become ready
+    tensor_bytes: list[int] = field(default_factory=list)
     measured: str = ""  # source of the times
     points: list[ScalePoint] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

@@ -192,6 +192,10 @@ class Sizes(click.ParamType):
         return list(dict.fromkeys(sizes))
 
 
+def budget_option(default: str, text: str) -> Callable[[Any], Any]:
+    return click.option("--budget", default=default, show_default=True, type=Duration(), help=text)
+
+
 def program_argument(function: Callable[..., Any]) -> Callable[..., Any]:
     return click.argument(
         "argv", metavar="COMMAND...", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files

@@ -59,7 +59,11 @@ def summary_of(
     """
     if not shows and not export:
         return None
-    _reject_without_effect(export, interval_s)
+    if interval_s < MIN_INTERVAL_S:
+        raise UsageError(f"--export-every is at least {MIN_INTERVAL_S:g} s.")
+    source = click.get_current_context().get_parameter_source("export_every")
+    if source == ParameterSource.COMMANDLINE and not export:
+        raise UsageError("--export-every has no effect without --export, such as --export tensorboard.")
     for spec in export:
         name, _, target = spec.partition("=")
         if name not in TRACKERS:
@@ -80,14 +84,6 @@ def summary_of(
     folder = (writable(job, explicit=False) if export else job).path.resolve() / RUNS
     live_s = interval_s if export else 0.0
     return SummaryRequest(str(folder), name, cmd.shown, now, shows, live_s, machine, cmd.piped)
-
-
-def _reject_without_effect(export: Sequence[str], interval_s: float) -> None:
-    if interval_s < MIN_INTERVAL_S:
-        raise UsageError(f"--export-every is at least {MIN_INTERVAL_S:g} s.")
-    typed = click.get_current_context().get_parameter_source("export_every") == ParameterSource.COMMANDLINE
-    if typed and not export:
-        raise UsageError("--export-every has no effect without --export, such as --export tensorboard.")
 
 
 def start_trackers(request: SummaryRequest, export: Sequence[str]) -> None:

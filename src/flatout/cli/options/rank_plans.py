@@ -12,7 +12,7 @@ from rich.console import Console
 from flatout.cli.options.arguments import writable
 from flatout.cli.options.progress import LiveProgress
 from flatout.cli.options.ranks import RankOptions
-from flatout.job.folder import JobFolder, read_json, write_json
+from flatout.job.folder import read_json, write_json
 from flatout.job.temporary import remove
 from flatout.launch.command import Command
 from flatout.launch.launcher_signals import exit_by_signal
@@ -49,7 +49,17 @@ def rehearse(command: Command, facts: Facts, ranks: RankOptions) -> tuple[dict[s
     if earlier is not None and not ranks.rehearse_again:
         rehearsal = earlier
     else:
-        rehearsal = _run_rehearsal(command, facts, ranks, folder)
+        with LiveProgress(Console(stderr=True), REHEARSAL_S) as progress:
+            rehearsal = Rehearsal(
+                command,
+                lambda rank_command: launcher_of(rank_command, ranks.procs, ranks.gpus, facts.cores),
+                ranks.procs,
+                folder,
+                facts,
+                whole=ranks.whole_batches,
+                stage=progress.stage,
+                shard=ranks.shard,
+            ).run()
         write_json(folder.ranks, {"key": key, "rehearsed": rehearsal.to_json()})
     if rehearsal.division is None:
         raise CannotParallelize(
@@ -75,20 +85,6 @@ def load_rehearsal(path: Path, key: object) -> Rehearsed | None:
         if rehearsal is None or rehearsal.division is None or isinstance(rehearsal.division, dict)
         else None
     )
-
-
-def _run_rehearsal(command: Command, facts: Facts, ranks: RankOptions, folder: JobFolder) -> Rehearsed:
-    with LiveProgress(Console(stderr=True), REHEARSAL_S) as progress:
-        return Rehearsal(
-            command,
-            lambda rank_command: launcher_of(rank_command, ranks.procs, ranks.gpus, facts.cores),
-            ranks.procs,
-            folder,
-            facts,
-            whole=ranks.whole_batches,
-            stage=progress.stage,
-            shard=ranks.shard,
-        ).run()
 
 
 def plan_of_ranks(
