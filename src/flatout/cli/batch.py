@@ -50,8 +50,8 @@ def command(
     measurement.run(
         record,
         budget,
-        lambda stage, save: BatchCurve(
-            measurement.command, measurement.folder, measurement.facts, record, options, stage, save
+        lambda progress, save: BatchCurve(
+            measurement.command, measurement.folder, measurement.facts, record, options, progress.stage, save
         ).run(),
     )
     from flatout.render.batch_page import batch_page

@@ -155,7 +155,6 @@ def run_findings(argv: tuple[str, ...], run_s: float) -> list[Finding]:
 
 
 def _explain(code: str, output_format: str) -> None:
-    """Print the page of a rule, or the list of all rules."""
     rules = list(TABLE) if code == "ALL" else [_rule(code)]
     if output_format == "json":
         print_json(PagesRecord([Page(rule.code, rule.name, rule.page.strip()) for rule in rules]))

@@ -49,7 +49,7 @@ def command(
     measurement.run(
         record,
         budget,
-        lambda stage, save: lr_range(
+        lambda progress, save: lr_range(
             measurement.command,
             measurement.folder,
             measurement.facts,
@@ -58,7 +58,7 @@ def command(
             high,
             steps,
             budget,
-            stage,
+            progress.stage,
         ),
     )
     from flatout.render.lr_page import lr_page

@@ -61,8 +61,8 @@ def command(
     measurement.run(
         record,
         budget,
-        lambda stage, save: Forecast(
-            measurement.command, measurement.folder, measurement.facts, record, options, stage
+        lambda progress, save: Forecast(
+            measurement.command, measurement.folder, measurement.facts, record, options, progress.stage
         ).run(),
     )
     from flatout.render.memory_page import memory_page

@@ -86,7 +86,6 @@ def _record(path: str, plan: Plan, code: dict[str, str], reasons: dict[str, str]
 
 
 def _why_no_plan_fits(command: str, skipped: Sequence[Skipped]) -> str:
-    """Say which plan files do not fit the command, as for `flatout run`."""
     usable = [entry.path for entry in skipped if entry.usable]
     plan_hint = f"; `flatout plan --plan {usable[0]}` shows that one" if usable else ""
     why = "; ".join(entry.remark.rstrip(".") for entry in skipped)

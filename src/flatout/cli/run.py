@@ -209,7 +209,7 @@ def _run_as_ranks(
     launcher: Torchrun | str | None,
     supervision: Supervision,
 ) -> int:
-    """Run the program as ranks on this machine, by torchrun, or on the Ray cluster at the address ``launcher``."""
+    """Run the ranks here, by torchrun, or on the Ray cluster at the address ``launcher``."""
     import secrets
 
     from flatout.cli.options.rank_plans import plan_of_ranks, run_ranks
@@ -292,7 +292,7 @@ def _plan_for(
 
 
 def _another_command(cmd: Command, found: FoundPlan) -> str:
-    """Return a mention of a plan for another command of the same script, which fits apart from that; "" if none."""
+    """Mention a plan for another command of the same script, which fits apart from that."""
     for skipped in found.skipped:
         if skipped.only_command and cmd.script is not None and str(cmd.script) in skipped.command.split():
             return f" (a plan for `{skipped.command}` exists: --plan {skipped.path} uses it)"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -113,8 +112,8 @@ def command(
         )
     given_profile = _read_profile(profile_path) if profile_path is not None else None
 
-    def run(stage: Callable[[str, str], None], save: object) -> None:
-        measured = given_profile if given_profile is not None else _measured(measurement, budget, stage)
+    def run(progress: Watcher, save: object) -> None:
+        measured = given_profile if given_profile is not None else _measured(measurement, budget, progress)
         take_profile(record, measured, str(profile_path) if profile_path is not None else "")
         record.overhead = OVERHEAD if record.device == "cuda" or compute_scale > 1 else 0.0
         predict_points(record, strategy_names, devices)
@@ -181,20 +180,12 @@ class ProfileMeasurement(Measurement):
         self.header = {**header(profile.command, self.facts), "cwd": profile.cwd}
 
 
-class _Stages(Watcher):
-    def __init__(self, stage: Callable[[str, str], None]) -> None:
-        self._stage = stage
-
-    def stage(self, name: str, detail: str = "") -> None:
-        self._stage(name, detail)
-
-
-def _measured(measurement: Measurement, budget: float, stage: Callable[[str, str], None]) -> ProfileRecord:
+def _measured(measurement: Measurement, budget: float, progress: Watcher) -> ProfileRecord:
     """Measure unprofiled steps of the program only. Raises ProgramFailed, NothingMeasured."""
     record = ProfileRecord(**measurement.header)
     options = ProfileOptions(STEPS, budget_s=budget, stages=frozenset())
     return run_profile(
         ProfiledProgram(
-            measurement.command, measurement.folder, measurement.facts, options, record, {}, _Stages(stage)
+            measurement.command, measurement.folder, measurement.facts, options, record, {}, progress
         )
     )

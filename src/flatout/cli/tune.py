@@ -270,7 +270,6 @@ def _search(
 
 
 def _why_not_beside(folder: JobFolder, session: SessionRecord, cmd: Command) -> str:
-    """Say why the plan is only in the job's folder."""
     target = beside_script(cmd)
     if other := made_for_another(target, session):
         return sanitize(f"the plan is in {folder.plan}; {target} stays, because it was made for `{other}`")

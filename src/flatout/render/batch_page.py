@@ -105,7 +105,6 @@ def _curve_sentences(record: BatchRecord) -> list[str]:
 
 
 def _unmeasured_sizes(record: BatchRecord) -> list[str]:
-    """Return the sizes that were not measured, grouped by reason."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for point in record.points:
         if point.why:

@@ -11,6 +11,7 @@ from flatout.render.page import Cell, Items, Page, Section, Table, dateline
 from flatout.render.summary import with_interval
 from flatout.schema.history import HistoryRecord, JobEntry, RunEntry
 
+RUN_COLUMNS = "started, UTC", "command", "result", ">steps/s", ">steps", ">peak memory", "limited by", "plan"
 STATUS = {"finished": "applied", "failed": "rejected", "interrupted": "skipped"}
 
 
@@ -36,16 +37,7 @@ def history_page(history: HistoryRecord) -> Page:
                 "Runs",
                 [
                     Table(
-                        (
-                            "started, UTC",
-                            "command",
-                            "result",
-                            ">steps/s",
-                            ">steps",
-                            ">peak memory",
-                            "limited by",
-                            "plan",
-                        ),
+                        RUN_COLUMNS,
                         [_run(job, run) for job, run in reversed(runs)],
                     ),
                 ],

@@ -159,7 +159,6 @@ def place_of(place: SourceLocation | None, cwd: str = "") -> str:
 
 
 def _step(profile: ProfileRecord) -> Section:
-    """Return the phases with their what-ifs, and what was measured of the whole step."""
     unit = profile.unit
     ratios = {what_if.name: what_if.ratio for what_if in profile.what_ifs}
     phases_of_step = ProgramPhases.read("", profile.phases, profile.mean_step_ms)
@@ -223,7 +222,6 @@ def _parallel_section(profile: ProfileRecord) -> Section:
 
 
 def _parallel_work(profile: ProfileRecord) -> Iterator[tuple[str, str]]:
-    """Yield the work that overlaps with the phases: its name and a sentence."""
     for loader in profile.loaders:
         if loader.workers and loader.fetch_ms and finite(loader.fetch_ms):
             ms = loader.fetch_ms / loader.workers

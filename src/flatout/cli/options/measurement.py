@@ -91,16 +91,16 @@ class Measurement:
         self,
         record: ProgramRecord,
         budget_s: float,
-        run: Callable[[Callable[[str, str], None], Callable[[], None]], object],
+        run: Callable[[LiveProgress, Callable[[], None]], object],
     ) -> None:
-        """Call ``run`` to fill the record. Its arguments report a stage and save the record.
+        """Call ``run`` to fill the record. Its arguments show the progress and save the record.
 
         Raises FlatoutError, KeyboardInterrupt."""
         with (
             saved_on_exit(record, self._file("json")) as save,
             LiveProgress(Console(stderr=True), budget_s) as progress,
         ):
-            run(progress.stage, save)
+            run(progress, save)
 
     def show(self, record: ProgramRecord, page: Page, as_json: bool) -> None:
         """Write the page and print it."""
