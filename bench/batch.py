@@ -139,11 +139,11 @@ def page(programs: dict[str, dict[str, Any]]) -> str:
     rows = [
         (
             name,
-            entry["record"]["own"],
+            entry["record"]["own_size"],
             entry["record"]["best"],
             spelled(regret(entry, entry["record"]["best"])),
-            entry["record"]["enough"],
-            spelled(regret(entry, entry["record"]["enough"])),
+            entry["record"]["near_best"],
+            spelled(regret(entry, entry["record"]["near_best"])),
             max(map(len, entry["sweep"].values()), default=0),
         )
         for name, entry in programs.items()
