@@ -57,7 +57,7 @@ def rows() -> list[dict]:
                 "kind": seen["code"],
                 "failure": seen["name"].replace("_", " "),
                 "how": "provoked",
-                "said": live.said if live else "",
+                "said": live.message if live else "",
                 "live": _verdict([live.rule] if live else [], seen["code"]),
                 "text": _verdict([one.finding.rule for one in metadata], seen["code"])
                 if seen["text"]

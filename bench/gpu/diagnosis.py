@@ -197,7 +197,7 @@ def of_profile(record: ProfileRecord) -> str:
             "",
             markdown_table(("without", "as fast"), what_ifs),
             "",
-            *(f"* {f.rule} {f.said}" for f in record.findings),
+            *(f"* {f.rule} {f.message}" for f in record.findings),
             *(f"* note: {note}" for note in record.notes),
             "",
         ]

@@ -181,9 +181,9 @@ def _tensors():
 
 
 def _ranks(path):
-    from flatout.cli.options.rank_plans import remembered
+    from flatout.cli.options.rank_plans import load_rehearsal
 
-    remembered(path, None)
+    load_rehearsal(path, None)
 
 
 def _ceilings(path):
