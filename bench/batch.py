@@ -82,17 +82,17 @@ def measure_program(name: str, budget_s: float, rounds: int, facts: Facts) -> di
     try:
         job = JobFolder(place / "job").make()
         record = advice(argv, sizes, budget_s, job, facts)
-        if record.why_no_curve or record.own is None:
+        if record.why_no_curve or record.own_size is None:
             return {"record": record.to_json(), "sweep": {}}
         loader = record.loader or 0
         runs = {
             str(size): (
                 argv,
                 Plan((Choice("batch_size", {"size": size, "loader": loader}),))
-                if size != record.own
+                if size != record.own_size
                 else Plan(),
             )
-            for size in sorted({*sizes, record.own})
+            for size in sorted({*sizes, record.own_size})
         }
         if script == ACCUMULATING:
             runs |= {
@@ -122,13 +122,13 @@ def kept(entry: dict[str, Any]) -> list[tuple[int, float, float]]:
     return [
         (
             point.size,
-            point.kept_speed.median,
-            rates[f"{point.size} x {OWN // point.size}"] / rates[str(record.own)],
+            point.accumulated_speed.median,
+            rates[f"{point.size} x {OWN // point.size}"] / rates[str(record.own_size)],
         )
         for point in record.points
-        if point.kept_speed is not None
+        if point.accumulated_speed is not None
         and f"{point.size} x {OWN // point.size}" in rates
-        and str(record.own) in rates
+        and str(record.own_size) in rates
     ]
 
 
@@ -139,11 +139,11 @@ def page(programs: dict[str, dict[str, Any]]) -> str:
     rows = [
         (
             name,
-            entry["record"]["own"],
+            entry["record"]["own_size"],
             entry["record"]["best"],
             spelled(regret(entry, entry["record"]["best"])),
-            entry["record"]["enough"],
-            spelled(regret(entry, entry["record"]["enough"])),
+            entry["record"]["near_best"],
+            spelled(regret(entry, entry["record"]["near_best"])),
             max(map(len, entry["sweep"].values()), default=0),
         )
         for name, entry in programs.items()

@@ -62,7 +62,7 @@ def _alarm(finding: Finding, folder: Path, name: str) -> dict[str, Any]:
         "script": f"{name}/{Path(place.file).relative_to(folder).as_posix()}",
         "line": place.line,
         "code": finding.rule,
-        "said": finding.said,
+        "said": finding.message,
     }
 
 

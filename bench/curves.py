@@ -17,7 +17,7 @@ from data import BATCHED, KEPT, TRAINING
 from pairs import enter
 from provenance import markdown_table, stamp, write_result
 
-from flatout.job.folder import JobFolder, write_whole
+from flatout.job.folder import JobFolder, write_atomically
 from flatout.launch.command import parse_command
 from flatout.probe.machine import look
 from flatout.schema.plan import Plan
@@ -122,7 +122,7 @@ def main() -> None:
         ]
     )
     text, _ = write_result("curves", made, page, {"losses": found})
-    write_whole(text.with_suffix(".svg"), drawn(found))
+    write_atomically(text.with_suffix(".svg"), drawn(found))
     print(page)
 
 

@@ -57,7 +57,7 @@ def rows() -> list[dict]:
                 "kind": seen["code"],
                 "failure": seen["name"].replace("_", " "),
                 "how": "provoked",
-                "said": live.said if live else "",
+                "said": live.message if live else "",
                 "live": _verdict([live.rule] if live else [], seen["code"]),
                 "text": _verdict([one.finding.rule for one in metadata], seen["code"])
                 if seen["text"]
@@ -79,7 +79,7 @@ def rows() -> list[dict]:
                 "live": f"not run here: {one.needs}",
                 "fix": f"not run here: {one.needs}",
                 "text": _verdict([each.finding.rule for each in metadata], one.code),
-                "said": metadata[0].finding.said if metadata else "",
+                "said": metadata[0].finding.message if metadata else "",
             }
         )
     return sorted(found, key=lambda row: (int(row["kind"][2:]), row["how"]))

@@ -22,13 +22,13 @@ from provenance import RESULTS, markdown_table, stamp, write_result
 
 from flatout.cli.kernel_bench import (
     COLUMNS,
+    ExtraImplementations,
     KernelTiming,
-    Others,
     cells,
     copy_gb_per_s,
     device_of_kernels,
     kernel_of,
-    rows_of,
+    time_cases,
 )
 from flatout.kernels import NAMES
 from flatout.measure.clock import seconds
@@ -38,7 +38,7 @@ def measure(
     theme: str,
     title: str,
     args: argparse.Namespace,
-    others: Others | None = None,
+    others: ExtraImplementations | None = None,
     goals: Callable[[list[KernelTiming]], list[str]] | None = None,
 ) -> int:
     """Runs the benchmark; writes its page after each kernel, so that an interrupted run keeps its results."""
@@ -47,7 +47,7 @@ def measure(
     text, end_s, late = "", seconds() + args.limit_s, list[str]()
     for name in args.kernels.split(","):
         for row in (
-            rows_of(kernel_of(name), 1 if args.smoke else args.rounds, args.case, copy_rate, others)
+            time_cases(kernel_of(name), 1 if args.smoke else args.rounds, args.case, copy_rate, others)
             if seconds() < end_s
             else ()
         ):
@@ -55,7 +55,7 @@ def measure(
             if seconds() >= end_s:
                 break
             print(
-                f"  {row.kernel}, {row.case}, {row.work}: {' | '.join(cells(row))}",
+                f"  {row.kernel}, {row.case}, {row.passes}: {' | '.join(cells(row))}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -69,7 +69,7 @@ def measure(
             *(goals(rows) if goals else []),
             markdown_table(
                 ("kernel", "case", "work", *COLUMNS),
-                [(row.kernel, row.case, row.work, *cells(row)) for row in rows],
+                [(row.kernel, row.case, row.passes, *cells(row)) for row in rows],
             ),
         ]
         text, data = write_result(

@@ -100,7 +100,7 @@ def judged(case: str, device: str) -> list[dict[str, Any]]:
             (
                 p
                 for p in record.points
-                if (p.batch_size == record.own) == own and (own or p.batch_size == CASES[case])
+                if (p.batch_size == record.own_size) == own and (own or p.batch_size == CASES[case])
             ),
             None,
         )
@@ -136,7 +136,13 @@ def public(script: dict[str, Any], home: Path, measure: bool) -> dict[str, Any]:
     if record is None:
         return {"name": script["name"], "why_not": why_not, "points": []}
     points = [{**point.to_json(), "error": point.error} for point in record.points]
-    return {"name": script["name"], "why_not": "", "own": record.own, "points": points, "notes": record.notes}
+    return {
+        "name": script["name"],
+        "why_not": "",
+        "own": record.own_size,
+        "points": points,
+        "notes": record.notes,
+    }
 
 
 def met(rows: list[dict[str, Any]]) -> list[str]:

@@ -40,7 +40,7 @@ from typing import Any
 from prior_records import Record, all_records, one_per_program
 from provenance import RESULTS
 
-from flatout.job.folder import write_whole
+from flatout.job.folder import write_atomically
 from flatout.tune.prior import ANY, ANY_VALUE, NEUTRAL, TABLE_FILE
 
 # Records that the prior of the mean is worth: of a lever, and of a lever in a kind of program.
@@ -61,7 +61,7 @@ def main() -> None:
     )
     out = parser.parse_args().out
     table = table_of(all_records(RESULTS))
-    write_whole(out, rendered(table))
+    write_atomically(out, rendered(table))
     print(
         f"{out.name}: {len(table['entries'])} entries for {len({each['lever'] for each in table['entries']})} levers"
     )

@@ -30,7 +30,7 @@ if "flatout" not in sys.modules:
 # `python` in a command is the Python that runs the benchmark.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 
-from flatout.job.folder import read_json, write_whole  # noqa: E402
+from flatout.job.folder import read_json, write_atomically  # noqa: E402
 from flatout.measure.clock import utc_now  # noqa: E402
 from flatout.probe.machine import look  # noqa: E402
 from flatout.schema.facts import Facts  # noqa: E402
@@ -407,8 +407,8 @@ def write_result(
         raise ValueError(f"{theme} is missing in THEMES, so the index would not list its page; add it there")
     names = _hidden({**(hidden or {})})
     text, data = result_paths(theme, made, folder)
-    write_whole(data, dense(_without({"theme": theme, "made": made, **raw}, names)))
-    write_whole(text, str(_without(f"{page.rstrip()}\n\n{provenance_lines(made)}\n", names)))
+    write_atomically(data, dense(_without({"theme": theme, "made": made, **raw}, names)))
+    write_atomically(text, str(_without(f"{page.rstrip()}\n\n{provenance_lines(made)}\n", names)))
     if folder == RESULTS:
         write_index()
     return text, data
@@ -516,4 +516,4 @@ def write_index(folder: Path = RESULTS) -> None:
         "next to it holds the raw records. A benchmark without figures has not been run: no figure is an estimate.\n\n"
         f"{markdown_table(COLUMNS_OF_INDEX, rows)}\n"
     )
-    write_whole(folder / "README.md", text)
+    write_atomically(folder / "README.md", text)

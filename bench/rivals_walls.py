@@ -105,7 +105,7 @@ def ask_flatout(program: str) -> dict[str, Any]:
             {
                 "rule": finding["rule"],
                 "name": finding["name"],
-                "said": finding["said"],
+                "said": finding["message"],
                 "lines": [
                     place["line"]
                     for place in (finding.get("place"), *(finding.get("others") or ()))

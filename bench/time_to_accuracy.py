@@ -42,7 +42,7 @@ from provenance import HERE, RESULTS, markdown_table, read_result, stamp, write_
 from time_to_accuracy_chart import chart
 
 from flatout.cli.options.arguments import Duration
-from flatout.job.folder import write_whole
+from flatout.job.folder import write_atomically
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import median
 from flatout.probe.machine import look
@@ -196,7 +196,7 @@ def measure_program(
             }
             if not len(plan) or session.speedup is None:
                 return {**found, "status": "plain", "runs": [asdict(first)]}
-            write_whole(place / "plan.toml", plan.to_toml())
+            write_atomically(place / "plan.toml", plan.to_toml())
             runs = [first]
             for side, seed in order_of(seeds)[1:]:
                 argv = command_of(program, seed, home)
@@ -395,7 +395,7 @@ def write(done: dict[str, dict[str, Any]], made: dict[str, Any], home: Path, out
     text = page(done, chart_name)
     markdown, _ = write_result("time_to_accuracy", made, text, {"programs": done}, {str(home): "SET"}, out)
     if drawn := chart({name: entry for name, entry in done.items() if entry["status"] == "measured"}):
-        write_whole(markdown.with_suffix(".svg"), drawn)
+        write_atomically(markdown.with_suffix(".svg"), drawn)
     return text
 
 

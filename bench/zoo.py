@@ -81,7 +81,7 @@ def brief(finding: dict[str, Any]) -> dict[str, Any]:
         "rule": finding["rule"],
         "name": finding["name"],
         "severity": finding["severity"],
-        "said": finding["said"],
+        "said": finding["message"],
         "line": place.get("line"),
         "lines": [line for line in lines if line],
         "predicted": (finding.get("predicted") or {}).get("median"),

@@ -13,7 +13,7 @@ HEAD = """# What `flatout doctor` looks at
 Made by `docs/generate.py` from the checks themselves. [Is my machine set up?](../howto/machine.md) tells how to use it.
 
 A check ends as *problem* (training will not start, not use the GPU, or die), *warning* (it costs time, or breaks under load), *note* (worth
-knowing, and may be meant), *ok*, or *not seen*: what could not be looked at is never called fine. Checks of the GPUs are left out where there is none.
+knowing, and may be meant), *ok*, or *not checked*: what could not be looked at is never called fine. Checks of the GPUs are left out where there is none.
 """
 
 

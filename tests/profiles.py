@@ -6,12 +6,12 @@ from pathlib import Path
 
 from flatout.schema.findings import SourceLocation
 from flatout.schema.profile import (
-    Compiled,
+    CompileRecord,
     IdleGap,
-    LoaderSeen,
-    MemoryAt,
+    LoaderRecord,
     MemoryGrowth,
-    MemorySeen,
+    MemoryProfile,
+    MemorySample,
     Operation,
     ProfileRecord,
     SyncRecord,
@@ -64,7 +64,7 @@ def healthy(**changes):
         Operation("aten::copy_", 4, 0.2, None, 0.03, None, 1e6, single, roofline=0.5, limit="memory"),
     ]
     timeline = [
-        MemoryAt(
+        MemorySample(
             float(ms),
             {
                 kind: round(amount * 2**20 * (0.3 + ms / 14 if kind == "activations" else 1))
@@ -73,7 +73,7 @@ def healthy(**changes):
         )
         for ms in range(11)
     ]
-    memory = MemorySeen(
+    memory = MemoryProfile(
         "host",
         380 * 2**20,
         {kind: amount * 2**20 for kind, amount in PARTS.items()},
@@ -118,7 +118,7 @@ def healthy(**changes):
         settings=settings,
         python_ms=1.0,
         loaders=[
-            LoaderSeen(
+            LoaderRecord(
                 LOADER,
                 1,
                 3,
@@ -177,8 +177,8 @@ ILL = {
     "data_wait": (waits(), LOADER),
     "one_sample_at_a_time": (one("mul", 400, 3.0, share=0.6, place=ONE), ONE),
     "slow_fetch": (waits(fetch_ms=4.0, slow_place=FETCH, slow_share=0.9), FETCH),
-    "loader_made_in_loop": (waits(made=8, begun=8, workers=2), LOADER),
-    "workers_not_kept": (waits(begun=8, workers=2, start_ms=30.0), LOADER),
+    "loader_made_in_loop": (waits(created=8, iterators=8, workers=2), LOADER),
+    "workers_not_kept": (waits(iterators=8, workers=2, start_ms=30.0), LOADER),
     "too_many_workers": (waits(workers=16, persistent_workers=True), LOADER),
     "optimizer_share": (
         {
@@ -209,8 +209,8 @@ ILL = {
         {"what_ifs": what_ifs(gc=GAIN), "gc_ms": 4.0, "events": {"gc_collect": event(4.0)}},
         LINE,
     ),
-    "recompiles": ({"compiled": Compiled(9, 8, 0, ["size 12 against 13"], [LINE], 4000.0)}, LINE),
-    "graph_breaks": ({"compiled": Compiled(4, 0, 3, ["Tensor.item()"], [LINE], 400.0)}, LINE),
+    "recompiles": ({"compiled": CompileRecord(9, 8, 0, ["size 12 against 13"], [LINE], 4000.0)}, LINE),
+    "graph_breaks": ({"compiled": CompileRecord(4, 0, 3, ["Tensor.item()"], [LINE], 400.0)}, LINE),
     "double_precision": (
         one("addmm", 6, 6.0, share=0.8, dtypes=["float64"], place=LINE),
         LINE,
@@ -286,14 +286,17 @@ ILL = {
     "fragmentation": (
         {
             **GPU,
-            "memory": MemorySeen(
+            "memory": MemoryProfile(
                 "device", 2**28, dict(PARTS), peak_place=LINE, reserved_bytes=2**29, retries=3
             ),
         },
         LINE,
     ),
     "memory_limit": (
-        {**GPU, "memory": MemorySeen("device", 2**30 - 2**24, {"activations": 2**29}, {"head": 2**28}, LINE)},
+        {
+            **GPU,
+            "memory": MemoryProfile("device", 2**30 - 2**24, {"activations": 2**29}, {"head": 2**28}, LINE),
+        },
         LINE,
     ),
     "tiny_batch_norm": (

@@ -174,7 +174,7 @@ def of_profile(record: ProfileRecord) -> str:
         (w.name, f"{w.ratio.median:.2f}x [{w.ratio.low:.2f}, {w.ratio.high:.2f}]" if w.ratio else w.why_not)
         for w in record.what_ifs
     ]
-    gaps = ", ".join(f"{gap.what} {gap.ms:.3g} ms" for gap in record.idle_gaps[:4])
+    gaps = ", ".join(f"{gap.host_activity} {gap.ms:.3g} ms" for gap in record.idle_gaps[:4])
     idle = f"{record.idle_ms:.3g} ms a step ({gaps})" if record.idle_ms is not None else "not measured"
     overhead = f"{record.overhead.median:.2f}x" if record.overhead else "not measured"
     return "\n".join(
@@ -197,7 +197,7 @@ def of_profile(record: ProfileRecord) -> str:
             "",
             markdown_table(("without", "as fast"), what_ifs),
             "",
-            *(f"* {f.rule} {f.said}" for f in record.findings),
+            *(f"* {f.rule} {f.message}" for f in record.findings),
             *(f"* note: {note}" for note in record.notes),
             "",
         ]

@@ -41,8 +41,8 @@ def others(kernel: Any, case: Any) -> dict[str, Callable[..., Any]]:
 def goals(rows: list[KernelTiming]) -> list[str]:
     """Returns each goal with its measurement; "not run" without one."""
     lines = []
-    for case, work in dict.fromkeys((row.case, row.work) for row in rows if row.ms):
-        ms = {row.contestant: row.ms for row in rows if (row.case, row.work) == (case, work) and row.ms}
+    for case, work in dict.fromkeys((row.case, row.passes) for row in rows if row.ms):
+        ms = {row.implementation: row.ms for row in rows if (row.case, row.passes) == (case, work) and row.ms}
         ours = ms.get("triton")
         theirs = {way: ms[way] for way in ("torch's own", "torch.compile") if way in ms}
         if ours and theirs:

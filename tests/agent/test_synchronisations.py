@@ -100,7 +100,7 @@ def test_a_copy_to_a_device_has_its_kind():
     torch.tensor([1.0, 2.0], device="meta")
     ledger.restore()
     found = [
-        (c.calls, c.sized_bytes, c.pinned, c.non_blocking)
+        (c.calls, c.moved_bytes, c.pinned, c.non_blocking)
         for c in sorted(observed.records(1), key=lambda c: c.place.line)
     ]
     assert found == [(2, 64, False, True), (1, 32, False, False), (1, 8, False, False)]

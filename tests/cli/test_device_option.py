@@ -367,7 +367,7 @@ def test_texts_of_unsupported_uses_of_cuda(message, what):
     found = explained("cpu")
     assert found is not None
     assert (found.rule == "FE000") is bool(what)
-    assert f"--device cpu cannot redirect {what}: " in found.said or not what
+    assert f"--device cpu cannot redirect {what}: " in found.message or not what
     assert all(other is None or other.rule != "FE000" for other in map(explained, ("", "cuda:1")))
 
 

@@ -11,7 +11,7 @@ import pytest
 from flatout.agent.ledger import Ledger
 from flatout.distributed.single_process import one_process, original_init_process_group, reject_child_process
 from flatout.launch.command import Command, parse_command
-from flatout.schema.errors import CannotDivide
+from flatout.schema.errors import CannotParallelize
 from flatout.schema.records import TrialRecord
 from flatout.tune.already_parallel import advice_for, explain, missing_variable
 
@@ -90,7 +90,7 @@ def test_a_split_without_a_rehearsal_is_rejected_by_the_rank_itself():
     one_process(torch, ledger)
     try:
         for name in (torch.distributed, torch.distributed.distributed_c10d):
-            with pytest.raises(CannotDivide, match="the script parallelises itself"):
+            with pytest.raises(CannotParallelize, match="the script parallelises itself"):
                 name.init_process_group("gloo")
         assert original_init_process_group(torch) is really
     finally:
@@ -106,7 +106,7 @@ def test_a_split_without_a_rehearsal_is_rejected_by_the_rank_itself():
 def rejects():
     try:
         reject_child_process(torch)
-    except CannotDivide:
+    except CannotParallelize:
         os._exit(7)
 
 

@@ -18,7 +18,7 @@ HEAD = "import gc, torch\nkept = []\nmodel = torch.nn.Linear(4, 1)\noptimizer = 
 def fixed(text, code):
     program = ScriptProgram.of_text(text)
     (changed,) = fixes(program, check(program, [code]))
-    assert not changed[0].left
+    assert not changed[0].not_fixed
     return changed[1]
 
 

@@ -64,7 +64,7 @@ def test_a_run_leaves_a_record_and_a_box_and_the_same_output(flatout, script, op
     done, plain = flatout("run", *options, *words), flatout.plain(*words)
     assert (done.code, done.out) == (0, plain.out)
     (record,) = records(flatout.folder)
-    assert (record["steps"], record["how"], record["rank"]) == (48, "ended", 0)
+    assert (record["steps"], record["exit_reason"], record["rank"]) == (48, "ended", 0)
     assert record["data_wait"] > 0.8
     assert record["samples_per_s"] == pytest.approx(8 * record["steps_per_s"])
     assert record["steps_per_s"] * record["seconds"] == pytest.approx(46, abs=5)  # levers act first
@@ -100,7 +100,7 @@ def test_steps_are_those_of_an_optimizer_or_else_backward_passes(flatout, run, o
 def test_a_run_that_fails_is_recorded_with_its_exception(flatout, run):
     done = run(source=PROGRAM.replace("print(", "raise KeyError('x')\nprint("))
     assert done.code == 1
-    assert [each["how"] for each in records(flatout.folder)] == ["KeyError"]
+    assert [each["exit_reason"] for each in records(flatout.folder)] == ["KeyError"]
     assert done.err.index("KeyError") < done.err.index("+-- flatout run")
 
 

@@ -70,7 +70,7 @@ def test_a_supervised_run(flatout, script, place, ours, next_command):
     running = flatout.start("run", "--supervise", "python", "train.py", env={"TMPDIR": str(place)})
     until((flatout.folder / "begun").exists, 60)
     own = f"flatout-watched-{temporary.owner(running.pid)}-*"
-    (folder,) = Path(temporary.MEMORY).glob(own)
+    (folder,) = Path(temporary.MEMORY_FOLDER).glob(own)
     with open(f"/proc/{running.pid}/task/{running.pid}/children") as file:
         reapers = [int(number) for number in file.read().split() if not _names(int(number), folder)]
     for number in (*reapers, running.pid):

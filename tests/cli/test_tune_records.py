@@ -37,7 +37,7 @@ def searched(monkeypatch, levers):
 
 def test_ctrl_c_keeps_the_record_of_the_finished_session(job, monkeypatch, capsys):
     searched(monkeypatch, [LeverRecord("gc_pause", True, "applied", 3.0, 2.9, 3.1, 9)])
-    tune(WORDS, Goal(60.0), beside=False)
+    tune(WORDS, Goal(60.0), write_beside=False)
     finished = load_session(job)
 
     def interrupted(tuning):
@@ -46,12 +46,12 @@ def test_ctrl_c_keeps_the_record_of_the_finished_session(job, monkeypatch, capsy
 
     monkeypatch.setattr("flatout.cli.tune.search", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        tune(WORDS, Goal(60.0), beside=False)
+        tune(WORDS, Goal(60.0), write_beside=False)
     assert load_session(job) == finished
     assert f"1 measured blocks are saved in {job.unfinished}; the same command" in capsys.readouterr().err
     found = []
     monkeypatch.setattr("flatout.cli.tune.search", lambda tuning: found.extend(tuning.session.blocks))
-    tune(WORDS, Goal(60.0), beside=False)
+    tune(WORDS, Goal(60.0), write_beside=False)
     assert found == [{}]
 
 

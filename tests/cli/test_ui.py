@@ -56,8 +56,8 @@ def test_real_runs_are_listed_with_their_results(flatout, script):
     }
     assert sorted(data["jobs"], key=lambda job: job["runs"][-1]["created"], reverse=True) == data["jobs"]
     (run,) = runs["fail"]
-    assert (run["how"], run["levers"]) == ("KeyError", ["gc_pause"])
-    assert "torch 2." in run["where"]
+    assert (run["exit_reason"], run["levers"]) == ("KeyError", ["gc_pause"])
+    assert "torch 2." in run["setup"]
     record = json.loads((flatout.folder / ".flatout" / run["record"]).read_text())
     assert (record["steps"], record["steps_per_s"]) == (run["steps"], run["steps_per_s"])
     done = flatout("ui")

@@ -107,7 +107,7 @@ def ancient_driver(snapshot: MachineSnapshot) -> None:
 
 def driverless(snapshot):
     """A container started without the GPU; sysfs still shows it on the bus."""
-    run("nvidia-smi", there=False)(snapshot)
+    run("nvidia-smi", installed=False)(snapshot)
     snapshot.files |= {"/proc/driver/nvidia/version": None, "/.dockerenv": ""}
     snapshot.folders["/dev"] = []
     snapshot.torch["cuda"] |= {"available": False, "computes": None, "devices": []}
@@ -342,11 +342,20 @@ FAULTS = [
     ),
     ("FD020", "problem", run("nvidia-smi", timed_out=True), "did not answer", "dmesg"),
     ("FD020", "problem", driverless, "on the bus", "docker run --gpus all"),
-    ("FD020", "note", run("nvidia-smi", there=False), "driver 580.95.05 is loaded", "docker run --gpus all"),
     (
         "FD020",
         "note",
-        lambda s: (run("nvidia-smi", there=False)(s), s.files.update({"/proc/driver/nvidia/version": None})),
+        run("nvidia-smi", installed=False),
+        "driver 580.95.05 is loaded",
+        "docker run --gpus all",
+    ),
+    (
+        "FD020",
+        "note",
+        lambda s: (
+            run("nvidia-smi", installed=False)(s),
+            s.files.update({"/proc/driver/nvidia/version": None}),
+        ),
         "torch reaches the GPU",
         "",
     ),
@@ -418,7 +427,7 @@ FAULTS = [
         "torch uses 2 thread(s), which fits",
         "",
     ),
-    ("FD060", "not seen", lambda s: (docker(s), s.torch.pop("host")), "could not be determined", ""),
+    ("FD060", "not checked", lambda s: (docker(s), s.torch.pop("host")), "could not be determined", ""),
     (
         "FD060",
         "note",
@@ -551,7 +560,7 @@ def test_root_needs_no_sudo():
 def test_the_command_is_of_this_system(release, fix):
     snapshot = healthy()
     snapshot.files["/etc/os-release"] = release
-    snapshot.runs["c++"] = CommandResult(["g++"], there=False)
+    snapshot.runs["c++"] = CommandResult(["g++"], installed=False)
     assert checked(snapshot)["FD040"].fix == fix
     snapshot.environment["CONDA_PREFIX"] = "/opt/conda"
     assert checked(snapshot)["FD040"].fix == "conda install -c conda-forge gxx"
@@ -562,7 +571,7 @@ def test_a_broken_torch_leaves_the_rest():
     cannot_import("libcudnn.so.9: cannot open shared object file: No such file or directory")(snapshot)
     found = checked(snapshot)
     assert {code for code, check in found.items() if check.verdict == "problem"} == {"FD010"}
-    assert found["FD024"].verdict == "not seen"
+    assert found["FD024"].verdict == "not checked"
     assert found["FD011"].verdict == "ok"  # the installed distribution still reports its version
     assert found["FD020"].verdict == "ok"
 

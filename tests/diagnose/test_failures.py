@@ -42,9 +42,9 @@ def test_explained_in_the_dying_process(provoked, name):
     assert finding is not None, seen["text"]
     assert finding.rule == program.code, seen["text"]
     for word in program.says:
-        assert word in finding.said, seen["text"]
+        assert word in finding.message, seen["text"]
     assert finding.fix
-    if "signal" not in seen and record.own is not None:
+    if "signal" not in seen and record.user_frame is not None:
         assert finding.place is not None
         assert Path(finding.place.file).name in ("provoked.py", "train.py")
         assert finding.place.line > 0
@@ -81,17 +81,17 @@ def test_details_that_only_a_living_process_knows(provoked):
         assert finding is not None
         return finding
 
-    assert said("linear_of_another_size").said == "`fc1` (Linear) expects 128 features and got 392"
+    assert said("linear_of_another_size").message == "`fc1` (Linear) expects 128 features and got 392"
     nan = said("nan_under_anomaly_detection")
-    assert nan.said.startswith("the gradient of `Sqrt` is the first that is NaN (")
+    assert nan.message.startswith("the gradient of `Sqrt` is the first that is NaN (")
     assert nan.place is not None
     assert "torch.sqrt(weight" in nan.place.text
     label = said("label_out_of_range")
-    assert "`target` holds the label 3 at [2]" in label.said
-    assert "3 outputs" in label.said
+    assert "`target` holds the label 3 at [2]" in label.message
+    assert "3 outputs" in label.message
     token = said("token_outside_the_vocabulary")
-    assert "`tokens` holds 7 at [1, 0]" in token.said
-    assert "5 rows" in token.said
+    assert "`tokens` holds 7 at [1, 0]" in token.message
+    assert "5 rows" in token.message
     assert "target: 3 int64 on cpu" in label.evidence
 
 

@@ -7,20 +7,20 @@ import pytest
 
 from flatout.agent.failure_details import record_failure
 from flatout.diagnose.explain import explain
-from flatout.schema.failure import ExceptionRecord, FailureRecord, FrameSeen, ModuleSeen, TensorSeen
+from flatout.schema.failure import ExceptionRecord, FailureRecord, FrameRecord, ModuleRecord, TensorRecord
 
 GIB = 1 << 30
 ASSERT = "CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported at some other API call."
 NAMES = ["AcceleratorError", "RuntimeError", "Exception"]
 
 
-def frame(function, text, *tensors, mine=True):
-    return FrameSeen(
-        "/home/me/train.py" if mine else "/lib/python3.12/site-packages/torch/nn/functional.py",
+def frame(function, text, *tensors, is_user_code=True):
+    return FrameRecord(
+        "/home/me/train.py" if is_user_code else "/lib/python3.12/site-packages/torch/nn/functional.py",
         7,
         function,
         text,
-        mine,
+        is_user_code,
         list(tensors),
     )
 
@@ -30,9 +30,9 @@ def test_a_bad_label_that_is_still_on_the_cpu():
 
     The loader's batch on the CPU is readable and gives label, place and batch.
     """
-    labels = TensorSeen("labels", [64], "int64", "cpu", low=0, high=10, where_low=[3], where_high=[41])
-    moved = TensorSeen("target", [64], "int64", "cuda:0")
-    logits = TensorSeen("input", [64, 10], "float32", "cuda:0", requires_grad=True)
+    labels = TensorRecord("labels", [64], "int64", "cpu", low=0, high=10, argmin=[3], argmax=[41])
+    moved = TensorRecord("target", [64], "int64", "cuda:0")
+    logits = TensorRecord("input", [64, 10], "float32", "cuda:0", requires_grad=True)
     failure = FailureRecord(
         [
             ExceptionRecord(
@@ -42,7 +42,7 @@ def test_a_bad_label_that_is_still_on_the_cpu():
                 [],
                 [
                     frame("step", "loss = F.cross_entropy(model(x), labels.cuda())", labels),
-                    frame("cross_entropy", "return torch._C...", logits, moved, mine=False),
+                    frame("cross_entropy", "return torch._C...", logits, moved, is_user_code=False),
                 ],
             )
         ],
@@ -53,7 +53,7 @@ def test_a_bad_label_that_is_still_on_the_cpu():
     assert finding is not None
     assert finding.rule == "FE035"
     assert (
-        finding.said
+        finding.message
         == "the label 10 (`labels` at [41], in batch 12 of the loader) is not a class: the model has 10 outputs (0 to 9)"
     )
     assert finding.fix.splitlines()[0].startswith("target = target - 1")
@@ -63,8 +63,8 @@ def test_a_bad_label_that_is_still_on_the_cpu():
 
 def test_no_label_in_range_is_blamed():
     """-100 is torch's own mark for "no label"."""
-    labels = TensorSeen("labels", [64], "int64", "cpu", low=-100, high=9, where_low=[0], where_high=[1])
-    logits = TensorSeen("input", [64, 10], "float32", "cuda:0")
+    labels = TensorRecord("labels", [64], "int64", "cpu", low=-100, high=9, argmin=[0], argmax=[1])
+    logits = TensorRecord("input", [64, 10], "float32", "cuda:0")
     failure = FailureRecord(
         [
             ExceptionRecord(
@@ -74,7 +74,7 @@ def test_no_label_in_range_is_blamed():
                 [],
                 [
                     frame("step", "loss = f(labels)", labels),
-                    frame("cross_entropy", "...", logits, mine=False),
+                    frame("cross_entropy", "...", logits, is_user_code=False),
                 ],
             )
         ],
@@ -82,8 +82,8 @@ def test_no_label_in_range_is_blamed():
     )
     finding = explain(failure)
     assert finding is not None
-    assert "-100" not in finding.said
-    assert "the real error may be before the line below" in finding.said
+    assert "-100" not in finding.message
+    assert "the real error may be before the line below" in finding.message
 
 
 MESSAGE = (
@@ -95,7 +95,7 @@ MESSAGE = (
 
 def test_the_batch_that_would_fit():
     """Weights and optimizer do not grow with the batch; the rest does."""
-    batch = TensorSeen("images", [64, 3, 224, 224], "float32", "cuda:0")
+    batch = TensorRecord("images", [64, 3, 224, 224], "float32", "cuda:0")
     thrown = ExceptionRecord(
         "torch.OutOfMemoryError",
         ["OutOfMemoryError", "RuntimeError"],
@@ -106,7 +106,7 @@ def test_the_batch_that_would_fit():
     failure = FailureRecord(
         [thrown],
         live=True,
-        module=ModuleSeen("model.layer4.1", "Bottleneck"),
+        module=ModuleRecord("model.layer4.1", "Bottleneck"),
         memory={
             "free": GIB,
             "total": 24 * GIB,
@@ -120,7 +120,7 @@ def test_the_batch_that_would_fit():
     finding = explain(failure)
     assert finding is not None
     assert (
-        finding.said
+        finding.message
         == "the GPU's memory is full: 4.00 GiB more were requested in `model.layer4.1` (Bottleneck), and 1.00 GiB of 24.0 GiB are free"
     )
     assert "torch holds 18.0 GiB in tensors and 1.00 GiB reserved but unallocated" in finding.evidence
@@ -161,4 +161,4 @@ def test_a_real_one_out_of_memory():
     assert finding is not None
     assert finding.rule == "FE040"
     assert failure.memory["parameters"] >= 1024 * 1024 * 4
-    assert "are free" in finding.said
+    assert "are free" in finding.message

@@ -57,9 +57,9 @@ def test_recorded_failures(one):
 def test_the_fixed_beginning_of_a_message_is_enough(text, code):
     (info,) = explain_text(text)
     assert info.finding.rule == code
-    assert "  " not in info.finding.said
-    assert "()" not in info.finding.said
-    assert "cpu and on cpu" not in info.finding.said
+    assert "  " not in info.finding.message
+    assert "()" not in info.finding.message
+    assert "cpu and on cpu" not in info.finding.message
 
 
 # -- pages ----------------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ KeyError: 'img7'
     assert info.finding.rule == "FE070"
     assert (
         "KeyError in DataLoader worker process 1 at /home/me/data.py:12 in __getitem__: 'img7'"
-        in info.finding.said
+        in info.finding.message
     )
     inner = text.replace("KeyError: Caught KeyError", "RuntimeError: Caught RuntimeError")
     inner = inner.replace(

@@ -24,7 +24,7 @@ from flatout.diagnose.ranking import profile_findings, ranked
 from flatout.diagnose.rules import TABLE
 from flatout.levers import TABLE as LEVERS
 from flatout.schema.findings import Finding, Severity
-from flatout.schema.profile import Compiled, ProfileRecord, WhatIf
+from flatout.schema.profile import CompileRecord, ProfileRecord, WhatIf
 from flatout.schema.records import PhaseTime, Ratio
 
 MEASURED = [rule for rule in TABLE if rule.check_profile is not None]
@@ -41,7 +41,7 @@ def test_the_fault_is_named_first_with_its_line(name):
     assert findings, f"{name} finds nothing"
     assert findings[0].name == name
     assert findings[0].place == place
-    assert findings[0].said
+    assert findings[0].message
     assert findings[0].fix
 
 
@@ -65,7 +65,7 @@ NOTHING = {
     ),
     "a fused optimizer": healthy(what_ifs=what_ifs(optimizer=GAIN)),
     "frozen parts in evaluation mode": healthy(settings=settings(training={"train": 5, "eval": 40})),
-    "a dynamic shape": healthy(compiled=Compiled(3, 2, 0)),
+    "a dynamic shape": healthy(compiled=CompileRecord(3, 2, 0)),
     "the optimizers of a generator and of a discriminator, made in one line": healthy(
         events={"make_optimizer": event(most=2)}
     ),
@@ -83,7 +83,7 @@ def test_no_part_takes_more_than_the_step(name, shorter):
     """A wait of an epoch's first step is not a share of the typical step, which leaves that one out."""
     record = healthy(**ILL[name][0])
     record = dataclasses.replace(record, step_ms=record.step_ms * shorter)
-    texts = [text for f in profile_findings(record) for text in (f.said, *f.evidence) if " of a " in text]
+    texts = [text for f in profile_findings(record) for text in (f.message, *f.evidence) if " of a " in text]
     assert all(int(share) <= 100 for text in texts for share in re.findall(r"\((\d+) %\)", text)), texts
 
 
@@ -94,7 +94,7 @@ def test_a_float64_detour_is_found_at_the_cast():
     scaled = Operation("aten::mul", 5, 2.0, share=0.3, dtypes=["float32"])
     findings = profile_findings(healthy(operations=[cast, between, scaled]))
     assert [(f.name, f.place) for f in findings] == [("double_precision", LINE)]
-    assert findings[0].said.startswith("30 %")
+    assert findings[0].message.startswith("30 %")
     assert profile_findings(healthy(operations=[scaled])) == []
     number = dataclasses.replace(cast, shapes=[])  # an optimizer's step count, and its Python scalars
     assert profile_findings(healthy(operations=[number, between, scaled])) == []

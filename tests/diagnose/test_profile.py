@@ -139,7 +139,7 @@ def test_what_ifs_are_measured_or_say_why_not(ill):
         "one thread fewer",
         "one thread more",
     ]
-    assert what_ifs["loader"].ratio.certain
+    assert what_ifs["loader"].ratio.significant
     assert what_ifs["loader"].ratio.median > 1.3
     assert what_ifs["loader"].step_ms < record.step_ms
     assert what_ifs["optimizer"].ratio is not None
@@ -184,8 +184,8 @@ def test_the_loader_is_recreated_and_its_slow_line_is_found(ill):
     record, _, _ = ill
     (loader,) = record.loaders
     assert loader.place.line == line_of("return DataLoader(")
-    assert loader.made > 3
-    assert loader.begun > 3
+    assert loader.created > 3
+    assert loader.iterators > 3
     assert loader.wait_ms > 1.0
     assert loader.fetch_ms > 3.0
     assert loader.slow_place.line == line_of("time.sleep(")
@@ -212,7 +212,7 @@ def test_the_leak_its_owner_and_the_line(ill):
     record, _, _ = ill
     leak = record.leak
     assert leak.leaking
-    assert leak.chance < 0.001
+    assert leak.p_value < 0.001
     assert leak.holder == "list `kept` of main()"
     assert leak.place.line == line_of("kept.append(out)")
     assert leak.graph

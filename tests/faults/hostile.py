@@ -181,9 +181,9 @@ def tensors():
 
 
 def _ranks(path):
-    from flatout.cli.options.rank_plans import remembered
+    from flatout.cli.options.rank_plans import load_rehearsal
 
-    remembered(path, None)
+    load_rehearsal(path, None)
 
 
 def _ceilings(path):
@@ -212,7 +212,7 @@ def _save(path):
 
     from flatout.checkpoint.checkpoints import CheckpointFolder
     from flatout.checkpoint.manifest import Manifest
-    from flatout.job.sanitize import harmless
+    from flatout.job.sanitize import sanitize
     from flatout.schema.errors import FlatoutError
 
     folder = path.parent / "saves" / "step-00000007"
@@ -230,7 +230,7 @@ def _save(path):
         assert newest is not None
         newest.read(torch)
     except FlatoutError as error:
-        sys.stderr.write(f"flatout: {harmless(str(error))}\n")
+        sys.stderr.write(f"flatout: {sanitize(str(error))}\n")
         sys.exit(error.exit_code)
     except OSError:
         sys.exit(0)  # this harness could not digest it: a device

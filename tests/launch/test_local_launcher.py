@@ -18,7 +18,7 @@ import pytest
 from limits import hang_s
 from processes import alive, state, until
 
-from flatout.job.rank_environment import OF_RANKS
+from flatout.job.rank_environment import RANK_VARIABLES
 from flatout.launch.failure import (
     EXITED,
     EXITING,
@@ -194,7 +194,7 @@ def test_the_environment_of_a_rank(local_launcher, flatout):
             for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
         ] == [str(rank), str(rank), "3", "3"]
         assert environment["FLATOUT_RENDEZVOUS"] == f"file://{environment['FLATOUT_LAUNCH']}/rendezvous"
-        assert not OF_RANKS & set(environment)
+        assert not RANK_VARIABLES & set(environment)
         assert not {"TORCHELASTIC_RUN_ID", "OMPI_COMM_WORLD_RANK"} & set(environment)
         assert (environment["OMP_NUM_THREADS"], environment["MINE"], mode) == (
             str(max(cores // 3, 1)),

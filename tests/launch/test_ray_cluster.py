@@ -11,7 +11,7 @@ import pytest
 
 from flatout.launch import ray_cluster
 from flatout.launch.ray_cluster import RayJob, connect, ray_job, run_ranks
-from flatout.schema.errors import NodesApart, ProgramFailed, ProgramNotFound, UsageError
+from flatout.schema.errors import NodesUnreachable, ProgramFailed, ProgramNotFound, UsageError
 
 there = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is an extra: pip install flatout[ray]"
@@ -87,9 +87,9 @@ def test_the_first_failure_ends_the_others(cluster, tmp_path):
 @there
 def test_unsupported_requests_are_explained(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(ray_cluster, "PLACEMENT_S", 2.0)
-    with pytest.raises(NodesApart, match="no room for 9 ranks of 1 CPU"):
+    with pytest.raises(NodesUnreachable, match="no room for 9 ranks of 1 CPU"):
         run_ranks(cluster, RayJob(("true",), str(tmp_path)), 9, False)
-    with pytest.raises(NodesApart, match="Put the program on a file system that all nodes share"):
+    with pytest.raises(NodesUnreachable, match="Put the program on a file system that all nodes share"):
         run_ranks(cluster, RayJob(("true",), str(tmp_path / "nowhere")), 1, False)
     with pytest.raises(ProgramNotFound, match="no-such-program cannot be started"):
         run_ranks(cluster, RayJob(("no-such-program",), str(tmp_path)), 1, False)

@@ -78,7 +78,7 @@ def test_a_hang_is_a_time_without_a_sign_of_life_of_any_process(tmp_path):
         child.kill()
         child.communicate()
     for name in tmp_path.glob("heartbeat.*"):
-        name.write_bytes(bytes(heartbeat.BYTES))  # no step yet
+        name.write_bytes(bytes(heartbeat.PAGE_BYTES))  # no step yet
     processes, now = ProgramProcesses(str(tmp_path), 0.0, 3.0), 0.0
     assert polled("hung", 60.0)[0] is None
     assert MIN_START_LIMIT_S > 60.0

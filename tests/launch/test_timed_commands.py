@@ -16,12 +16,12 @@ def test_its_output_and_how_it_ended():
     ran = TimedCommand(
         [sys.executable, "-c", "import sys; print('out'); print('err', file=sys.stderr); sys.exit(3)"]
     ).result(hang_s(20))
-    assert (ran.code, ran.out, ran.err, ran.there, ran.timed_out) == (3, "out\n", "err\n", True, False)
+    assert (ran.code, ran.out, ran.err, ran.installed, ran.timed_out) == (3, "out\n", "err\n", True, False)
 
 
 def test_a_missing_program():
     ran = TimedCommand(["flatout-has-no-such-program"]).result(1)
-    assert (ran.code, ran.there, ran.said) == (None, False, "")
+    assert (ran.code, ran.installed, ran.output) == (None, False, "")
 
 
 def test_a_program_that_cannot_be_started_is_reported(tmp_path):
@@ -31,7 +31,7 @@ def test_a_program_that_cannot_be_started_is_reported(tmp_path):
     broken.chmod(0o755)
     ran = TimedCommand([str(broken)]).result(1)
     assert ran.code is None
-    assert ran.there
+    assert ran.installed
     assert "Exec format error" in ran.err
 
 

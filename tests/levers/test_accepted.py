@@ -13,7 +13,7 @@ from test_every_lever import BF16, OLD, WITH_GPU, values_of
 
 from flatout.cli.options.arguments import LeverByName, read_plan
 from flatout.levers import TABLE
-from flatout.schema.accepted import Number, Table, Text, listed, refusal
+from flatout.schema.accepted import Number, Table, Text, describe_forms, rejection
 from flatout.schema.enums import Moment
 from flatout.schema.errors import PlanError
 from flatout.schema.lever import Options
@@ -31,8 +31,8 @@ def wrong(forms):
         if isinstance(form, Number):
             yield from (form.low - 1, form.high + 1, math.nextafter(form.high, math.inf), True)
         if isinstance(form, Table):
-            right = {key: right_one(form.keys[key]) for key in form.needed}
-            yield from ({k: v for k, v in right.items() if k != key} for key in form.needed)
+            right = {key: right_one(form.keys[key]) for key in form.required}
+            yield from ({k: v for k, v in right.items() if k != key} for key in form.required)
             for key, items in form.keys.items():
                 yield from ({**right, key: item} for item in wrong(items) if not isinstance(item, dict))
 
@@ -69,10 +69,10 @@ def test_a_wrong_value(flatout, lever):
         said = error.value.message
         items = [value, *value.values()] if isinstance(value, dict) else [value]
         assert any(f", not {item!r}. `flatout levers {lever.name}`" in said for item in items)
-        assert any(f" must be {listed(forms)}, not" in said for forms in all_forms(lever.accepts))
+        assert any(f" must be {describe_forms(forms)}, not" in said for forms in all_forms(lever.accepts))
     done = flatout.here("run", "--with", as_option(Choice(lever.name, values[0])), "no-such-program")
     assert (done.code, done.out) == (2, "")
-    assert f"the value of {lever.name} must be {listed(lever.accepts)}" in done.err
+    assert f"the value of {lever.name} must be {describe_forms(lever.accepts)}" in done.err
 
 
 def all_forms(forms):
@@ -83,7 +83,7 @@ def all_forms(forms):
 def test_a_wrong_value_in_a_plan(tmp_path, lever):
     value = rejected(lever)[0]
     (tmp_path / "plan.toml").write_text(Plan((Choice(lever.name, value),)).to_toml())
-    says = f"plan.toml: the value of {lever.name} must be {listed(lever.accepts)}, not {value!r}"
+    says = f"plan.toml: the value of {lever.name} must be {describe_forms(lever.accepts)}, not {value!r}"
     with pytest.raises(PlanError, match=re.escape(says)) as error:
         read_plan(str(tmp_path / "plan.toml"))
     assert error.value.exit_code == 2
@@ -121,7 +121,7 @@ def test_what_a_lever_offers(program, lever):
 def test_a_number_is_accepted_in_its_range_only(low, more, value):
     for whole in (True, False):
         form = Number(low, low + more, whole)
-        assert not refusal("it", [form], low)
-        assert not refusal("it", [form], low + more)
+        assert not rejection("it", [form], low)
+        assert not rejection("it", [form], low + more)
         right = type(value) in ((int,) if whole else (int, float)) and low <= value <= low + more
-        assert (refusal("it", [form], value) == "") == right
+        assert (rejection("it", [form], value) == "") == right

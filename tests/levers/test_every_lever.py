@@ -169,7 +169,9 @@ def test_the_value_is_whole(lever):
     assert lever.name.isidentifier()
     assert (lever.effect is Effect.CHANGES_MATH) == (lever.name in BY_NAME_ONLY)
     assert not (lever.effect is Effect.CHANGES_MATH and lever.live)
-    assert all(bool(lever.half(value)) is (lever.effect is Effect.PRECISION) for value in values_of(lever))
+    assert all(
+        bool(lever.reduced_part(value)) is (lever.effect is Effect.PRECISION) for value in values_of(lever)
+    )
     assert set(lever.after) | set(lever.excludes) | set(lever.needs) <= set(BY_NAME)
     order = [each.name for each in TABLE]
     assert all(order.index(name) < order.index(lever.name) for name in (*lever.after, *lever.needs))

@@ -107,7 +107,7 @@ def test_kernels_gaps_and_tensor_cores():
     assert (half.dtypes, half.tensor_cores, half.device_ms) == (["float16"], True, 0.045)
     assert (single.dtypes, single.tensor_cores, single.device_ms) == (["float32"], False, 0.02)
     assert observed.busy_ns == 75_000
-    gaps = {gap.what: gap for gap in observed.gaps}
+    gaps = {gap.host_activity: gap for gap in observed.gaps}
     assert gaps["aten::_local_scalar_dense"].ms == pytest.approx(0.05)
     assert gaps["aten::_local_scalar_dense"].place == SourceLocation("/home/me/train.py", 33)
     assert gaps["python"].ms == pytest.approx(0.18)

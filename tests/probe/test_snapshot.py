@@ -46,7 +46,7 @@ def test_the_files_with_limits(container):
     }
     assert snapshot.files[f"{GROUP}/pod/c1/memory.max"] == "max\n"
     assert snapshot.files["/.dockerenv"] is None
-    assert snapshot.pci_nvidia is True
+    assert snapshot.has_nvidia_on_pci is True
     assert snapshot.folders["/dev"] == ["nvidia0"]
     assert "/sys/bus/pci/devices/0000:02:00.0/vendor" not in snapshot.files  # a network card is not inspected
 
@@ -62,7 +62,7 @@ def test_a_sight_survives_json(container):
 def test_an_empty_root(tmp_path):
     snapshot = gather(MachineSnapshot(), tmp_path / "none")
     assert set(snapshot.files.values()) == {None}
-    assert snapshot.pci_nvidia is None
+    assert snapshot.has_nvidia_on_pci is None
 
 
 def test_no_secret_is_kept():

@@ -23,9 +23,9 @@ from flatout.render.memory_page import memory_page
 from flatout.render.profile_page import profile_page
 from flatout.render.report import session_page
 from flatout.render.scale_page import scale_page
-from flatout.schema.batch import BatchPoint, BatchRecord, NoiseSeen
+from flatout.schema.batch import BatchPoint, BatchRecord, NoiseScale
 from flatout.schema.compare import Change, CompareRecord, Gate, LossVerdict, SideRecord
-from flatout.schema.history import HistoryRecord, JobSeen, RunSeen
+from flatout.schema.history import HistoryRecord, JobEntry, RunEntry
 from flatout.schema.lr_range import LrPoint, LrRecord
 from flatout.schema.memory_forecast import MemoryForecast, MemoryPoint
 from flatout.schema.profile import MemoryGrowth, ProfileRecord, SyncRecord
@@ -191,8 +191,8 @@ def batch():
         for size in (8, 16, 32)
     ]
     points.append(BatchPoint(64, "too big", "it takes 64 MiB", peak_bytes=64 * MIB))
-    noise = NoiseSeen(5, 8, 64, 20.0, 15.0, 30.0)
-    return BatchRecord(COMMAND, "/", own=16, effective=16, limit_bytes=40 * MIB, points=points, best=32, enough=32, noise=noise)  # fmt: skip
+    noise = NoiseScale(5, 8, 64, 20.0, 15.0, 30.0)
+    return BatchRecord(COMMAND, "/", own_size=16, effective=16, limit_bytes=40 * MIB, points=points, best=32, near_best=32, noise=noise)  # fmt: skip
 
 
 def forecast():
@@ -200,7 +200,7 @@ def forecast():
         MemoryPoint(4, 300, 300, {"parameters": 100, "activations": 200}, {"a<b>": 200}, measured_bytes=310),
         MemoryPoint(8, why_not="it <fails>"),
     ]
-    return MemoryForecast(COMMAND, "/", limit_bytes=500, limit_of="asked for", own=4, points=points, largest=4, largest_peak_bytes=300)  # fmt: skip
+    return MemoryForecast(COMMAND, "/", limit_bytes=500, limit_source="asked for", own_size=4, points=points, largest=4, largest_peak_bytes=300)  # fmt: skip
 
 
 def scaling():
@@ -222,7 +222,9 @@ def lr():
 def run(at, where="a CPU, torch 2.14", result="finished", speed=50.0):
     how = "KeyError" if result == "failed" else "ended"
     when = f"2026-11-{1 + at:02}T08:00:00Z"
-    return RunSeen(f"job/runs/{at}/rank0.json", when, result, how, where, 100, speed + at, 2**29, "computing")
+    return RunEntry(
+        f"job/runs/{at}/rank0.json", when, result, how, where, 100, speed + at, 2**29, "computing"
+    )
 
 
 def history():
@@ -237,7 +239,7 @@ def history():
     ]
     speedup = Ratio(1.3, 1.2, 1.4, 5)
     reports = {"tune": "job/a report.html"}
-    job = JobSeen("job", COMMAND, "1.3 times as fast", speedup, True, runs, reports)
+    job = JobEntry("job", COMMAND, "1.3 times as fast", speedup, True, runs, reports)
     return HistoryRecord(
         "/home/me/project/.flatout", "2026-11-25", "0.1.0", [job], {"job/profile.json": "of a newer flatout"}
     )

@@ -101,8 +101,8 @@ def test_every_rules_finding_goes_through_every_form(rule):
     assert shown(found)
     assert len(list(github_lines(found))) == len(found)
     for finding in found:
-        assert finding.said[0] != " "
-        assert len(finding.said) < 250
+        assert finding.message[0] != " "
+        assert len(finding.message) < 250
         assert finding.fix, "say what to do"
 
 

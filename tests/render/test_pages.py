@@ -114,7 +114,7 @@ def test_the_next_command_is_the_last_line_in_one_piece(width):
     page.command[:] = ["python", "train.py", "--name", "two  blanks – and [red]a dash[/red]" * 4]
     out = io.StringIO()
     print_page(Console(file=out, width=width), page)
-    assert out.getvalue().splitlines()[-1] == f"  {page.following[1]}"
+    assert out.getvalue().splitlines()[-1] == f"  {page.next_step[1]}"
 
 
 def test_markdown_has_gates_and_tables_and_labels_are_no_markup():

@@ -4,11 +4,12 @@ import pytest
 from pages import Parsed, ill
 from test_pages import shown
 
-from flatout.render.profile_page import next_step, profile_html, profile_page
+from flatout.render.page import html
+from flatout.render.profile_page import next_step, profile_page
 
 
 def test_findings_come_with_line_fix_prediction_and_outcome():
-    text = Parsed(profile_html(ill())).text
+    text = Parsed(html(profile_page(ill()))).text
     for words in (
         "Not finite (FL050, wrong result)",
         "train.py:12 in __getitem__ image = decode(self.files[i])",
@@ -23,14 +24,14 @@ def test_findings_come_with_line_fix_prediction_and_outcome():
 
 
 def test_every_chart_is_drawn():
-    html = profile_html(ill())
+    page = html(profile_page(ill()))
     for label in (
         "Phases of a step",
         "What-ifs: loader  1.80x",
         "Memory over a step",
         "Memory at the same point of 14 steps",
     ):
-        assert f'aria-label="{label}' in html, label
+        assert f'aria-label="{label}' in page, label
 
 
 def test_the_terminal_shows_everything_that_was_measured():

@@ -7,30 +7,31 @@ import pytest
 from pages import Parsed, limited, session
 from test_pages import shown
 
-from flatout.render import formatting, ranks_summary, summary
-from flatout.render.report import report_html, session_page
+from flatout.render import formatting, summary
+from flatout.render.page import html
+from flatout.render.report import session_page
 from flatout.render.svg import Scale, element, ratio_scale, ratio_ticks, round_ticks
 from flatout.schema.records import PhaseTime, Ratio
 from flatout.schema.session import LeverRecord
 
 
 def page_text(record):
-    return Parsed(report_html(record)).text
+    return Parsed(html(session_page(record))).text
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (formatting.figure(412.6), "413"),
-        (formatting.figure(0.0312), "0.0312"),
-        (formatting.figure(1840.2), "1,840"),
-        (formatting.figure(None), "–"),
-        (formatting.figure(math.nan), "–"),
-        (formatting.figure(True), "–"),
-        (formatting.figure(2.4e-7, 2), "2.4e-07"),
+        (formatting.rounded(412.6), "413"),
+        (formatting.rounded(0.0312), "0.0312"),
+        (formatting.rounded(1840.2), "1,840"),
+        (formatting.rounded(None), "–"),
+        (formatting.rounded(math.nan), "–"),
+        (formatting.rounded(True), "–"),
+        (formatting.rounded(2.4e-7, 2), "2.4e-07"),
         (formatting.short(1.0), "1"),
-        (formatting.times(1.3449), "1.34x"),
-        (formatting.times(38.21), "38.2x"),
+        (formatting.factor(1.3449), "1.34x"),
+        (formatting.factor(38.21), "38.2x"),
         (formatting.interval(1.2, None), ""),
         (formatting.duration(0.25), "250 ms"),
         (formatting.duration(9.14), "9.1 s"),
@@ -43,10 +44,10 @@ def page_text(record):
         (formatting.signed(-41.0, 1), "−41.0"),
         (formatting.day("2026-11-21T06:26:11+00:00"), "2026-11-21 06:26 UTC"),
         (formatting.day("yesterday"), "yesterday"),
-        (formatting.several(1, "step"), "1 step"),
+        (formatting.plural(1, "step"), "1 step"),
         (formatting.setting(False), "off"),
-        (formatting.legible("a\x1bb\ud800c\u202ed\te"), "a\ufffdb\ufffdc\ufffdd\te"),
-        (formatting.legible("x" * 700)[-2:], " …"),
+        (formatting.safe_text("a\x1bb\ud800c\u202ed\te"), "a\ufffdb\ufffdc\ufffdd\te"),
+        (formatting.safe_text("x" * 700)[-2:], " …"),
         (formatting.shell(["python", "a  b.py"]), "python 'a  b.py'"),
         (str(element("text", "<b>", class_='a"b', x=1.50)), '<text class="a&#34;b" x="1.5">&lt;b&gt;</text>'),
     ],
@@ -163,7 +164,7 @@ def test_stored_phases_are_shown_and_broken_ones_left_out():
 @pytest.mark.parametrize("count", [0, 1, 2, 241, 2000])
 def test_curves_of_any_length(count):
     record = session()
-    record.named = []
+    record.named_levers = []
     record.guard.plain_losses = [[2.0 + seed + 1 / (i + 1) for i in range(count)] for seed in range(5)]
     record.guard.tuned_losses = [[2.0 + 1 / (i + 1) for i in range(count)]]
     text = page_text(record)
@@ -183,7 +184,7 @@ def test_curves_of_any_length(count):
     ],
 )
 def test_why_a_lever_is_applied(status, low, words):
-    reason = summary.because(LeverRecord("tf32", None, status, 1.2, low))
+    reason = summary.lever_reason(LeverRecord("tf32", None, status, 1.2, low))
     assert reason.startswith(words) if words else not reason
 
 
@@ -209,7 +210,7 @@ def test_ranks_compared_with_one_process():
         (None, "one process failed", "2 ranks; one process failed."),
         (None, "", "2 ranks."),
     ):
-        assert words in ranks_summary.speed_sentence(replace(ranks, ratio=ratio, why_not=why_not))
+        assert words in summary.ranks_sentence(replace(ranks, ratio=ratio, why_not=why_not))
 
 
 def test_scales_and_ticks():

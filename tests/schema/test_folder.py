@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from limits import hang_s
 
 import flatout.job.folder as folder_module
-from flatout.job.folder import JobFolder, read_json, write_json, write_whole
+from flatout.job.folder import JobFolder, read_json, write_atomically, write_json
 from flatout.schema.errors import StorageError
 
 WRITER = """
@@ -33,7 +33,7 @@ while True:
 
 def test_nothing_else_is_left_in_the_folder(tmp_path):
     for text in ("one", "two"):
-        write_whole(tmp_path / "a.txt", text)
+        write_atomically(tmp_path / "a.txt", text)
     assert [p.name for p in tmp_path.iterdir()] == ["a.txt"]
 
 
@@ -83,9 +83,9 @@ def test_a_full_disk_keeps_the_old_file(tmp_path):
     """RLIMIT_FSIZE replaces the disk: a write beyond it fails in the middle of the file, as with ENOSPC."""
     path = tmp_path / "session.json"
     code = (
-        "import sys, signal\nfrom pathlib import Path\nfrom flatout.job.folder import write_whole\nfrom flatout.schema.errors import StorageError\n"
-        "path = Path(sys.argv[1])\nwrite_whole(path, 'old')\n"
-        "try:\n    write_whole(path, 'x' * 100_000)\nexcept StorageError as error:\n    sys.exit(str(error))"
+        "import sys, signal\nfrom pathlib import Path\nfrom flatout.job.folder import write_atomically\nfrom flatout.schema.errors import StorageError\n"
+        "path = Path(sys.argv[1])\nwrite_atomically(path, 'old')\n"
+        "try:\n    write_atomically(path, 'x' * 100_000)\nexcept StorageError as error:\n    sys.exit(str(error))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(path)],
@@ -113,7 +113,7 @@ def test_where_nothing_can_be_written(tmp_path, where):
         "a folder in place of the file": tmp_path / "folder",
     }[where]
     with pytest.raises(StorageError, match="cannot write"):
-        write_whole(path, "text")
+        write_atomically(path, "text")
     assert (tmp_path / "file").read_text() == "x"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "folder"]
 
@@ -198,7 +198,7 @@ def test_written_files_reach_the_disk_before_the_name(tmp_path, monkeypatch):
     really_sync, really_replace = os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda handle: (order.append("flush"), really_sync(handle))[1])
     monkeypatch.setattr(os, "replace", lambda a, b: (order.append("rename"), really_replace(a, b))[1])
-    write_whole(tmp_path / "a", "text")
+    write_atomically(tmp_path / "a", "text")
     assert order == ["flush", "rename"]
 
 

@@ -18,19 +18,24 @@ from flatout.measure.batch_curve import (
 from flatout.measure.statistics import Round
 from flatout.render.batch_page import batch_page, noise_sentence, sentences
 from flatout.render.page import html
-from flatout.schema.batch import BatchPoint, BatchRecord, NoiseSeen
+from flatout.schema.batch import BatchPoint, BatchRecord, NoiseScale
 from flatout.schema.records import TrialRecord
 from flatout.tune.batch_programs import size_error
 
 NOISE = (1.0, 1.02, 0.99, 1.01)
 
 
-def curve(cost_ms, sizes, own=8, effective=None, optimizer_ms=1.0, passes=3):
+def curve(cost_ms, sizes, own_size=8, effective=None, optimizer_ms=1.0, passes=3):
     """A record of a program whose step takes ``cost_ms(size)``; each pass is a little slower than the one
     before.
     """
     record = BatchRecord(
-        ["python", "train.py"], "/", own=own, effective=effective or own, limit_bytes=2**30, limit="given"
+        ["python", "train.py"],
+        "/",
+        own_size=own_size,
+        effective=effective or own_size,
+        limit_bytes=2**30,
+        limit_source="given",
     )
     times = [
         {size: [cost_ms(size) * noise * (1 + 0.03 * at) / size for noise in NOISE] for size in sizes}
@@ -41,7 +46,7 @@ def curve(cost_ms, sizes, own=8, effective=None, optimizer_ms=1.0, passes=3):
             size,
             step_ms=cost_ms(size),
             optimizer_ms=optimizer_ms,
-            samples_per_step=size * record.effective / own,
+            samples_per_step=size * record.effective / own_size,
         )
         for size in sizes
     ]
@@ -54,12 +59,12 @@ def test_where_a_larger_batch_gains_nothing():
     record = curve(
         lambda size: max(4.0, size / 16 * (1 - 0.01 * math.log2(size / 64))), (8, 16, 32, 64, 128, 256)
     )
-    assert (record.best, record.enough) == (256, 64)
-    assert record.enough_low <= 64 <= record.enough_high < 256
+    assert (record.best, record.near_best) == (256, 64)
+    assert record.near_best_low <= 64 <= record.near_best_high < 256
     speeds = {point.size: point.speed for point in record.points}
     assert speeds[64].median == pytest.approx(8, rel=0.02)
     assert speeds[64].low <= speeds[64].median <= speeds[64].high
-    assert record.again.low <= 1 <= record.again.high
+    assert record.repeat_ratio.low <= 1 <= record.repeat_ratio.high
     assert "above 64 samples a batch, a larger size gives less than 5 % more samples/s" in " ".join(
         sentences(record)
     )
@@ -69,9 +74,9 @@ def test_where_nothing_fits():
     record = BatchRecord(
         ["python", "train.py"],
         "/",
-        own=8,
+        own_size=8,
         limit_bytes=2**20,
-        limit="given",
+        limit_source="given",
         points=[BatchPoint(16, "too big"), BatchPoint(8, "too big", peak_bytes=2**21)],
     )
     assert (
@@ -85,19 +90,21 @@ def test_the_effective_batch_is_kept_by_accumulation():
 
     So 8 micro-batches of 8 are the fastest way to 64.
     """
-    record = curve(lambda size: 2 + size * (3 if size > 8 else 1), (2, 8, 64, 128), own=64, optimizer_ms=2.0)
+    record = curve(
+        lambda size: 2 + size * (3 if size > 8 else 1), (2, 8, 64, 128), own_size=64, optimizer_ms=2.0
+    )
     kept = {point.size: point for point in record.points}
-    assert kept[8].kept_micro_batches == 8
-    assert kept[8].kept_speed.median == pytest.approx((2 + 192) / (2 + 64), rel=0.02)
-    assert kept[2].kept_speed.median == pytest.approx(kept[8].kept_speed.median, rel=0.05)
-    assert kept[128].kept_speed is None  # larger than the program's own effective batch
+    assert kept[8].micro_batches == 8
+    assert kept[8].accumulated_speed.median == pytest.approx((2 + 192) / (2 + 64), rel=0.02)
+    assert kept[2].accumulated_speed.median == pytest.approx(kept[8].accumulated_speed.median, rel=0.05)
+    assert kept[128].accumulated_speed is None  # larger than the program's own effective batch
     assert "computed from the phases of a step" in " ".join(sentences(record))
 
 
 def test_a_program_that_accumulates_may_accumulate_less():
     """Four micro-batches of 8: one batch of 32 is as large an effective batch."""
-    record = curve(lambda size: 1 + 4 * (2 + size), (8, 32, 64), own=8, effective=32)
-    kept = {point.size: point.kept_micro_batches for point in record.points}
+    record = curve(lambda size: 1 + 4 * (2 + size), (8, 32, 64), own_size=8, effective=32)
+    kept = {point.size: point.micro_batches for point in record.points}
     assert kept == {8: 4, 32: 1, 64: None}
 
 
@@ -143,7 +150,7 @@ points = st.builds(
     peak_bytes=st.one_of(st.none(), st.integers(0, 2**50)),
 )
 noises = st.builds(
-    NoiseSeen,
+    NoiseScale,
     st.integers(0, 10**6),
     st.one_of(st.none(), st.integers(1, 512)),
     st.integers(0, 300),
@@ -159,12 +166,12 @@ def test_any_measurements_can_be_plotted(points, noise, word):
     record = BatchRecord(
         ["python", word],
         "/",
-        own=points[0].size if points else None,
+        own_size=points[0].size if points else None,
         points=points,
         noise=noise,
         best=points[-1].size if points else None,
-        enough=points[0].size if points else None,
-        limit=word,
+        near_best=points[0].size if points else None,
+        limit_source=word,
     )
     assert BatchRecord.from_json(json.loads(json.dumps(record.to_json()))) == record
     assert "</html>" in html(batch_page(record))
@@ -173,15 +180,15 @@ def test_any_measurements_can_be_plotted(points, noise, word):
 @pytest.mark.parametrize(
     ("noise", "own", "words"),
     [
-        (NoiseSeen(5, 8, 60, 400.0, 300.0, 600.0), 8, "far below it"),
-        (NoiseSeen(5, 8, 60, 40.0, 30.0, 60.0), 512, "above it"),
-        (NoiseSeen(5, 8, 60, 40.0, 30.0, 60.0), 32, "near it"),
-        (NoiseSeen(5, 8, 60, None, 900.0, None), 8, "above 900 samples"),
-        (NoiseSeen(5, 8, 60, 0.0, 0.0, 0.1), 8, "almost no noise"),
-        (NoiseSeen(5, None, 60, 4.0, 3.0, 6.0), None, "of the program's own batches"),
-        (NoiseSeen(5, None, 60, 0.3, 0.2, 0.5), None, "about 0.30 of the program's own batches"),
-        (NoiseSeen(5, None, 60, 0.0, 0.0, 0.0), None, "no noise"),
-        (NoiseSeen(why_not="it has two optimizers"), 8, "two optimizers"),
+        (NoiseScale(5, 8, 60, 400.0, 300.0, 600.0), 8, "far below it"),
+        (NoiseScale(5, 8, 60, 40.0, 30.0, 60.0), 512, "above it"),
+        (NoiseScale(5, 8, 60, 40.0, 30.0, 60.0), 32, "near it"),
+        (NoiseScale(5, 8, 60, None, 900.0, None), 8, "above 900 samples"),
+        (NoiseScale(5, 8, 60, 0.0, 0.0, 0.1), 8, "almost no noise"),
+        (NoiseScale(5, None, 60, 4.0, 3.0, 6.0), None, "of the program's own batches"),
+        (NoiseScale(5, None, 60, 0.3, 0.2, 0.5), None, "about 0.30 of the program's own batches"),
+        (NoiseScale(5, None, 60, 0.0, 0.0, 0.0), None, "no noise"),
+        (NoiseScale(why_not="it has two optimizers"), 8, "two optimizers"),
     ],
 )
 def test_how_large_a_batch_still_helps_is_one_sentence(noise, own, words):
@@ -245,7 +252,7 @@ def test_a_real_program(flatout, script):
     )
     assert done.code == 0, done.err
     record = BatchRecord.from_json(json.loads((flatout.folder / "job" / "batch.json").read_text()))
-    assert (record.status, record.own, record.effective, record.dataset_samples, record.loader) == (
+    assert (record.status, record.own_size, record.effective, record.dataset_samples, record.loader) == (
         "done",
         8,
         8,
@@ -253,13 +260,13 @@ def test_a_real_program(flatout, script):
         1,
     )
     assert [point.status for point in record.points] == ["measured", "measured", "no such batch"]
-    own, twice = record.points[:2]
-    assert (own.samples_per_step, twice.samples_per_step) == (8, 16)
+    own_size, twice = record.points[:2]
+    assert (own_size.samples_per_step, twice.samples_per_step) == (8, 16)
     assert twice.speed.low < twice.speed.median < twice.speed.high
     assert twice.samples_per_s == pytest.approx(1000 * 16 / twice.step_ms)
-    assert own.kept_micro_batches == 1
-    assert twice.kept_speed is None
-    assert 8 * 24 * 4 <= own.peak_bytes < twice.peak_bytes < 2**20
+    assert own_size.micro_batches == 1
+    assert twice.accumulated_speed is None
+    assert 8 * 24 * 4 <= own_size.peak_bytes < twice.peak_bytes < 2**20
     assert record.noise.batch == 8
     assert abs(record.noise.value - 4.0) < 0.2 * 4.0
     assert record.noise.low <= record.noise.value <= record.noise.high

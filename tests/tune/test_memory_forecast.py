@@ -85,16 +85,16 @@ def test_a_real_program(flatout, script):
     )
     assert done.code == 0, done.err
     record = record_of(flatout)
-    assert (record.status, record.own, record.limit_bytes) == ("done", 24, 2**26)
+    assert (record.status, record.own_size, record.limit_bytes) == ("done", 24, 2**26)
     points = {point.batch_size: point for point in record.points}
     for size in (24, 96):
         assert abs(points[size].error) < 0.02, (size, points[size])
         assert sum(points[size].kinds.values()) == points[size].peak_bytes
         assert f"A real step with {size} samples" in " ".join(done.out.split())
-    own = points[24].kinds
+    own_size = points[24].kinds
     parameters = 4 * (32 * 27 + 32 + 64 + 2048 * 10 + 10)
-    assert own["parameters"] == parameters
-    assert own["held by the program"] >= 120 * (3 * 256 * 4 + 8)
+    assert own_size["parameters"] == parameters
+    assert own_size["held by the program"] >= 120 * (3 * 256 * 4 + 8)
     assert points[96].by_module["Sequential.0"] == 96 * 32 * 256 * 4  # what the normalisation keeps
     assert record.largest > 96
     assert record.largest_peak_bytes <= 2**26 < record.largest_peak_bytes * 1.05
@@ -133,15 +133,15 @@ def test_without_a_loader_and_as_on_cuda(flatout, script):
     )
     assert done.code == 0, done.err
     record = MemoryForecast.from_json(json.loads(done.out))
-    own = record.own_point()
-    assert own.batch_size is None
-    assert own.kinds["parameters"] == -(-50 * 64 * 4 // 512) * 512 * 2 + 512
-    assert own.by_module["Sequential.0"] == 2 * 8 * 64 * 4, "fake positions still cut whole pieces"
-    assert own.kinds["temporary"] > 0.9 * own.kinds["parameters"], (
+    own_size = record.own_point()
+    assert own_size.batch_size is None
+    assert own_size.kinds["parameters"] == -(-50 * 64 * 4 // 512) * 512 * 2 + 512
+    assert own_size.by_module["Sequential.0"] == 2 * 8 * 64 * 4, "fake positions still cut whole pieces"
+    assert own_size.kinds["temporary"] > 0.9 * own_size.kinds["parameters"], (
         "torch's optimizers take a list of them on CUDA"
     )
-    assert "held by the program" not in own.kinds
-    assert all(size % 512 == 0 for size in own.kinds.values())
+    assert "held by the program" not in own_size.kinds
+    assert all(size % 512 == 0 for size in own_size.kinds.values())
     other = next(point for point in record.points if point.batch_size == 16)
     assert (other.peak_bytes, "without a DataLoader" in other.why_not) == (None, True)
     assert "no batch fits" in record.advice
@@ -192,7 +192,7 @@ def test_what_would_help():
 @pytest.mark.parametrize("limit", [None, 500, 10**9])
 def test_a_page_of_any_prediction(limit):
     record = MemoryForecast(
-        ["python", "<b>"], "/", limit_bytes=limit, limit_of="asked for", own=4, notes=["<i>"]
+        ["python", "<b>"], "/", limit_bytes=limit, limit_source="asked for", own_size=4, notes=["<i>"]
     )
     assert "<b>" not in html(memory_page(record))
     record.points = [

@@ -72,9 +72,9 @@ class AfterImport:
 
 def say(sentence: str) -> None:
     """Print a line for the user; all lines of flatout under a running script go through here."""
-    from flatout.job.sanitize import harmless
+    from flatout.job.sanitize import sanitize
 
-    show(f"flatout: {harmless(sentence)}")
+    show(f"flatout: {sanitize(sentence)}")
 
 
 def show(text: str) -> None:

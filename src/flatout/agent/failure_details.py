@@ -18,8 +18,8 @@ from types import FrameType, ModuleType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.names import named_items
-from flatout.schema.facts import ASKED_DEVICE
-from flatout.schema.failure import ExceptionRecord, FailureRecord, FrameSeen, ModuleSeen, TensorSeen
+from flatout.schema.facts import DEVICE_VARIABLE
+from flatout.schema.failure import ExceptionRecord, FailureRecord, FrameRecord, ModuleRecord, TensorRecord
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -69,7 +69,7 @@ def _exception_record(error: BaseException, link: str) -> ExceptionRecord:
     if len(frames) > MAX_FRAMES:
         frames = frames[: MAX_FRAMES // 2] + frames[-MAX_FRAMES // 2 :]
     records = [_frame(frame, line) for frame, line in frames]
-    last_user_frame = max((i for i, frame in enumerate(records) if frame.mine), default=len(records))
+    last_user_frame = max((i for i, frame in enumerate(records) if frame.is_user_code), default=len(records))
     for i in range(last_user_frame, len(records)):
         try:
             records[i].tensors = _tensors(frames[i][0], _statement(*frames[i]))
@@ -84,9 +84,9 @@ def _exception_record(error: BaseException, link: str) -> ExceptionRecord:
     return ExceptionRecord(name, [base.__name__ for base in kind.__mro__[:-2]], message, notes, records, link)
 
 
-def _frame(frame: FrameType, line: int) -> FrameSeen:
+def _frame(frame: FrameType, line: int) -> FrameRecord:
     file = frame.f_code.co_filename
-    return FrameSeen(
+    return FrameRecord(
         file,
         line,
         frame.f_code.co_name,
@@ -126,12 +126,12 @@ def _library_dirs() -> tuple[str, ...]:
 _LIBRARY_DIRS = _library_dirs()
 
 
-def _tensors(frame: FrameType, statement: str) -> list[TensorSeen]:
+def _tensors(frame: FrameType, statement: str) -> list[TensorRecord]:
     torch = sys.modules.get("torch")
     if torch is None:
         return []
     named = [word for word in dict.fromkeys(WORD.findall(statement)) if word in frame.f_locals]
-    tensors: list[TensorSeen] = []
+    tensors: list[TensorRecord] = []
     for name in [*named, *(name for name in list(frame.f_locals) if name not in named)]:
         value = frame.f_locals[name]
         parts = [(name, value), *named_items(name, value)]
@@ -141,8 +141,8 @@ def _tensors(frame: FrameType, statement: str) -> list[TensorSeen]:
     return tensors[:MAX_TENSORS]
 
 
-def _tensor(name: str, value: Tensor, torch: ModuleType) -> TensorSeen:
-    tensor = TensorSeen(
+def _tensor(name: str, value: Tensor, torch: ModuleType) -> TensorRecord:
+    tensor = TensorRecord(
         name,
         [int(size) for size in value.shape],
         str(value.dtype).removeprefix("torch."),
@@ -162,7 +162,7 @@ def _tensor(name: str, value: Tensor, torch: ModuleType) -> TensorSeen:
         read_item = torch._C.TensorBase.item  # bypasses hooks on tensor reads
         low, high = read_item(flat.argmin()), read_item(flat.argmax())
         tensor.low, tensor.high = read_item(flat[low]), read_item(flat[high])
-        tensor.where_low, tensor.where_high = _unravel(low, tensor.shape), _unravel(high, tensor.shape)
+        tensor.argmin, tensor.argmax = _unravel(low, tensor.shape), _unravel(high, tensor.shape)
     return tensor
 
 
@@ -182,7 +182,7 @@ def _processes(record: FailureRecord, error: BaseException, torch: ModuleType | 
         value = os.environ.get(f"FLATOUT_{name}") or os.environ.get(name, "")
         if value.isdigit():
             record.__dict__[key] = int(value)
-    if asked_device := os.environ.get(ASKED_DEVICE):
+    if asked_device := os.environ.get(DEVICE_VARIABLE):
         record.facts["device"] = asked_device
     record.facts["python"] = sys.version.split()[0]
     if torch is not None:
@@ -247,7 +247,7 @@ def _module(record: FailureRecord, error: BaseException, torch: ModuleType | Non
     shapes = {
         name: [int(size) for size in value.shape] for name, value in running.named_parameters(recurse=False)
     }
-    record.module = ModuleSeen(".".join(filter(None, (root_name, path))), type(running).__name__, shapes)
+    record.module = ModuleRecord(".".join(filter(None, (root_name, path))), type(running).__name__, shapes)
 
 
 def _first_error(error: BaseException) -> BaseException:
@@ -304,7 +304,7 @@ def _forward_call(record: FailureRecord, error: BaseException, torch: ModuleType
         call = node.metadata.get("traceback_") if node.name().startswith(f"{named[1]}Backward") else None
         if call:
             lines = "".join(call).rstrip().split("\n")
-            record.around += [
+            record.log_lines += [
                 f"Error detected in {node.name()}. Traceback of forward call that caused the error:",
                 *lines,
             ]

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.agent.bootstrap import AfterImport
 from flatout.agent.ledger import Ledger
 from flatout.job import heartbeat
-from flatout.job.heartbeat import ENDING, HEARTBEATS, NOT_FINITE, RANK, SIGNAL, STACK, STEPS
+from flatout.job.heartbeat import EXITING, HEARTBEATS, NOT_FINITE, RANK, SIGNAL, STACK, STEPS
 from flatout.schema.errors import NotFinite
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class HeartbeatWriter:
         self.torch = torch
         self.page[HEARTBEATS] += 1
         # handlers registered before torch's import, and torch's own cleanup, run later
-        atexit.register(self.page.__setitem__, ENDING, 1)
+        atexit.register(self.page.__setitem__, EXITING, 1)
         self.counters = counters(torch)
         self.counters.page = self.page
         if os.environ.get(ON_NAN) == "stop":
@@ -97,7 +97,7 @@ class HeartbeatWriter:
         def hooked_save(*args: object, **kwargs: object) -> Any:
             self.page[HEARTBEATS] += 1
             result = save(*args, **kwargs)
-            heartbeat.saved()
+            heartbeat.checkpoint_written()
             return result
 
         return hooked_save

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from flatout.agent.bootstrap import say
 from flatout.agent.live_figures import LiveFigures, PeriodicThread, Reading
-from flatout.render.formatting import figure, size
+from flatout.render.formatting import rounded, size
 
 EVERY_S = 10.0
 
@@ -43,9 +43,9 @@ class LiveLine:
             machine.append(f"GPU {figures['gpu_busy']:.0%} busy")
         if not figures["steps_per_s"]:
             return " | ".join(["no step finished", *machine])
-        parts = [f"{figure(figures['samples_per_s'])} samples/s"] if figures["samples_per_s"] else []
+        parts = [f"{rounded(figures['samples_per_s'])} samples/s"] if figures["samples_per_s"] else []
         parts += [
-            f"{figure(figures['steps_per_s'])} steps/s",
+            f"{rounded(figures['steps_per_s'])} steps/s",
             f"waits for data {100 * (figures['data_wait'] or 0.0):.0f} %",
             *machine,
         ]

@@ -12,7 +12,7 @@ import signal
 from collections.abc import MutableMapping
 
 from flatout.job.parent_exit import die_with_parent
-from flatout.job.rank_environment import RankEnvironment, of_other_launchers
+from flatout.job.rank_environment import RankEnvironment, launcher_variables
 
 ERROR_FILE = "FLATOUT_ERROR_FILE"  # torchrun's report of a failed rank shows what is in it
 
@@ -49,7 +49,7 @@ def from_torchrun(environment: MutableMapping[str, str], one_device: bool = Fals
             environment.get("CUDA_VISIBLE_DEVICES"), rank_env.local_rank
         )
     error_file = environment.get("TORCHELASTIC_ERROR_FILE")
-    for name in of_other_launchers(environment):
+    for name in launcher_variables(environment):
         del environment[name]
     environment.update(rank_env.environment() | ({ERROR_FILE: error_file} if error_file else {}))
     return rank_env

@@ -24,8 +24,8 @@ from flatout.job.claims import REPORT, SUMMARY, claim
 from flatout.job.folder import JobFolder, write_json
 from flatout.job.rank_environment import rank_number, this_rank
 from flatout.schema.errors import StorageError, first_line
-from flatout.schema.facts import untested
-from flatout.schema.run_summary import FAILED, LIVE, RunSummary, SummaryRequest
+from flatout.schema.facts import untested_torch
+from flatout.schema.run_summary import EXPORT_FAILED, LIVE_FIGURES, RunSummary, SummaryRequest
 
 GPU_EVERY_S = 5.0
 MAX_LOG_BYTES = 1 << 20
@@ -35,7 +35,7 @@ def count(job: dict[str, Any]) -> None:
     """Count a run without levers. The bootstrap calls this right after ``import torch``."""
     import torch
 
-    if (sentence := untested(str(torch.__version__))) and claim(os.environ["FLATOUT_JOB"] + REPORT):
+    if (sentence := untested_torch(str(torch.__version__))) and claim(os.environ["FLATOUT_JOB"] + REPORT):
         say(sentence)
     Summarizer(SummaryRequest.from_json(job["summary"]), {}, counters(torch), torch)
 
@@ -86,7 +86,9 @@ class Summarizer:
             return
         figures = self.figures.between(self.latest, now)
         self.latest = now
-        self._append_line({"step": now[1], "seconds": now[0], **{name: figures[name] for name in LIVE}})
+        self._append_line(
+            {"step": now[1], "seconds": now[0], **{name: figures[name] for name in LIVE_FIGURES}}
+        )
 
     def _append_line(self, data: dict[str, Any]) -> None:
         try:
@@ -127,7 +129,7 @@ class Summarizer:
             from flatout.render.run_box import box
 
             show(box(record, written_to, self._failed_trackers()))
-        if record.how == KeyboardInterrupt.__name__:
+        if record.exit_reason == KeyboardInterrupt.__name__:
             _end_as_interrupted()
 
     def _failed_trackers(self) -> dict[str, str]:
@@ -138,7 +140,7 @@ class Summarizer:
                     lines = file.read(MAX_LOG_BYTES).decode(errors="replace").splitlines()
             except OSError:
                 continue
-            reported = [line.removeprefix(FAILED) for line in lines if line.startswith(FAILED)]
+            reported = [line.removeprefix(EXPORT_FAILED) for line in lines if line.startswith(EXPORT_FAILED)]
             if reported:
                 failures[log.stem] = reported[0]
         return failures
@@ -164,7 +166,7 @@ class Summarizer:
             status="done",
             device="cuda" if self.figures.on_cuda else "cpu",
             versions={"python": sys.version.split()[0], "torch": str(self.torch.__version__)},
-            untested=untested(str(self.torch.__version__)),
+            untested=untested_torch(str(self.torch.__version__)),
             machine=self.request.machine,
             rank=rank_number(),
             world_size=rank_env.world_size
@@ -172,7 +174,9 @@ class Summarizer:
             else int(os.environ.get("WORLD_SIZE") or 1),
             plan=self.plan,
             flatout=__version__,
-            how=getattr(getattr(sys, "last_type", None), "__name__", "ended"),  # of an uncaught exception
+            exit_reason=getattr(
+                getattr(sys, "last_type", None), "__name__", "ended"
+            ),  # of an uncaught exception
             steps=counts.steps,
             seconds=elapsed_s,
             steps_per_s=steps_per_s,

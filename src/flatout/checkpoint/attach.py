@@ -17,7 +17,7 @@ from flatout.agent.entry import start
 from flatout.agent.ledger import Ledger
 from flatout.agent.training_context import TrainingContext
 from flatout.checkpoint.rescue import Rescue
-from flatout.job.claims import CHECKPOINTS, RECORDING, claim_or_succeed
+from flatout.job.claims import CHECKPOINTS, RECORDING, claim_or_take_over
 from flatout.job.rank_environment import rank_number, this_rank
 from flatout.schema.errors import CannotResume
 from flatout.schema.run_request import ResumeOptions, RunRequest
@@ -61,7 +61,7 @@ def _exact(
         )
         return None
     processes = sys.modules.get("multiprocessing.process")
-    if (processes is not None and processes.parent_process() is not None) or not claim_or_succeed(
+    if (processes is not None and processes.parent_process() is not None) or not claim_or_take_over(
         os.environ["FLATOUT_JOB"] + RECORDING
     ):
         return None
@@ -75,7 +75,7 @@ class RescueOnly:
 
     def __init__(self, torch: ModuleType, folder: Path, ledger: Ledger) -> None:
         claim = os.environ["FLATOUT_JOB"] + CHECKPOINTS
-        self.listener = Rescue(torch, folder, say_unbuffered, lambda: claim_or_succeed(claim), ledger)
+        self.listener = Rescue(torch, folder, say_unbuffered, lambda: claim_or_take_over(claim), ledger)
         self.replaying = False
         atexit.register(self.listener.finish)
 

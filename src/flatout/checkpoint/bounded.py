@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from flatout.job.folder import values_in
+from flatout.job.folder import count_json_values
 from flatout.schema.errors import SaveError
 
 MAX_BYTES = 1 << 27
@@ -33,7 +33,7 @@ def from_json(data: bytes | bytearray) -> Any:
 def _why_too_large(data: bytes | bytearray) -> str:
     if len(data) > MAX_BYTES:
         return f"{len(data):,} bytes long, and the maximum is {MAX_BYTES:,}"
-    values = values_in(data)
+    values = count_json_values(data)
     return f"too many: {values:,}, and the maximum is {MAX_VALUES:,}" if values > MAX_VALUES else ""
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from flatout.checkpoint.bounded import from_json
 from flatout.checkpoint.disk import FileDigest
-from flatout.schema.errors import NOT_OF_ITS_FORM, SaveError
+from flatout.schema.errors import MALFORMED, SaveError
 
 SCHEMA = 1
 MAX_BYTES = 1 << 24
@@ -80,7 +80,7 @@ class Manifest:
             )
             if manifest.to_text().encode() != data:  # exact to the last space
                 raise ValueError
-        except NOT_OF_ITS_FORM:
+        except MALFORMED:
             raise SaveError("its manifest was changed after it was written") from None
         return manifest
 

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.checkpoint.tensors import memory_of
-from flatout.schema.errors import NOT_OF_ITS_FORM, SaveError
+from flatout.schema.errors import MALFORMED, SaveError
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -47,7 +47,7 @@ def set_random_states(torch: ModuleType, states: dict[str, Any], generators: Seq
     """
     try:
         return _set(torch, states, generators)
-    except (*NOT_OF_ITS_FORM, RuntimeError) as error:
+    except (*MALFORMED, RuntimeError) as error:
         raise SaveError(
             f"its random states cannot be restored ({type(error).__name__}: {str(error)[:200]})."
         ) from None

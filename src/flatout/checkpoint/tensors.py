@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.checkpoint.bounded import from_json
 from flatout.checkpoint.disk import FileDigest, HashedFileReader, write_file
-from flatout.schema.errors import NOT_OF_ITS_FORM, SaveError
+from flatout.schema.errors import MALFORMED, SaveError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -99,7 +99,7 @@ def read_tensors(torch: ModuleType, path: Path, expected: FileDigest) -> dict[st
             if file.digest != expected:
                 raise SaveError(f"{path.name} is not what was written: its digest differs")
             return tensors
-    except (*NOT_OF_ITS_FORM, OSError, RuntimeError, MemoryError) as error:
+    except (*MALFORMED, OSError, RuntimeError, MemoryError) as error:
         raise SaveError(
             f"{path.name} is not a valid tensor file ({type(error).__name__}: {str(error)[:200]})"
         ) from None

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from flatout.schema.errors import NOT_OF_ITS_FORM, SaveError
+from flatout.schema.errors import MALFORMED, SaveError
 
 MAX_DEPTH = 64
 FACTORIES: dict[str, Callable[[], Any]] = {
@@ -34,7 +34,7 @@ def unpack(torch: ModuleType, tree: object, tensors: Mapping[str, Any]) -> Any:
     """
     try:
         return _value_of(torch, tree, tensors, 0)
-    except (*NOT_OF_ITS_FORM, RuntimeError, MemoryError) as error:
+    except (*MALFORMED, RuntimeError, MemoryError) as error:
         raise SaveError(
             f"a value in it cannot be read ({type(error).__name__}: {str(error)[:200]})"
         ) from None

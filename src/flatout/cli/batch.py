@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from flatout.cli.options.arguments import PROGRAM, Amount, Duration, Sizes
+from flatout.cli.options.arguments import PROGRAM, Amount, Sizes, budget_option
 from flatout.cli.options.measurement import Measurement, measurement_options
 from flatout.schema.batch import BatchRecord
 from flatout.tune.batch_curve import BatchCurve, BatchOptions
@@ -17,9 +17,7 @@ from flatout.tune.batch_curve import BatchCurve, BatchOptions
     type=Sizes(),
     help="Comma-separated batch sizes; by default fractions and multiples of the script's own.",
 )
-@click.option(
-    "--budget", default="5m", show_default=True, type=Duration(), help="Time to spend: 90s, 5m, 1h."
-)
+@budget_option("5m", "Time to spend: 90s, 5m, 1h.")
 @click.option(
     "--memory-limit",
     default=None,
@@ -37,24 +35,24 @@ def command(
     at_step: int,
     job: Path | None,
     as_json: bool,
-    words: tuple[str, ...],
+    argv: tuple[str, ...],
 ) -> int:
     """Measure speed, memory and gradient noise of an unchanged program at several batch sizes.
 
     flatout starts the program at each size, measures whole steps including data loading, and stops it.
     It does not touch the program's files. The charts are in batch.html in the job's folder.
     """
-    asked = Measurement("batch", words, job)
-    record = BatchRecord(**asked.header, budget_s=budget)
-    requested = BatchOptions(tuple(sizes), budget, memory_limit, at_step)
-    asked.answer(
+    measurement = Measurement("batch", argv, job)
+    record = BatchRecord(**measurement.header, budget_s=budget)
+    options = BatchOptions(tuple(sizes), budget, memory_limit, at_step)
+    measurement.run(
         record,
         budget,
-        lambda stage, save: BatchCurve(
-            asked.command, asked.folder, asked.facts, record, requested, stage, save
+        lambda progress, save: BatchCurve(
+            measurement.command, measurement.folder, measurement.facts, record, options, progress.stage, save
         ).run(),
     )
     from flatout.render.batch_page import batch_page
 
-    asked.show(record, batch_page(record), as_json)
+    measurement.show(record, batch_page(record), as_json)
     return 0

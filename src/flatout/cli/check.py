@@ -10,9 +10,9 @@ from rich.console import Console
 
 from flatout.cli.options.arguments import PROGRAM, Duration, complete_files, writable
 from flatout.cli.options.json_output import json_option, print_json
-from flatout.cli.options.messages import warned
-from flatout.cli.options.scripts import command_of, read, rule_options
-from flatout.cli.profile import SHORTEST_S, profile
+from flatout.cli.options.messages import warn_untested
+from flatout.cli.options.scripts import command_of, read_program, rule_options
+from flatout.cli.profile import MIN_BUDGET_S, profile
 from flatout.diagnose.check import check
 from flatout.diagnose.profiled_program import ProfileOptions
 from flatout.diagnose.ranking import sort_key
@@ -30,15 +30,13 @@ from flatout.schema.findings import Finding
 from flatout.schema.outputs import FindingsRecord, Page, PagesRecord
 from flatout.tune.plan_files import job_folder
 
-FORMATS = ("text", "github")
-
 
 @click.command(context_settings=PROGRAM)
 @rule_options
 @click.option(
     "--format",
-    "form",
-    type=click.Choice(FORMATS),
+    "output_format",
+    type=click.Choice(["text", "github"]),
     default="text",
     show_default=True,
     help="Output format of the findings.",
@@ -52,25 +50,26 @@ FORMATS = ("text", "github")
 )
 @click.option(
     "--each",
+    "separately",
     is_flag=True,
     help="Check every FILE that follows as a script; report findings in these files only.",
 )
 @click.option("--explain", metavar="CODE", help="Show the page of a rule; `all` lists the rules.")
 @click.argument(
-    "words",
+    "argv",
     metavar="SCRIPT | COMMAND... | FILES",
     nargs=-1,
     type=click.UNPROCESSED,
     shell_complete=complete_files,
 )
 def command(
-    words: tuple[str, ...],
+    argv: tuple[str, ...],
     select: list[str],
     ignore: list[str],
-    form: str,
+    output_format: str,
     as_json: bool,
     run_s: float | None,
-    each: bool,
+    separately: bool,
     explain: str | None,
 ) -> int:
     """Find mistakes that raise no error: wrong results, wasted time, wasted memory, fragile code.
@@ -81,80 +80,81 @@ def command(
 
     The exit code is 0 without findings, 1 with findings, 2 for a usage error.
     """
-    if as_json and form != "text":
-        raise UsageError(f"--json and --format {form} cannot be printed at once. Give one of them.")
-    form = "json" if as_json else form
+    if as_json and output_format != "text":
+        raise UsageError(f"--json and --format {output_format} cannot be printed at once. Give one of them.")
+    output_format = "json" if as_json else output_format
     if explain is not None:
-        _explain(explain.upper(), form)
+        _explain(explain.upper(), output_format)
         return 0
-    if each and run_s is not None:
+    if separately and run_s is not None:
         raise UsageError("--each checks files that are not run. Remove --run, or check one command.")
-    programs = [read((word,)) for word in words] if each and words else [read(words)]
-    if each:
-        found = _findings_of_each(programs, select, ignore)
+    programs = [read_program((word,)) for word in argv] if separately and argv else [read_program(argv)]
+    if separately:
+        findings = _check_separately(programs, select, ignore)
     else:
-        found = check(programs[0], select, ignore, ran(words, run_s) if run_s is not None else ())
+        findings = check(programs[0], select, ignore, run_findings(argv, run_s) if run_s is not None else ())
     unread = list(dict.fromkeys(note for program in programs for note in program.unread))
     files = list(dict.fromkeys(source.path for program in programs for source in program.sources))
-    if form == "text":
+    if output_format == "text":
         console = Console(highlight=False, soft_wrap=True)
         for note in unread:
             click.echo(f"flatout: not read: {note}", err=True)
-        console.print(finding_lines(found, titles={rule.code: rule.title for rule in TABLE}))
-        words = words[:1] if each else words
-        command = words if len(words) > 1 and not words[0].startswith("-m") else ("python", *words)
-        shown = "python train.py" if words[-1].endswith(".ipynb") else shell(masked(command))
-        console.print(summary(found, len(files), shown, run_s is not None))
-    elif form == "github":
-        click.echo("\n".join(github_lines(found)), nl=bool(found))
+        console.print(finding_lines(findings, titles={rule.code: rule.title for rule in TABLE}))
+        argv = argv[:1] if separately else argv
+        command = argv if len(argv) > 1 and not argv[0].startswith("-m") else ("python", *argv)
+        command_text = "python train.py" if argv[-1].endswith(".ipynb") else shell(masked(command))
+        console.print(summary(findings, len(files), command_text, run_s is not None))
+    elif output_format == "github":
+        click.echo("\n".join(github_lines(findings)), nl=bool(findings))
     else:
-        print_json(FindingsRecord(files, unread, found))
-    return 1 if found else 0
+        print_json(FindingsRecord(files, unread, findings))
+    return 1 if findings else 0
 
 
-def _findings_of_each(
+def _check_separately(
     programs: Sequence[ScriptProgram], select: Collection[str], ignore: Collection[str]
 ) -> list[Finding]:
     """Check each file as a script; return the findings in these files, each once.
 
     The modules that a file imports give context, but are reported only if they are among the files.
     """
-    given = {os.path.realpath(program.main.path) for program in programs}
+    checked_paths = {os.path.realpath(program.main.path) for program in programs}
     # A file is read without the scripts that import it, in which its comments may have an effect.
     ignored = [*ignore, *([] if UNUSED.code in select else [UNUSED.code])]
-    found: dict[tuple[object, ...], Finding] = {}
+    findings: dict[tuple[object, ...], Finding] = {}
     for program in programs:
         for finding in check(program, select, ignored):
             place = finding.place
             file = re.sub(r"\[\d+\]$", "", place.file) if place is not None else program.main.path
-            if os.path.realpath(file) in given:
-                at = (place.line, place.column, place.file.removeprefix(file)) if place is not None else ()
-                found.setdefault((finding.rule, os.path.realpath(file), *at), finding)
-    return sorted(found.values(), key=sort_key)
+            if os.path.realpath(file) in checked_paths:
+                position = (
+                    (place.line, place.column, place.file.removeprefix(file)) if place is not None else ()
+                )
+                findings.setdefault((finding.rule, os.path.realpath(file), *position), finding)
+    return sorted(findings.values(), key=sort_key)
 
 
-def ran(words: tuple[str, ...], run_s: float) -> list[Finding]:
+def run_findings(argv: tuple[str, ...], run_s: float) -> list[Finding]:
     """Run the program and return the findings of the measured rules, with paths relative to this folder."""
-    if run_s < SHORTEST_S:
+    if run_s < MIN_BUDGET_S:
         raise UsageError(
-            f"a run of {run_s:g} s cannot measure anything; give at least {SHORTEST_S:g} s, as in --run 60s."
+            f"a run of {run_s:g} s cannot measure anything; give at least {MIN_BUDGET_S:g} s, as in --run 60s."
         )
-    cmd = check_measurable(parse_command(command_of(words)))
-    found = profile(
-        cmd, writable(job_folder(cmd), False), warned(look(cmd.argv)), ProfileOptions(budget_s=run_s)
+    cmd = check_measurable(parse_command(command_of(argv)))
+    findings = profile(
+        cmd, writable(job_folder(cmd), False), warn_untested(look(cmd.argv)), ProfileOptions(budget_s=run_s)
     ).findings
     return [
         replace(
             finding, place=finding.place and replace(finding.place, file=os.path.relpath(finding.place.file))
         )
-        for finding in found
+        for finding in findings
     ]
 
 
-def _explain(code: str, form: str) -> None:
-    """Print the page of a rule, or the list of all rules."""
+def _explain(code: str, output_format: str) -> None:
     rules = list(TABLE) if code == "ALL" else [_rule(code)]
-    if form == "json":
+    if output_format == "json":
         print_json(PagesRecord([Page(rule.code, rule.name, rule.page.strip()) for rule in rules]))
     elif code == "ALL":
         click.echo("\n".join(f"{rule.code}  {rule.severity.value:13}  {rule.title}" for rule in rules))

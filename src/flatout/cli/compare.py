@@ -12,20 +12,20 @@ from rich.console import Console
 
 from flatout.cli.options.arguments import (
     PROGRAM,
-    Duration,
     Share,
     ShareOrAmount,
+    budget_option,
     read_plan,
-    words_or_usage,
+    require_program,
     writable,
 )
 from flatout.cli.options.json_output import print_json
-from flatout.cli.options.measurement import header, kept, measurement_options, output, pairs_option
-from flatout.cli.options.messages import warned
+from flatout.cli.options.measurement import header, measurement_options, saved_on_exit, write_page
+from flatout.cli.options.messages import warn_untested
 from flatout.cli.options.progress import LiveProgress
 from flatout.compare import baselines, sides
 from flatout.compare.baselines import Baseline
-from flatout.compare.evaluate import compare_losses, fill_record, gates, stop_rule
+from flatout.compare.evaluate import MIN_PAIRS, compare_losses, fill_record, gates, stop_rule
 from flatout.compare.pairs import Pair, PairTimer
 from flatout.compare.sides import Side
 from flatout.compare.work_trees import WorkTrees
@@ -39,44 +39,33 @@ from flatout.schema.records import TrialRecord
 from flatout.tune.plan_files import job_folder, plan_key
 
 
-def gate_options(function: Any) -> Any:
-    """Add the options that turn a change into an exit code."""
-    for option in (
-        click.option(
-            "--gate-loss",
-            type=click.Choice(["bits", "spread"]),
-            help="Exit with 1 if losses differ in a bit, or by more than the spread of A's seeds.",
-        ),
-        click.option(
-            "--gate-memory",
-            type=ShareOrAmount(),
-            help="The same for the peak memory of the process; or an amount, such as 2GB.",
-        ),
-        click.option(
-            "--gate",
-            type=Share(),
-            help="Exit with 1 if B is slower than A by more than this, with confidence.",
-        ),
-    ):
-        function = option(function)
-    return function
-
-
 @click.command(context_settings=PROGRAM)
 @click.option("--rev", help="Two revisions: main..HEAD, or main.. for main and the folder as it is.")
 @click.option("--plan", "plans", help="Two plans: files or `none`, with a comma between them.")
 @click.option("--baseline", help="Compare with a stored baseline of this name.")
 @click.option("--save", "save_as", help="Store this run, or side B, as a baseline of this name.")
 @click.option("--any-machine", is_flag=True, help="Allow a baseline of another machine.")
-@gate_options
 @click.option(
-    "--budget",
-    default="5m",
-    show_default=True,
-    type=Duration(),
-    help="Time for all pairs; the fewest are measured even if they take longer.",
+    "--gate", type=Share(), help="Exit with 1 if B is slower than A by more than this, with confidence."
 )
-@pairs_option
+@click.option(
+    "--gate-memory",
+    type=ShareOrAmount(),
+    help="The same for the peak memory of the process; or an amount, such as 2GB.",
+)
+@click.option(
+    "--gate-loss",
+    type=click.Choice(["bits", "spread"]),
+    help="Exit with 1 if losses differ in a bit, or by more than the spread of A's seeds.",
+)
+@budget_option("5m", "Time for all pairs; the fewest are measured even if they take longer.")
+@click.option(
+    "--pairs",
+    default=MIN_PAIRS,
+    show_default=True,
+    type=click.IntRange(2),
+    help="Fewest pairs of processes; a small number gives wide intervals.",
+)
 @click.option(
     "--markdown",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -84,7 +73,7 @@ def gate_options(function: Any) -> Any:
 )
 @measurement_options
 def command(
-    words: tuple[str, ...],
+    argv: tuple[str, ...],
     rev: str | None,
     plans: str | None,
     baseline: str | None,
@@ -109,31 +98,31 @@ def command(
     Both programs run in pairs of fresh processes with the same seed, and their steps alternate. The charts
     are in compare.html in the job's folder. With a gate, the exit code is 1 if B fails it.
     """
-    axes = {"--rev": rev, "--plan": plans, "--baseline": baseline}
-    given = [name for name, value in axes.items() if value]
-    if len(given) > 1:
-        raise UsageError(f"{' and '.join(given)} cannot be compared at once. Give one of them.")
-    words, facts = words_or_usage(words, "compare"), warned(look(words))
+    comparisons = {"--rev": rev, "--plan": plans, "--baseline": baseline}
+    given_axes = [name for name, value in comparisons.items() if value]
+    if len(given_axes) > 1:
+        raise UsageError(f"{' and '.join(given_axes)} cannot be compared at once. Give one of them.")
+    argv, facts = require_program(argv, "compare"), warn_untested(look(argv))
     if limits["any_machine"] and not baseline:
         raise UsageError("--any-machine has no effect without --baseline.")
-    stores_only = bool(save_as) and not given and not sides.are_two_commands(words)
-    _look_ahead(save_as, markdown, limits if stores_only else {})
+    stores_only = bool(save_as) and not given_axes and not sides.are_two_commands(argv)
+    _reject_early(save_as, markdown, limits if stores_only else {})
     with ExitStack() as stack:
         if rev:
-            names, trees = sides.revisions(rev), stack.enter_context(WorkTrees())
-            pair: tuple[Side, ...] = tuple(sides.revision_side(words, name, trees) for name in names)
+            names, work_trees = sides.revisions(rev), stack.enter_context(WorkTrees())
+            pair: tuple[Side, ...] = tuple(sides.revision_side(argv, name, work_trees) for name in names)
         elif plans:
             pair = sides.plan_sides(
-                words, [(name, read_plan(name)) for name in sides.split_pair(plans, "--plan")]
+                argv, [(name, read_plan(name)) for name in sides.split_pair(plans, "--plan")]
             )
         elif baseline or stores_only:
-            if sides.are_two_commands(words):
+            if sides.are_two_commands(argv):
                 raise UsageError(
                     "--baseline takes one command, not two; it is compared with the stored runs."
                 )
-            pair = (Side("now", check_measurable(parse_command(words))),)
+            pair = (Side("now", check_measurable(parse_command(argv))),)
         else:
-            pair = sides.command_sides(words)
+            pair = sides.command_sides(argv)
         comparison = _Comparison(pair, facts, budget, job, {**limits, "pairs": pairs})
         code = comparison.run(baseline, save_as, as_json)
     if markdown is not None and comparison.record.a is not None:
@@ -144,13 +133,13 @@ def command(
     return code
 
 
-def _look_ahead(save_as: str | None, markdown: Path | None, ignored: dict[str, Any]) -> None:
+def _reject_early(save_as: str | None, markdown: Path | None, ineffective: dict[str, Any]) -> None:
     """Raise UsageError or StorageError before the measurement for what would fail, or have no effect, after it.
 
-    ``ignored``: limits that nothing is compared with.
+    ``ineffective``: limits that nothing is compared with.
     """
-    without_effect = [f"--{name.replace('_', '-')}" for name, value in ignored.items() if value]
-    if ignored and markdown is not None:
+    without_effect = [f"--{name.replace('_', '-')}" for name, value in ineffective.items() if value]
+    if ineffective and markdown is not None:
         without_effect.append("--markdown")
     if without_effect:
         raise UsageError(
@@ -192,7 +181,7 @@ class _Comparison:
         )
         record, gate = self.record, self.limits["gate"]
         with (
-            kept(record, self.folder.path / "compare.json"),
+            saved_on_exit(record, self.folder.path / "compare.json"),
             LiveProgress(Console(stderr=True), self.budget_s) as progress,
         ):
             start_s = seconds()
@@ -216,37 +205,43 @@ class _Comparison:
             )
         lines = []
         if save_as:
-            now = [pair.b or pair.a for pair in timer.pairs]
-            path = baselines.save(save_as, self.sides[-1], self.key, now)
-            stored_in = f"baseline: {path} ({len(now)} processes)"
-            lines.append(stored_in)
+            b_runs = [pair.b or pair.a for pair in timer.pairs]
+            path = baselines.save(save_as, self.sides[-1], self.key, b_runs)
+            saved_line = f"baseline: {path} ({len(b_runs)} processes)"
+            lines.append(saved_line)
             if as_json:
-                click.echo(stored_in, err=True)
+                click.echo(saved_line, err=True)
         self._show(as_json, lines)
         return 1 if record.gate_failed else 0
 
-    def _fill(self, pairs: Sequence[Pair], stored: Baseline | None, again: TrialRecord | None = None) -> None:
-        """Write what these pairs tell into the record. ``again``: a second run of A's first seed."""
-        record, now = self.record, [pair.b or pair.a for pair in pairs]
+    def _fill(
+        self, pairs: Sequence[Pair], stored: Baseline | None, repeat_record: TrialRecord | None = None
+    ) -> None:
+        """Write what these pairs tell into the record. ``repeat_record``: a second run of A's first seed."""
+        record, b_runs = self.record, [pair.b or pair.a for pair in pairs]
         if stored is not None:
-            before = stored.parsed_runs
-            record.against = stored.name
-            fill_record(record, (stored.side(self.sides[0]), self.sides[0]), before, now, paired=False)
-            known = {run.record.seed: run.record for run in before}
-            common = [(known[run.record.seed], run.record) for run in now if run.record.seed in known]
+            baseline_runs = stored.parsed_runs
+            record.baseline = stored.name
+            fill_record(
+                record, (stored.side(self.sides[0]), self.sides[0]), baseline_runs, b_runs, paired=False
+            )
+            stored_runs = {run.record.seed: run.record for run in baseline_runs}
+            run_pairs = [
+                (stored_runs[run.record.seed], run.record) for run in b_runs if run.record.seed in stored_runs
+            ]
         elif len(self.sides) == 2:
-            fill_record(record, self.sides, [pair.a for pair in pairs], now)
-            common = [(pair.a.record, pair.b.record) for pair in pairs if pair.b is not None]
+            fill_record(record, self.sides, [pair.a for pair in pairs], b_runs)
+            run_pairs = [(pair.a.record, pair.b.record) for pair in pairs if pair.b is not None]
         else:
             return
-        record.losses = compare_losses([x for x, _ in common], [y for _, y in common], again)
+        record.losses = compare_losses([x for x, _ in run_pairs], [y for _, y in run_pairs], repeat_record)
 
     def _show(self, as_json: bool, lines: list[str]) -> None:
         from flatout.render.compare_page import compare_page
 
         record = self.record
         if record.a is not None:
-            output(record, self.folder.path / "compare.html", compare_page(record, lines), as_json)
+            write_page(record, self.folder.path / "compare.html", compare_page(record, lines), as_json)
         elif as_json:  # a single program was stored
             print_json(record)
         else:

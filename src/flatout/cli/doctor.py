@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import click
 from rich.console import Console
 from rich.text import Text
@@ -12,7 +10,7 @@ from flatout.cli.options.json_output import json_option, print_json
 from flatout.diagnose.doctor.snapshot import SnapshotTaker
 from flatout.schema.ceilings import CeilingsRecord
 from flatout.schema.errors import UsageError
-from flatout.schema.machine_snapshot import MachineSnapshot, Verdict
+from flatout.schema.machine_snapshot import Verdict
 from flatout.schema.outputs import DoctorRecord
 
 QUOTE_LIMIT_S = 120.0  # collect_env lists the packages of pip and conda
@@ -24,28 +22,33 @@ QUOTE_LIMIT_S = 120.0  # collect_env lists the packages of pip and conda
 )
 @click.option(
     "--all",
-    "everything",
+    "quotes",
     is_flag=True,
     help="Also quote torch.utils.collect_env and nvidia-smi -q: clocks, power, ECC, NVLink, MIG, versions.",
 )
 @json_option
-def command(bench: bool, everything: bool, as_json: bool) -> int:
+def command(bench: bool, quotes: bool, as_json: bool) -> int:
     """Check whether this machine is ready to train.
 
     Shows each problem, why it matters, and the command that fixes it. Works even if torch is broken or
     missing. The exit code is 1 if there is a problem.
     """
-    if everything and as_json:
+    if quotes and as_json:
         raise UsageError("--all quotes texts, which are no JSON. Run it without --json.")
-    snapshot = _seen()
-    from flatout.diagnose.doctor.checks import run_checks
-    from flatout.render.doctor import doctor_page
+    with (
+        SnapshotTaker() as taker,
+        Console(stderr=True).status("inspecting this machine; importing torch in a child process"),
+    ):  # shown only on a terminal
+        # Imported while the child imports torch, which takes the longest.
+        from flatout.diagnose.doctor.checks import run_checks
+        from flatout.render.doctor import doctor_page
 
+        snapshot = taker.take()
     checks = run_checks(snapshot)
     console = Console(highlight=False)
     if not as_json:
         console.print(doctor_page(checks), crop=False)
-    if everything:
+    if quotes:
         _quote(console)
     ceilings = _bench(console, as_json) if bench else None
     if as_json:
@@ -53,30 +56,19 @@ def command(bench: bool, everything: bool, as_json: bool) -> int:
     return int(any(check.verdict == Verdict.PROBLEM for check in checks))
 
 
-def _seen() -> MachineSnapshot:
-    with (
-        SnapshotTaker() as looking,
-        Console(stderr=True).status("inspecting this machine; importing torch in a child process"),
-    ):  # shown only on a terminal
-        # Import the modules needed later while the child imports torch, which takes the longest.
-        importlib.import_module("flatout.diagnose.doctor.checks")
-        importlib.import_module("flatout.render.doctor")
-        return looking.take()
-
-
 def _quote(console: Console) -> None:
     """Print what PyTorch and the driver themselves report of the machine."""
     from flatout.job.interpreter import program_python
     from flatout.launch.timed_commands import TimedCommand
 
-    for words in (
+    for command in (
         [program_python(), "-m", "torch.utils.collect_env"],
         ["nvidia-smi", "-q"],
         ["nvidia-smi", "topo", "-m"],
     ):
-        asked = TimedCommand(words)
-        console.print(Text(f"\n{' '.join(words)}", style="bold"), soft_wrap=True)
-        console.print(Text(asked.result(QUOTE_LIMIT_S).said or "no answer"), soft_wrap=True)
+        timed_command = TimedCommand(command)
+        console.print(Text(f"\n{' '.join(command)}", style="bold"), soft_wrap=True)
+        console.print(Text(timed_command.result(QUOTE_LIMIT_S).output or "no answer"), soft_wrap=True)
 
 
 def _bench(console: Console, quiet: bool) -> CeilingsRecord:
@@ -85,11 +77,11 @@ def _bench(console: Console, quiet: bool) -> CeilingsRecord:
     from flatout.probe.machine import look
     from flatout.render.doctor import ceilings_table
 
-    def tell(words: str) -> None:
+    def report(command: str) -> None:
         if not quiet:
-            console.print(Text(f"measuring: {words}", style="dim"))
+            console.print(Text(f"measuring: {command}", style="dim"))
 
-    record = measure(look(), tell)
+    record = measure(look(), report)
     path = save(record)
     if not quiet:
         console.print(ceilings_table(record), crop=False)

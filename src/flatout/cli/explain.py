@@ -19,8 +19,8 @@ from flatout.schema import outputs
 from flatout.schema.errors import UsageError
 
 CODE = re.compile(r"FE\d{3}")
-UNKNOWN = 1
-MOST_BYTES = 1 << 27  # read from a log; only the end of a longer one
+EXIT_UNKNOWN = 1
+MAX_LOG_BYTES = 1 << 27  # read from a log; only the end of a longer one
 USAGE = """give the error's text, a file, or - for standard input:
   flatout explain train.log
   flatout explain "RuntimeError: mat1 and mat2 shapes cannot be multiplied (64x512 and 256x10)"
@@ -29,10 +29,10 @@ USAGE = """give the error's text, a file, or - for standard input:
 
 
 @click.command()
-@click.argument("words", metavar="[ERROR TEXT|FILE|-|FE...]", nargs=-1)
+@click.argument("inputs", metavar="[ERROR TEXT|FILE|-|FE...]", nargs=-1)
 @json_option
 @click.option("--list", "all_kinds", is_flag=True, help="List the kinds of failure that flatout knows.")
-def command(words: tuple[str, ...], as_json: bool, all_kinds: bool) -> int:
+def command(inputs: tuple[str, ...], as_json: bool, all_kinds: bool) -> int:
     """Explain an error: the cause in one sentence, the line in your own code, and the fix.
 
     Takes a traceback or a log, of one process or of many ranks. In a log without an exception it finds a loss
@@ -41,64 +41,62 @@ def command(words: tuple[str, ...], as_json: bool, all_kinds: bool) -> int:
     if all_kinds:
         text = "\n".join(f"{kind.code}  {kind.page.strip().splitlines()[0]}" for kind in TABLE)
         return _show_pages(TABLE, text, as_json)
-    if len(words) == 1 and CODE.fullmatch(words[0]):
-        kind = _kind(words[0])
+    if len(inputs) == 1 and CODE.fullmatch(inputs[0]):
+        kind = _kind(inputs[0])
         return _show_pages([kind], f"{kind.code} {kind.name}\n\n{kind.page.strip()}", as_json)
-    info = explain_text(_text(words))
+    explanations = explain_text(_text(inputs))
     if as_json:
-        found = [outputs.Explanation(**vars(one.finding), ranks=one.ranks) for one in info]
-        print_json(outputs.ExplanationsRecord(found))
-    elif info:
-        click.echo("\n\n".join(_paragraph(one) for one in info))
+        records = [outputs.Explanation(**vars(each.finding), ranks=each.ranks) for each in explanations]
+        print_json(outputs.ExplanationsRecord(records))
+    elif explanations:
+        click.echo("\n\n".join(map(_paragraph, explanations)))
     else:
         click.echo(
             "flatout does not know this failure, and it does not guess. `flatout explain --list` lists the failures that it knows."
         )
-    return 0 if info else UNKNOWN
+    return 0 if explanations else EXIT_UNKNOWN
 
 
-def _text(words: tuple[str, ...]) -> str:
-    if not words and sys.stdin.isatty():
+def _text(inputs: tuple[str, ...]) -> str:
+    if not inputs and sys.stdin.isatty():
         raise UsageError(USAGE)
-    if not words or words == ("-",):
+    if not inputs or inputs == ("-",):
         return condense(io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8", errors="replace"))
-    if len(words) == 1 and words[0].endswith(".json"):
+    if len(inputs) == 1 and inputs[0].endswith(".json"):
         raise UsageError(
-            f"{words[0]} is a record, not a log. Its page lies beside it (.html) and shows what is slow. Give a log, an error's text, or -."
+            f"{inputs[0]} is a record, not a log. Its page lies beside it (.html) and shows what is slow. Give a log, an error's text, or -."
         )
-    if len(words) == 1 and _is_path(words[0]):
+    if len(inputs) == 1 and _is_path(inputs[0]):
         try:
-            with open(words[0], encoding="utf-8", errors="replace") as file:
-                about = os.fstat(file.fileno())
-                if stat.S_ISCHR(about.st_mode) or stat.S_ISBLK(about.st_mode):
+            with open(inputs[0], "rb") as file:
+                stats = os.fstat(file.fileno())
+                if stat.S_ISCHR(stats.st_mode) or stat.S_ISBLK(stats.st_mode):
                     raise UsageError(
-                        f"{words[0]} is a device and may never end. Give a log, an error's text, or - for standard input."
+                        f"{inputs[0]} is a device and may never end. Give a log, an error's text, or - for standard input."
                     )
-                if about.st_size > MOST_BYTES:
-                    with open(words[0], "rb") as whole:
-                        whole.seek(-MOST_BYTES, os.SEEK_END)
-                        return condense(io.TextIOWrapper(whole, encoding="utf-8", errors="replace"))
-                return condense(file)
+                if stats.st_size > MAX_LOG_BYTES:
+                    file.seek(-MAX_LOG_BYTES, os.SEEK_END)
+                return condense(io.TextIOWrapper(file, encoding="utf-8", errors="replace"))
         except OSError as error:
             raise UsageError(
-                f"{words[0]} cannot be read: {error.strerror}. Give a log, an error's text, or - for standard input."
+                f"{inputs[0]} cannot be read: {error.strerror}. Give a log, an error's text, or - for standard input."
             ) from None
-    return " ".join(words)
+    return " ".join(inputs)
 
 
-def _is_path(word: str) -> bool:
+def _is_path(text: str) -> bool:
     """Return whether the word names a file or was meant to: an error's text has spaces or a colon."""
     try:
-        if Path(word).exists():
+        if Path(text).exists():
             return True
     except (OSError, ValueError):  # too long for a file name
         return False
-    return not re.search(r"[\s:]", word) and bool(re.search(r"/|\.(?:log|txt|out|err)$", word))
+    return not re.search(r"[\s:]", text) and bool(re.search(r"/|\.(?:log|txt|out|err)$", text))
 
 
-def _paragraph(info: Explanation) -> str:
-    first, *others = format_lines(info.finding, info.ranks)
-    return "\n".join([f"{info.finding.rule} {info.finding.name}: {first}", *others])
+def _paragraph(explanation: Explanation) -> str:
+    first, *others = format_lines(explanation.finding, explanation.ranks)
+    return "\n".join([f"{explanation.finding.rule} {explanation.finding.name}: {first}", *others])
 
 
 def _show_pages(kinds: Iterable[FailureKind], text: str, as_json: bool) -> int:

@@ -1,8 +1,15 @@
 """`flatout kernel`: check, measure and create kernels, flatout's own and the user's."""
 
+from pathlib import Path
+
 import click
 
+import flatout.kernels
 from flatout.cli.options.json_output import json_option
+from flatout.schema.errors import StorageError, UsageError
+
+TEMPLATE = Path(flatout.kernels.__file__).parent / "template"
+EXAMPLE = "silu_mul"
 
 
 @click.group()
@@ -35,12 +42,12 @@ def check(subjects: tuple[str, ...], limit: str, as_json: bool) -> int:
 @command.command()
 @click.argument("subject", metavar="NAME | FOLDER | FILE.py:FUNCTION")
 @click.option("--rounds", default=8, show_default=True, help="Rounds for each implementation.")
-@click.option("--case", "only", default="", help="Measure only cases whose title contains this text.")
-def bench(subject: str, rounds: int, only: str) -> None:
+@click.option("--case", default="", help="Measure only cases whose title contains this text.")
+def bench(subject: str, rounds: int, case: str) -> None:
     """Measure a kernel against its reference, torch.compile of it, and a copy on this device."""
     from flatout.cli.kernel_bench import show
 
-    show(subject, rounds, only)
+    show(subject, rounds, case)
 
 
 @command.command()
@@ -50,6 +57,23 @@ def new(name: str) -> None:
 
     It has a reference, Triton and CUDA C++ code, an operator, cases, wrong variants and a test.
     """
-    from flatout.cli.kernel_new import write
-
-    write(name)
+    folder = Path(name)
+    stem = folder.name
+    if not stem.isidentifier() or stem != stem.lower() or stem in ("torch", "triton", "flatout", "aten"):
+        raise UsageError(
+            f"{stem!r} cannot be a kernel's name: the name becomes a Python package. Use lower-case letters, digits and _, as in `my_kernel`."
+        )
+    if folder.exists():
+        raise StorageError(f"{name} already exists. Choose another name, or remove it first.")
+    try:
+        folder.mkdir(parents=True)
+        for source in sorted(TEMPLATE.iterdir()):
+            if source.is_file() and source.suffix in (".py", ".cu"):
+                text = source.read_text(encoding="utf-8").replace(EXAMPLE, stem)
+                (folder / source.name.replace(EXAMPLE, stem)).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StorageError(f"{name} cannot be written: {error.strerror}. Choose another folder.") from None
+    click.echo(
+        f"{name}: a working kernel (silu(a) * b) with its reference, cases and known-wrong variants. Edit it and run:\n"
+        f"    flatout kernel check {name}\n    flatout kernel bench {name}\n    python -m pytest {name}"
+    )

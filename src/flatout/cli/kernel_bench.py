@@ -22,7 +22,7 @@ WARM_UPS = 3
 BLOCK_MS = 20.0  # approximate duration of a block of calls
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}  # many times the last-level cache
 
-Others = Callable[[Any, Any], dict[str, Callable[..., Any]]]
+ExtraImplementations = Callable[[Any, Any], dict[str, Callable[..., Any]]]
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class KernelTiming:
 
     kernel: str
     case: str
-    contestant: str
-    work: str
+    implementation: str
+    passes: str
     ms: float | None = None
     ratio: tuple[float, float, float] | None = None
     gb_per_s: float | None = None
@@ -72,8 +72,12 @@ def kernel_of(subject: str) -> Kernel:
         raise UsageError(str(error)) from None
 
 
-def rows_of(
-    kernel: Kernel, rounds: int, only: str, copy_rate: float, others: Others | None = None
+def time_cases(
+    kernel: Kernel,
+    rounds: int,
+    title_part: str,
+    copy_rate: float,
+    extra_implementations: ExtraImplementations | None = None,
 ) -> Iterator[KernelTiming]:
     """Measure every bench case. ``others(kernel, case)`` adds implementations by name.
 
@@ -83,38 +87,40 @@ def rows_of(
 
     gpu = torch.cuda.is_available()
     cases = [
-        case for case in kernel.cases() if case.bench and (gpu or case.bench == "any") and only in case.title
+        case
+        for case in kernel.cases()
+        if case.bench and (gpu or case.bench == "any") and title_part in case.title
     ]
     if not cases:
         raise UsageError(
-            f'{kernel.name} has no case to measure here{f" with {only!r} in its title" if only else ""}. Mark one with bench="any".'
+            f'{kernel.name} has no case to measure here{f" with {title_part!r} in its title" if title_part else ""}. Mark one with bench="any".'
         )
     for case in cases:
         inputs = case.make(torch.Generator().manual_seed(0))
         inputs = tree_map_only(torch.Tensor, torch.Tensor.cuda, inputs) if gpu else inputs
-        for work in ("forward", "forward and backward") if case.differentiate else ("forward",):
+        for passes in ("forward", "forward and backward") if case.differentiate else ("forward",):
             functions = {
                 "reference": kernel.reference,
                 "torch.compile": torch.compile(kernel.reference),
-                **(others(kernel, case) if others else {}),
-                **{each.name: each.call for each in kernel.implementations if gpu or not each.needs},
+                **(extra_implementations(kernel, case) if extra_implementations else {}),
+                **{impl.name: impl.call for impl in kernel.implementations if gpu or not impl.needs},
             }
-            yield from _compared(kernel, case, work, functions, inputs, rounds, copy_rate)
+            yield from _time_implementations(kernel, case, passes, functions, inputs, rounds, copy_rate)
             for implementation in kernel.implementations:
                 if implementation.name not in functions:
                     yield KernelTiming(
                         kernel.name,
                         case.title,
                         implementation.name,
-                        work,
+                        passes,
                         why_not="torch sees no CUDA device here",
                     )
 
 
-def _compared(
+def _time_implementations(
     kernel: Kernel,
     case: Case,
-    work: str,
+    passes: str,
     functions: dict[str, Callable[..., Any]],
     inputs: dict[str, Any],
     rounds: int,
@@ -125,27 +131,27 @@ def _compared(
     clock = clock_for(torch, device_of_kernels()[0])
     calls: dict[str, tuple[Callable[[], Any], int]] = {}
     for name, function in functions.items():
-        call = _call(function, inputs, case.differentiate if work != "forward" else ())
+        call = _call(function, inputs, case.differentiate if passes != "forward" else ())
         try:
             _elapsed_ms(clock, call, WARM_UPS)
             calls[name] = call, max(int(BLOCK_MS / max(_elapsed_ms(clock, call, 1), 1e-3)), 1)
         except Exception as error:  # a compiler failure or out of memory is a result
             why_not = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-            yield KernelTiming(kernel.name, case.title, name, work, why_not=why_not)
+            yield KernelTiming(kernel.name, case.title, name, passes, why_not=why_not)
     blocks: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds):  # the order changes from round to round
-        for name in list(calls) if turn % 2 == 0 else reversed(list(calls)):
+    for round_number in range(rounds):  # the order changes from round to round
+        for name in list(calls) if round_number % 2 == 0 else reversed(list(calls)):
             blocks[name].append(_elapsed_ms(clock, *calls[name]))
-    moved = kernel.moved_bytes(inputs) if kernel.moved_bytes and work == "forward" else None
+    moved_bytes = kernel.moved_bytes(inputs) if kernel.moved_bytes and passes == "forward" else None
     for name, times in blocks.items():
         ms, ratio = median(times), None
         if "reference" in blocks:
             pairs = [Round(a, b) for a, b in zip(blocks["reference"], times, strict=True)]
             speed_up = compare([pairs])
             ratio = speed_up.median, speed_up.low, speed_up.high
-        rate = moved / ms / 1e6 if moved else None
+        rate = moved_bytes / ms / 1e6 if moved_bytes else None
         share = rate / copy_rate if rate else None
-        yield KernelTiming(kernel.name, case.title, name, work, ms, ratio, rate, share)
+        yield KernelTiming(kernel.name, case.title, name, passes, ms, ratio, rate, share)
 
 
 def _elapsed_ms(clock: Clock, call: Callable[[], Any], count: int) -> float:
@@ -165,13 +171,13 @@ def _call(
     from flatout.kernels.kernel import tensors_of
 
     leaves = [inputs[name].detach().requires_grad_() for name in differentiate]
-    held = {**inputs, **dict(zip(differentiate, leaves, strict=True))}
+    arguments = {**inputs, **dict(zip(differentiate, leaves, strict=True))}
 
     def call() -> Any:
         with torch.set_grad_enabled(bool(leaves)):
-            outputs = [output for output in tensors_of(function(**held)) if output.requires_grad]
-        along = [torch.ones_like(output) for output in outputs]
-        return leaves and torch.autograd.grad(outputs, leaves, along, allow_unused=True)
+            outputs = [output for output in tensors_of(function(**arguments)) if output.requires_grad]
+        grad_outputs = [torch.ones_like(output) for output in outputs]
+        return leaves and torch.autograd.grad(outputs, leaves, grad_outputs, allow_unused=True)
 
     return call
 
@@ -182,20 +188,20 @@ COLUMNS = ("implementation", "ms", "speed-up [95 %]", "of a copy's bandwidth")
 def cells(row: KernelTiming) -> tuple[str, ...]:
     """Return the text of one table row."""
     if row.ms is None:
-        return (row.contestant, "not run", row.why_not, "")
+        return (row.implementation, "not run", row.why_not, "")
     ratio = "{:.2f} [{:.2f}, {:.2f}]".format(*row.ratio) if row.ratio else ""
     share = f"{100 * row.share:.0f} % ({row.gb_per_s:,.0f} GB/s)" if row.share else ""
-    return (row.contestant, f"{row.ms:.4g}", ratio, share)
+    return (row.implementation, f"{row.ms:.4g}", ratio, share)
 
 
-def show(subject: str, rounds: int, only: str) -> None:
+def show(subject: str, rounds: int, title_part: str) -> None:
     """Measure each case and kind of work, and print its table at once."""
     kernel, (_, device) = kernel_of(subject), device_of_kernels()
     copy_rate = copy_gb_per_s()
     click.echo(f"{device}: measured {copy_rate:,.0f} GB/s copied")
-    rows = rows_of(kernel, rounds, only, copy_rate)
-    for title, of_one_work in groupby(rows, key=lambda row: f"{row.kernel}, {row.case}, {row.work}"):
+    rows = time_cases(kernel, rounds, title_part, copy_rate)
+    for title, rows_of_case in groupby(rows, key=lambda row: f"{row.kernel}, {row.case}, {row.passes}"):
         table = Table(*COLUMNS, box=None, padding=(0, 2), title=title, title_justify="left")
-        for row in of_one_work:
+        for row in rows_of_case:
             table.add_row(*cells(row))
         Console().print(table)

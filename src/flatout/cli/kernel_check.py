@@ -23,7 +23,7 @@ from flatout.schema.errors import UsageError
 from flatout.schema.outputs import KernelCheck, KernelChecksRecord
 
 OK, FAILED, NOT_RUN = "ok", "failed", "not run"
-MARK = {OK: ("ok     ", "green"), FAILED: ("FAILED ", "red"), NOT_RUN: ("not run", "yellow")}
+MARKS = {OK: ("ok     ", "green"), FAILED: ("FAILED ", "red"), NOT_RUN: ("not run", "yellow")}
 SANITIZER = ("--tool", "memcheck", "--error-exitcode", "99", "--target-processes", "all")
 
 
@@ -34,9 +34,9 @@ class Gate:
     subject: str
     limit_s: float
     records: Path
-    until: float
+    deadline_s: float
     environment: dict[str, str] = field(default_factory=lambda: {**os.environ, "PYTHONUNBUFFERED": "1"})
-    about: dict[str, Any] = field(default_factory=dict)  # what the child says first: names, CUDA sources
+    header: dict[str, Any] = field(default_factory=dict)  # what the child says first: names, CUDA sources
     outcomes: dict[str, tuple[str, str]] = field(default_factory=dict)
     last_begun: int = -1
     complete: bool = False
@@ -44,32 +44,32 @@ class Gate:
     def run(self, prefix: Sequence[str] = ()) -> ChildResult:
         """Run a child from the check after the last one that began. Raises UsageError if there is no kernel."""
         module = (sys.executable, "-m", "flatout.kernels", self.subject, str(self.records))
-        left_s = max(self.until - seconds(), 1.0)
-        ended = run_child([*prefix, *module, str(self.last_begun)], self.environment, left_s)
+        remaining_s = max(self.deadline_s - seconds(), 1.0)
+        ended = run_child([*prefix, *module, str(self.last_begun)], self.environment, remaining_s)
         lines = self.records.read_text(encoding="utf-8").splitlines() if self.records.is_file() else ()
         for record in map(json.loads, lines):
             if "refused" in record:
                 raise UsageError(record["refused"])
             if "checks" in record:
-                self.about = record
+                self.header = record
             elif "begins" in record:
                 self.last_begun = max(self.last_begun, record["begins"])
             elif "status" in record:
                 self.outcomes[record["name"]] = (record["status"], record["why"])
             else:
                 self.complete = True
-        if not self.about:
-            raise UsageError(f"{self.subject} cannot be checked: {self.how(ended)}")
+        if not self.header:
+            raise UsageError(f"{self.subject} cannot be checked: {self.exit_reason(ended)}")
         return ended
 
-    def how(self, ended: ChildResult) -> str:
+    def exit_reason(self, ended: ChildResult) -> str:
         if ended.timed_out:
-            how = f"it did not finish within {self.limit_s:.0f} s and was stopped; increase `--limit`"
+            exit_reason = f"it did not finish within {self.limit_s:.0f} s and was stopped; increase `--limit`"
         elif ended.signal_name == "SIGSEGV":
-            how = "it accessed invalid memory (SIGSEGV)"
+            exit_reason = "it accessed invalid memory (SIGSEGV)"
         else:
-            how = f"it killed the process ({ended.signal_name or f'exit code {ended.code}'})"
-        return f"{how}. {_end_of(ended)}"
+            exit_reason = f"it killed the process ({ended.signal_name or f'exit code {ended.code}'})"
+        return f"{exit_reason}. {_end_of(ended)}"
 
     def count(self, status: str) -> int:
         return sum(1 for outcome, _ in self.outcomes.values() if outcome == status)
@@ -85,10 +85,10 @@ def check_all(subjects: Sequence[str], limit: str, as_json: bool = False) -> int
         failed += gate.count(FAILED)
         if as_json:
             continue
-        click.secho(gate.about["kernel"], bold=True)
+        click.secho(gate.header["kernel"], bold=True)
         width = max(map(len, gate.outcomes), default=0)
         for name, (status, why) in gate.outcomes.items():
-            mark, colour = MARK[status]
+            mark, colour = MARKS[status]
             click.echo(f"  {click.style(mark, fg=colour)}  {name:{width}}  {why}".rstrip())
         click.echo(f"  {gate.count(OK)} ok, {gate.count(FAILED)} failed, {gate.count(NOT_RUN)} not run\n")
     if as_json:
@@ -101,28 +101,28 @@ def check(subject: str, limit_s: float) -> Gate:
     with temporary_folder("kernel") as folder:
         gate = Gate(subject, limit_s, folder / "records", seconds() + limit_s)
         ended = gate.run()
-        if gate.about["emulate"]:
+        if gate.header["emulate"]:
             gate.environment["FLATOUT_EMULATED"] = str(folder)
-            for path, kernels, name in gate.about["sources"]:
+            for path, kernels, name in gate.header["sources"]:
                 if why := emulate(Path(path), folder / name, kernels):
                     status = FAILED if cpp_compiler() else NOT_RUN
                     gate.outcomes[f"{Path(path).name} emulated"] = (status, why)
             ended = gate.run()
-        names = gate.about["checks"]
+        names = gate.header["checks"]
         while not gate.complete:
-            begun = gate.last_begun
-            if begun < 0 or names[begun] in gate.outcomes:  # the child exited between two checks
-                begun += 1
-            if begun >= len(names):
+            index = gate.last_begun
+            if index < 0 or names[index] in gate.outcomes:  # the child exited between two checks
+                index += 1
+            if index >= len(names):
                 break
-            gate.last_begun = begun
-            gate.outcomes[names[begun]] = (FAILED, gate.how(ended))
+            gate.last_begun = index
+            gate.outcomes[names[index]] = (FAILED, gate.exit_reason(ended))
             if ended.timed_out:
-                late = dict.fromkeys(names[begun + 1 :], (NOT_RUN, "the time limit was reached"))
-                gate.outcomes |= late
+                not_run = dict.fromkeys(names[index + 1 :], (NOT_RUN, "the time limit was reached"))
+                gate.outcomes |= not_run
                 break
             ended = gate.run()
-        if gate.about["gpu"]:
+        if gate.header["gpu"]:
             _sanitize(gate, folder)
     return gate
 
@@ -138,10 +138,10 @@ def _sanitize(gate: Gate, folder: Path) -> None:
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         return
-    again = Gate(gate.subject, gate.limit_s, folder / "sanitized", gate.until)
-    again.environment |= {"FLATOUT_SANITIZED": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    ended = again.run((tool, *SANITIZER))
+    sanitized = Gate(gate.subject, gate.limit_s, folder / "sanitized", gate.deadline_s)
+    sanitized.environment |= {"FLATOUT_SANITIZED": "1", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    ended = sanitized.run((tool, *SANITIZER))
     if ended.code != 0:
         why = f"compute-sanitizer: {_end_of(ended)}"
-        again.outcomes = dict.fromkeys(again.about["checks"], (FAILED, why))
-    gate.outcomes |= again.outcomes
+        sanitized.outcomes = dict.fromkeys(sanitized.header["checks"], (FAILED, why))
+    gate.outcomes |= sanitized.outcomes

@@ -39,15 +39,15 @@ def command(name: str | None, why: bool, job: Path | None, as_json: bool) -> Non
     if why and as_json:
         raise UsageError("--why prints a table. session.json in the job's folder has the same as JSON.")
     if why:
-        _why(name, job)
+        _show_reasons(name, job)
     elif as_json:
-        print_json(LeversRecord([_page(each) for each in ([lever] if lever is not None else TABLE)]))
+        print_json(LeversRecord([_page(entry) for entry in ([lever] if lever is not None else TABLE)]))
     elif lever is None:
         table = Table(box=None, padding=(0, 2))
         for column in ("lever", "may change", "what it does"):
             table.add_column(column)
-        for each in TABLE:
-            table.add_row(each.name, each.effect.value, each.page.strip().splitlines()[0])
+        for entry in TABLE:
+            table.add_row(entry.name, entry.effect.value, entry.page.strip().splitlines()[0])
         Console().print(table)
     else:
         click.echo(lever.page.strip())
@@ -57,11 +57,11 @@ def _page(lever: Lever) -> LeverPage:
     return LeverPage(lever.name, lever.effect.value, lever.moment.value, lever.live, lever.page.strip())
 
 
-def _why(name: str | None, job: Path | None) -> None:
+def _show_reasons(name: str | None, job: Path | None) -> None:
     record = newest_file("session.json")
     folder = job or (record.parent if record is not None else None)
     session = load_session(JobFolder(folder)) if folder is not None else None
     if folder is None or session is None:
         raise UsageError(f"there is no session in {folder or FOLDER}. Run `flatout tune COMMAND...` first.")
-    which = f"the {'' if job else 'newest '}session, in {folder},"
-    Console().print(why_left_out(session, which, name))
+    session_name = f"the {'' if job else 'newest '}session, in {folder},"
+    Console().print(why_left_out(session, session_name, name))

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from flatout.cli.options.arguments import PROGRAM, Duration
+from flatout.cli.options.arguments import PROGRAM, budget_option
 from flatout.cli.options.measurement import Measurement, measurement_options
 from flatout.schema.errors import UsageError
 from flatout.schema.lr_range import LrRecord
@@ -23,13 +23,7 @@ RATE = click.FloatRange(0, min_open=True)
     type=click.IntRange(MIN_POINTS),
     help="Steps from the lowest to the highest rate.",
 )
-@click.option(
-    "--budget",
-    default="5m",
-    show_default=True,
-    type=Duration(),
-    help="Time for all steps; slow programs run fewer steps.",
-)
+@budget_option("5m", "Time for all steps; slow programs run fewer steps.")
 @measurement_options
 def command(
     low: float,
@@ -38,7 +32,7 @@ def command(
     budget: float,
     job: Path | None,
     as_json: bool,
-    words: tuple[str, ...],
+    argv: tuple[str, ...],
 ) -> int:
     """Measure how the loss of an unchanged program depends on its learning rate.
 
@@ -48,16 +42,24 @@ def command(
     """
     if not low < high:
         raise UsageError(f"--low {low:g} is not below --high {high:g}.")
-    asked = Measurement("lr", words, job)
-    record = LrRecord(**asked.header)
-    asked.answer(
+    measurement = Measurement("lr", argv, job)
+    record = LrRecord(**measurement.header)
+    measurement.run(
         record,
         budget,
-        lambda stage, save: lr_range(
-            asked.command, asked.folder, asked.facts, record, low, high, steps, budget, stage
+        lambda progress, save: lr_range(
+            measurement.command,
+            measurement.folder,
+            measurement.facts,
+            record,
+            low,
+            high,
+            steps,
+            budget,
+            progress.stage,
         ),
     )
     from flatout.render.lr_page import lr_page
 
-    asked.show(record, lr_page(record), as_json)
+    measurement.show(record, lr_page(record), as_json)
     return 0

@@ -12,7 +12,7 @@ import click
 from flatout import __version__
 from flatout.cli.options.signals import Terminated
 from flatout.job.interpreter import leave_uvx
-from flatout.job.sanitize import harmless
+from flatout.job.sanitize import sanitize
 from flatout.job.streams import open_closed_streams
 from flatout.schema.errors import FlatoutError, StorageError, UsageError
 
@@ -49,7 +49,7 @@ GROUPS = {
         "skill": "Print how a coding agent works with flatout.",
     },
 }
-HELP = ["-h", "--help"]
+HELP_OPTIONS = ["-h", "--help"]
 COMMANDS = {name: text for commands in GROUPS.values() for name, text in commands.items()}
 
 
@@ -72,16 +72,16 @@ class Commands(click.Group):
         if args and args[0] not in COMMANDS and not ctx.resilient_parsing and args[0][:1] != "-":
             from flatout.cli.options.arguments import did_you_mean
 
-            word = args[0]
-            how = (
-                f". Put `tune` or `run` before a program: `flatout run {word} ...`."
-                if which(word) or word.endswith(".py")
-                else f"{did_you_mean(word, COMMANDS)} `flatout --help` lists them."
+            unknown = args[0]
+            hint = (
+                f". Put `tune` or `run` before a program: `flatout run {unknown} ...`."
+                if which(unknown) or unknown.endswith(".py")
+                else f"{did_you_mean(unknown, COMMANDS)} `flatout --help` lists them."
             )
-            raise UsageError(f"there is no command {word!r}{how}")
+            raise UsageError(f"there is no command {unknown!r}{hint}")
         name, command, rest = super().resolve_command(ctx, args)
-        asks_for_help = set(HELP) & set(rest[: 2 if isinstance(command, click.Group) else 1])
-        if name is not None and command is not None and not ctx.resilient_parsing and not asks_for_help:
+        wants_help = set(HELP_OPTIONS) & set(rest[: 2 if isinstance(command, click.Group) else 1])
+        if name is not None and command is not None and not ctx.resilient_parsing and not wants_help:
             from flatout.cli.options.configuration import configure
 
             configure(ctx, name, command)
@@ -93,7 +93,7 @@ class Commands(click.Group):
             return super().invoke(ctx)
         except StorageError as error:
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
-            if command is None or not any("--job" in each.opts for each in command.params):
+            if command is None or not any("--job" in option.opts for option in command.params):
                 raise
             raise StorageError(f"{error} --job DIR names another folder for the records.") from error
 
@@ -103,7 +103,9 @@ class Commands(click.Group):
                 formatter.write_dl(list(commands.items()))
 
 
-@click.command(cls=Commands, invoke_without_command=True, context_settings={"help_option_names": HELP})
+@click.command(
+    cls=Commands, invoke_without_command=True, context_settings={"help_option_names": HELP_OPTIONS}
+)
 @click.version_option(__version__, prog_name="flatout")
 @click.pass_context
 def flatout(ctx: click.Context) -> None:
@@ -118,8 +120,8 @@ def flatout(ctx: click.Context) -> None:
     For `python train.py`, write your own training command with all its arguments.
     """
     if ctx.invoked_subcommand is None:
-        about = cleandoc(ctx.command.help or "").replace("\b\n", "")
-        click.echo(f"{about}\n`flatout --help` lists all commands.", err=True)
+        help_text = cleandoc(ctx.command.help or "").replace("\b\n", "")
+        click.echo(f"{help_text}\n`flatout --help` lists all commands.", err=True)
         ctx.exit(2)
 
 
@@ -133,11 +135,11 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except (click.Abort, KeyboardInterrupt) as stopped:  # click turns the second into the first
+    except (click.Abort, KeyboardInterrupt) as interruption:  # click turns the second into the first
         sys.stderr.write("flatout: stopped\n")
-        sys.exit(143 if isinstance(stopped.__cause__ or stopped, Terminated) else 130)
+        sys.exit(143 if isinstance(interruption.__cause__ or interruption, Terminated) else 130)
     except FlatoutError as error:
-        sys.stderr.write(f"flatout: {harmless(str(error))}\n")
+        sys.stderr.write(f"flatout: {sanitize(str(error))}\n")
         sys.exit(error.exit_code)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from flatout.cli.options.arguments import PROGRAM, Amount, Duration, Sizes
+from flatout.cli.options.arguments import PROGRAM, Amount, Sizes, budget_option
 from flatout.cli.options.measurement import Measurement, measurement_options
 from flatout.schema.memory_forecast import MemoryForecast
 from flatout.tune.memory_forecast import Forecast, ForecastOptions
@@ -35,9 +35,7 @@ from flatout.tune.memory_forecast import Forecast, ForecastOptions
     show_default=True,
     help="Then measure real steps at the script's own batch size and one requested size.",
 )
-@click.option(
-    "--budget", default="5m", show_default=True, type=Duration(), help="Time limit for each measurement."
-)
+@budget_option("5m", "Time limit for each measurement.")
 @measurement_options
 def command(
     sizes: list[int],
@@ -47,7 +45,7 @@ def command(
     budget: float,
     job: Path | None,
     as_json: bool,
-    words: tuple[str, ...],
+    argv: tuple[str, ...],
 ) -> int:
     """Predict the peak memory of a training step, and its contents, for any batch size.
 
@@ -55,15 +53,17 @@ def command(
     no values and take no memory, and the program learns nothing. flatout then starts it again and measures
     some real steps, to report the error of the prediction. The chart is memory.html in the job's folder.
     """
-    asked = Measurement("memory", words, job)
-    record = MemoryForecast(**asked.header)
-    wanted = ForecastOptions(sizes, allocator == "cuda", memory_limit, measure, budget)
-    asked.answer(
+    measurement = Measurement("memory", argv, job)
+    record = MemoryForecast(**measurement.header)
+    options = ForecastOptions(sizes, allocator == "cuda", memory_limit, measure, budget)
+    measurement.run(
         record,
         budget,
-        lambda stage, save: Forecast(asked.command, asked.folder, asked.facts, record, wanted, stage).run(),
+        lambda progress, save: Forecast(
+            measurement.command, measurement.folder, measurement.facts, record, options, progress.stage
+        ).run(),
     )
     from flatout.render.memory_page import memory_page
 
-    asked.show(record, memory_page(record), as_json)
+    measurement.show(record, memory_page(record), as_json)
     return 0

@@ -6,14 +6,14 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from flatout.cli.options.arguments import PROGRAM, program, read_plan, words_or_usage
+from flatout.cli.options.arguments import PROGRAM, program_argument, read_plan, require_program
 from flatout.cli.options.json_output import json_option, print_json
 from flatout.launch.command import parse_command
 from flatout.levers import TABLE
 from flatout.probe.machine import look
 from flatout.render.formatting import shell
 from flatout.render.terminal import plan_table
-from flatout.schema.accepted import refusal
+from flatout.schema.accepted import rejection
 from flatout.schema.enums import Origin
 from flatout.schema.errors import PlanError
 from flatout.schema.outputs import PlanChoice, PlanRecord
@@ -35,8 +35,8 @@ INDENT = 4  # of code below its lever
 )
 @click.option("--template", is_flag=True, help="Print a plan to start from.")
 @json_option
-@program
-def command(plan_path: str | None, template: bool, as_json: bool, words: tuple[str, ...]) -> None:
+@program_argument
+def command(plan_path: str | None, template: bool, as_json: bool, argv: tuple[str, ...]) -> None:
     """Show a plan: each lever with its value, origin and evidence, and the equivalent lines of code."""
     if template and as_json:
         print_json(_record("", TEMPLATE, {}, {}))
@@ -45,12 +45,12 @@ def command(plan_path: str | None, template: bool, as_json: bool, words: tuple[s
         click.echo(TEMPLATE.to_toml(), nl=False)
         return
     path, reasons = Path(plan_path or "flatout.toml"), {}
-    if words and plan_path is None:
-        cmd = parse_command(words_or_usage(words, "plan"))
+    if argv and plan_path is None:
+        cmd = parse_command(require_program(argv, "plan"))
         job = job_folder(cmd)
         found = find_plan(cmd, look(cmd.argv))
         if found.path is None and found.skipped:
-            raise PlanError(_none_fits(shell(cmd.shown), found.skipped))
+            raise PlanError(_why_no_plan_fits(shell(cmd.shown), found.skipped))
         path = found.path or job.plan
         session = load_session(job)
         reasons = (
@@ -62,8 +62,8 @@ def command(plan_path: str | None, template: bool, as_json: bool, words: tuple[s
         raise PlanError(f"there is no plan in {path}. `flatout tune COMMAND...` makes one.")
     plan = read_plan(str(path))
     table = {lever.name: lever for lever in TABLE}
-    known = [c for c in plan if c.name in table and not refusal("", table[c.name].accepts, c.value)]
-    code = {c.name: table[c.name].code(c.value) for c in known}  # a name alone has no value yet
+    valid = [c for c in plan if c.name in table and not rejection("", table[c.name].accepts, c.value)]
+    code = {c.name: table[c.name].code(c.value) for c in valid}  # a name alone has no value yet
     if as_json:
         print_json(_record(str(path), plan, code, reasons))
         return
@@ -83,9 +83,8 @@ def _record(path: str, plan: Plan, code: dict[str, str], reasons: dict[str, str]
     return PlanRecord(path, choices, dict(plan.made_for))
 
 
-def _none_fits(command: str, skipped: Sequence[SkippedPlan]) -> str:
-    """Say which plan files do not fit the command, as for `flatout run`."""
-    usable = [each.path for each in skipped if each.usable]
-    show = f"; `flatout plan --plan {usable[0]}` shows that one" if usable else ""
-    why = "; ".join(each.remark.rstrip(".") for each in skipped)
-    return f"no plan fits `{command}`: {why}. `flatout tune {command}` makes one{show}."
+def _why_no_plan_fits(command: str, skipped: Sequence[SkippedPlan]) -> str:
+    usable = [entry.path for entry in skipped if entry.usable]
+    plan_hint = f"; `flatout plan --plan {usable[0]}` shows that one" if usable else ""
+    why = "; ".join(entry.remark.rstrip(".") for entry in skipped)
+    return f"no plan fits `{command}`: {why}. `flatout tune {command}` makes one{plan_hint}."

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
 from rich.console import Console
 
-from flatout.cli.options.arguments import PROGRAM, Duration, program, words_or_usage, writable
-from flatout.cli.options.device import choose, device_option
+from flatout.cli.options.arguments import PROGRAM, budget_option, program_argument, require_program, writable
+from flatout.cli.options.device import apply_device, device_option
 from flatout.cli.options.json_output import json_option, print_json
-from flatout.cli.options.measurement import header, kept
-from flatout.cli.options.messages import warned
+from flatout.cli.options.measurement import header, job_option, saved_on_exit
+from flatout.cli.options.messages import warn_untested
 from flatout.cli.options.progress import LiveProgress
 from flatout.diagnose.profiled_program import ProfiledProgram, ProfileOptions
 from flatout.diagnose.profiling import MEMORY_STAGES, run_profile
-from flatout.job.folder import JobFolder, write_whole
+from flatout.job.folder import JobFolder, write_atomically
 from flatout.launch.command import Command, check_measurable, parse_command
 from flatout.probe.machine import look
 from flatout.schema.errors import UsageError
@@ -24,8 +25,8 @@ from flatout.schema.facts import Facts
 from flatout.schema.profile import ProfileRecord
 from flatout.tune.plan_files import job_folder
 
-SHORTEST_S = 5.0
-LONG = 3  # times as many steps with --memory
+MIN_BUDGET_S = 5.0
+MEMORY_FACTOR = 3  # times as many steps with --memory
 
 
 class Schedule(click.ParamType):
@@ -36,12 +37,16 @@ class Schedule(click.ParamType):
     def convert(self, value: object, param: object, ctx: object) -> tuple[int, int, int]:
         if isinstance(value, tuple):
             return value
-        words = str(value).split(",")
-        if len(words) != 3 or not all(word.strip().isdigit() for word in words) or int(words[2]) < 1:
+        numbers = str(value).split(",")
+        if (
+            len(numbers) != 3
+            or not all(number.strip().isdigit() for number in numbers)
+            or int(numbers[2]) < 1
+        ):
             self.fail(
                 f"{value!r} is not a schedule; write the numbers of wait, warm-up and active steps (at least 1 active), as in 1,2,3"
             )
-        return int(words[0]), int(words[1]), int(words[2])
+        return int(numbers[0]), int(numbers[1]), int(numbers[2])
 
 
 @click.command(context_settings=PROGRAM)
@@ -59,13 +64,7 @@ class Schedule(click.ParamType):
     type=Schedule(),
     help="Profiler schedule: numbers of wait, warm-up and active steps.",
 )
-@click.option(
-    "--budget",
-    default="2m",
-    show_default=True,
-    type=Duration(),
-    help="Time to spend in steady state; what-ifs use the remaining time.",
-)
+@budget_option("2m", "Time to spend in steady state; what-ifs use the remaining time.")
 @click.option(
     "--trace",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -81,14 +80,10 @@ class Schedule(click.ParamType):
     is_flag=True,
     help="Profile memory only, over three times as many steps; no operators, no what-ifs.",
 )
-@click.option(
-    "--job",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for the records instead of .flatout/<job>.",
-)
+@job_option
 @json_option
 @device_option
-@program
+@program_argument
 def command(
     steps: int,
     schedule: tuple[int, int, int],
@@ -99,7 +94,7 @@ def command(
     job: Path | None,
     as_json: bool,
     device: str | None,
-    words: tuple[str, ...],
+    argv: tuple[str, ...],
 ) -> int:
     """Show how a step of an unchanged program spends its time and memory.
 
@@ -108,25 +103,25 @@ def command(
     what-ifs show the speed-up from fixing each bottleneck. Then flatout stops the program. It does not touch
     the program's files.
     """
-    if budget < SHORTEST_S:
+    if budget < MIN_BUDGET_S:
         raise UsageError(
-            f"a budget of {budget:g} s cannot measure anything; give at least {SHORTEST_S:g} s, as in --budget 2m."
+            f"a budget of {budget:g} s cannot measure anything; give at least {MIN_BUDGET_S:g} s, as in --budget 2m."
         )
     if memory and trace is not None:
         raise UsageError(
             "--memory profiles no operators, so there is no trace to write. Remove --trace or --memory."
         )
-    if tensorboard is not None:
-        _tensorboard_or_usage()
-    cmd = check_measurable(parse_command(words_or_usage(words, "profile")))
-    choose(device, cmd, "profile")
+    if tensorboard is not None and find_spec("tensorboard") is None:
+        raise UsageError(
+            "--tensorboard needs the package tensorboard, which is not installed here. Run `pip install tensorboard`, or remove the option."
+        )
+    cmd = check_measurable(parse_command(require_program(argv, "profile")))
+    apply_device(device, cmd, "profile")
     folder = writable(job_folder(cmd, job), job is not None)
-    requested = ProfileOptions(
-        steps, schedule, budget, trace=str(trace.resolve()) if trace is not None else ""
-    )
+    options = ProfileOptions(steps, schedule, budget, trace=str(trace.resolve()) if trace is not None else "")
     if memory:
-        requested = replace(requested, stages=MEMORY_STAGES, leak_ticks=LONG * requested.leak_ticks)
-    record = profile(cmd, folder, warned(look(cmd.argv)), requested)
+        options = replace(options, stages=MEMORY_STAGES, leak_ticks=MEMORY_FACTOR * options.leak_ticks)
+    record = profile(cmd, folder, warn_untested(look(cmd.argv)), options)
     if tensorboard is not None:
         from flatout.render.tensorboard import write_log
 
@@ -154,35 +149,18 @@ def command(
     return 0
 
 
-def profile(cmd: Command, folder: JobFolder, facts: Facts, requested: ProfileOptions) -> ProfileRecord:
+def profile(cmd: Command, folder: JobFolder, facts: Facts, options: ProfileOptions) -> ProfileRecord:
     """Run a profile, and write its record and page to the folder. Raises FlatoutError, KeyboardInterrupt."""
-    record = ProfileRecord(**header(cmd.shown, facts), machine=facts.described)
-    with (
-        kept(record, folder.profile) as save,
-        LiveProgress(Console(stderr=True), requested.budget_s) as progress,
-    ):
-        run_profile(ProfiledProgram(cmd, folder, facts, requested, record, _ceilings(facts), progress, save))
-    _write_page(record, folder)
-    return record
-
-
-def _ceilings(facts: Facts) -> dict[str, float]:
-    """Return the ceilings that `flatout doctor --bench` measured on this machine; empty if it never ran."""
     from flatout.measure.ceilings import load
+    from flatout.render.page import html
+    from flatout.render.profile_page import profile_page
 
-    return load(facts, "cuda" if facts.cuda else "cpu") or {}
-
-
-def _write_page(record: ProfileRecord, folder: JobFolder) -> None:
-    from flatout.render.profile_page import profile_html
-
-    write_whole(folder.profile_page, profile_html(record))
-
-
-def _tensorboard_or_usage() -> None:
-    from importlib.util import find_spec
-
-    if find_spec("tensorboard") is None:
-        raise UsageError(
-            "--tensorboard needs the package tensorboard, which is not installed here. Run `pip install tensorboard`, or remove the option."
-        )
+    record = ProfileRecord(**header(cmd.shown, facts), machine=facts.description)
+    ceilings = load(facts, "cuda" if facts.cuda else "cpu") or {}  # of `flatout doctor --bench`
+    with (
+        saved_on_exit(record, folder.profile) as save,
+        LiveProgress(Console(stderr=True), options.budget_s) as progress,
+    ):
+        run_profile(ProfiledProgram(cmd, folder, facts, options, record, ceilings, progress, save))
+    write_atomically(folder.profile_page, html(profile_page(record)))
+    return record

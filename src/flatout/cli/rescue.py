@@ -11,20 +11,13 @@ from flatout.checkpoint.rescue_writer import KIND
 from flatout.checkpoint.runs import earlier_runs
 from flatout.cli.options.json_output import json_option, print_json
 from flatout.job.folder import FOLDER
-from flatout.job.sanitize import harmless
+from flatout.job.sanitize import sanitize
 from flatout.render.formatting import count, duration, size
 from flatout.schema.errors import SaveError, UsageError
-from flatout.schema.outputs import CheckpointSeen, CheckpointsRecord, ExportRecord
+from flatout.schema.outputs import CheckpointEntry, CheckpointsRecord, ExportRecord
 from flatout.tune.plan_files import newest_file
 
 RESCUE = "rescue"
-MANY = {
-    "modules": "module",
-    "optimizers": "optimizer",
-    "schedulers": "scheduler",
-    "scalers": "scaler",
-    "tensors": "tensor",
-}
 
 
 @click.command()
@@ -50,16 +43,16 @@ def command(folder: Path | None, target: Path | None, step: int | None, as_json:
     """
     if step is not None and target is None:
         raise UsageError("--step selects the checkpoint to write, so it needs a folder: --to DIR.")
-    saves = CheckpointFolder(_folder(folder))
+    checkpoints = CheckpointFolder(_folder(folder))
     if target is not None:
-        _write(_chosen(saves, step), target, as_json)
+        _write(_select(checkpoints, step), target, as_json)
         return 0
-    runs = (saves, *map(CheckpointFolder, earlier_runs(saves.folder)))
+    runs = (checkpoints, *map(CheckpointFolder, earlier_runs(checkpoints.folder)))
     if as_json:
-        print_json(CheckpointsRecord([_seen(path) for run in runs for path in run.paths()]))
+        print_json(CheckpointsRecord([_entry(path) for run in runs for path in run.paths()]))
         return 0
     for run in runs:
-        if run is not saves:
+        if run is not checkpoints:
             click.echo(f"\nfrom an earlier run, {run.folder}")
         else:
             click.echo(str(run.folder))
@@ -68,113 +61,119 @@ def command(folder: Path | None, target: Path | None, step: int | None, as_json:
     return 0
 
 
-def _folder(given: Path | None) -> Path:
+def _folder(path: Path | None) -> Path:
     """Return the folder of checkpoints. Raises UsageError if there are none."""
-    if given is None:
-        found = newest_file(f"{RESCUE}/step-*/manifest.json")
-        if found is None:
+    if path is None:
+        manifest = newest_file(f"{RESCUE}/step-*/manifest.json")
+        if manifest is None:
             raise UsageError(
                 f"there are no checkpoints below {FOLDER} here. `flatout run --rescue COMMAND...` keeps checkpoints while a program trains."
             )
-        return found.parent.parent
-    for folder in (given, given / RESCUE):
+        return manifest.parent.parent
+    for folder in (path, path / RESCUE):
         if CheckpointFolder(folder).paths():
             return folder
     raise UsageError(
-        f"there are no checkpoints in {given}. `flatout rescue` without a folder reads the newest job; `ls {FOLDER}` lists the jobs."
+        f"there are no checkpoints in {path}. `flatout rescue` without a folder reads the newest job; `ls {FOLDER}` lists the jobs."
     )
 
 
-def _chosen(saves: CheckpointFolder, step: int | None) -> Checkpoint:
+def _select(checkpoints: CheckpointFolder, step: int | None) -> Checkpoint:
     if step is None:
-        save, bad = saves.newest()
-        for each in bad:
-            click.echo(f"flatout: skipped {each.path}: {each.why}", err=True)
+        checkpoint, invalid = checkpoints.newest()
+        for skipped in invalid:
+            click.echo(f"flatout: skipped {skipped.path}: {skipped.why}", err=True)
     else:
-        path = next((path for path in saves.paths() if int(path.name.split("-")[1]) == step), None)
+        path = next((path for path in checkpoints.paths() if int(path.name.split("-")[1]) == step), None)
         if path is None:
             raise UsageError(
-                f"there is no checkpoint of step {step} in {saves.folder}. Available: {', '.join(path.name for path in saves.paths())}."
+                f"there is no checkpoint of step {step} in {checkpoints.folder}. Available: {', '.join(path.name for path in checkpoints.paths())}."
             )
         try:
-            save = verified(path)
+            checkpoint = verified(path)
         except SaveError as error:
             raise SaveError(
                 f"{path} is not valid: {error}. `flatout rescue` lists the valid checkpoints."
             ) from None
-    assert save is not None
-    if save.manifest.kind != KIND:
+    assert checkpoint is not None
+    if checkpoint.manifest.kind != KIND:
         raise SaveError(
-            f"{save.path} was written by {harmless(save.manifest.kind)!r}, not by `flatout run --rescue`. Read it with the program that wrote it."
+            f"{checkpoint.path} was written by {sanitize(checkpoint.manifest.kind)!r}, not by `flatout run --rescue`. Read it with the program that wrote it."
         )
-    return save
+    return checkpoint
 
 
-def _seen(path: Path) -> CheckpointSeen:
+def _entry(path: Path) -> CheckpointEntry:
     step = int(path.name.split("-")[1])
     try:
-        save = verified(path)
+        checkpoint = verified(path)
     except SaveError as error:
-        return CheckpointSeen(str(path), step, valid=False, why_not=str(error))
-    manifest, meta = save.manifest, CheckpointMeta.from_json(save.manifest.metadata)
-    return CheckpointSeen(
+        return CheckpointEntry(str(path), step, valid=False, why_not=str(error))
+    manifest, meta = checkpoint.manifest, CheckpointMeta.from_json(checkpoint.manifest.metadata)
+    return CheckpointEntry(
         str(path),
         manifest.step,
         valid=True,
-        inside=meta.inside,
+        mid_step=meta.inside,
         updated=meta.updated,
-        ran_s=meta.ran_s,
-        at=meta.at,
-        why=meta.why,
+        process_age_s=meta.ran_s,
+        created=meta.at,
+        trigger=meta.why,
         total_bytes=sum(stored.bytes for stored in manifest.files.values()),
-        holds=[vars(kept) for kept in meta.holds],
+        contents=[vars(item) for item in meta.holds],
         left_out=dict(manifest.left_out),
     )
 
 
 def _paragraph(path: Path) -> str:
-    seen = _seen(path)
-    if not seen.valid:
-        return f"  {path.name}  not valid: {harmless(seen.why_not)}"
-    position = f"step {seen.step + 1} (in progress)" if seen.inside else f"step {seen.step}"
-    why = f" (at {_word(seen.why)})" if seen.why not in ("", "interval") else ""
+    entry = _entry(path)
+    if not entry.valid:
+        return f"  {path.name}  not valid: {sanitize(entry.why_not)}"
+    position = f"step {entry.step + 1} (in progress)" if entry.mid_step else f"step {entry.step}"
+    why = f" (at {_one_line(entry.trigger)})" if entry.trigger not in ("", "interval") else ""
     lines = [
-        f"  {position}, {duration(seen.ran_s)} into the run, {_word(seen.at)}, {size(seen.total_bytes)}, verified{why}"
+        f"  {position}, {duration(entry.process_age_s)} into the run, {_one_line(entry.created)}, {size(entry.total_bytes)}, verified{why}"
     ]
     lines += [
-        f"    {_word(kept['name'])}  {MANY.get(kept['kind'], '')} {_word(kept['type'])}"
-        + (f", {count(kept['values'])} values" if kept["values"] else "")
-        for kept in seen.holds
+        f"    {_one_line(item['name'])}  {_one_line(item['kind']).removesuffix('s')} {_one_line(item['type'])}"
+        + (f", {count(item['values'])} values" if item["values"] else "")
+        for item in entry.contents
     ]
-    if seen.inside:
-        moved = (
+    if entry.mid_step:
+        weights = (
             "an optimizer had already updated some weights"
-            if seen.updated
-            else f"weights and optimizers are those of step {seen.step}"
+            if entry.updated
+            else f"weights and optimizers are those of step {entry.step}"
         )
-        lines.append(f"    taken inside a step: {moved}; running statistics and random numbers may be ahead")
-    lines += [f"    not kept: {_word(where)} ({_word(what)})" for where, what in seen.left_out.items()]
+        lines.append(
+            f"    taken inside a step: {weights}; running statistics and random numbers may be ahead"
+        )
+    lines += [
+        f"    not kept: {_one_line(name)} ({_one_line(reason)})" for name, reason in entry.left_out.items()
+    ]
     return "\n".join(lines)
 
 
-def _word(text: str) -> str:
-    return " ".join(harmless(text)[:200].split())
+def _one_line(text: str) -> str:
+    return " ".join(sanitize(text)[:200].split())
 
 
-def _write(save: Checkpoint, target: Path, as_json: bool) -> None:
+def _write(checkpoint: Checkpoint, target: Path, as_json: bool) -> None:
     import torch
 
     from flatout.checkpoint.exported import export
 
-    state = save.read(torch)
-    meta = CheckpointMeta.from_json(save.manifest.metadata)
-    spelled = {kept.name: kept.code for kept in meta.holds}
-    found = export(torch, state, spelled, target)
+    state = checkpoint.read(torch)
+    meta = CheckpointMeta.from_json(checkpoint.manifest.metadata)
+    code_by_name = {item.name: item.code for item in meta.holds}
+    exported = export(torch, state, code_by_name, target)
     click.echo(
-        f"{meta.position(save.step)} of {save.path} is in {target}: {', '.join(found.files)}\n",
+        f"{meta.position(checkpoint.step)} of {checkpoint.path} is in {target}: {', '.join(exported.files)}\n",
         err=True,
     )
     if as_json:
-        print_json(ExportRecord(str(save.path), save.step, str(target), found.files, found.lines))
+        print_json(
+            ExportRecord(str(checkpoint.path), checkpoint.step, str(target), exported.files, exported.lines)
+        )
     else:
-        click.echo("\n".join(found.lines))
+        click.echo("\n".join(exported.lines))

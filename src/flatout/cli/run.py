@@ -14,19 +14,20 @@ from typing import NoReturn
 import click
 
 from flatout.agent.applier import before_start
-from flatout.cli.options import exports, ranks, supervision
+from flatout.cli.options import exports
 from flatout.cli.options.arguments import (
     PROGRAM,
-    Duration,
     LeverByName,
-    program,
+    program_argument,
     read_plan,
-    words_or_usage,
+    require_program,
     writable,
 )
-from flatout.cli.options.device import choose, device_option, hint
-from flatout.cli.options.grouped import Grouped, machines_option, survival_option
-from flatout.cli.options.messages import say, warned
+from flatout.cli.options.device import apply_device, device_hint, device_option
+from flatout.cli.options.grouped import Grouped, machines_option, recovery_option
+from flatout.cli.options.messages import notify, warn_untested
+from flatout.cli.options.ranks import RankOptions, add_rank_options, read_rank_options
+from flatout.cli.options.supervision import Supervision, add_supervision_options, read_supervision
 from flatout.job.folder import read_json, write_json
 from flatout.job.temporary import temporary
 from flatout.launch.caches import private_caches
@@ -43,8 +44,8 @@ from flatout.schema.plan import Choice, Plan
 from flatout.schema.run_request import ResumeOptions, RunRequest
 from flatout.tune.plan_files import FoundPlan, differences, find_plan, job_folder, plan_files, plan_key
 
-COUNTED = "flatout.agent.run_summary:count"  # without levers
-ENTRY, WITH_CHECKPOINTS = "flatout.agent.entry:attach", "flatout.checkpoint.attach:attach"
+COUNT_ENTRY = "flatout.agent.run_summary:count"  # without levers
+ENTRY, CHECKPOINT_ENTRY = "flatout.agent.entry:attach", "flatout.checkpoint.attach:attach"
 RESCUE = "rescue"  # subfolder of a job's folder
 
 
@@ -57,7 +58,7 @@ RESCUE = "rescue"  # subfolder of a job's folder
 )
 @click.option(
     "--with",
-    "chosen",
+    "levers",
     multiple=True,
     type=LeverByName(),
     metavar="NAME[=VALUE]",
@@ -69,39 +70,39 @@ RESCUE = "rescue"  # subfolder of a job's folder
     is_flag=True,
     help="Show a line on standard error every 10 s: samples/s, data wait, cores, memory, GPU, MFU if FLOPs are known.",
 )
-@survival_option(
+@recovery_option(
     "--rescue",
     is_flag=True,
     help="Keep verified checkpoints: at intervals, on signals, at the end; see `flatout rescue`.",
 )
-@survival_option(
+@recovery_option(
     "--resume",
     is_flag=True,
     help="Resume exactly where this command was interrupted, without code for it in the script.",
 )
-@survival_option(
+@recovery_option(
     "--from-scratch",
     is_flag=True,
     help="Start from scratch even if there is a checkpoint to resume from; needs --resume.",
 )
-@survival_option(
+@recovery_option(
     "--replay-output",
     is_flag=True,
     help="Show again what the program prints before its checkpoint; needs --resume.",
 )
-@exports.options
-@supervision.options(Duration())
-@ranks.options
+@exports.add_export_options
+@add_supervision_options
+@add_rank_options
 @machines_option(
     "--ray",
     default=None,
     metavar="ADDRESS",
     help="Run the ranks on a running Ray cluster: HOST:PORT, or auto.",
 )
-@program
+@program_argument
 def command(
     plan_path: str | None,
-    chosen: tuple[Choice, ...],
+    levers: tuple[Choice, ...],
     device: str | None,
     watch: bool,
     rescue: bool,
@@ -112,8 +113,8 @@ def command(
     export: tuple[str, ...],
     export_every: float,
     ray: str | None,
-    words: tuple[str, ...],
-    **elsewhere: object,
+    argv: tuple[str, ...],
+    **options: object,
 ) -> int:
     """Run a program under its plan.
 
@@ -121,137 +122,139 @@ def command(
     or --gpus it runs as several ranks, each on its share of every batch, after a rehearsal has shown that
     they learn the same. torchrun behind these options, or --ray, starts them on several machines.
     """
-    cmd = parse_command(words_or_usage(words, "run"))
-    asked = ranks.ranks_asked(elsewhere)
-    watched = supervision.supervision(elsewhere)
-    place = torchrun_of(cmd, asked.procs) if asked.given and ray is None else ray
-    if watched.asked and place is not None:
+    cmd = parse_command(require_program(argv, "run"))
+    ranks = read_rank_options(options)
+    supervision = read_supervision(options)
+    launcher = torchrun_of(cmd, ranks.procs) if ranks.explicit and ray is None else ray
+    as_ranks = ranks.several or launcher is not None
+    if supervision.enabled and launcher is not None:
         raise UsageError(
             f"--supervise restarts the processes of this machine, but {'Ray' if ray else 'torchrun'} starts the ranks. Remove --supervise."
             f"{'' if ray else ' torchrun restarts them itself, if its max-restarts is above 0.'}"
         )
-    cmd = place.program if isinstance(place, Torchrun) else cmd
-    choose(device, cmd, "run", asked.procs, asked.gpus, "--ray" if ray is not None else "")
+    cmd = launcher.program if isinstance(launcher, Torchrun) else cmd
+    apply_device(device, cmd, "run", ranks.procs, ranks.gpus, "--ray" if ray is not None else "")
     facts = hardware()
-    _look_at_folder(cmd, alone=not asked.several and place is None)
-    left = exports.summary_of(cmd, facts.machine, summary, export, export_every)
-    if asked.shard == "always" and not asked.several and place is None:
+    _run_in_removed_folder(cmd, one_process=not as_ranks)
+    summary_request = exports.summary_of(cmd, facts.machine, summary, export, export_every)
+    if ranks.shard == "always" and not as_ranks:
         raise UsageError(
             "--shard splits weights between ranks, but there is only one rank. Give their number: --procs 2 --shard always."
         )
-    made_for = asked.title if place is None else ""
-    if plan_path or chosen or asked.several or place is not None or plan_files(cmd, made_for):
-        facts = warned(with_software(facts, cmd.argv))
-    plan, remark, other = _plan_for(cmd, facts, plan_path, made_for)
-    for choice in chosen:
+    made_for = ranks.title if launcher is None else ""
+    if plan_path or levers or as_ranks or plan_files(cmd, made_for):
+        facts = warn_untested(with_software(facts, cmd.argv))
+    plan, remark, other_plan = _plan_for(cmd, facts, plan_path, made_for)
+    for choice in levers:
         plan = (plan or Plan()).with_choice(choice)
-    if plan is None and not asked.several and place is None:
-        say(
-            f"{remark or f'no plan fits this command yet{other}'}; running it as it is. {_how_to_tune(cmd, device)}"
+    if plan is None and not as_ranks:
+        notify(
+            f"{remark or f'no plan fits this command yet{other_plan}'}; running it as it is. {_how_to_tune(cmd, device)}"
         )
     elif remark:
-        say(remark)
-    keeps = rescue or resume or watched.asked
+        notify(remark)
+    keeps_checkpoints = rescue or resume or supervision.enabled
     request = RunRequest(
-        WITH_CHECKPOINTS if keeps else ENTRY,
+        CHECKPOINT_ENTRY if keeps_checkpoints else ENTRY,
         plan or Plan(),
         facts,
         os.getpid(),  # exec keeps it, and it distinguishes the program from its children
-        watch=known_ideal(cmd) if watch else None,
-        rescue=str(rescue_folder(cmd, asked=rescue or resume)) if keeps else None,
-        resume=ResumeOptions(from_scratch, replay_output, rescue, insists=not watched.asked)
-        if resume or watched.asked
+        watch=ideal_step(cmd) if watch else None,
+        rescue=str(rescue_folder(cmd, create=rescue or resume)) if keeps_checkpoints else None,
+        resume=ResumeOptions(from_scratch, replay_output, rescue, required=not supervision.enabled)
+        if resume or supervision.enabled
         else None,
-        summary=left,
+        summary=summary_request,
     )
-    if left is not None and not cmd.disabled_by:
-        exports.start(left, export)
-    if asked.several or place is not None:
-        return _run_as_ranks(cmd, request, chosen, asked, place, watched)
-    return _run_alone(cmd, request, watched)
+    if summary_request is not None and not cmd.disabled_by:
+        exports.start_trackers(summary_request, export)
+    if as_ranks:
+        return _run_as_ranks(cmd, request, levers, ranks, launcher, supervision)
+    return _run_alone(cmd, request, supervision)
 
 
-def _look_at_folder(cmd: Command, alone: bool) -> None:
-    """In a removed folder there is no place for plans and records."""
+def _run_in_removed_folder(cmd: Command, one_process: bool) -> None:
+    """If the current folder was removed, run the program without flatout, or raise UsageError for ranks."""
     try:
         os.getcwd()
     except FileNotFoundError:
-        if not alone:
+        if not one_process:
             raise UsageError("the current folder was removed. Change to one that exists.") from None
-        say("the current folder was removed, so there is no plan; running the program without flatout")
-        _become(cmd, dict(os.environ))
+        notify("the current folder was removed, so there is no plan; running the program without flatout")
+        _exec(cmd, dict(os.environ))
 
 
-def _run_alone(cmd: Command, request: RunRequest, watched: supervision.Supervision) -> NoReturn:
-    becomes = watched.over(cmd, job_folder(cmd).path / "incidents.jsonl")
-    counted = request.watch is None and request.rescue is None and not len(request.plan)
-    if counted and request.summary is None:
-        _become(becomes, {**_listening(), **watched.environment})
-    if counted:
-        request = replace(request, entry=COUNTED)
-    prefix = f"flatout: {'this run is not counted' if counted else 'nothing was applied'}: "
+def _run_alone(cmd: Command, request: RunRequest, supervision: Supervision) -> NoReturn:
+    target = supervision.wrap(cmd, job_folder(cmd).path / "incidents.jsonl")
+    counts_only = request.watch is None and request.rescue is None and not len(request.plan)
+    if counts_only and request.summary is None:
+        crash_report = crash_environment(temporary("run") / "explained", replaces_process=True)
+        _exec(target, {**crash_report, **supervision.environment})
+    if counts_only:
+        request = replace(request, entry=COUNT_ENTRY)
+    prefix = f"flatout: {'this run is not counted' if counts_only else 'nothing was applied'}: "
     if cmd.disabled_by:
         sys.stderr.write(f"{prefix}`python {cmd.disabled_by}` disables flatout; remove {cmd.disabled_by}\n")
-        _become(becomes, dict(os.environ))
+        _exec(target, dict(os.environ))
     environment = _environment(request)
     watch_from_beside(EntryWatch(Path(environment[ENTERED])), prefix)
-    _become(becomes, {**environment, **watched.environment})
+    _exec(target, {**environment, **supervision.environment})
 
 
 def _run_as_ranks(
     cmd: Command,
     request: RunRequest,
-    chosen: tuple[Choice, ...],
-    asked: ranks.RankOptions,
-    place: Torchrun | str | None,
-    watched: supervision.Supervision,
+    levers: tuple[Choice, ...],
+    ranks: RankOptions,
+    launcher: Torchrun | str | None,
+    supervision: Supervision,
 ) -> int:
-    """Run the program as ranks on this machine, by torchrun, or on the Ray cluster at the address ``place``."""
+    """Run the ranks here, by torchrun, or on the Ray cluster at the address ``launcher``."""
     import secrets
 
-    from flatout.cli.options.rank_plans import plan_of_ranks, run_divided
+    from flatout.cli.options.rank_plans import plan_of_ranks, run_ranks
     from flatout.launch.local_launcher import launcher_of
 
     if cmd.disabled_by:
         raise UsageError(
             f"`python {cmd.disabled_by}` disables flatout, so every rank would train on the same data. Remove the option."
         )
-    plan = plan_of_ranks(cmd, request.facts, request.plan, chosen, asked.at_least_two, say)
-    seed = place.seed if isinstance(place, Torchrun) else secrets.randbits(31)
+    plan = plan_of_ranks(cmd, request.facts, request.plan, levers, ranks.at_least_two, notify)
+    seed = launcher.seed if isinstance(launcher, Torchrun) else secrets.randbits(31)
     environment = _environment(replace(request, plan=plan, seed=seed))
-    if isinstance(place, Torchrun):
-        return _become(place.command, place.environment(environment, asked.procs, asked.gpus))
-    if place is not None:
-        return _on_ray(place, cmd, asked, environment)
-    if watched.asked:
-        ranks_of_it = launcher_of(cmd, asked.procs, asked.gpus, request.facts.cores)
-        return _become(
-            watched.over(ranks_of_it, job_folder(cmd).path / "incidents.jsonl"),
-            {**environment, **watched.environment},
+    if isinstance(launcher, Torchrun):
+        return _exec(launcher.command, launcher.environment(environment, ranks.procs, ranks.gpus))
+    if launcher is not None:
+        return _on_ray(launcher, cmd, ranks, environment)
+    if supervision.enabled:
+        launcher_command = launcher_of(cmd, ranks.procs, ranks.gpus, request.facts.cores)
+        return _exec(
+            supervision.wrap(launcher_command, job_folder(cmd).path / "incidents.jsonl"),
+            {**environment, **supervision.environment},
         )
-    return run_divided(cmd, request.facts, asked, Path(environment["FLATOUT_JOB"]), environment)
+    return run_ranks(cmd, request.facts, ranks, Path(environment["FLATOUT_JOB"]), environment)
 
 
-def _on_ray(address: str, cmd: Command, asked: ranks.RankOptions, environment: dict[str, str]) -> int:
+def _on_ray(address: str, cmd: Command, ranks: RankOptions, environment: dict[str, str]) -> int:
     from flatout.launch.ray_cluster import ray_job, run_ranks
 
-    def show(part: bytes) -> None:
-        sys.stdout.buffer.write(part)
+    def show(chunk: bytes) -> None:
+        sys.stdout.buffer.write(chunk)
         sys.stdout.buffer.flush()
 
-    return run_ranks(address, ray_job(cmd.argv, environment), asked.procs, asked.gpus, show)
+    return run_ranks(address, ray_job(cmd.argv, environment), ranks.procs, ranks.gpus, show)
 
 
-def rescue_folder(cmd: Command, asked: bool) -> Path:
-    """Return the absolute folder for checkpoints of this command, which is created only if ``asked`` for."""
+def rescue_folder(cmd: Command, create: bool) -> Path:
+    """Return the absolute folder for checkpoints of this command, which is created only if ``create``."""
     folder = job_folder(cmd)
-    return (writable(folder, asked=False) if asked else folder).path.resolve() / RESCUE
+    return (writable(folder, explicit=False) if create else folder).path.resolve() / RESCUE
 
 
-def known_ideal(cmd: Command) -> dict[str, float]:
+def ideal_step(cmd: Command) -> dict[str, float]:
     """Return the time of a step's FLOPs at the machine's measured peaks, from this command's profile if there is one."""
-    seen = read_json(job_folder(cmd).path / "profile.json")
-    mfu, step_ms = (seen.get("mfu"), seen.get("step_ms")) if isinstance(seen, dict) else (None, None)
+    profile = read_json(job_folder(cmd).path / "profile.json")
+    mfu, step_ms = (profile.get("mfu"), profile.get("step_ms")) if isinstance(profile, dict) else (None, None)
     return (
         {"ideal_ms": float(mfu) * float(step_ms)}
         if isinstance(mfu, (int, float)) and isinstance(step_ms, (int, float))
@@ -259,27 +262,29 @@ def known_ideal(cmd: Command) -> dict[str, float]:
     )
 
 
-def _plan_for(cmd: Command, facts: Facts, given: str | None, made_for: str) -> tuple[Plan | None, str, str]:
+def _plan_for(
+    cmd: Command, facts: Facts, plan_path: str | None, made_for: str
+) -> tuple[Plan | None, str, str]:
     """Return the plan, a remark about it, and a mention of a plan for another command of the script.
 
     A plan given by name is used even if it was made for something else; the remark says so."""
-    if given is not None:
-        plan = read_plan(given)
+    if plan_path is not None:
+        plan = read_plan(plan_path)
         key = plan_key(cmd, facts, made_for)
-        strange = differences(dict(plan.made_for), key) if plan.made_for else []
+        mismatches = differences(dict(plan.made_for), key) if plan.made_for else []
         return (
             plan,
-            f"this plan was made for {'; '.join(strange)}; each lever is checked again here"
-            if strange
+            f"this plan was made for {'; '.join(mismatches)}; each lever is checked again here"
+            if mismatches
             else "",
             "",
         )
     found = find_plan(cmd, facts, made_for)
     remark = next(
         (
-            f"{each.remark} (--plan {each.path} uses it anyway)" if each.usable else each.remark
-            for each in reversed(found.skipped)
-            if not each.command
+            f"{skipped.remark} (--plan {skipped.path} uses it anyway)" if skipped.usable else skipped.remark
+            for skipped in reversed(found.skipped)
+            if not skipped.command
         ),
         "",
     )
@@ -287,16 +292,16 @@ def _plan_for(cmd: Command, facts: Facts, given: str | None, made_for: str) -> t
 
 
 def _another_command(cmd: Command, found: FoundPlan) -> str:
-    """Return a mention of a plan for another command of the same script, which fits apart from that; "" if none."""
-    for each in found.skipped:
-        if each.only_command and cmd.script is not None and str(cmd.script) in each.command.split():
-            return f" (a plan for `{each.command}` exists: --plan {each.path} uses it)"
+    """Mention a plan for another command of the same script, which fits apart from that."""
+    for skipped in found.skipped:
+        if skipped.only_command and cmd.script is not None and str(cmd.script) in skipped.command.split():
+            return f" (a plan for `{skipped.command}` exists: --plan {skipped.path} uses it)"
     return ""
 
 
 def _how_to_tune(cmd: Command, device: str | None) -> str:
     try:
-        return f"To tune: flatout tune {hint(device)}{shell(check_measurable(cmd).shown)}"
+        return f"To tune: flatout tune {device_hint(device)}{shell(check_measurable(cmd).shown)}"
     except NothingMeasured as why:
         return f"It cannot be tuned: {why}"
 
@@ -312,18 +317,13 @@ def _environment(request: RunRequest) -> dict[str, str]:
         extra["PYTHONHASHSEED"] = os.environ.get("PYTHONHASHSEED") or "0"
     variables, outcomes = before_start(TABLE.of(request.plan.names), request.plan, request.facts)
     for sentence in private_caches(os.environ)[1]:
-        say(sentence)
+        notify(sentence)
     job = temporary("run") / "job.json"
     write_json(job, replace(request, started=tuple(outcome.to_json() for outcome in outcomes)).to_json())
     return job_environment(job, {**extra, **variables}, replaces_process=request.seed is None)
 
 
-def _listening() -> dict[str, str]:
-    """Return the environment for a program that runs unchanged: only its crash report is written."""
-    return crash_environment(temporary("run") / "explained", replaces_process=True)
-
-
-def _become(cmd: Command, environment: dict[str, str]) -> NoReturn:
+def _exec(cmd: Command, environment: dict[str, str]) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and exec would keep that for a shell

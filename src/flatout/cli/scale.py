@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import click
 
-from flatout.cli.options.arguments import PROGRAM, Duration
+from flatout.cli.options.arguments import PROGRAM, budget_option
 from flatout.cli.options.measurement import Measurement, header, measurement_options
-from flatout.cli.options.messages import warned
+from flatout.cli.options.messages import warn_untested
 from flatout.diagnose.profiled_program import ProfiledProgram, ProfileOptions
 from flatout.diagnose.profiling import run_profile
 from flatout.diagnose.scale_prediction import add_profile, predict_points
 from flatout.job.folder import JobFolder, read_json
 from flatout.measure.scaling import FIXED_SHARE
 from flatout.probe.machine import look
-from flatout.schema.errors import NOT_OF_ITS_FORM, UsageError
+from flatout.schema.errors import MALFORMED, UsageError
 from flatout.schema.profile import ProfileRecord
 from flatout.schema.scale import STRATEGIES, ScaleRecord, read_devices, read_link
 from flatout.trial.blocks import Watcher
@@ -77,17 +76,11 @@ STEPS = 40
 )
 @click.option(
     "--from",
-    "profile",
+    "profile_path",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Use this profile.json and run nothing.",
 )
-@click.option(
-    "--budget",
-    default="2m",
-    show_default=True,
-    type=Duration(),
-    help="Time limit for measuring in steady state.",
-)
+@budget_option("2m", "Time limit for measuring in steady state.")
 @measurement_options
 def command(
     gpus: str,
@@ -98,11 +91,11 @@ def command(
     strategies: str,
     local_steps: int,
     compute_scale: float,
-    profile: Path | None,
+    profile_path: Path | None,
     budget: float,
     job: Path | None,
     as_json: bool,
-    words: tuple[str, ...],
+    argv: tuple[str, ...],
 ) -> int:
     """Predict the time of a step on many devices, and what limits it there.
 
@@ -110,62 +103,58 @@ def command(
     computes the rest: gradient buckets, their overlap with the backward pass, and a model of the links. The
     chart is scale.html in the job's folder.
     """
-    devices, ways = read_devices(gpus), _strategies(strategies)
-    between = read_link(network)
-    near = read_link(inside, "--inside") if inside is not None else None
-    if near is not None and between.inside:
+    devices, strategy_names = read_devices(gpus), _strategies(strategies)
+    network_link = read_link(network)
+    inside_link = read_link(inside, "--inside") if inside is not None else None
+    if inside_link is not None and network_link.inside:
         raise UsageError(
             f"--network {network} joins the devices of one machine. With --inside, --network must connect machines, as ib-ndr does."
         )
-    seen = _read_profile(profile) if profile is not None else None
+    given_profile = _read_profile(profile_path) if profile_path is not None else None
 
-    def run(stage: Callable[[str, str], None], save: object) -> None:
-        found = seen if seen is not None else _measured(asked, budget, stage)
-        add_profile(record, found, str(profile) if profile is not None else "")
+    def run(progress: Watcher, save: object) -> None:
+        measured = given_profile if given_profile is not None else _measured(measurement, budget, progress)
+        add_profile(record, measured, str(profile_path) if profile_path is not None else "")
         record.overhead = OVERHEAD if record.device == "cuda" or compute_scale > 1 else 0.0
-        predict_points(record, ways, devices)
+        predict_points(record, strategy_names, devices)
         record.status = "done"
 
     try:
-        asked = (
-            Measurement("scale", words, job)
-            if seen is None or profile is None
-            else OfProfile(seen, profile, job)
+        measurement = (
+            Measurement("scale", argv, job)
+            if given_profile is None or profile_path is None
+            else ProfileMeasurement(given_profile, profile_path, job)
         )
         record = ScaleRecord(
-            **asked.header,
+            **measurement.header,
             scaling=scaling,
-            network=between,
-            inside=near,
-            node=node if near is not None else 1,
+            network=network_link,
+            inside=inside_link,
+            node=node if inside_link is not None else 1,
             compute_scale=compute_scale,
             local_steps=local_steps,
             fixed_share=FIXED_SHARE,
         )
-        asked.answer(record, budget, run)
-        _show(asked, record, as_json)
-    except NOT_OF_ITS_FORM as error:
-        if seen is None:
+        measurement.run(record, budget, run)
+        from flatout.render.scale_page import scale_page
+
+        measurement.show(record, scale_page(record), as_json)
+    except MALFORMED as error:
+        if given_profile is None:
             raise
         raise UsageError(
-            f"{profile} is not a valid profile ({type(error).__name__}: {str(error)[:200]}). `flatout profile COMMAND...` writes a new "
+            f"{profile_path} is not a valid profile ({type(error).__name__}: {str(error)[:200]}). `flatout profile COMMAND...` writes a new "
             "one."
         ) from None
     return 0
 
 
-def _show(asked: Measurement, record: ScaleRecord, as_json: bool) -> None:
-    from flatout.render.scale_page import scale_page
-
-    asked.show(record, scale_page(record), as_json)
-
-
 def _strategies(text: str) -> list[str]:
-    ways = list(dict.fromkeys(word.strip().lower() for word in text.split(",") if word.strip()))
-    wrong = [way for way in ways if way not in STRATEGIES]
-    if wrong or not ways:
+    strategy_names = list(dict.fromkeys(word.strip().lower() for word in text.split(",") if word.strip()))
+    unknown = [name for name in strategy_names if name not in STRATEGIES]
+    if unknown or not strategy_names:
         raise UsageError(f"--strategies {text} is invalid. The strategies are {', '.join(STRATEGIES)}.")
-    return ways
+    return strategy_names
 
 
 def _read_profile(path: Path) -> ProfileRecord:
@@ -182,27 +171,21 @@ def _read_profile(path: Path) -> ProfileRecord:
     return record
 
 
-class OfProfile(Measurement):
+class ProfileMeasurement(Measurement):
     """A prediction from a profile: its program need not be here, and the files are written next to it."""
 
-    def __init__(self, seen: ProfileRecord, profile: Path, job: Path | None) -> None:
-        self.name, self.facts = "scale", warned(look())
-        self.folder = JobFolder(job or profile.resolve().parent).make()
-        self.header = {**header(seen.command, self.facts), "cwd": seen.cwd}
+    def __init__(self, profile: ProfileRecord, path: Path, job: Path | None) -> None:
+        self.name, self.facts = "scale", warn_untested(look())
+        self.folder = JobFolder(job or path.resolve().parent).make()
+        self.header = {**header(profile.command, self.facts), "cwd": profile.cwd}
 
 
-class _Stages(Watcher):
-    def __init__(self, stage: Callable[[str, str], None]) -> None:
-        self._stage = stage
-
-    def stage(self, name: str, detail: str = "") -> None:
-        self._stage(name, detail)
-
-
-def _measured(asked: Measurement, budget: float, stage: Callable[[str, str], None]) -> ProfileRecord:
+def _measured(measurement: Measurement, budget: float, progress: Watcher) -> ProfileRecord:
     """Measure unprofiled steps of the program only. Raises ProgramFailed, NothingMeasured."""
-    record = ProfileRecord(**asked.header)
-    requested = ProfileOptions(STEPS, budget_s=budget, stages=frozenset())
+    record = ProfileRecord(**measurement.header)
+    options = ProfileOptions(STEPS, budget_s=budget, stages=frozenset())
     return run_profile(
-        ProfiledProgram(asked.command, asked.folder, asked.facts, requested, record, {}, _Stages(stage))
+        ProfiledProgram(
+            measurement.command, measurement.folder, measurement.facts, options, record, {}, progress
+        )
     )

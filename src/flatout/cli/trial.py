@@ -7,12 +7,12 @@ from pathlib import Path
 
 import click
 
-from flatout.cli.options.arguments import PROGRAM, Duration, program, read_plan, words_or_usage
-from flatout.cli.options.device import choose, device_option
+from flatout.cli.options.arguments import PROGRAM, Duration, program_argument, read_plan, require_program
+from flatout.cli.options.device import apply_device, device_option
 from flatout.cli.options.json_output import json_option, print_json
-from flatout.cli.options.messages import warned
+from flatout.cli.options.messages import warn_untested
 from flatout.diagnose.crash_explanation import explain_signal
-from flatout.job.folder import TrialFolder, write_whole
+from flatout.job.folder import TrialFolder, write_atomically
 from flatout.job.temporary import remove, temporary
 from flatout.launch.command import check_measurable, parse_command
 from flatout.launch.restart_policy import oom_kills
@@ -45,7 +45,7 @@ from flatout.trial.spec import TrialOptions
 )
 @json_option
 @device_option
-@program
+@program_argument
 def command(
     steps: int,
     seed: int,
@@ -54,7 +54,7 @@ def command(
     timeout: float,
     as_json: bool,
     device: str | None,
-    words: tuple[str, ...],
+    argv: tuple[str, ...],
 ) -> int:
     """Run a program for some steps in steady state, stop it, and write a JSON record.
 
@@ -62,40 +62,42 @@ def command(
     exit code is 3 if the program ended without an error before a step could be measured.
     """
     plan = read_plan(plan_path)
-    cmd = check_measurable(parse_command(words_or_usage(words, "trial")))
-    choose(device, cmd, "trial")
+    cmd = check_measurable(parse_command(require_program(argv, "trial")))
+    apply_device(device, cmd, "trial")
     folder = TrialFolder(temporary("trial"))
-    kills = oom_kills()
+    kills_before = oom_kills()
     with (
         redirect_stdout(sys.stderr) if as_json else nullcontext(),
-        Trial(cmd, folder, plan, warned(look(cmd.argv)), TrialOptions(seed, show=True)) as trial,
+        Trial(cmd, folder, plan, warn_untested(look(cmd.argv)), TrialOptions(seed, show=True)) as trial,
     ):
         record = measure(trial, steps, seconds() + timeout)
     if as_json:
         print_json(record)
     if out is not None:
-        write_whole(out, json.dumps(record.to_json(), indent=1) + "\n")
+        write_atomically(out, json.dumps(record.to_json(), indent=1) + "\n")
         remove(folder.path)
-    where = out or folder.result
+    record_path = out or folder.result
     if record.status == "unattached":
         sys.stderr.write(f"flatout: nothing was measured: {record.reason}\n")
         return record.exit_code or 3
     if record.status == "broken":
         sys.stderr.write(
-            f"flatout: internal error while measuring this program; please report it:\n{record.reason.rstrip()}\nrecord in {where}\n"
+            f"flatout: internal error while measuring this program; please report it:\n{record.reason.rstrip()}\nrecord in {record_path}\n"
         )
         return 4
     if record.status == "hung":
-        sys.stderr.write(f"flatout: the program hung: {record.reason}; record in {where}\n")
+        sys.stderr.write(f"flatout: the program hung: {record.reason}; record in {record_path}\n")
         return 3
     if record.status == "finished" and record.steps < steps:
         sys.stderr.write(f"flatout: measured only {record.steps} of {steps} steps within --timeout\n")
     rate = f", {record.step_ms:.2f} ms per {record.unit}" if record.step_ms else ""
     sys.stderr.write(
-        f"flatout: {record.steps} steps measured after {record.warmup_steps} warm-up steps{rate} ({record.status}); record in {where}\n"
+        f"flatout: {record.steps} steps measured after {record.warmup_steps} warm-up steps{rate} ({record.status}); record in {record_path}\n"
     )
     if record.status == "failed":
-        for line in explain_signal(record.exit_code, record.log_tail, (oom_kills() or 0) - (kills or 0)):
+        for line in explain_signal(
+            record.exit_code, record.log_tail, (oom_kills() or 0) - (kills_before or 0)
+        ):
             sys.stderr.write(f"flatout: {line}\n")
     code = record.exit_code or (0 if record.steps else NothingMeasured.exit_code)
     return code if code >= 0 else 128 - code

@@ -11,7 +11,6 @@ from typing import Any
 import click
 from rich.console import Console
 
-from flatout.cli.options import ranks
 from flatout.cli.options.arguments import (
     PROGRAM,
     Amount,
@@ -20,19 +19,21 @@ from flatout.cli.options.arguments import (
     complete_levers,
     did_you_mean,
     lever_of,
-    program,
-    words_or_usage,
+    program_argument,
+    require_program,
     writable,
 )
-from flatout.cli.options.device import choose, device_option
+from flatout.cli.options.device import apply_device, device_option
 from flatout.cli.options.grouped import Grouped
 from flatout.cli.options.json_output import json_option, print_json
-from flatout.cli.options.messages import warned
+from flatout.cli.options.measurement import job_option
+from flatout.cli.options.messages import warn_untested
 from flatout.cli.options.progress import LiveProgress
+from flatout.cli.options.ranks import RankOptions, add_rank_options, read_rank_options
 from flatout.cli.options.signals import stop_on_sigterm
 from flatout.diagnose.crash_explanation import explain_signal
-from flatout.job.folder import JobFolder, write_whole
-from flatout.job.sanitize import harmless
+from flatout.job.folder import JobFolder, write_atomically
+from flatout.job.sanitize import sanitize
 from flatout.launch.command import Command, check_measurable, parse_command
 from flatout.launch.restart_policy import oom_kills
 from flatout.probe.machine import look
@@ -58,7 +59,7 @@ from flatout.tune.session import (
 )
 from flatout.tune.tuning import Tuning
 
-SHORTEST_S = 5.0
+MIN_BUDGET_S = 5.0
 EFFECTS = ("exact", "rounding", "precision", "resampled")  # without those that change the maths
 
 
@@ -77,14 +78,13 @@ EFFECTS = ("exact", "rounding", "precision", "resampled")  # without those that 
 )
 @click.option(
     "--levers",
-    "only",
     default=None,
     shell_complete=complete_levers,
     help="Try only these levers, separated by commas; see `flatout levers`.",
 )
 @click.option(
     "--with",
-    "named",
+    "named_levers",
     multiple=True,
     type=LeverByName(),
     metavar="NAME[=VALUE]",
@@ -99,17 +99,12 @@ EFFECTS = ("exact", "rounding", "precision", "resampled")  # without those that 
 )
 @click.option(
     "--memory-limit",
-    "limit",
     default=None,
     type=Amount(),
     help="Find the fastest plan whose tensors fit into this much memory: 8GB, 800MiB.",
 )
 @click.option("--no-write", is_flag=True, help="Do not write flatout.toml next to the script.")
-@click.option(
-    "--job",
-    type=click.Path(file_okay=False, path_type=Path),
-    help="Folder for the records instead of .flatout/<job>.",
-)
+@job_option
 @click.option(
     "--ray",
     default=None,
@@ -121,23 +116,23 @@ EFFECTS = ("exact", "rounding", "precision", "resampled")  # without those that 
 )
 @json_option
 @device_option
-@ranks.options
-@program
+@add_rank_options
+@program_argument
 def command(
     budget: float | None,
     effects: str,
-    only: str | None,
-    named: tuple[Choice, ...],
+    levers: str | None,
+    named_levers: tuple[Choice, ...],
     horizon: float,
-    limit: int | None,
+    memory_limit: int | None,
     no_write: bool,
     job: Path | None,
     ray: str | None,
     from_scratch: bool,
     as_json: bool,
     device: str | None,
-    words: tuple[str, ...],
-    **given: object,
+    argv: tuple[str, ...],
+    **options: object,
 ) -> int:
     """Find the fastest plan that keeps the program's results.
 
@@ -145,22 +140,23 @@ def command(
     does not touch the program's files. The results are in flatout.toml, session.json and report.html. With
     --procs or --gpus it tunes several ranks and compares them with one process.
     """
-    goal = Goal(budget, _effects(effects), _levers(only), horizon, memory_limit_bytes=limit, named=named)
-    if budget is not None and budget < SHORTEST_S:
-        raise UsageError(
-            f"a budget of {budget:g} s cannot measure anything; give at least {SHORTEST_S:g} s, as in --budget 5m."
-        )
-    asked = ranks.ranks_asked(given)
-    choose(
-        device,
-        parse_command(words_or_usage(words, "tune")),
-        "tune",
-        asked.procs,
-        asked.gpus,
-        "--ray" if ray is not None else "",
+    goal = Goal(
+        budget,
+        _effects(effects),
+        _levers(levers),
+        horizon,
+        memory_limit_bytes=memory_limit,
+        named=named_levers,
     )
+    if budget is not None and budget < MIN_BUDGET_S:
+        raise UsageError(
+            f"a budget of {budget:g} s cannot measure anything; give at least {MIN_BUDGET_S:g} s, as in --budget 5m."
+        )
+    ranks = read_rank_options(options)
+    cmd = parse_command(require_program(argv, "tune"))
+    apply_device(device, cmd, "tune", ranks.procs, ranks.gpus, "--ray" if ray is not None else "")
     session, folder, plan = tune(
-        words, goal, beside=not no_write, job=job, again=from_scratch, asked=asked, ray=ray
+        argv, goal, write_beside=not no_write, job=job, from_scratch=from_scratch, ranks=ranks, ray=ray
     )
     from flatout.render.report import session_page
     from flatout.render.terminal import print_page
@@ -174,58 +170,58 @@ def command(
 
 
 def tune(
-    words: tuple[str, ...],
+    argv: tuple[str, ...],
     goal: Goal,
-    beside: bool,
+    write_beside: bool,
     job: Path | None = None,
-    again: bool = False,
-    asked: ranks.RankOptions | None = None,
+    from_scratch: bool = False,
+    ranks: RankOptions | None = None,
     ray: str | None = None,
 ) -> tuple[SessionRecord, JobFolder, Path]:
     """Run one tuning session, and return it with its folder and the file of the plan.
 
-    ``asked`` gives the number of ranks, ``ray`` the address of a cluster."""
-    if ray is not None and asked is not None and asked.several:
+    ``ranks`` gives their number, ``ray`` the address of a cluster."""
+    if ray is not None and ranks is not None and ranks.several:
         raise UsageError(
             "--ray measures one process on each of several machines, but --procs and --gpus start several ranks on this one. Use one of them."
         )
-    cmd = check_measurable(parse_command(words))
-    facts = warned(look(cmd.argv))
-    made_for = asked.title if asked is not None else ""
+    cmd = check_measurable(parse_command(argv))
+    facts = warn_untested(look(cmd.argv))
+    made_for = ranks.title if ranks is not None else ""
     folder = writable(job_folder(cmd, job, made_for), job is not None)
     folder.lock()
-    elsewhere = RemoteNodes(ray, cmd, facts) if ray is not None else None
+    nodes = RemoteNodes(ray, cmd, facts) if ray is not None else None
     session = open_session(
         folder,
         cmd,
         facts,
         goal.budget_s or USUAL_BUDGET_S,
         sorted(goal.effects),
-        again,
+        from_scratch,
         goal.memory_limit_bytes,
         made_for,
     )
     save_session(folder, session)
-    how = {} if asked is None or not asked.several else _as_ranks(cmd, facts, asked, session)
+    rank_arguments = {} if ranks is None or not ranks.several else _as_ranks(cmd, facts, ranks, session)
 
     def tuning(watcher: Watcher) -> Tuning:
         return Tuning(
-            **{"command": cmd, "facts": facts, **how},
+            **{"command": cmd, "facts": facts, **rank_arguments},
             job=folder,
             session=session,
             goal=goal,
             watcher=watcher,
             save_session=lambda s: save_session(folder, s),
-            remote=elsewhere,
+            remote=nodes,
         )
 
-    _search(tuning, session, folder, elsewhere)
+    _search(tuning, session, folder, nodes)
     session.status, session.message = "done", verdict(session)
-    written = write_plan(folder, session, cmd, beside)
+    written = write_plan(folder, session, cmd, write_beside)
     session.plan_path = str(folder.plan) if written is None and job is not None else ""
     _finish(folder, session)
-    if written is None and beside:
-        sys.stderr.write(f"flatout: {_not_beside(folder, session, cmd)}\n")
+    if written is None and write_beside:
+        sys.stderr.write(f"flatout: {_why_not_beside(folder, session, cmd)}\n")
     return session, folder, written or folder.plan
 
 
@@ -233,10 +229,10 @@ def _search(
     tuning: Callable[[Watcher], Tuning],
     session: SessionRecord,
     folder: JobFolder,
-    elsewhere: RemoteNodes | None,
+    nodes: RemoteNodes | None,
 ) -> None:
     """Run the search and keep its record, however it ends. Raises FlatoutError, KeyboardInterrupt."""
-    console, kills = Console(stderr=True), oom_kills()
+    console, kills_before = Console(stderr=True), oom_kills()
     stop_on_sigterm()
     try:
         with LiveProgress(console, session.budget_s - session.spent_s) as progress:
@@ -244,65 +240,66 @@ def _search(
     except FlatoutError as error:
         session.status, session.message = "failed", str(error)
         _finish(folder, session)
-        said = (
-            explain_signal(error.exit_code, str(error), (oom_kills() or 0) - (kills or 0))
+        explanation = (
+            explain_signal(error.exit_code, str(error), (oom_kills() or 0) - (kills_before or 0))
             if isinstance(error, ProgramFailed)
             else []
         )
-        if said:
+        if explanation:
             raise ProgramFailed(
-                "\n".join([str(error).rstrip(), *(f"flatout: {line}" for line in said)]), error.exit_code
+                "\n".join([str(error).rstrip(), *(f"flatout: {line}" for line in explanation)]),
+                error.exit_code,
             ) from None
         raise
     except KeyboardInterrupt:
         session.message = "interrupted; the same command continues from here"
         save_session(folder, session)
-        kept = f"{len(session.blocks)} measured blocks are saved in {session_file(folder, session)}"
+        saved_blocks = f"{len(session.blocks)} measured blocks are saved in {session_file(folder, session)}"
         console.print(
-            f"flatout: interrupted. {kept}; the same command continues from there.",
+            f"flatout: interrupted. {saved_blocks}; the same command continues from there.",
             markup=False,
             soft_wrap=True,
         )
         raise
     finally:
-        if elsewhere is not None:
-            session.machine["nodes"] = {"measured": elsewhere.hosts, "left_out": elsewhere.excluded}
-            for sentence in elsewhere.excluded:
+        if nodes is not None:
+            session.machine["nodes"] = {"measured": nodes.hosts, "left_out": nodes.excluded}
+            for sentence in nodes.excluded:
                 console.print(f"flatout: skipped a node: {sentence}", markup=False, soft_wrap=True)
-            elsewhere.close()
+            nodes.close()
 
 
-def _not_beside(folder: JobFolder, session: SessionRecord, cmd: Command) -> str:
-    """Say why the plan is only in the job's folder."""
+def _why_not_beside(folder: JobFolder, session: SessionRecord, cmd: Command) -> str:
     target = plan_beside_script(cmd)
     if other := made_for_another(target, session):
-        return harmless(f"the plan is in {folder.plan}; {target} stays, because it was made for `{other}`")
+        return sanitize(f"the plan is in {folder.plan}; {target} stays, because it was made for `{other}`")
     return f"cannot write flatout.toml next to the script; the plan is in {folder.plan}"
 
 
-def _as_ranks(cmd: Command, facts: Facts, asked: ranks.RankOptions, session: SessionRecord) -> dict[str, Any]:
+def _as_ranks(cmd: Command, facts: Facts, ranks: RankOptions, session: SessionRecord) -> dict[str, Any]:
     """Rehearse the program as ranks, and return the starting arguments of a search over ranks.
 
-    Raises CannotDivide, ProgramFailed."""
-    from flatout.cli.options.rank_plans import rehearsed
+    Raises CannotParallelize, ProgramFailed."""
+    from flatout.cli.options.rank_plans import rehearse
     from flatout.launch.local_launcher import launcher_of
 
-    division, found = rehearsed(cmd, facts, asked)
-    session.ranks = session.ranks or RanksRecord(asked.procs, division, asked.gpus, shards=found.shards)
-    each = replace(facts, cores=max(1, facts.cores // asked.procs))
+    division, rehearsal = rehearse(cmd, facts, ranks)
+    session.ranks = session.ranks or RanksRecord(ranks.procs, division, ranks.gpus, shards=rehearsal.shards)
+    rank_facts = replace(facts, cores=max(1, facts.cores // ranks.procs))
     return {
-        "command": launcher_of(cmd, asked.procs, asked.gpus, facts.cores),
-        "single_command": cmd,
-        "base": base_plan(division, found.shards),
-        "facts": each,
+        "command": launcher_of(cmd, ranks.procs, ranks.gpus, facts.cores),
+        "alone": cmd,
+        "base": base_plan(division, rehearsal.shards),
+        "facts": rank_facts,
     }
 
 
 def _finish(folder: JobFolder, session: SessionRecord) -> None:
-    from flatout.render.report import report_html
+    from flatout.render.page import html
+    from flatout.render.report import session_page
 
     save_session(folder, session)
-    write_whole(folder.report, report_html(session))
+    write_atomically(folder.report, html(session_page(session)))
 
 
 def _effects(text: str) -> frozenset[Effect]:
@@ -311,12 +308,12 @@ def _effects(text: str) -> frozenset[Effect]:
         raise UsageError(
             f"there is no effect {unknown[0]!r}{did_you_mean(unknown[0], EFFECTS)} --effects takes some of {', '.join(EFFECTS)}."
         )
-    found = frozenset(map(Effect, names))
-    if not found or Effect.CHANGES_MATH in found:
+    effects = frozenset(map(Effect, names))
+    if not effects or Effect.CHANGES_MATH in effects:
         raise UsageError(
             f"--effects takes some of {', '.join(EFFECTS)}. Levers that change the maths can only be chosen by name in a plan."
         )
-    return found
+    return effects
 
 
 def _levers(text: str | None) -> frozenset[str] | None:

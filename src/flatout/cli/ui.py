@@ -7,15 +7,15 @@ import click
 
 from flatout import __version__
 from flatout.cli.options.json_output import json_option, print_json
-from flatout.cli.options.messages import say
+from flatout.cli.options.messages import notify
 from flatout.compare.history import read_history, records_folder
-from flatout.job.folder import write_whole
+from flatout.job.folder import write_atomically
 from flatout.measure.clock import utc_now
 from flatout.schema.errors import StorageError, UsageError
 from flatout.schema.history import HistoryRecord
 
 PAGE = "index.html"
-MOST_NAMED = 3
+MAX_NAMED = 3
 
 
 @click.command()
@@ -34,10 +34,10 @@ def command(folder: Path, open_: bool, as_json: bool) -> None:
     history = HistoryRecord(str(root.resolve()) if root else "", utc_now(), __version__)
     if root is not None:
         read_history(root, history)
-        for name, why in list(history.skipped.items())[:MOST_NAMED]:
-            say(f"skipped {root / name}: {why}")
-    if len(history.skipped) > MOST_NAMED:
-        say(f"skipped {len(history.skipped) - MOST_NAMED} more; the page names them")
+        for name, why in list(history.skipped.items())[:MAX_NAMED]:
+            notify(f"skipped {root / name}: {why}")
+    if len(history.skipped) > MAX_NAMED:
+        notify(f"skipped {len(history.skipped) - MAX_NAMED} more; the page names them")
     if root is None or not history.jobs:
         raise UsageError(
             f"flatout has left no records in {folder.resolve()}. "
@@ -51,7 +51,7 @@ def command(folder: Path, open_: bool, as_json: bool) -> None:
 
     path = root / PAGE
     try:
-        write_whole(path, html(history_page(history)))
+        write_atomically(path, html(history_page(history)))
     except StorageError as error:
         raise StorageError(
             f"cannot write {path}: {error.__cause__}. `flatout ui --json` prints the same data."

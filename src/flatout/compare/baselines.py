@@ -16,7 +16,7 @@ from typing import Any
 
 from flatout.compare.pairs import Run
 from flatout.compare.sides import Side
-from flatout.job.folder import read_json, records, write_json
+from flatout.job.folder import flatout_folder, read_json, write_json
 from flatout.measure.clock import utc_now
 from flatout.schema.errors import NoBaseline, UsageError
 from flatout.schema.plan import Plan
@@ -53,7 +53,7 @@ def baseline_file(name: str) -> Path:
     """The file of a baseline. Raises UsageError for a name that is none."""
     if not re.fullmatch(r"\w[\w.-]{0,79}", name):
         raise UsageError(f"{name!r} is not a name for a baseline; use letters, digits, dots and hyphens.")
-    return records(FOLDER_NAME) / f"{name}.json"
+    return flatout_folder(FOLDER_NAME) / f"{name}.json"
 
 
 def save(name: str, side: Side, key: dict[str, str], runs: Sequence[Run]) -> Path:
@@ -68,7 +68,7 @@ def save(name: str, side: Side, key: dict[str, str], runs: Sequence[Run]) -> Pat
         runs=[r.to_json() for r in runs],
     )
     write_json(baseline_file(name), stored.to_json())
-    ignored = records() / ".gitignore"
+    ignored = flatout_folder() / ".gitignore"
     if not ignored.exists():
         ignored.write_text("*\n", encoding="utf-8")
     return baseline_file(name)

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TypeVar
 
 from flatout.compare.baselines import FOLDER_NAME
-from flatout.job.folder import FOLDER, RUNS, JobFolder, read_json, records
-from flatout.schema.errors import NOT_OF_ITS_FORM
-from flatout.schema.history import HistoryRecord, JobSeen, RunSeen
+from flatout.job.folder import FOLDER, RUNS, JobFolder, flatout_folder, read_json
+from flatout.schema.errors import MALFORMED
+from flatout.schema.history import HistoryRecord, JobEntry, RunEntry
 from flatout.schema.plan import spell
 from flatout.schema.records import Record
 from flatout.schema.run_summary import RunSummary
@@ -33,7 +33,7 @@ R = TypeVar("R", bound=Record)
 
 def records_folder(folder: Path) -> Path | None:
     """The folder of records that a user means by a project, by its .flatout, or by the folder of a job."""
-    inner = records() if folder == Path() else folder / FOLDER
+    inner = flatout_folder() if folder == Path() else folder / FOLDER
     if inner.is_dir():
         return inner
     return folder if folder.name == FOLDER or _is_job(folder) else None
@@ -61,7 +61,7 @@ class _Reader:
     def __init__(self, root: Path, skipped: dict[str, str]) -> None:
         self.root, self.skipped = root, skipped
 
-    def job(self, path: Path) -> JobSeen | None:
+    def job(self, path: Path) -> JobEntry | None:
         folder = JobFolder(path)
         if not os.access(path, os.R_OK | os.X_OK):
             self.skipped[self._name(path)] = "not readable for this user"
@@ -69,7 +69,7 @@ class _Reader:
         session = self._read(folder.session, SessionRecord)
         files_of_runs = _runs(path)
         runs = [run for files in files_of_runs if (run := self._merged_run(files)) is not None]
-        job = JobSeen(self._name(path), _command(path, files_of_runs), runs=runs)
+        job = JobEntry(self._name(path), _command(path, files_of_runs), runs=runs)
         job.reports = {
             name: self._name(path / file) for name, file in REPORTS.items() if (path / file).is_file()
         }
@@ -89,7 +89,7 @@ class _Reader:
         if number == supported:
             try:
                 return kind.from_json(data)
-            except NOT_OF_ITS_FORM as error:
+            except MALFORMED as error:
                 why = _not_of_its_form(error)
         elif isinstance(number, int) and number > supported:
             why = f"of a newer flatout (schema {number}, this one reads {supported})"
@@ -100,20 +100,20 @@ class _Reader:
         self.skipped[self._name(path)] = why
         return None
 
-    def _merged_run(self, files: Sequence[Path]) -> RunSeen | None:
+    def _merged_run(self, files: Sequence[Path]) -> RunEntry | None:
         runs = []
         for path in files:
             summary = self._read(path, RunSummary)
             try:
                 if summary is not None:
                     runs.append(_run_entry(self._name(path), summary))
-            except NOT_OF_ITS_FORM as error:
+            except MALFORMED as error:
                 self.skipped[self._name(path)] = _not_of_its_form(error)
         if not runs:
             return None
         entry = max(runs, key=lambda run: run.steps)
         worst = min(runs, key=lambda run: WORST_FIRST.index(run.result))
-        entry.result, entry.how, entry.processes = worst.result, worst.how, len(runs)
+        entry.result, entry.exit_reason, entry.processes = worst.result, worst.exit_reason, len(runs)
         entry.peak_memory_bytes = max(run.peak_memory_bytes for run in runs)
         return entry
 
@@ -146,15 +146,15 @@ def _command(path: Path, files_of_runs: Sequence[Sequence[Path]]) -> list[str]:
     return []
 
 
-def _run_entry(name: str, run: RunSummary) -> RunSeen:
-    """Raises what NOT_OF_ITS_FORM names: a file may hold anything."""
+def _run_entry(name: str, run: RunSummary) -> RunEntry:
+    """Raises what MALFORMED names: a file may hold anything."""
     origin = [run.machine, run.device, f"{run.world_size} ranks" if run.world_size > 1 else ""]
     origin.append(f"torch {run.versions.get('torch', 'not recorded')}")
-    return RunSeen(
+    return RunEntry(
         name,
         str(run.created),
         run.result,
-        str(run.how),
+        str(run.exit_reason),
         ", ".join(filter(None, map(str, origin))),
         int(run.steps),
         None if run.steps_per_s is None else float(run.steps_per_s),

@@ -35,7 +35,7 @@ def shares(profile: ProfileRecord) -> dict[str, float]:
     rest = max(0.0, 1.0 - sum(bounds.values()))
     if profile.step_ms and profile.python_ms is not None:
         python_ms = (
-            sum(gap.ms for gap in profile.idle_gaps if gap.what == "python")
+            sum(gap.ms for gap in profile.idle_gaps if gap.host_activity == "python")
             if profile.idle_ms is not None
             else profile.python_ms
         )
@@ -44,7 +44,7 @@ def shares(profile: ProfileRecord) -> dict[str, float]:
         rest -= bounds["python"]
     if profile.step_ms and profile.idle_ms is not None:
         bounds["launch"] = min(
-            rest, sum(gap.ms for gap in profile.idle_gaps if gap.what != "python") / profile.step_ms
+            rest, sum(gap.ms for gap in profile.idle_gaps if gap.host_activity != "python") / profile.step_ms
         )
         rest -= bounds["launch"]
     times = _ms_by_limit(profile)
@@ -61,7 +61,7 @@ def removed_share(profile: ProfileRecord, name: str) -> float | None:
     ratio = next((what_if.ratio for what_if in profile.what_ifs if what_if.name == name), None)
     if ratio is None or 1.0 / ratio.low - 1.0 / ratio.high > MAX_INTERVAL:
         return None
-    return 1.0 - 1.0 / ratio.median if ratio.certain else 0.0
+    return 1.0 - 1.0 / ratio.median if ratio.significant else 0.0
 
 
 def name_bottleneck(profile: ProfileRecord) -> tuple[str, str]:

@@ -79,7 +79,7 @@ def _visible(program: ScriptProgram, rules: list[Rule], measured: Sequence[Findi
             line = (place.file, place.line) if place is not None else ("", 0)
             if finding not in from_run and line in measured_lines:
                 continue
-            key = (rule.code, *line, finding.said if place is None else place.column)
+            key = (rule.code, *line, finding.message if place is None else place.column)
             if key in reported:
                 continue
             reported.add(key)

@@ -30,7 +30,7 @@ def explain_signal(code: int | None, log: str, oom_kills: int | None) -> list[st
     return _explained(
         FailureRecord(
             signal=-code if code < 0 else code - 128,
-            around=log.split("\n")[-80:],
+            log_lines=log.split("\n")[-80:],
             facts={"oom_kills": oom_kills or 0},
         )
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from flatout.diagnose.failures import TABLE, loading, symptoms
 from flatout.diagnose.kind import FailureKind
 from flatout.diagnose.tracebacks import clean, read_failures, split_nested
-from flatout.schema.errors import NOT_OF_ITS_FORM
+from flatout.schema.errors import MALFORMED
 from flatout.schema.failure import FailureRecord
 from flatout.schema.findings import Finding
 
@@ -32,7 +32,7 @@ def explain(failure: FailureRecord, table: Sequence[FailureKind] = TABLE) -> Fin
     for kind in sorted(table, key=lambda kind: kind.secondary):
         try:
             finding = kind.explain(expanded)
-        except NOT_OF_ITS_FORM:
+        except MALFORMED:
             continue  # the message is close to a known one but does not parse, so the failure stays unknown
         if finding is not None:
             return _sanitized(finding)
@@ -75,7 +75,7 @@ def _sanitized(finding: Finding) -> Finding:
     )
     return replace(
         finding,
-        said=_single_line(finding.said),
+        message=_single_line(finding.message),
         fix="\n".join(clean(line) for line in finding.fix.split("\n")),
         place=place,
         evidence=[_single_line(line) for line in finding.evidence],
@@ -90,10 +90,10 @@ def format_lines(finding: Finding, ranks: Sequence[int] = ()) -> list[str]:
     """The explanation as lines for the user: cause, place, evidence, fix, page."""
     prefix = (
         f"rank {', '.join(map(str, sorted(ranks)))}: "
-        if ranks and not finding.said.startswith("rank ")
+        if ranks and not finding.message.startswith("rank ")
         else ""
     )
-    output = [f"{prefix}{finding.said}."]
+    output = [f"{prefix}{finding.message}."]
     if finding.place:
         text = f": {finding.place.text[:160]}" if finding.place.text else ""
         output.append(f"  at     {finding.place.sentence()}{text}")

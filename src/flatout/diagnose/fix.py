@@ -26,7 +26,7 @@ def fixes(program: ScriptProgram, findings: Sequence[Finding]) -> list[tuple[Fix
     changed = []
     for source in program.sources:
         edits: list[Edit] = []
-        code, fixed, left = source.text, [], []
+        code, fixed, not_fixed = source.text, [], []
         for finding in findings:
             proposed = (
                 to_file_lines(source, finding.place.file, finding.edits) if finding.place is not None else []
@@ -36,7 +36,7 @@ def fixes(program: ScriptProgram, findings: Sequence[Finding]) -> list[tuple[Fix
             new = [edit for edit in proposed if edit not in edits]
             result = apply_edits(source.text, [*edits, *new])
             if result is None:
-                left.append(finding)
+                not_fixed.append(finding)
                 continue
             edits += new
             code = result
@@ -45,9 +45,9 @@ def fixes(program: ScriptProgram, findings: Sequence[Finding]) -> list[tuple[Fix
         if source.notebook and fixed:
             text = _edited_notebook(source, edits, code)
             if text == source.notebook:
-                fixed, left = [], [*fixed, *left]
-        if fixed or left:
-            changed.append((FixedFile(source.path, fixed, _diff(source, text), left), text))
+                fixed, not_fixed = [], [*fixed, *not_fixed]
+        if fixed or not_fixed:
+            changed.append((FixedFile(source.path, fixed, _diff(source, text), not_fixed), text))
     return changed
 
 

@@ -22,7 +22,7 @@ HOW_BY_TIME = "the step without these calls, by their own time"  # wait_causes.p
 def certain_gain(profile: ProfileRecord, name: str) -> Ratio | None:
     """The speed-up under this what-if; None if it was not measured, is noise, or is below MIN_GAIN."""
     ratio = next((w.ratio for w in profile.what_ifs if w.name == name), None)
-    return ratio if ratio is not None and ratio.certain and ratio.median >= MIN_GAIN else None
+    return ratio if ratio is not None and ratio.significant and ratio.median >= MIN_GAIN else None
 
 
 def was_measured(profile: ProfileRecord, name: str) -> bool:

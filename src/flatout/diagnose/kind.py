@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flatout.diagnose.rule import Rule
-from flatout.schema.failure import ExceptionRecord, FailureRecord, TensorSeen
+from flatout.schema.failure import ExceptionRecord, FailureRecord, TensorRecord
 from flatout.schema.findings import Finding, Severity, SourceLocation
 
 SECTIONS = ("Why it happens", "Fix", "How to fix it", "Sources")  # a row has Fix, a function the other
@@ -72,7 +72,7 @@ class FailureKind:
         diagnosis = self.match(failure)
         if diagnosis is None:
             return None
-        frame = failure.own
+        frame = failure.user_frame
         return Finding(
             self.code,
             self.name,
@@ -161,13 +161,13 @@ def _values(failure: FailureRecord) -> dict[str, str]:
         "layer": layer(failure),
         "tensor": tensor.name if tensor else "",
         "shape": "x".join(map(str, tensor.shape)) if tensor else "",
-        "line": failure.own.text if failure.own else "",
+        "line": failure.user_frame.text if failure.user_frame else "",
         "batch": str(failure.batch) if failure.batch else "",
         **{name: str(value) for name, value in failure.facts.items()},
     }
 
 
-def tensor_name(failure: FailureRecord, condition: Callable[[TensorSeen], bool]) -> dict[str, str]:
+def tensor_name(failure: FailureRecord, condition: Callable[[TensorRecord], bool]) -> dict[str, str]:
     """The value ``tensor``: the first tensor of the line, or else of the frames below it, with a condition."""
     names = [tensor.name for tensor in tensors_on_line(failure) or failure.tensors if condition(tensor)]
     return {"tensor": next((name for name in names if name.isidentifier()), "")}
@@ -199,7 +199,7 @@ def match_message(
     Its type is one of ``types`` or unknown, and its message begins like one of ``patterns``.
     """
     for error in failure.chain:
-        if error.raised_by_user or (error.names and not set(types) & set(error.names)):
+        if error.raised_by_user or (error.class_names and not set(types) & set(error.class_names)):
             continue
         for pattern in patterns:
             match = re.match(f"{PREFIXES}(?:{pattern})", error.message, re.DOTALL)
@@ -228,7 +228,7 @@ def search_log(failure: FailureRecord, *patterns: str) -> re.Match[str] | None:
 
 
 def _all_lines(failure: FailureRecord) -> Iterable[str]:
-    yield from failure.around
+    yield from failure.log_lines
     for error in failure.chain:
         if not error.raised_by_user:
             yield from error.message.split("\n")
@@ -242,17 +242,17 @@ def layer(failure: FailureRecord) -> str:
     return f"`{module.path}` ({module.kind})" if module.path else f"the {module.kind}"
 
 
-def describe_tensors(tensors: Iterable[TensorSeen], limit: int = 4) -> list[str]:
+def describe_tensors(tensors: Iterable[TensorRecord], limit: int = 4) -> list[str]:
     """Tensors of the failing line, one per line."""
     return list(dict.fromkeys(tensor.sentence() for tensor in tensors))[:limit]
 
 
-def tensors_on_line(failure: FailureRecord) -> list[TensorSeen]:
+def tensors_on_line(failure: FailureRecord) -> list[TensorRecord]:
     """Tensors in the user's failing frame that its line names."""
-    if failure.own is None:
+    if failure.user_frame is None:
         return []
-    words = set(re.findall(r"\w+", failure.own.text))
-    return [tensor for tensor in failure.own.tensors if tensor.name.partition("[")[0] in words]
+    words = set(re.findall(r"\w+", failure.user_frame.text))
+    return [tensor for tensor in failure.user_frame.tensors if tensor.name.partition("[")[0] in words]
 
 
 def tensor_lines(failure: FailureRecord) -> list[str]:

@@ -14,7 +14,7 @@ def growth_finding(rule: Rule, profile: ProfileRecord, leak: MemoryGrowth, how: 
         f", {how}" if how else ""
     )
     evidence = [
-        f"the probability of such a trend without a leak is {leak.chance:.1g}, over {leak.steps or len(leak.series)} steps"
+        f"the probability of such a trend without a leak is {leak.p_value:.1g}, over {leak.steps or len(leak.series)} steps"
     ]
     if leak.tensors_a_step:
         evidence.append(f"{leak.tensors_a_step:.3g} more tensors are alive after each {profile.unit}")

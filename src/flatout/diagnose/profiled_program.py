@@ -15,7 +15,7 @@ from flatout.measure.statistics import block_ms
 from flatout.schema.errors import FlatoutError, NothingMeasured, ProgramFailed, last_line
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Plan
-from flatout.schema.profile import Compiled, LoaderSeen, ProfileRecord
+from flatout.schema.profile import CompileRecord, LoaderRecord, ProfileRecord
 from flatout.schema.records import PhaseTime, TrialRecord
 from flatout.trial.blocks import PREFETCHED_BATCHES, BlockTimer, Watcher
 from flatout.trial.parent import ProgramGone, Trial
@@ -162,8 +162,8 @@ class ProfiledProgram:
                 "calls": self.not_finite_share,
                 "ms": 0.0,
             }
-        record.compiled = Compiled.from_json(watched["compiled"]) if watched["compiled"] else None
-        record.loaders = [LoaderSeen.from_json(loader) for loader in watched["loaders"]]
+        record.compiled = CompileRecord.from_json(watched["compiled"]) if watched["compiled"] else None
+        record.loaders = [LoaderRecord.from_json(loader) for loader in watched["loaders"]]
 
     def run_probe(
         self, trial: Trial, probe: str, ticks: int, min_ticks: int = 0, **options: object

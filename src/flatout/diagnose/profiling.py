@@ -29,7 +29,7 @@ from flatout.schema.plan import Choice
 from flatout.schema.profile import (
     IdleGap,
     MemoryGrowth,
-    MemorySeen,
+    MemoryProfile,
     Operation,
     ProfileRecord,
     SyncRecord,
@@ -134,7 +134,7 @@ def _operations(program: ProfiledProgram, trial: Trial) -> None:
 def _memory(program: ProfiledProgram, trial: Trial) -> None:
     observed = program.run_probe(trial, "memory", MEMORY_TICKS).get("memory")
     if observed:
-        program.record.memory = memory = MemorySeen.from_json(observed)
+        program.record.memory = memory = MemoryProfile.from_json(observed)
         empty_cache = program.record.events.get("empty_cache")
         if empty_cache:
             memory.empty_cache_calls, memory.empty_cache_ms = empty_cache["calls"], empty_cache["ms"]

@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from flatout.job.sanitize import harmless
-from flatout.schema.failure import ExceptionRecord, FailureRecord, FrameSeen
+from flatout.job.sanitize import sanitize
+from flatout.schema.failure import ExceptionRecord, FailureRecord, FrameRecord
 
 MAX_LINES = 20_000
 MAX_LINE_CHARACTERS = 8_000
@@ -74,7 +74,7 @@ class ProcessOutput:
 
 def clean(text: str) -> str:
     """Text of another program without terminal control sequences."""
-    return harmless(ESCAPES.sub("", text))
+    return sanitize(ESCAPES.sub("", text))
 
 
 def read_failures(text: str) -> list[FailureRecord]:
@@ -160,13 +160,13 @@ def _read_traceback(lines: list[str], i: int) -> tuple[int, ExceptionRecord | No
     assert header is not None
     unlabelled = _prefix_remover(header["before"], lines, i)
     i += 1
-    frames: list[FrameSeen] = []
+    frames: list[FrameRecord] = []
     while i < len(lines):
         line = unlabelled(lines[i])
         frame = FRAME.match(line)
         if frame is not None:
             file, function = frame["file"], frame["function"] or ""
-            frames.append(FrameSeen(file, int(frame["line"]), function, "", is_user_file(file)))
+            frames.append(FrameRecord(file, int(frame["line"]), function, "", is_user_file(file)))
         elif line.startswith((" ", "\t")) or not line.strip():
             text = line.strip()
             if (

@@ -12,7 +12,7 @@ from flatout.diagnose.gains import (
     speedup_without,
     was_measured,
 )
-from flatout.schema.profile import LoaderSeen, ProfileRecord
+from flatout.schema.profile import LoaderRecord, ProfileRecord
 from flatout.schema.records import Ratio
 
 MAX_WORKERS_PER_CORE = 2  # more of them only compete for cores
@@ -30,18 +30,18 @@ class WaitCause(Enum):
     WAIT = "wait"
 
 
-def wait_cause(profile: ProfileRecord, loader: LoaderSeen) -> WaitCause | None:
+def wait_cause(profile: ProfileRecord, loader: LoaderRecord) -> WaitCause | None:
     """The narrowest cause of the wait for this loader, or None if the wait is negligible."""
     if gain_without_wait(profile, loader) is None:
         return None
-    if loader.made >= MIN_REPEATS and loader.begun <= loader.made + 1:
+    if loader.created >= MIN_REPEATS and loader.iterators <= loader.created + 1:
         return WaitCause.REMADE
     if has_too_many_workers(profile, loader):
         return WaitCause.TOO_MANY_WORKERS
     if (
         loader.workers
         and not loader.persistent_workers
-        and loader.begun >= MIN_REPEATS
+        and loader.iterators >= MIN_REPEATS
         and iterator_start_ms(profile, loader) > MAIN_SHARE * loader.wait_ms
     ):
         return WaitCause.RESTARTED
@@ -50,17 +50,17 @@ def wait_cause(profile: ProfileRecord, loader: LoaderSeen) -> WaitCause | None:
     return WaitCause.WAIT
 
 
-def has_too_many_workers(profile: ProfileRecord, loader: LoaderSeen) -> bool:
+def has_too_many_workers(profile: ProfileRecord, loader: LoaderRecord) -> bool:
     cores = int(profile.settings.get("cores") or 0)
     return bool(cores and loader.workers > max(MAX_WORKERS_PER_CORE * cores, 4))
 
 
-def iterator_start_ms(profile: ProfileRecord, loader: LoaderSeen) -> float:
+def iterator_start_ms(profile: ProfileRecord, loader: LoaderRecord) -> float:
     """The cost of starting its iterators per mean step: starting workers and waiting for the first batch."""
-    return loader.start_ms * loader.begun / max(1, loader.batches or profile.steps)
+    return loader.start_ms * loader.iterators / max(1, loader.batches or profile.steps)
 
 
-def gain_without_wait(profile: ProfileRecord, loader: LoaderSeen) -> Ratio | None:
+def gain_without_wait(profile: ProfileRecord, loader: LoaderRecord) -> Ratio | None:
     """The speed-up without this loader's wait, or None if the wait is negligible.
 
     The what-if gives the speed-up if this loader causes most of the wait; otherwise its own wait time does.
@@ -69,7 +69,9 @@ def gain_without_wait(profile: ProfileRecord, loader: LoaderSeen) -> Ratio | Non
     """
     total = sum(other.wait_ms for other in profile.loaders)
     share = loader.wait_ms / total if total > 0 else 1.0 / max(1, len(profile.loaders))
-    wait_ms = max(loader.wait_ms, iterator_start_ms(profile, loader) if loader.begun >= MIN_REPEATS else 0.0)
+    wait_ms = max(
+        loader.wait_ms, iterator_start_ms(profile, loader) if loader.iterators >= MIN_REPEATS else 0.0
+    )
     by_time = speedup_without(profile, wait_ms, MIN_WAIT_GAIN) if loader.wait_ms else None
     if by_time is None:
         return None

@@ -12,7 +12,7 @@ from flatout.distributed.draws import draw_for_whole_batch
 from flatout.distributed.shares import BatchShare, SplitBatches, SplitIterator, share
 from flatout.distributed.streams import HostStreams, Streams, offset
 from flatout.job.rank_environment import RankEnvironment
-from flatout.schema.errors import CannotDivide
+from flatout.schema.errors import CannotParallelize
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -53,12 +53,12 @@ class RankBatches:
             ledger.call("dispatch mode", lambda: mode.__exit__(None, None, None))
 
     def cut(self, batch: object, samples: int | None = None) -> Any:
-        """This rank's rows of a whole batch. Raises CannotDivide if there are none."""
+        """This rank's rows of a whole batch. Raises CannotParallelize if there are none."""
         samples = samples if samples is not None else self.context.samples_in(batch)
         if samples is None:
-            raise CannotDivide("its batches hold no tensor with one row per sample")
+            raise CannotParallelize("its batches hold no tensor with one row per sample")
         if self.share is None and samples < self.env.world_size:
-            raise CannotDivide(
+            raise CannotParallelize(
                 f"its first batch has {samples} sample{'s' * (samples > 1)}, fewer than the {self.env.world_size} ranks"
             )
         self.share = part = share(samples, self.env.rank, self.env.world_size)

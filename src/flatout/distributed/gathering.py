@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.distributed.shares import BatchShare, Rows, share
-from flatout.schema.errors import CannotDivide
+from flatout.schema.errors import CannotParallelize
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 def join_outputs(torch: ModuleType, output: object, local_share: BatchShare, world: int) -> Any:
     """``output`` with the rows of all ranks in each tensor.
 
-    Raises CannotDivide for a value without rows per sample, such as a loss.
+    Raises CannotParallelize for a value without rows per sample, such as a loss.
     """
     from torch.utils._pytree import tree_map_only
 
     def join_tensor(tensor: Tensor) -> Any:
         rows = Rows.of(list(tensor.shape), local_share)
         if rows is None and tensor.requires_grad:
-            raise CannotDivide(
+            raise CannotParallelize(
                 f"its model returns a tensor of shape {list(tensor.shape)} that has no row for each sample (its own loss?)"
             )
         return tensor if rows is None else _gather_rows(torch, tensor, rows, world)

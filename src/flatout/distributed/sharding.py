@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.distributed.dtensor_interop import DTensorInterop
 from flatout.distributed.formats import Formats
 from flatout.job.rank_environment import RankEnvironment
-from flatout.schema.errors import CannotDivide
+from flatout.schema.errors import CannotParallelize
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -58,7 +58,7 @@ class Sharding:
         return self.interop.is_sharded(parameter)
 
     def shard(self, root: Module) -> None:
-        """Shard the weights of a module. Raises CannotDivide.
+        """Shard the weights of a module. Raises CannotParallelize.
 
         The other ranks are at the same point with equal weights.
         """
@@ -155,11 +155,13 @@ class Sharding:
     def _reject(self, root: Module) -> None:
         for name, p in root.named_parameters():
             if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
-                raise CannotDivide(
+                raise CannotParallelize(
                     f"the script has registered a hook on the gradient of {name}, which a sharded weight does not support"
                 )
         if any(isinstance(module, self.torch.jit.ScriptModule) for module in root.modules()):
-            raise CannotDivide("its model is a compiled script (torch.jit), whose weights cannot be sharded")
+            raise CannotParallelize(
+                "its model is a compiled script (torch.jit), whose weights cannot be sharded"
+            )
 
     def _blocks(self, root: Module) -> list[Any]:
         """Blocks that share no weight with modules outside them; shared weights belong to the root."""

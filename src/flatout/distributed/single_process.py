@@ -10,7 +10,7 @@ from functools import wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.schema.errors import CannotDivide
+from flatout.schema.errors import CannotParallelize
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -52,7 +52,7 @@ def one_process(torch: ModuleType, ledger: Ledger) -> None:
 
     @wraps(original)
     def init_process_group(*args: object, **kwargs: object) -> Any:
-        raise CannotDivide(
+        raise CannotParallelize(
             "the script parallelises itself (it calls torch.distributed.init_process_group): remove --procs"
         )
 
@@ -69,6 +69,6 @@ def original_init_process_group(torch: ModuleType) -> Callable[..., Any]:
 
 
 def reject_child_process(torch: ModuleType) -> None:
-    """Raises CannotDivide in a process that the script has started: every rank would start such processes."""
+    """Raises CannotParallelize in a process that the script has started: every rank would start such processes."""
     if torch.multiprocessing.parent_process() is not None:
-        raise CannotDivide("the script trains in processes that it starts itself: remove --procs")
+        raise CannotParallelize("the script trains in processes that it starts itself: remove --procs")

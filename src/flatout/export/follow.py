@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from flatout.export.trackers import TRACKERS, Tracker
 from flatout.measure.clock import seconds, sleep
-from flatout.schema.run_summary import FAILED, LIVE, RunSummary
+from flatout.schema.run_summary import EXPORT_FAILED, LIVE_FIGURES, RunSummary
 
 POLL_S = 0.5
 GRACE_S = 3.0  # for the last lines, after the program is gone
@@ -56,7 +56,7 @@ class Follower:
                 self.ended.add(rank)
                 self.tracker.finish(RunSummary.from_json(data["end"]))
             else:
-                figures = {name: float(data[name]) for name in LIVE if data.get(name) is not None}
+                figures = {name: float(data[name]) for name in LIVE_FIGURES if data.get(name) is not None}
                 self.tracker.log(rank, data["step"], figures)
         except Exception as error:  # the tracker's own; what comes later may arrive
             self.failures += 1
@@ -101,7 +101,7 @@ def _exit_when_overdue(pid: int) -> None:
 
 
 def _report(sentence: str) -> None:
-    sys.stderr.write(f"{FAILED}{sentence}; the training is not affected\n")
+    sys.stderr.write(f"{EXPORT_FAILED}{sentence}; the training is not affected\n")
     sys.stderr.flush()
 
 

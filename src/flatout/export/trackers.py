@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from flatout.schema.run_summary import LIVE, RunSummary
+from flatout.schema.run_summary import LIVE_FIGURES, RunSummary
 
 PORT = 9464
 PREFIX = "flatout"
@@ -113,7 +113,7 @@ class Prometheus:
 
         registry = CollectorRegistry()
         self.gauges = {
-            name: Gauge(f"{PREFIX}_{name}", HELP[name], ["rank"], registry=registry) for name in LIVE
+            name: Gauge(f"{PREFIX}_{name}", HELP[name], ["rank"], registry=registry) for name in LIVE_FIGURES
         }
         self.step = Gauge(f"{PREFIX}_step", "optimizer steps so far", ["rank"], registry=registry)
         self.server, _ = start_http_server(int(target or PORT), "127.0.0.1", registry)

@@ -2,8 +2,7 @@
 
 import os
 
-# Tasks of a run: to say what was applied; to show the summary, after training; to save the training; to be recorded
-# for exact resume.
+# Tasks of a run: report what was applied; show the summary; write checkpoints; record for exact resume.
 REPORT, SUMMARY, CHECKPOINTS, RECORDING = ".reported", ".summary", ".kept", ".exactly"
 
 
@@ -21,7 +20,7 @@ def claim(path: str) -> bool:
     return True
 
 
-def claim_or_succeed(path: str) -> bool:
+def claim_or_take_over(path: str) -> bool:
     """Take a task, also from a process that has ended."""
     return claim(path) or (_owner_has_ended(path) and claim(path))
 

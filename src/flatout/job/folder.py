@@ -1,6 +1,6 @@
 """Paths of a job folder, and atomic reading and writing of its files.
 
-.flatout/<job>/            0700; if it cannot be written: ~/.cache/flatout/jobs/<folder>/<job>/ (`records`)
+.flatout/<job>/            0700; if it cannot be written: ~/.cache/flatout/jobs/<folder>/<job>/ (`flatout_folder`)
     lock                   held by the process that measures
     session.json           every record of the session
     unfinished.json        the same of an interrupted session, while session.json is that of a finished one
@@ -23,19 +23,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from flatout.job.temporary import left_in, owned, remove
-from flatout.job.trust import distrusted, own_cache
+from flatout.job.temporary import leftover_folders, owned_path, remove
+from flatout.job.trust import distrusted, user_cache
 from flatout.schema.errors import StorageError
 
 FOLDER = ".flatout"  # in the working directory; holds the folders of jobs, and a .gitignore of its own
-MOST_BYTES = 1 << 26  # maximum size of a record; the largest seen had 3 MB
+MAX_RECORD_BYTES = 1 << 26  # the largest so far had 3 MB
 HANDED_ON = "handed_on"
 RUNS = "runs"  # below the folder of a job: <time>-<pid>/rank<N>.json
-MOST_VALUES = 1 << 21  # a value of three characters takes up to 100 bytes in memory
+MAX_JSON_VALUES = 1 << 21  # a value of three characters takes up to 100 bytes in memory
 _locked: set[str] = set()  # folders that this process has locked until its end
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically: temporary file, fsync, rename.
 
     A reader sees the old or the new file, never a part. Its mode is what the umask gives.
@@ -60,35 +60,34 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, data: object) -> None:
-    write_whole(path, json.dumps(data, indent=1, sort_keys=False) + "\n")
+    write_atomically(path, json.dumps(data, indent=1, sort_keys=False) + "\n")
 
 
-def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
+def read_text(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> str:
     """Return the text of a regular file.
 
-    Raises OSError, also for a pipe, a device or a file above ``most_bytes``, and ValueError if it is not
+    Raises OSError, also for a pipe, a device or a file above ``max_bytes``, and ValueError if it is not
     UTF-8.
     """
-    handle = os.open(
-        path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-    )  # does not block on a pipe without a writer
+    # Does not block on a pipe without a writer
+    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     with os.fdopen(handle, "rb") as file:
-        about = os.fstat(handle)
-        if not stat.S_ISREG(about.st_mode) or about.st_size > most_bytes:
+        stats = os.fstat(handle)
+        if not stat.S_ISREG(stats.st_mode) or stats.st_size > max_bytes:
             raise OSError(0, "not a regular file, or too large", str(path))
-        return file.read(most_bytes).decode("utf-8")
+        return file.read(max_bytes).decode("utf-8")
 
 
 def read_json(path: Path) -> Any:
     """Return the content of a JSON file, or None if it is missing, not JSON, or larger than any record."""
     try:
         text = read_text(path)
-        return json.loads(text) if values_in(text.encode()) <= MOST_VALUES else None
+        return json.loads(text) if count_json_values(text.encode()) <= MAX_JSON_VALUES else None
     except (OSError, ValueError, RecursionError):
         return None
 
 
-def values_in(text: bytes | bytearray) -> int:
+def count_json_values(text: bytes | bytearray) -> int:
     """Return an upper bound of the number of values in JSON text, without parsing it."""
     return text.count(b",") + text.count(b"[") + text.count(b"{")
 
@@ -98,40 +97,41 @@ def json_lines(path: Path) -> list[dict[str, Any]]:
 
     Incomplete lines are skipped.
     """
-    found = []
+    objects = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
             continue
         if isinstance(record, dict):
-            found.append(record)
-    return found
+            objects.append(record)
+    return objects
 
 
 @cache
 def _sweep(trials: Path) -> None:
     """Remove what killed processes left in trials, once per process."""
     for trial in trials.glob("*"):
-        for left in left_in(trial):
-            remove(left)
+        for leftover in leftover_folders(trial):
+            remove(leftover)
 
 
-def records(name: str = "") -> Path:
+def flatout_folder(name: str = "") -> Path:
     """Return `.flatout/<name>`, or its stand-in in the user's cache if this folder cannot be written.
 
     It is the same at each start, so that `run` finds the plan of `tune`, and `--resume` its checkpoints.
     """
-    here = Path(FOLDER, name)
-    there = next((path for path in (here, *here.parents) if os.path.lexists(path)), Path())
-    if there.is_dir() and os.access(there, os.W_OK | os.X_OK) and not distrusted(here, whose=Path()):
-        return here
+    local = Path(FOLDER, name)
+    existing = next((path for path in (local, *local.parents) if os.path.lexists(path)), Path())
+    writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
+    if writable and not distrusted(local, owner_of=Path()):
+        return local
     project = os.getcwd()
     stand_in = f"{os.path.basename(project)}-{zlib.crc32(os.fsencode(project)):08x}"
     try:
-        return own_cache("jobs", os.environ) / stand_in / name
+        return user_cache("jobs", os.environ) / stand_in / name
     except StorageError:
-        return here  # whoever writes there is told why it fails
+        return local  # writing there says why it fails
 
 
 class JobFolder:
@@ -139,12 +139,21 @@ class JobFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.session = path / "session.json"
+        self.unfinished = path / "unfinished.json"
+        self.plan = path / "flatout.toml"
+        self.report = path / "report.html"
+        self.profile = path / "profile.json"
+        self.profile_page = path / "profile.html"
+        self.ranks = path / "ranks.json"
+        self.trials = path / "trials"
+        self.handed_on = self.trials / HANDED_ON  # as `TrialFolder.handed_on`
 
     def make(self) -> JobFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             # The owner of the project folder is trusted
-            if why := distrusted(self.path, whose=self.path.absolute().parent.parent):
+            if why := distrusted(self.path, owner_of=self.path.absolute().parent.parent):
                 raise StorageError(
                     f"the records in {self.path} are not trusted: {why}. Move the folder away."
                 )
@@ -178,43 +187,6 @@ class JobFolder:
             raise StorageError(f"cannot lock {path}: {error.strerror}.") from error
         _locked.add(name)
 
-    @property
-    def session(self) -> Path:
-        return self.path / "session.json"
-
-    @property
-    def unfinished(self) -> Path:
-        return self.path / "unfinished.json"
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "flatout.toml"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def profile(self) -> Path:
-        return self.path / "profile.json"
-
-    @property
-    def profile_page(self) -> Path:
-        return self.path / "profile.html"
-
-    @property
-    def ranks(self) -> Path:
-        return self.path / "ranks.json"
-
-    @property
-    def trials(self) -> Path:
-        return self.path / "trials"
-
-    @property
-    def handed_on(self) -> Path:
-        """Return the `TrialFolder.handed_on` of its trials."""
-        return self.trials / HANDED_ON
-
     def new_trial(self) -> TrialFolder:
         """Create the folder of the next free number. ``mkdir`` ensures that two sessions never share one."""
         _sweep(self.trials)
@@ -236,39 +208,18 @@ class TrialFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-
-    @property
-    def spec(self) -> Path:
-        return self.path / "spec.json"
-
-    @property
-    def result(self) -> Path:
-        return self.path / "result.json"
-
-    @property
-    def stdout(self) -> Path:
-        return self.path / "stdout.log"
-
-    @property
-    def stderr(self) -> Path:
-        return self.path / "stderr.log"
+        self.spec = path / "spec.json"
+        self.result = path / "result.json"
+        self.stdout = path / "stdout.log"
+        self.stderr = path / "stderr.log"
+        # Samples that the programs of a search share while it runs
+        self.handed_on = path.parent / HANDED_ON
+        self.claim = path / "claim"  # created by the measured process of the program
+        self.info = (
+            path / "options.json"
+        )  # the instructions of the measured rank to the others, and their steps
 
     @property
     def files(self) -> Path:
         """Return the folder for what a trial started by this process writes, instead of the user's folders."""
-        return owned(self.path, "files")
-
-    @property
-    def info(self) -> Path:
-        """Return the file with the instructions of the measured rank to the others, and their steps."""
-        return self.path / "options.json"
-
-    @property
-    def handed_on(self) -> Path:
-        """Return the folder in which the programs of a search share cached samples while the search runs."""
-        return self.path.parent / HANDED_ON
-
-    @property
-    def claim(self) -> Path:
-        """Return the file that the measured process of the program creates."""
-        return self.path / "claim"
+        return owned_path(self.path, "files")

@@ -3,12 +3,12 @@
 Neither waits for the other. FLATOUT_HEARTBEAT names the folder of the heartbeats of one run. Every Python process
 of the program has these files in it:
 
-    heartbeat.<pid>    the page: 8-byte numbers at the places below
+    heartbeat.<pid>    the page: 8-byte numbers in the slots below
     stack.<pid>        receives the Python stack on SIGNAL, through the descriptor STACK
     failed.<pid>       JSON: the exception that ended it
 
 Writing a number takes a tenth of a microsecond, reads no clock and makes no system call. Hooks count the
-steps (`agent.step_counters`). Checkpoints report themselves (`saved`, `checkpoint_read`), at no cost without a monitor.
+steps (`agent.step_counters`). Checkpoints report themselves, at no cost without a monitor.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from typing import Any
 from flatout.job.streams import avoid_closed_streams
 
 FOLDER = "FLATOUT_HEARTBEAT"
-BYTES = 4096
-# Places in the page. HEARTBEATS: signs of life that no other place counts. SAVES: number of checkpoints. SAVED:
-# the step of the newest, plus 1. SAVED_AT: steps of this process when it was written. WENT_ON: number of
-# checkpoints read. NOT_FINITE: the step with a loss that is not finite, plus 1. RANK: the rank, plus 1.
-# SIGNAL: requests the stack, which is written to the descriptor STACK. ENDING: its exit handlers run.
+PAGE_BYTES = 4096
+# Slots of the page. HEARTBEATS: activity that no other slot counts. CHECKPOINTS: number written.
+# CHECKPOINT_STEP: of the newest, plus 1. STEPS_AT_CHECKPOINT: steps of this process when it was written.
+# NOT_FINITE: the step with a loss that is not finite, plus 1. RANK: the rank, plus 1. SIGNAL: requests the
+# stack, which is written to the descriptor STACK. EXITING: its exit handlers run.
 (
     HEARTBEATS,
     STEPS,
     BACKWARDS,
     BATCHES,
-    SAVES,
-    SAVED,
-    SAVED_AT,
-    WENT_ON,
+    CHECKPOINTS,
+    CHECKPOINT_STEP,
+    STEPS_AT_CHECKPOINT,
+    CHECKPOINTS_READ,
     NOT_FINITE,
     RANK,
     SIGNAL,
     STACK,
-    ENDING,
+    EXITING,
 ) = range(13)
 
 
 class HeartbeatPage:
     """The page of this process.
 
-    ``words`` are the numbers. If the page cannot be mapped, they stay in private memory.
+    ``words``: the slots. If the page cannot be mapped, they stay in private memory.
     """
 
     def __init__(self, folder: str) -> None:
         self.folder, self.pid = folder, os.getpid()
-        self.words: Any = array("Q", bytes(BYTES))
+        self.words: Any = array("Q", bytes(PAGE_BYTES))
         try:
             self._map()
         except (OSError, ValueError):
@@ -68,9 +68,9 @@ class HeartbeatPage:
             0o600,
         )
         try:
-            os.posix_fallocate(handle, 0, BYTES)  # without it, a full disk would raise SIGBUS later
-            page = mmap.mmap(handle, BYTES)
-            page[:] = bytes(BYTES)
+            os.posix_fallocate(handle, 0, PAGE_BYTES)  # without it, a full disk would raise SIGBUS later
+            page = mmap.mmap(handle, PAGE_BYTES)
+            page[:] = bytes(PAGE_BYTES)
             self.words = memoryview(page).cast("Q")
         finally:
             os.close(handle)
@@ -87,18 +87,18 @@ class RemoteHeartbeat:
 
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            self._page = mmap.mmap(handle, BYTES, access=mmap.ACCESS_READ)
+            self._page = mmap.mmap(handle, PAGE_BYTES, access=mmap.ACCESS_READ)
         finally:
             os.close(handle)
         self.words = memoryview(self._page).cast("Q")
         self.pid = int(path.rpartition(".")[2])
 
-    def __getitem__(self, place: int) -> int:
-        return int(self.words[place])
+    def __getitem__(self, slot: int) -> int:
+        return int(self.words[slot])
 
     @property
-    def signs(self) -> int:
-        """Return the number of signs of life so far."""
+    def activity(self) -> int:
+        """Return a number that grows while the program makes progress."""
         return self[HEARTBEATS] + self[STEPS] + self[BACKWARDS] + self[BATCHES]
 
     @property
@@ -106,69 +106,69 @@ class RemoteHeartbeat:
         return self[RANK] - 1 if self[RANK] else None
 
 
-_own: HeartbeatPage | None = None
+_page: HeartbeatPage | None = None
 
 
 def begin(folder: str) -> HeartbeatPage:
     """Create the page of this process. A forked child creates its own."""
-    global _own
-    _own = HeartbeatPage(folder)
-    return _own
+    global _page
+    _page = HeartbeatPage(folder)
+    return _page
 
 
-_exactly = False
+_exact_resume = False
 
 
-def set_exact_resume(exactly: bool = True) -> None:
+def set_exact_resume(exact: bool = True) -> None:
     """Set whether flatout resumes this program from its own checkpoints.
 
     Then the program's own checkpoints do not count.
     """
-    global _exactly
-    _exactly = exactly
-    if not exactly and _own is not None:
-        _own.words[SAVED] = 0
+    global _exact_resume
+    _exact_resume = exact
+    if not exact and _page is not None:
+        _page.words[CHECKPOINT_STEP] = 0
 
 
-_own_way: Callable[[str], None] | None = None
+_report_own_resume: Callable[[str], None] | None = None
 
 
-def on_own_resume(observe: Callable[[str], None]) -> None:
+def on_own_resume(report: Callable[[str], None]) -> None:
     """Register ``observe``, which is called with the file or folder from which a program resumes by itself."""
-    global _own_way
-    _own_way = observe
+    global _report_own_resume
+    _report_own_resume = report
 
 
-def resumes_by_itself(place: str | os.PathLike[str]) -> None:
-    """Report that this program resumes by itself from checkpoints in ``place``."""
-    if _own_way is not None:
-        _own_way(os.fspath(place))
+def resumes_by_itself(path: str | os.PathLike[str]) -> None:
+    """Report that this program resumes by itself from checkpoints in ``path``."""
+    if _report_own_resume is not None:
+        _report_own_resume(os.fspath(path))
 
 
-def saved(step: int | None = None) -> None:
+def checkpoint_written(step: int | None = None) -> None:
     """Report a complete checkpoint from which this program can resume.
 
     ``step`` is its number of steps, if known.
     """
-    if _own is not None and not (_exactly and step is None):
-        words = _own.words
-        words[SAVED_AT] = words[STEPS]
+    if _page is not None and not (_exact_resume and step is None):
+        words = _page.words
+        words[STEPS_AT_CHECKPOINT] = words[STEPS]
         if step is not None:
-            words[SAVED] = step + 1
-        words[SAVES] += 1
+            words[CHECKPOINT_STEP] = step + 1
+        words[CHECKPOINTS] += 1
         words[HEARTBEATS] += 1
 
 
 def mark_resume_point() -> None:
     """Report that the steps so far repeated those of an earlier start. From here on they are new."""
-    if _own is not None:
-        words = _own.words
+    if _page is not None:
+        words = _page.words
         words[HEARTBEATS] += words[STEPS]
         words[STEPS] = 0
 
 
 def checkpoint_read() -> None:
     """Report that this program has read a checkpoint."""
-    if _own is not None:
-        _own.words[WENT_ON] += 1
-        _own.words[HEARTBEATS] += 1
+    if _page is not None:
+        _page.words[CHECKPOINTS_READ] += 1
+        _page.words[HEARTBEATS] += 1

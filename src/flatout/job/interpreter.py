@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import cache
 
 TIMEOUT_S = 60.0  # a first start from a network folder
-ASK = """
+VERSIONS_SCRIPT = """
 import json, platform, sys
 found = {}
 try:
@@ -59,7 +59,7 @@ def python_of(argv: Sequence[str]) -> str:
     return (shutil.which(found) if found else None) or program_python()
 
 
-def is_own(python: str) -> bool:
+def is_flatout_python(python: str) -> bool:
     """Whether a Python belongs to flatout's own environment. Links count as different: a venv's leads to its base."""
     return os.path.dirname(os.path.abspath(python)) == os.path.dirname(os.path.abspath(sys.executable))
 
@@ -73,15 +73,15 @@ def versions_of(python: str, *names: str) -> tuple[str, dict[str, str]]:
     import subprocess
 
     try:
-        asked = subprocess.run(
-            [os.path.abspath(python), "-c", ASK, *names],
+        process = subprocess.run(
+            [os.path.abspath(python), "-c", VERSIONS_SCRIPT, *names],
             cwd="/",  # `-c` puts the folder first on the path, where a json.py may be
             capture_output=True,
             text=True,
             timeout=TIMEOUT_S,
             check=True,
         )
-        version, found = json.loads(asked.stdout.splitlines()[-1])
+        version, found = json.loads(process.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return "", {}
     return str(version), dict(found)

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-NAMES = {
+VARIABLES = {
     "rank": "FLATOUT_RANK",
     "local_rank": "FLATOUT_LOCAL_RANK",
     "world_size": "FLATOUT_WORLD_SIZE",
@@ -21,7 +21,7 @@ NAMES = {
 RENDEZVOUS = "FLATOUT_RENDEZVOUS"
 # Variables by which a distributed program finds other ranks: those of torchrun, Slurm's steps and MPI's
 # launchers (Lightning, Accelerate, DeepSpeed and Transformers read them all).
-OF_RANKS = frozenset(
+RANK_VARIABLES = frozenset(
     (
         "RANK",
         "LOCAL_RANK",
@@ -49,7 +49,7 @@ OF_RANKS = frozenset(
         "JSM_NAMESPACE_SIZE",
     )
 )
-FAMILIES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
+RANK_PREFIXES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
 
 
 @dataclass(frozen=True)
@@ -67,33 +67,33 @@ class RankEnvironment:
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables that give a process this rank."""
-        return {name: str(getattr(self, field)) for field, name in NAMES.items()} | {
+        return {name: str(getattr(self, field)) for field, name in VARIABLES.items()} | {
             RENDEZVOUS: self.rendezvous
         }
 
 
 def this_rank(environment: Mapping[str, str] | None = None) -> RankEnvironment | None:
     """Return the rank of this process, or None if it is the only one."""
-    found = os.environ if environment is None else environment
-    if RENDEZVOUS not in found or not all(name in found for name in NAMES.values()):
+    variables = os.environ if environment is None else environment
+    if RENDEZVOUS not in variables or not all(name in variables for name in VARIABLES.values()):
         return None
     return RankEnvironment(
-        **{field: int(found[name]) for field, name in NAMES.items()}, rendezvous=found[RENDEZVOUS]
+        **{field: int(variables[name]) for field, name in VARIABLES.items()}, rendezvous=variables[RENDEZVOUS]
     )
 
 
 def rank_number() -> int:
     """Return the rank of this process, given by flatout or by another launcher (RANK); 0 if it is the only one."""
-    here = this_rank()
-    return here.rank if here is not None else int(os.environ.get("RANK") or 0)
+    rank = this_rank()
+    return rank.rank if rank is not None else int(os.environ.get("RANK") or 0)
 
 
 def first_on_node() -> bool:
     """Return whether this is the first rank of its machine; True if it is the only one."""
-    here = this_rank()
-    return not (here.local_rank if here is not None else int(os.environ.get("LOCAL_RANK") or rank_number()))
+    rank = this_rank()
+    return not (rank.local_rank if rank is not None else int(os.environ.get("LOCAL_RANK") or rank_number()))
 
 
-def of_other_launchers(environment: Mapping[str, str]) -> list[str]:
+def launcher_variables(environment: Mapping[str, str]) -> list[str]:
     """Return the names of variables that would reveal other ranks to a single-process program."""
-    return [name for name in environment if name in OF_RANKS or name.startswith(FAMILIES)]
+    return [name for name in environment if name in RANK_VARIABLES or name.startswith(RANK_PREFIXES)]

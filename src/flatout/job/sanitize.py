@@ -4,11 +4,11 @@ import re
 
 # Control codes move the cursor of a terminal. Bidirectional ones reorder the text. A lone surrogate (from a
 # file name that is not UTF-8) cannot be encoded. Each becomes a visible character; line breaks and tabs stay.
-HARMFUL = re.compile(
+UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]"
 )
-SIGN = "\ufffd"
+REPLACEMENT = "\ufffd"
 
 
-def harmless(text: str) -> str:
-    return HARMFUL.sub(SIGN, text)
+def sanitize(text: str) -> str:
+    return UNSAFE.sub(REPLACEMENT, text)

@@ -19,16 +19,16 @@ from pathlib import Path
 
 from flatout.schema.errors import StorageError
 
-MEMORY = "/dev/shm"  # on a disk, heartbeat pages would be written back, and a full or slow disk would stall the program
-OWNED = re.compile(r"flatout-\w+-(([0-9a-f]+)\.[0-9a-f]+\.([0-9a-f]{8}))-\w+")
+MEMORY_FOLDER = "/dev/shm"  # on a disk, heartbeat pages would be written back, and a full or slow disk would stall the program
+OWNED_NAME = re.compile(r"flatout-\w+-(([0-9a-f]+)\.[0-9a-f]+\.([0-9a-f]{8}))-\w+")
 
 
 def temporary(kind: str, in_memory: bool = False) -> Path:
     """Create a folder that this process owns; first remove what ended processes left. Raises StorageError."""
     sweep()
-    place = MEMORY if in_memory and os.access(MEMORY, os.W_OK) else None
+    folder = MEMORY_FOLDER if in_memory and os.access(MEMORY_FOLDER, os.W_OK) else None
     try:
-        return Path(tempfile.mkdtemp(prefix=f"flatout-{kind}-{owner()}-", dir=place))
+        return Path(tempfile.mkdtemp(prefix=f"flatout-{kind}-{owner()}-", dir=folder))
     except OSError as error:
         raise StorageError(
             f"cannot create a temporary folder: {error.strerror}. Set TMPDIR to a writable one."
@@ -44,9 +44,9 @@ def temporary_folder(kind: str) -> Iterator[Path]:
         remove(folder)
 
 
-def owned(place: Path, kind: str) -> Path:
-    """Return a path in ``place`` for a folder of this process, which `left_in` finds once it has ended."""
-    return place / f"flatout-{kind}-{owner()}-0"
+def owned_path(folder: Path, kind: str) -> Path:
+    """Return a path in ``folder`` for a folder of this process, which `leftover_folders` finds once it has ended."""
+    return folder / f"flatout-{kind}-{owner()}-0"
 
 
 def remove(folder: Path) -> None:
@@ -55,10 +55,10 @@ def remove(folder: Path) -> None:
     It follows no link, and never raises."""
     for link in folder.glob("*/.git") if folder.name.startswith("flatout-revisions-") else ():
         with suppress(OSError, ValueError):
-            noted = link.parent / link.read_text(encoding="utf-8").removeprefix("gitdir: ").rstrip("\n")
-            back = noted / (noted / "gitdir").read_text(encoding="utf-8").rstrip("\n")
-            if noted.parent.name == "worktrees" and back.samefile(link):
-                shutil.rmtree(noted)
+            metadata = link.parent / link.read_text(encoding="utf-8").removeprefix("gitdir: ").rstrip("\n")
+            linked = metadata / (metadata / "gitdir").read_text(encoding="utf-8").rstrip("\n")
+            if metadata.parent.name == "worktrees" and linked.samefile(link):
+                shutil.rmtree(metadata)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -66,9 +66,9 @@ def owner(process: int | str = "self") -> str:
     """Return a process as it stands in a name, or "" if it has ended or there is no /proc."""
     try:
         with open(f"/proc/{process}/stat", encoding="utf-8", errors="replace") as file:
-            number, _, rest = file.read().partition(" ")
+            pid, _, rest = file.read().partition(" ")
         state, *fields = rest.rpartition(")")[2].split()
-        return "" if state in "ZX" else f"{int(number):x}.{int(fields[18]):x}.{_view()}"
+        return "" if state in "ZX" else f"{int(pid):x}.{int(fields[18]):x}.{_view()}"
     except (FileNotFoundError, ProcessLookupError):
         return ""
 
@@ -87,27 +87,29 @@ def sweep() -> None:
     became, for example below a shell that has ended.
     """
     with suppress(OSError):
-        left = [path for place in {tempfile.gettempdir(), MEMORY} for path in left_in(Path(place))]
-        for number in os.listdir("/proc") if left else ():
+        roots = {Path(tempfile.gettempdir()), Path(MEMORY_FOLDER)}
+        leftovers = [path for root in roots for path in leftover_folders(root)]
+        for pid in os.listdir("/proc") if leftovers else ():
             with suppress(OSError):
-                environment = Path("/proc", number, "environ").read_bytes() if number.isdigit() else b""
-                left = [path for path in left if os.fsencode(path.name) not in environment]
-        for path in left:
+                environment = Path("/proc", pid, "environ").read_bytes() if pid.isdigit() else b""
+                leftovers = [path for path in leftovers if os.fsencode(path.name) not in environment]
+        for path in leftovers:
             remove(path)
 
 
-def left_in(place: Path) -> Iterator[Path]:
-    """Yield the folders of this user in ``place`` whose processes have ended."""
-    for name in os.listdir(place) if place.is_dir() else ():
-        path = place / name
+def leftover_folders(folder: Path) -> Iterator[Path]:
+    """Yield the folders of this user in ``folder`` whose processes have ended."""
+    for name in os.listdir(folder) if folder.is_dir() else ():
+        path = folder / name
         with suppress(OSError, ValueError):
             if name.startswith("flatout-") and path.lstat().st_uid == os.geteuid():
-                owners = [name] if OWNED.fullmatch(name) else filter(OWNED.fullmatch, os.listdir(path))
-                ended = [_has_ended(each) for each in owners]  # ranks share a folder, with an entry of each
+                entries = [name] if OWNED_NAME.fullmatch(name) else os.listdir(path)
+                owners = filter(OWNED_NAME.fullmatch, entries)
+                ended = list(map(_has_ended, owners))  # ranks share a folder, with an entry of each
                 if ended and all(ended):
                     yield path
 
 
 def _has_ended(name: str) -> bool:
-    found = OWNED.fullmatch(name)
-    return found is not None and found[3] == _view() and owner(int(found[2], 16)) != found[1]
+    match = OWNED_NAME.fullmatch(name)
+    return match is not None and match[3] == _view() and owner(int(match[2], 16)) != match[1]

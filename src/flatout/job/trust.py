@@ -15,22 +15,22 @@ from flatout.schema.errors import StorageError
 ROOT = 0
 
 
-def distrusted(path: Path | str, whose: Path | None = None, group: bool = False) -> str:
+def distrusted(path: Path | str, owner_of: Path | None = None, group: bool = False) -> str:
     """Return why ``path`` is not trusted: another user owns it, or anyone can write to it.
 
-    The result is "" if it is trusted or missing. The owner of ``whose`` (for example, the script) is trusted
-    with ``path`` too, because that user already controls what runs. With ``group``, write permission of a
+    The result is "" if it is trusted or missing. The owner of the path ``owner_of``
+    (for example, the script) is trusted too, because that user already controls what runs. With ``group``, write permission of a
     group is not trusted either, except for the user's own group.
     """
     try:
-        about = os.stat(path)
+        stats = os.stat(path)
     except OSError:
         return ""
-    if about.st_uid not in {ROOT, os.geteuid(), *_owner(whose)}:
-        return f"it belongs to {_name(about.st_uid)}"
-    if about.st_mode & stat.S_IWOTH and not about.st_mode & stat.S_ISVTX:
+    if stats.st_uid not in {ROOT, os.geteuid(), *_owners(owner_of)}:
+        return f"it belongs to {_user_name(stats.st_uid)}"
+    if stats.st_mode & stat.S_IWOTH and not stats.st_mode & stat.S_ISVTX:
         return "anyone can write to it"
-    if group and about.st_mode & stat.S_IWGRP and not _own_group(about.st_gid):
+    if group and stats.st_mode & stat.S_IWGRP and not _own_group(stats.st_gid):
         return "a group can write to it"
     return ""
 
@@ -46,12 +46,12 @@ def private_folder(path: Path) -> Path:
             os.mkdir(path, 0o700)
         except FileExistsError:
             pass
-        about = os.lstat(path)
-        if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
+        stats = os.lstat(path)
+        if not stat.S_ISDIR(stats.st_mode) or stats.st_uid != os.geteuid():
             raise StorageError(
-                f"{path} belongs to {_name(about.st_uid)}, so its content is not trusted. Remove it, or name another folder with TMPDIR."
+                f"{path} belongs to {_user_name(stats.st_uid)}, so its content is not trusted. Remove it, or name another folder with TMPDIR."
             )
-        if stat.S_IMODE(about.st_mode) != 0o700:
+        if stat.S_IMODE(stats.st_mode) != 0o700:
             os.chmod(path, 0o700)
     except OSError as error:
         raise StorageError(
@@ -60,7 +60,7 @@ def private_folder(path: Path) -> Path:
     return path
 
 
-def own_cache(name: str, environment: Mapping[str, str]) -> Path:
+def user_cache(name: str, environment: Mapping[str, str]) -> Path:
     """Return flatout's folder ``name`` in the user's cache; without a writable home, below TMPDIR.
 
     Raises StorageError.
@@ -70,18 +70,18 @@ def own_cache(name: str, environment: Mapping[str, str]) -> Path:
             Path(environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "flatout", name)
         )
     except StorageError:
-        place = environment.get("TMPDIR") or "/tmp"  # tempfile would take the current folder at last
-        return private_folder(private_folder(Path(place, f"flatout-{os.geteuid()}")) / name)
+        root = environment.get("TMPDIR") or "/tmp"  # tempfile would take the current folder at last
+        return private_folder(private_folder(Path(root, f"flatout-{os.geteuid()}")) / name)
 
 
-def _owner(path: Path | None) -> set[int]:
+def _owners(path: Path | None) -> set[int]:
     try:
         return set() if path is None else {os.stat(path).st_uid}
     except OSError:
         return set()
 
 
-def _name(user: int) -> str:
+def _user_name(user: int) -> str:
     try:
         return f"the user {pwd.getpwuid(user).pw_name}"
     except KeyError:

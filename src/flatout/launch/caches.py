@@ -14,7 +14,7 @@ import re
 import tempfile
 from collections.abc import Mapping
 
-from flatout.job.trust import distrusted, own_cache
+from flatout.job.trust import distrusted, user_cache
 
 
 def private_caches(environment: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
@@ -23,7 +23,7 @@ def private_caches(environment: Mapping[str, str]) -> tuple[dict[str, str], list
     for variable, folder in _default_folders(environment).items():
         why = "" if variable in environment else distrusted(folder, group=True)
         if why:
-            variables[variable] = str(own_cache(variable.lower().removesuffix("_dir"), environment))
+            variables[variable] = str(user_cache(variable.lower().removesuffix("_dir"), environment))
             messages.append(f"ignoring the compiler cache in {folder}: {why}. Using {variables[variable]}")
     return variables, messages
 

@@ -18,14 +18,14 @@ import psutil
 from flatout.job.heartbeat import (
     BACKWARDS,
     BATCHES,
-    ENDING,
-    SAVED,
-    SAVED_AT,
-    SAVES,
+    CHECKPOINT_STEP,
+    CHECKPOINTS,
+    CHECKPOINTS_READ,
+    EXITING,
     SIGNAL,
     STACK,
     STEPS,
-    WENT_ON,
+    STEPS_AT_CHECKPOINT,
     RemoteHeartbeat,
 )
 
@@ -201,21 +201,21 @@ class ProgramProcesses:
 
     @property
     def has_resumed(self) -> bool:
-        return any(process.page[WENT_ON] for process in self.known.values())
+        return any(process.page[CHECKPOINTS_READ] for process in self.known.values())
 
     @property
     def checkpoint_count(self) -> int:
         """The number of checkpoints written after a step; some scripts save at the start."""
         pages = [process.page for process in self.known.values()]
-        return sum(page[SAVES] for page in pages if page[SAVED_AT] or page[SAVED])
+        return sum(page[CHECKPOINTS] for page in pages if page[STEPS_AT_CHECKPOINT] or page[CHECKPOINT_STEP])
 
     def newest_checkpoint(self, base: int) -> int:
         """The step of the newest checkpoint of a program that resumed from ``base``; 0 without one."""
-        pages = [process.page for process in self.known.values() if process.page[SAVES]]
+        pages = [process.page for process in self.known.values() if process.page[CHECKPOINTS]]
         steps = [
-            page[SAVED] - 1 if page[SAVED] else base + page[SAVED_AT]
+            page[CHECKPOINT_STEP] - 1 if page[CHECKPOINT_STEP] else base + page[STEPS_AT_CHECKPOINT]
             for page in pages
-            if page[SAVED] or page[SAVED_AT]
+            if page[CHECKPOINT_STEP] or page[STEPS_AT_CHECKPOINT]
         ]
         return max(steps, default=0)
 
@@ -233,10 +233,10 @@ class ProgramProcesses:
             self.skip_pause(now)
         self._polled_s = now
         self._find()
-        count = sum(process.page.signs for process in self.known.values())
+        count = sum(process.page.activity for process in self.known.values())
         if count != self._progress_count:
             self._progress_count, self._progress_s, self._requested_s = count, now, None
-        is_training = self.steps and not self.max_of(ENDING)
+        is_training = self.steps and not self.max_of(EXITING)
         limit_s = self.hang_after_s if is_training else max(self.hang_after_s, MIN_START_LIMIT_S)
         if now - self._progress_s < limit_s or not self.known:
             return None

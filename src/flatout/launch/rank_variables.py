@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flatout.job.rank_environment import RankEnvironment, of_other_launchers
+from flatout.job.rank_environment import RankEnvironment, launcher_variables
 from flatout.launch.timed_commands import TimedCommand
 from flatout.schema.errors import UsageError
 
@@ -28,7 +28,7 @@ def rank_environment(
 
     ``device`` is the one CUDA device that this rank sees. ``cores`` are shared between the ranks.
     """
-    hidden = of_other_launchers(environment)
+    hidden = launcher_variables(environment)
     variables = {name: value for name, value in environment.items() if name not in hidden}
     variables |= RankEnvironment(rank, rank, procs, procs, f"file://{folder}/rendezvous").environment()
     variables |= launch_environment(folder) | share_of_cores(environment, procs, cores)

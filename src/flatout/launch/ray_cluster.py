@@ -25,7 +25,7 @@ from flatout.launch.environment import SITE
 from flatout.launch.failure import how_ended
 from flatout.schema.errors import (
     FlatoutError,
-    NodesApart,
+    NodesUnreachable,
     ProgramFailed,
     ProgramNotFound,
     UsageError,
@@ -110,12 +110,12 @@ def run_rank(job: RayJob, rank: RankEnvironment, output: Any) -> tuple[int, str]
     """Run one rank in a Ray worker; return its exit code, negative for a signal, and the end of its output.
 
     ``output`` is a queue for its output, or None. The program ends with the worker, and if the task is cancelled.
-    Raises NodesApart if this node lacks its folder, ProgramNotFound if it lacks the program."""
+    Raises NodesUnreachable if this node lacks its folder, ProgramNotFound if it lacks the program."""
     import ray
 
     host, folder, pause = socket.gethostname(), temporary("ray"), threading.Event()
     if not Path(job.folder).is_dir():
-        raise NodesApart(
+        raise NodesUnreachable(
             f"the folder {job.folder} is not on the node {host}. Put the program on a file system that all nodes share."
         )
     path = [str(SITE), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -185,7 +185,7 @@ def run_ranks(
 ) -> int:
     """Run the program as several ranks; return 0 if all succeed. ``show`` receives the output of rank 0.
 
-    Raises ProgramFailed for the first rank that fails, after ending the others; NodesApart if the cluster is
+    Raises ProgramFailed for the first rank that fails, after ending the others; NodesUnreachable if the cluster is
     full or loses a node.
     """
     ray = connect(address)
@@ -202,7 +202,7 @@ def run_ranks(
 
     try:
         if not group.wait(PLACEMENT_S):
-            raise NodesApart(
+            raise NodesUnreachable(
                 f"the Ray cluster has no room for {ranks} ranks of {_resources(bundle)} within {PLACEMENT_S:.0f} s: it has {_resources(ray.cluster_resources())}. "
                 f"Start fewer (--{'gpus' if gpus else 'procs'}), or run `ray status` to see what uses them."
             )
@@ -248,7 +248,7 @@ def _check_exit(ray: Any, finished: Any, title: str, rank: int) -> None:
     except FlatoutError as error:
         raise getattr(error, "cause", error) from None  # Ray's error has the class of its cause
     except ray.exceptions.RayError:
-        raise NodesApart(
+        raise NodesUnreachable(
             f"{title} is lost: its Ray worker or node has exited. The other ranks were ended. Start again: "
             "the program resumes from its last checkpoint. Run `ray list tasks` for details."
         ) from None

@@ -19,7 +19,7 @@ from typing import Any
 
 from flatout.job import heartbeat
 from flatout.job.folder import read_json
-from flatout.job.sanitize import harmless
+from flatout.job.sanitize import sanitize
 from flatout.job.streams import open_closed_streams
 from flatout.job.temporary import remove, temporary
 from flatout.launch.event_fifo import EventFifo
@@ -284,7 +284,7 @@ class Supervisor:
 
     def _write(self, *values: Any) -> None:
         """Write a line of `incidents.jsonl`. ``values`` are those of an Incident, without its time."""
-        line = harmless(json.dumps(asdict(Incident(utc_now(), *values)))) + "\n"
+        line = sanitize(json.dumps(asdict(Incident(utc_now(), *values)))) + "\n"
         try:
             self.incidents.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             handle = os.open(
@@ -312,7 +312,7 @@ class Supervisor:
     def report(self, sentence: str) -> None:
         """Write to standard error, which may already be closed."""
         try:
-            sys.stderr.write(f"flatout: {harmless(sentence.removeprefix('flatout: '))}\n")
+            sys.stderr.write(f"flatout: {sanitize(sentence.removeprefix('flatout: '))}\n")
             sys.stderr.flush()
         except (OSError, ValueError):
             pass

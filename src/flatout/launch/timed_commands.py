@@ -50,7 +50,7 @@ class TimedCommand:
 
     def result(self, limit_s: float) -> CommandResult:
         if self._process is None:
-            return CommandResult(self._command, err=self._start_error, there=bool(self._start_error))
+            return CommandResult(self._command, err=self._start_error, installed=bool(self._start_error))
         timed_out = False
         try:
             self._process.wait(limit_s)

@@ -192,7 +192,7 @@ def code(value: Value) -> str:
     return "with torch.autocast(device, torch.bfloat16): loss = ...  # on the CPU, softmax, norms, sums and losses in float32: x.float().softmax(-1)"
 
 
-def half(value: Value) -> str:
+def reduced_part(value: Value) -> str:
     return f"{value} products"
 
 
@@ -205,7 +205,7 @@ LEVER = Lever(
     apply=apply,
     live=True,
     after=("channels_last",),
-    half=half,
+    reduced_part=reduced_part,
     accepts=("bfloat16", "float16"),
     page=__doc__,
 )

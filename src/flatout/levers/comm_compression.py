@@ -85,7 +85,7 @@ def code(value: Value) -> str:
     return f"{hooks}model.register_comm_hook({state}, powerSGD_hook.powerSGD_hook)"
 
 
-def half(value: Value) -> str:
+def reduced_part(value: Value) -> str:
     return {"bf16": "bfloat16 gradients between ranks", "fp16": "float16 gradients between ranks"}.get(
         str(value), "gradients of low rank between ranks"
     )
@@ -99,7 +99,7 @@ LEVER = Lever(
     code,
     apply=apply,
     excludes=("sharding",),
-    half=half,
+    reduced_part=reduced_part,
     accepts=(
         *DTYPES,
         "powersgd",

@@ -77,6 +77,6 @@ LEVER = Lever(
     needs=("data_parallel",),
     excludes=("sharding",),
     after=("comm_compression",),
-    accepts=(ALL, Number(1e-6, 2**20, whole=False)),
+    accepts=(ALL, Number(1e-6, 2**20, integer=False)),
     page=__doc__,
 )

@@ -62,6 +62,6 @@ LEVER = Lever(
     after=("compile",),
     needs=("compile",),
     saves_memory=True,
-    accepts=(Number(0, 1, whole=False),),
+    accepts=(Number(0, 1, integer=False),),
     page=__doc__,
 )

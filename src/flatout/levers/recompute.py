@@ -95,6 +95,6 @@ LEVER = Lever(
     after=("autocast", "channels_last"),
     excludes=("compile",),
     saves_memory=True,
-    accepts=(Table({"blocks": (Number(0.01, 1, whole=False),)}, ("blocks",)),),
+    accepts=(Table({"blocks": (Number(0.01, 1, integer=False),)}, ("blocks",)),),
     page=__doc__,
 )

@@ -62,6 +62,6 @@ LEVER = Lever(
     code,
     apply=apply,
     live=True,
-    half=lambda value: "bfloat16 products",
+    reduced_part=lambda value: "bfloat16 products",
     page=__doc__,
 )

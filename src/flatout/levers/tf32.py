@@ -80,6 +80,6 @@ LEVER = Lever(
     code,
     apply=apply,
     live=True,
-    half=lambda value: "TF32 products",
+    reduced_part=lambda value: "TF32 products",
     page=__doc__,
 )

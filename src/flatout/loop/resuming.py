@@ -97,7 +97,7 @@ def open_checkpoints(folder: Path, from_scratch: bool, group: RankGroup | None) 
 
 def _open_on_first_rank(folder: Path, from_scratch: bool) -> OpenedCheckpoints:
     # a restarted program resumes from it by itself
-    checkpoints = CheckpointFolder(folder, on_verified=heartbeat.saved).open()
+    checkpoints = CheckpointFolder(folder, on_verified=heartbeat.checkpoint_written).open()
     try:
         if from_scratch:
             moved_to = checkpoints.move_all_aside()

@@ -85,11 +85,11 @@ def fill_record(record: BatchRecord, passes: Passes, aa_rounds: Sequence[Sequenc
 
     ``aa_rounds`` are the turns of the own size in two processes of each pass.
     """
-    own = record.point(record.own)
+    own = record.point(record.own_size)
     if own is None or own.step_ms is None or not own.samples_per_step:
         return
     pairs = [pair for pair in aa_rounds if pair]
-    record.again = compare(pairs) if pairs else None
+    record.repeat_ratio = compare(pairs) if pairs else None
     for point in record.points:
         _fill_point(record, point, own, passes)
     fit = [point for point in record.points if point.fits and point.speed is not None]
@@ -98,11 +98,11 @@ def fill_record(record: BatchRecord, passes: Passes, aa_rounds: Sequence[Sequenc
     record.best = max(fit, key=lambda point: point.speed.median if point.speed else 0.0).size
     interval = smallest_near_best(passes, [point.size for point in fit])
     if interval is not None:
-        record.enough, record.enough_low, record.enough_high = interval
-    with_kept = [point for point in fit if point.kept_speed is not None]
+        record.near_best, record.near_best_low, record.near_best_high = interval
+    with_kept = [point for point in fit if point.accumulated_speed is not None]
     if with_kept:
-        record.kept_best = max(
-            with_kept, key=lambda point: point.kept_speed.median if point.kept_speed else 0.0
+        record.best_micro_batch = max(
+            with_kept, key=lambda point: point.accumulated_speed.median if point.accumulated_speed else 0.0
         ).size
 
 
@@ -116,10 +116,10 @@ def _fill_point(record: BatchRecord, point: BatchPoint, own: BatchPoint, passes:
     point.step_ms, point.samples_per_s = ms_per_sample * samples, 1000 / ms_per_sample
     unity = Ratio(1.0, 1.0, 1.0, len(times))
     point.speed = unity if point is own else speed(passes, own.size, point.size)
-    point.kept_micro_batches = (record.effective or own.size) / point.size
+    point.micro_batches = (record.effective or own.size) / point.size
     optimizer_ms = point.optimizer_ms
-    if optimizer_ms is None or point.kept_micro_batches < 1:
-        point.kept_micro_batches = None
+    if optimizer_ms is None or point.micro_batches < 1:
+        point.micro_batches = None
         return
 
     def kept_batch_ms(ms: float) -> float:
@@ -130,4 +130,4 @@ def _fill_point(record: BatchRecord, point: BatchPoint, own: BatchPoint, passes:
         for one_pass in passes
         if own.size in one_pass and point.size in one_pass
     ]
-    point.kept_speed = unity if point is own else speed(micro_batched, own.size, point.size)
+    point.accumulated_speed = unity if point is own else speed(micro_batched, own.size, point.size)

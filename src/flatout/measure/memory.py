@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.schema.profile import MEMORY_KINDS, MemoryAt, MemorySeen
+from flatout.schema.profile import MEMORY_KINDS, MemoryProfile, MemorySample
 
 if TYPE_CHECKING:
     from torch import device as Device
@@ -76,7 +76,7 @@ def step_memory(
     moments: Sequence[MemoryMoment],
     start_ns: int,
     end_ns: int,
-) -> MemorySeen:
+) -> MemoryProfile:
     """The memory of the step between ``start_ns`` and ``end_ns``.
 
     The result has the peak, its composition, and a timeline of at most ``MAX_TIMELINE_POINTS`` points.
@@ -87,7 +87,7 @@ def step_memory(
     peak_ns, peak = max(inside, key=lambda pair: pair[1])
     known = [moment for moment in moments if moment.ns <= end_ns] or [MemoryMoment(start_ns, {})]
     peak_index = max(0, bisect_right([moment.ns for moment in known], peak_ns) - 1)
-    result = MemorySeen(device, peak, with_other(known[peak_index].kinds, peak))
+    result = MemoryProfile(device, peak, with_other(known[peak_index].kinds, peak))
     fullest_moment = max(
         (moment for moment in known if moment.ns >= start_ns),
         key=lambda moment: sum(moment.modules.values()),
@@ -100,7 +100,7 @@ def step_memory(
     stride = max(1, len(points) // MAX_TIMELINE_POINTS)
     sampled = [point for index, point in enumerate(points) if index % stride == 0 or point[0] == peak_ns]
     result.timeline = [
-        MemoryAt(
+        MemorySample(
             (ns - start_ns) / 1e6,
             with_other(kinds, peak if ns == peak_ns else bytes_at(totals, ns, initial_bytes)),
         )

@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 
-from flatout.schema.facts import ASKED_DEVICE, Gpu
+from flatout.schema.facts import DEVICE_VARIABLE, Gpu
 
 LIBRARY = "libcuda.so.1"
 TIMEOUT_S = 30.0  # a GPU without persistence mode takes seconds to initialise
@@ -76,7 +76,7 @@ def devices_of_torch(python: str) -> dict[str, str] | None:
 
     None without torch or an answer.
     """
-    env = {name: value for name, value in os.environ.items() if name != ASKED_DEVICE}
+    env = {name: value for name, value in os.environ.items() if name != DEVICE_VARIABLE}
     try:
         asked = subprocess.run(
             [python, "-c", DEVICES],

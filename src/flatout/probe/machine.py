@@ -11,10 +11,10 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from flatout.job.interpreter import is_own, python_of, versions_of
+from flatout.job.interpreter import is_flatout_python, python_of, versions_of
 from flatout.probe.cgroup import group
 from flatout.probe.gpus import visible_gpus
-from flatout.schema.facts import ASKED_DEVICE, Facts
+from flatout.schema.facts import DEVICE_VARIABLE, Facts
 
 WATCHED = (
     "OMP_NUM_THREADS",
@@ -30,7 +30,7 @@ WATCHED = (
     "MALLOC_TOP_PAD_",
     "MALLOC_CONF",
     "MIMALLOC_PURGE_DELAY",
-    ASKED_DEVICE,
+    DEVICE_VARIABLE,
 )
 DISTRIBUTIONS = ("torch", "torchvision", "numpy", "lightning", "triton", "cmeel-mimalloc")
 LIBRARIES = (
@@ -59,7 +59,7 @@ def with_software(facts: Facts, argv: Sequence[str]) -> Facts:
     python, at = python_of(argv), _distributions()
     version, versions = (
         (facts.python, {name: at[name].stem.partition("-")[2] for name in DISTRIBUTIONS if name in at})
-        if is_own(python)
+        if is_flatout_python(python)
         else versions_of(python, *DISTRIBUTIONS)
     )
     return replace(facts, python=version, versions=versions, allocators=_allocators())

@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 
 from flatout.probe.names import FUNCTIONS, Binding, Names
-from flatout.schema.errors import NOT_OF_ITS_FORM
+from flatout.schema.errors import MALFORMED
 from flatout.schema.findings import SourceLocation
 
 MAX_BYTES = 4_000_000  # larger than any handwritten script
@@ -219,7 +219,7 @@ def notebook(text: str, shown: str) -> tuple[str, list[tuple[int, int]]]:
             for number, cell in enumerate(cells, 1)
             if cell.get("cell_type") == "code"
         ]
-    except NOT_OF_ITS_FORM:
+    except MALFORMED:
         raise Unreadable(f"{shown} is not a readable notebook: its JSON has no cells with a source") from None
     lines: list[str] = []
     starts = []

@@ -3,32 +3,21 @@
 from collections.abc import Sequence
 
 from flatout.render.formatting import (
-    NOTHING,
-    drawable,
+    MISSING,
     duration,
+    finite,
     milliseconds,
     one_line,
     per_second,
+    plural,
     sentence,
-    several,
     shell,
     signed,
     size,
 )
 from flatout.render.losses import loss_figure
-from flatout.render.page import (
-    BOTH,
-    PAGE,
-    TERMINAL,
-    Cell,
-    Page,
-    Section,
-    Table,
-    Words,
-    dateline,
-    notes,
-)
-from flatout.render.phases import Side, phase_section
+from flatout.render.page import BOTH, PAGE, TERMINAL, Cell, Page, Paragraph, Section, Table, dateline, notes
+from flatout.render.phases import ProgramPhases, phase_section
 from flatout.schema.compare import Change, CompareRecord, SideRecord
 
 Row = tuple[str, str, str, str]
@@ -40,7 +29,7 @@ IN_PAIRS = (
     "Both programs ran in pairs of fresh processes with the same seed. Blocks of steps alternated, A B B A, while the other program was "
     "stopped. Two processes of one program differ for their whole life, so the interval is that of the mean over pairs."
 )
-WIDEST = 10.0  # a share; an interval beyond it says nothing
+MAX_INTERVAL_SHARE = 10.0  # a share; an interval beyond it says nothing
 GATE_STATUS = {"passed": "applied", "failed": "rejected", "cannot tell": "skipped"}
 LOSS_TONE = {"same bits": " good", "within the spread": " good", "different": " bad"}
 
@@ -48,20 +37,20 @@ LOSS_TONE = {"same bits": " good", "within the spread": " good", "different": " 
 def headline(record: CompareRecord) -> str:
     """Say in one line whether B is faster or slower, with the interval."""
     change = record.step_time
-    if change is None or drawable(change.value) is None:
+    if change is None or finite(change.value) is None:
         return "Nothing was compared"
-    inside = f"({_ends(change)}, n={change.n})"
-    if not change.certain:
-        return f"No difference in step time beyond the noise {inside}"
+    interval = f"({_interval_text(change)}, n={change.n})"
+    if not change.significant:
+        return f"No difference in step time beyond the noise {interval}"
     direction = "slower" if change.value > 0 else "faster"
-    return f"B is {direction}: {change_text(change.value)} time per {_unit(record)} {inside}"
+    return f"B is {direction}: {change_text(change.value)} time per {_unit(record)} {interval}"
 
 
 def change_text(share: float) -> str:
     """Format a share: ``+5.1 %``."""
-    value = drawable(share)
+    value = finite(share)
     if value is None:
-        return NOTHING
+        return MISSING
     return f"{signed(100 * value, 0 if abs(value) >= 1 else 1)} %"
 
 
@@ -73,14 +62,14 @@ def _with_interval(change: Change | None) -> str:
     """Format a change with its interval: ``+5.1 % (+4.2 to +6.0)``."""
     if change is None:
         return ""
-    return change_text(change.value) + (f" ({ends})" if (ends := _ends(change)) else "")
+    return change_text(change.value) + (f" ({interval})" if (interval := _interval_text(change)) else "")
 
 
-def _ends(change: Change) -> str:
-    if drawable(change.high) is None or change.high > WIDEST:
+def _interval_text(change: Change) -> str:
+    if finite(change.high) is None or change.high > MAX_INTERVAL_SHARE:
         return "too few pairs for an interval"
     low, high = change_text(change.low), change_text(change.high)
-    return "" if NOTHING in (low, high) else f"{low.removesuffix(' %')} to {high.removesuffix(' %')}"
+    return "" if MISSING in (low, high) else f"{low.removesuffix(' %')} to {high.removesuffix(' %')}"
 
 
 def rows(record: CompareRecord) -> list[Row]:
@@ -107,21 +96,17 @@ def rows(record: CompareRecord) -> list[Row]:
             _with_interval(record.memory),
         ),
         *(
-            (name, a.versions.get(name, NOTHING), b.versions.get(name, NOTHING), "")
-            for name in _unlike_versions(a, b)
+            (name, a.versions.get(name, MISSING), b.versions.get(name, MISSING), "")
+            for name in _differing_versions(a, b)
         ),
     ]
-    return [row for row in table if row[1:3] != (NOTHING, NOTHING)]
+    return [row for row in table if row[1:3] != (MISSING, MISSING)]
 
 
-def _unlike_versions(a: SideRecord, b: SideRecord) -> list[str]:
+def _differing_versions(a: SideRecord, b: SideRecord) -> list[str]:
     return [
         name for name in sorted({*a.versions, *b.versions}) if a.versions.get(name) != b.versions.get(name)
     ]
-
-
-def _phases(name: str, side: SideRecord) -> Side:
-    return Side.read(name, side.phases, side.step_ms)
 
 
 def _changes(record: CompareRecord) -> dict[str, str]:
@@ -137,12 +122,12 @@ def _sides(record: CompareRecord) -> tuple[SideRecord, SideRecord]:
     return record.a, record.b
 
 
-def compare_page(record: CompareRecord, added: Sequence[str] = ()) -> Page:
+def compare_page(record: CompareRecord, terminal_lines: Sequence[str] = ()) -> Page:
     """Return the page. ``added``: lines of the terminal, at the end."""
     a, b = _sides(record)
     change = record.step_time
     slower, faster = change is not None and change.low > 0, change is not None and change.high < 0
-    phases = [_phases("A", a), _phases("B", b)]
+    phases = [ProgramPhases.read(name, side.phases, side.step_ms) for name, side in (("A", a), ("B", b))]
     sections = [
         Section("", [Table((), [_label(name, side) for name, side in (("A", a), ("B", b))])]),
         Section(
@@ -167,7 +152,7 @@ def compare_page(record: CompareRecord, added: Sequence[str] = ()) -> Page:
         Section(
             "Losses",
             [
-                Words(
+                Paragraph(
                     f"{record.losses.verdict}: {sentence(record.losses.why)}",
                     "verdict" + LOSS_TONE.get(record.losses.verdict, ""),
                 ),
@@ -175,8 +160,10 @@ def compare_page(record: CompareRecord, added: Sequence[str] = ()) -> Page:
             ],
         ),
         notes(map(sentence, record.notes)),
-        Section("", [Words(line) for line in added], TERMINAL),
-        Section("How it was measured", [Words(AGAINST_A_BASELINE if record.against else IN_PAIRS)], PAGE),
+        Section("", [Paragraph(line) for line in terminal_lines], TERMINAL),
+        Section(
+            "How it was measured", [Paragraph(AGAINST_A_BASELINE if record.baseline else IN_PAIRS)], PAGE
+        ),
     ]
     return Page(
         "comparison",
@@ -187,7 +174,7 @@ def compare_page(record: CompareRecord, added: Sequence[str] = ()) -> Page:
             record.created,
             record.machine.get("machine", ""),
             record.device,
-            f"{several(b.processes, 'process')} of B",
+            f"{plural(b.processes, 'process')} of B",
             f"measured in {duration(record.seconds)}",
         ),
         tone="bad" if record.gate_failed or slower else "good" if faster else "",
@@ -197,13 +184,13 @@ def compare_page(record: CompareRecord, added: Sequence[str] = ()) -> Page:
 
 def _label(name: str, side: SideRecord) -> tuple[str, Cell]:
     command, revision = shell(side.command), one_line(side.revision, 12)
-    about = [command if command != side.label else "", revision if revision not in side.label else ""]
-    return name, Cell(side.label, ", ".join(filter(None, about)))
+    details = [command if command != side.label else "", revision if revision not in side.label else ""]
+    return name, Cell(side.label, ", ".join(filter(None, details)))
 
 
 def _loss_curves(a: SideRecord, b: SideRecord) -> tuple[list[list[float]], list[list[float]]]:
     seeds = [(a.losses[seed], b.losses[seed]) for seed in a.losses if seed in b.losses]
-    cut = [min(len(first), len(second)) for first, second in seeds]
-    return [first[:n] for (first, _), n in zip(seeds, cut, strict=True)], [
-        second[:n] for (_, second), n in zip(seeds, cut, strict=True)
+    lengths = [min(len(first), len(second)) for first, second in seeds]
+    return [first[:n] for (first, _), n in zip(seeds, lengths, strict=True)], [
+        second[:n] for (_, second), n in zip(seeds, lengths, strict=True)
     ]

@@ -7,18 +7,18 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
-from flatout.render.formatting import figure, one_line, several
+from flatout.render.formatting import one_line, plural, rounded
 from flatout.render.page import Table
-from flatout.render.terminal import grid_of, pairs
+from flatout.render.terminal import name_grid, table_grid
 from flatout.schema.ceilings import CeilingsRecord
 from flatout.schema.machine_snapshot import CheckResult, Verdict
 
-BUSY_CORES = 0.5  # above this load of other processes, the figures underestimate the machine
+MAX_OTHER_CORES = 0.5  # above this load of other processes, the figures underestimate the machine
 STYLES = {
     Verdict.PROBLEM: "bold red",
     Verdict.WARNING: "bold yellow",
     Verdict.NOTE: "bold",
-    Verdict.UNSEEN: "dim",
+    Verdict.NOT_CHECKED: "dim",
     Verdict.OK: "green",
 }
 
@@ -29,31 +29,31 @@ def doctor_page(checks: Sequence[CheckResult]) -> RenderableType:
     parts: list[RenderableType] = [_headline(by_verdict), ""]
     for verdict in (Verdict.PROBLEM, Verdict.WARNING):
         for check in by_verdict[verdict]:
-            parts += [*_in_full(check, STYLES[verdict]), ""]
+            parts += [*_full_entry(check, STYLES[verdict]), ""]
     if by_verdict[Verdict.NOTE]:
         parts += [Text("notes", style="bold"), _notes(by_verdict[Verdict.NOTE]), ""]
-    for verdict in (Verdict.UNSEEN, Verdict.OK):
+    for verdict in (Verdict.NOT_CHECKED, Verdict.OK):
         if by_verdict[verdict]:
-            parts += [Text(verdict.value, style=STYLES[verdict]), _by_theme(by_verdict[verdict]), ""]
+            parts += [Text(verdict.value, style=STYLES[verdict]), _theme_lines(by_verdict[verdict]), ""]
     return Group(*parts[:-1])
 
 
 def _headline(by_verdict: Mapping[Verdict, Sequence[CheckResult]]) -> Text:
     counts = [
-        (several(len(by_verdict[verdict]), verdict.value), verdict)
+        (plural(len(by_verdict[verdict]), verdict.value), verdict)
         for verdict in (Verdict.PROBLEM, Verdict.WARNING)
         if by_verdict[verdict]
     ]
     if not counts:
         return Text("this machine is ready", style="bold green")
-    words = " and ".join(count for count, _ in counts)
+    text = " and ".join(count for count, _ in counts)
     return Text(
-        words if counts[0][1] == Verdict.PROBLEM else f"this machine is ready, with {words}",
+        text if counts[0][1] == Verdict.PROBLEM else f"this machine is ready, with {text}",
         style=STYLES[counts[0][1]],
     )
 
 
-def _in_full(check: CheckResult, style: str) -> Iterable[RenderableType]:
+def _full_entry(check: CheckResult, style: str) -> Iterable[RenderableType]:
     yield Text.assemble(
         (check.verdict, style), (f"  {check.code} {check.name}", "bold"), (f"  {check.theme}", "dim")
     )
@@ -84,8 +84,8 @@ def _notes(checks: Sequence[CheckResult]) -> RenderableType:
     return Group(*lines)
 
 
-def _by_theme(checks: Sequence[CheckResult]) -> RenderableType:
-    return pairs(
+def _theme_lines(checks: Sequence[CheckResult]) -> RenderableType:
+    return name_grid(
         (f"  {theme}", "; ".join(check.seen for check in members))
         for theme, members in groupby(checks, key=lambda check: check.theme)
     )
@@ -96,25 +96,27 @@ def ceilings_table(record: CeilingsRecord) -> RenderableType:
     rows = []
     for ceiling in record.ceilings:
         scale, unit = _unit(ceiling.name)
-        value, low, high = (v if v is None else v / scale for v in (ceiling.value, ceiling.low, ceiling.high))
+        value, low, high = (
+            rate if rate is None else rate / scale for rate in (ceiling.value, ceiling.low, ceiling.high)
+        )
         rows.append(
             (
                 _title(ceiling.name),
                 ceiling.device,
-                f"{figure(value)} {unit}" if value is not None else "not run",
-                "-" if low is None or high is None else f"{figure(low)} to {figure(high)}",
+                f"{rounded(value)} {unit}" if value is not None else "not run",
+                "-" if low is None or high is None else f"{rounded(low)} to {rounded(high)}",
                 str(ceiling.n or "-"),
                 ceiling.note.removeprefix("not run: "),
             )
         )
-    busy = ""
+    load = ""
     if record.busy_cores is not None:
-        busy = f"; other processes used {figure(record.busy_cores)} cores just before"
-        if record.busy_cores > BUSY_CORES:
-            busy += ", so the real peak rates are higher: measure again when the machine is idle"
+        load = f"; other processes used {rounded(record.busy_cores)} cores just before"
+        if record.busy_cores > MAX_OTHER_CORES:
+            load += ", so the real peak rates are higher: measure again when the machine is idle"
     return Group(
-        grid_of(Table(("peak rate", "device", ">best", ">quartiles", ">n", "how"), rows)),
-        Text(f"{several(record.threads, 'thread')}{busy}", style="dim"),
+        table_grid(Table(("peak rate", "device", ">best", ">quartiles", ">n", "how"), rows)),
+        Text(f"{plural(record.threads, 'thread')}{load}", style="dim"),
     )
 
 

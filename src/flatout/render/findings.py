@@ -6,7 +6,7 @@ from itertools import groupby
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from flatout.render.formatting import legible, one_line, sentence
+from flatout.render.formatting import one_line, safe_text, sentence
 from flatout.schema.findings import Finding, Severity, SourceLocation
 
 STYLES = {
@@ -15,13 +15,13 @@ STYLES = {
     Severity.MEMORY.value: "bold magenta",
     Severity.FRAGILE.value: "bold cyan",
 }
-GITHUB = {
+GITHUB_LEVELS = {
     Severity.WRONG.value: "error",
     Severity.TIME.value: "warning",
     Severity.MEMORY.value: "warning",
     Severity.FRAGILE.value: "notice",
 }
-WIDEST = 160  # longer source lines are cut around the caret
+MAX_LINE_CHARS = 160  # longer source lines are cut around the caret
 
 
 def finding_lines(findings: Sequence[Finding], titles: Mapping[str, str]) -> RenderableType:
@@ -32,7 +32,7 @@ def finding_lines(findings: Sequence[Finding], titles: Mapping[str, str]) -> Ren
     parts: list[RenderableType] = []
     for severity, members in groupby(findings, key=lambda finding: finding.severity):
         parts += [Text(severity, style=STYLES.get(severity, "bold")), ""]
-        for code, same in groupby(
+        for code, rule_findings in groupby(
             sorted(members, key=lambda finding: finding.rule), key=lambda finding: finding.rule
         ):
             parts.append(
@@ -42,13 +42,13 @@ def finding_lines(findings: Sequence[Finding], titles: Mapping[str, str]) -> Ren
                     (f"   flatout check --explain {code}", "dim"),
                 )
             )
-            for finding in same:
-                parts += [Text("  ") + part for part in _one(finding)]
+            for finding in rule_findings:
+                parts += [Text("  ") + part for part in _entry(finding)]
             parts.append("")
     return Group(*parts[:-1]) if parts else Text("")
 
 
-def _one(finding: Finding) -> Iterator[Text]:
+def _entry(finding: Finding) -> Iterator[Text]:
     place = finding.place
     if place is not None:
         column = f":{place.column}" if place.column else ""
@@ -61,12 +61,12 @@ def _one(finding: Finding) -> Iterator[Text]:
             yield Text(f"    {line}")
             if caret >= 0:
                 yield Text("    " + " " * caret + "^", style="bold red")
-    yield Text(sentence(finding.said))
+    yield Text(sentence(finding.message))
     if finding.others:
         yield Text(
             "see also " + ", ".join(one_line(other.sentence()) for other in finding.others), style="dim"
         )
-    for number, line in enumerate(legible(finding.fix, 2000).splitlines()):
+    for number, line in enumerate(safe_text(finding.fix, 2000).splitlines()):
         yield Text(("fix: " if number == 0 else "     ") + line, style="green")
     if finding.levers:
         yield Text(f"without editing: `flatout tune` tries {', '.join(finding.levers)}", style="dim")
@@ -78,33 +78,33 @@ def _with_caret(place: SourceLocation) -> tuple[str, int]:
 
     ``place.text`` is stripped; ``place.column`` counts in the whole line.
     """
-    text = legible(place.text, 10_000).replace("\t", " ")
+    text = safe_text(place.text, 10_000).replace("\t", " ")
     caret = place.column - 1 - place.indent if place.column else -1
-    if len(text) > WIDEST:
-        start = max(0, min(caret - WIDEST // 2, len(text) - WIDEST))
-        text, caret = text[start : start + WIDEST], caret - start if caret >= 0 else -1
+    if len(text) > MAX_LINE_CHARS:
+        start = max(0, min(caret - MAX_LINE_CHARS // 2, len(text) - MAX_LINE_CHARS))
+        text, caret = text[start : start + MAX_LINE_CHARS], caret - start if caret >= 0 else -1
     return text, caret if caret < len(text) else -1
 
 
 def summary(
-    findings: Sequence[Finding], files: int, command: str = "python train.py", ran: bool = False
+    findings: Sequence[Finding], files: int, command: str = "python train.py", was_run: bool = False
 ) -> RenderableType:
     """Return the last line: the number of findings of each severity.
 
     ``command`` starts the program. ``ran``: the program was run, too, and the measured rules were checked.
     """
-    read = f"in {files} {'file' if files == 1 else 'files'}"
+    scope = f"in {files} {'file' if files == 1 else 'files'}"
     if not findings:
-        where = "the source or in the run" if ran else "the source"
+        where = "the source or in the run" if was_run else "the source"
         return Text(
-            f"No mistakes found in {where} ({read.removeprefix('in ')}). For speed: flatout {'tune' if ran else 'profile'} {command}"
+            f"No mistakes found in {where} ({scope.removeprefix('in ')}). For speed: flatout {'tune' if was_run else 'profile'} {command}"
         )
     counts = [
         f"{len(list(members))} {severity}"
         for severity, members in groupby(findings, key=lambda finding: finding.severity)
     ]
     return Text(
-        f"Found {len(findings)} ({', '.join(counts)}) {read}. To ignore a rule on a line, add `# flatout: ignore CODE`."
+        f"Found {len(findings)} ({', '.join(counts)}) {scope}. To ignore a rule on a line, add `# flatout: ignore CODE`."
     )
 
 
@@ -116,11 +116,11 @@ def github_lines(findings: Iterable[Finding]) -> Iterator[str]:
             options |= {"file": finding.place.file, "line": str(finding.place.line)}
             if finding.place.column:
                 options["col"] = str(finding.place.column)
-        shown = ",".join(
+        properties = ",".join(
             f"{key}={_escaped(value).replace(':', '%3A').replace(',', '%2C')}"
             for key, value in options.items()
         )
-        yield f"::{GITHUB[finding.severity]} {shown}::{_escaped(sentence(finding.said) + (chr(10) + finding.fix if finding.fix else ''))}"
+        yield f"::{GITHUB_LEVELS[finding.severity]} {properties}::{_escaped(sentence(finding.message) + (chr(10) + finding.fix if finding.fix else ''))}"
 
 
 def _escaped(text: str) -> str:

@@ -10,26 +10,26 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flatout.job.sanitize import harmless
+from flatout.job.sanitize import sanitize
 from flatout.schema import sizes
 from flatout.schema.plan import spell
 
-NOTHING = "–"
+MISSING = "–"
 TEXT_LIMIT = 600
 
 
-def legible(value: object, limit: int = TEXT_LIMIT) -> str:
+def safe_text(value: object, limit: int = TEXT_LIMIT) -> str:
     """Return untrusted text without control characters, cut to ``limit``.
 
     Line breaks and tabs stay. The caller still has to escape markup.
     """
     text = value if isinstance(value, str) else str(value)
     cut = text if len(text) <= limit else text[: limit - 2].rstrip() + " …"
-    return harmless(cut)
+    return sanitize(cut)
 
 
 def one_line(value: object, limit: int = TEXT_LIMIT) -> str:
-    return " ".join(legible(value, limit).split())
+    return " ".join(safe_text(value, limit).split())
 
 
 def sentence(value: object, limit: int = TEXT_LIMIT) -> str:
@@ -42,7 +42,7 @@ def capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def drawable(value: object) -> float | None:
+def finite(value: object) -> float | None:
     """Return the value as a finite float that is safe to print and plot, or None.
 
     Magnitudes of 1e30 and more come from a diverged run and give None. Magnitudes below 1e-30 become zero.
@@ -59,26 +59,26 @@ def drawable(value: object) -> float | None:
 
 
 def is_positive(value: object) -> bool:
-    number = drawable(value)
+    number = finite(value)
     return number is not None and number > 1e-9
 
 
-def figure(value: object, digits: int = 3) -> str:
+def rounded(value: object, digits: int = 3) -> str:
     """Format a number without a unit, with ``digits`` significant digits."""
-    number = drawable(value)
+    number = finite(value)
     if number is None:
-        return NOTHING
+        return MISSING
     if number != 0 and not 1e-3 <= abs(number) < 1e6:
         return f"{number:.{digits}g}"
     before_point = math.floor(math.log10(abs(number))) + 1 if number else digits
     return f"{number:,.{max(0, digits - before_point)}f}"
 
 
-def times(ratio: object) -> str:
+def factor(ratio: object) -> str:
     """Format a ratio: ``1.31x``."""
-    number = drawable(ratio)
+    number = finite(ratio)
     if number is None:
-        return NOTHING
+        return MISSING
     if number >= 100:
         return f"{number:,.0f}x"
     return f"{number:.1f}x" if number >= 10 else f"{number:.2f}x"
@@ -86,26 +86,26 @@ def times(ratio: object) -> str:
 
 def interval(low: object, high: object, dash: str = "–") -> str:
     """Format an interval of ratios: ``1.28–1.35``, or "" if an end is missing."""
-    if drawable(low) is None or drawable(high) is None:
+    if finite(low) is None or finite(high) is None:
         return ""
-    return f"{times(low)[:-1]}{dash}{times(high)[:-1]}"
+    return f"{factor(low)[:-1]}{dash}{factor(high)[:-1]}"
 
 
 def milliseconds(value: object) -> str:
-    return NOTHING if drawable(value) is None else f"{figure(value)} ms"
+    return MISSING if finite(value) is None else f"{rounded(value)} ms"
 
 
 def per_second(value: object, noun: str = "samples") -> str:
-    return NOTHING if drawable(value) is None else f"{figure(value)} {noun}/s"
+    return MISSING if finite(value) is None else f"{rounded(value)} {noun}/s"
 
 
 def duration(seconds: object) -> str:
     """Format a duration: ``9.1 s`` · ``4 min 20 s`` · ``1 h 03 min``."""
-    number = drawable(seconds)
+    number = finite(seconds)
     if number is None:
-        return NOTHING
+        return MISSING
     if number < 1:
-        return f"{figure(number * 1000)} ms"
+        return f"{rounded(number * 1000)} ms"
     if round(number) < 60:
         return f"{number:.1f} s" if number < 10 else f"{number:.0f} s"
     minutes, rest = divmod(round(number), 60)
@@ -113,18 +113,18 @@ def duration(seconds: object) -> str:
 
 
 def size(count_bytes: object) -> str:
-    number = drawable(count_bytes)
-    return NOTHING if number is None else sizes.size(number)
+    number = finite(count_bytes)
+    return MISSING if number is None else sizes.size(number)
 
 
 def count(value: object) -> str:
-    number = drawable(value)
-    return NOTHING if number is None else f"{round(number):,}"
+    number = finite(value)
+    return MISSING if number is None else f"{round(number):,}"
 
 
-def several(value: object, noun: str) -> str:
+def plural(value: object, noun: str) -> str:
     """Format a count with its noun: ``1 step`` · ``3 steps``."""
-    return f"{count(value)} {noun}" + ("" if drawable(value) == 1 else "es" if noun.endswith("s") else "s")
+    return f"{count(value)} {noun}" + ("" if finite(value) == 1 else "es" if noun.endswith("s") else "s")
 
 
 def day(created: str) -> str:
@@ -143,7 +143,7 @@ def setting(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if value is None:
-        return NOTHING
+        return MISSING
     if isinstance(value, dict):
         return one_line(", ".join(f"{k}={v}" for k, v in value.items()), 160)
     return one_line(value, 160)
@@ -151,7 +151,7 @@ def setting(value: object) -> str:
 
 def shell(command: Sequence[object]) -> str:
     """Quote a command for the shell, on one line."""
-    return legible(shlex.join(map(str, command)), 2000).replace("\n", "'$'\\n''")
+    return safe_text(shlex.join(map(str, command)), 2000).replace("\n", "'$'\\n''")
 
 
 def on_device(machine: Mapping[str, object]) -> list[str]:
@@ -161,8 +161,8 @@ def on_device(machine: Mapping[str, object]) -> list[str]:
 
 def short(value: object) -> str:
     """Format a number with up to three significant digits: ``0.00024`` · ``1`` · ``812``."""
-    number = drawable(value)
-    return NOTHING if number is None else f"{number:.3g}"
+    number = finite(value)
+    return MISSING if number is None else f"{number:.3g}"
 
 
 def signed(difference: float, digits: int) -> str:

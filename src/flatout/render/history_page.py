@@ -4,11 +4,12 @@ from pathlib import PurePath
 from urllib.parse import quote
 
 from flatout.job.folder import FOLDER
-from flatout.render.formatting import count, day, figure, sentence, several, shell, size
+from flatout.render.formatting import count, day, plural, rounded, sentence, shell, size
 from flatout.render.page import Cell, Items, Page, Section, Table, dateline
 from flatout.render.summary import with_interval
-from flatout.schema.history import HistoryRecord, JobSeen, RunSeen
+from flatout.schema.history import HistoryRecord, JobEntry, RunEntry
 
+RUN_COLUMNS = "started, UTC", "command", "result", ">steps/s", ">steps", ">peak memory", "limited by", "plan"
 STATUS = {"finished": "applied", "failed": "rejected", "interrupted": "skipped"}
 
 
@@ -23,7 +24,7 @@ def history_page(history: HistoryRecord) -> Page:
     project = (folder.parent if folder.name == FOLDER else folder).name or history.folder
     return Page(
         "history of a project",
-        f"{project}: {several(len(history.jobs), 'command')}, {several(len(runs), 'run')}",
+        f"{project}: {plural(len(history.jobs), 'command')}, {plural(len(runs), 'run')}",
         "the records",
         [
             Section(
@@ -34,16 +35,7 @@ def history_page(history: HistoryRecord) -> Page:
                 "Runs",
                 [
                     Table(
-                        (
-                            "started, UTC",
-                            "command",
-                            "result",
-                            ">steps/s",
-                            ">steps",
-                            ">peak memory",
-                            "limited by",
-                            "plan",
-                        ),
+                        RUN_COLUMNS,
                         [_run(job, run) for job, run in reversed(runs)],
                     ),
                 ],
@@ -59,33 +51,35 @@ def history_page(history: HistoryRecord) -> Page:
     )
 
 
-def _job(job: JobSeen) -> tuple[Cell | str, ...]:
+def _job(job: JobEntry) -> tuple[Cell | str, ...]:
     ratio = job.speedup
     plan = with_interval(ratio.median, ratio.low, ratio.high, ratio.n) if ratio else ""
-    again = shell(["flatout", "tune", *job.command])
+    tune_command = shell(["flatout", "tune", *job.command])
     verdict = (
-        f"A search was interrupted; `{again}` continues it." if job.unfinished else job.verdict or "not tuned"
+        f"A search was interrupted; `{tune_command}` continues it."
+        if job.unfinished
+        else job.verdict or "not tuned"
     )
     newest = job.runs[-1] if job.runs else None
     return (
         Cell(shell(job.command) if job.command else job.folder, kind="code"),
         Cell(plan or verdict, verdict if plan else ""),
-        Cell(f"{figure(newest.steps_per_s)} steps/s", newest.where) if newest else "",
+        Cell(f"{rounded(newest.steps_per_s)} steps/s", newest.setup) if newest else "",
         count(len(job.runs)),
     )
 
 
-def _run(job: JobSeen, run: RunSeen) -> tuple[Cell | str, ...]:
-    failed = f"failed: {run.how}" if run.result == "failed" else run.result
+def _run(job: JobEntry, run: RunEntry) -> tuple[Cell | str, ...]:
+    result = f"failed: {run.exit_reason}" if run.result == "failed" else run.result
     return (
         Cell(day(run.created).removesuffix(" UTC"), link=quote(run.record, errors="replace")),
         Cell(shell(job.command), kind="code"),
         Cell(
-            failed,
-            several(run.processes, "process") if run.processes > 1 else "",
+            result,
+            plural(run.processes, "process") if run.processes > 1 else "",
             STATUS.get(run.result, "skipped"),
         ),
-        figure(run.steps_per_s),
+        rounded(run.steps_per_s),
         count(run.steps),
         size(run.peak_memory_bytes),
         run.limited_by,

@@ -17,7 +17,7 @@ def loop_html(
 ) -> str:
     """Return the view of a Loop. ``levers`` are (name, result, evidence or reason)."""
     bar = [element("progress", value=min(done, total), max=total, style="width:16em")] if total else []
-    of = f" of {total:,}" if total else ""
+    total_text = f" of {total:,}" if total else ""
     tables = [
         element(
             "table",
@@ -27,5 +27,5 @@ def loop_html(
         for rows in (facts, levers)
         if rows
     ]
-    head = element("div", element("strong", title), element("div", *bar, f" {done:,}{of} steps done"))
+    head = element("div", element("strong", title), element("div", *bar, f" {done:,}{total_text} steps done"))
     return str(element("div", head, *tables))

@@ -1,9 +1,9 @@
 """The page of a learning-rate range test, for the terminal and as HTML."""
 
-from flatout.render.formatting import capital, drawable, milliseconds, sentence
+from flatout.render.formatting import capital, finite, milliseconds, sentence
 from flatout.render.page import Figure, Page, Section, Table, dateline, notes
 from flatout.render.plot import Plot
-from flatout.render.svg import Scale, number_ticks, powers, with_room
+from flatout.render.svg import Scale, number_ticks, padded_scale, powers
 from flatout.schema.lr_range import LrRecord
 
 CAPTION = (
@@ -53,16 +53,16 @@ def _range(record: LrRecord) -> str:
 
 def lr_plot(record: LrRecord) -> Plot | None:
     """Return the losses against the learning rate, with the marked rates. None without a curve."""
-    smooth = [(p.lr, v) for p in record.points if (v := drawable(p.smooth)) is not None and p.lr > 0]
+    smooth = [(p.lr, v) for p in record.points if (v := finite(p.smooth)) is not None and p.lr > 0]
     if len(smooth) < 3:
         return None
     diverged = record.diverged
-    y = with_room([v for lr, v in smooth if diverged is None or lr <= diverged] or [v for _, v in smooth])
+    y = padded_scale([v for lr, v in smooth if diverged is None or lr <= diverged] or [v for _, v in smooth])
     x = Scale(smooth[0][0], record.points[-1].lr, logarithmic=True)
     label = f"Loss while the learning rate grows from {x.low:.2g} to {x.high:.2g}"
     plot = Plot(label, x, y, [(t, f"{t:g}") for t in powers(x)], number_ticks(y), axis="learning rate")
     for point in record.points:
-        if (loss := drawable(point.loss)) is not None and y.low <= loss <= y.high:
+        if (loss := finite(point.loss)) is not None and y.low <= loss <= y.high:
             plot.dot(point.lr, loss, "c1", f"lr {point.lr:.3g}: loss {loss:.4g}", 2.2)
     plot.line(smooth, "c0")
     marks = (("suggested", record.suggestion), ("lowest loss", record.lowest), ("diverges", diverged))

@@ -4,34 +4,34 @@ import re
 from collections.abc import Iterable
 
 from flatout.render.formatting import one_line
-from flatout.render.page import PAGE, Cell, Items, Page, PagePart, Table, Words
+from flatout.render.page import PAGE, Cell, Items, Page, PagePart, Paragraph, Table
 
-MARKS = {"applied": "✅ ", "rejected": "❌ ", "skipped": "❔ "}
+STATUS_MARKS = {"applied": "✅ ", "rejected": "❌ ", "skipped": "❔ "}
 
 
 def markdown(page: Page) -> str:
     """Return the headline, and every section without its charts."""
     lines = [f"### {_text(page.headline)}", ""]
     for section in page.sections:
-        if section.where != PAGE and section.shown:
+        if section.where != PAGE and section.visible:
             lines += [f"**{_text(section.title)}**", ""] if section.title else []
-            lines += [line for part in section.shown for line in _part(part)]
+            lines += [line for part in section.visible for line in _part(part)]
     return "\n".join(lines) + "\n"
 
 
 def _part(part: PagePart) -> list[str]:
     match part:
-        case Words(text):
+        case Paragraph(text):
             return [_text(text), ""]
         case Items(items):
             return [*(f"* {_text(item)}" for item in items), ""]
         case Table(columns, rows):
             width = max(map(len, rows))
             names = [*columns, *[""] * (width - len(columns))]
-            sides = ["---:" if name.startswith(">") else "---" for name in names]
+            alignments = ["---:" if name.startswith(">") else "---" for name in names]
             return [
                 _row(name.removeprefix(">") for name in names),
-                f"|{'|'.join(sides)}|",
+                f"|{'|'.join(alignments)}|",
                 *map(_row, rows),
                 "",
             ]
@@ -46,7 +46,9 @@ def _row(cells: Iterable[str | Cell]) -> str:
 def _cell(cell: str | Cell) -> str:
     if isinstance(cell, str):
         return _text(cell)
-    return MARKS.get(cell.kind, "") + _text(cell.text) + (f" ({_text(cell.note)})" if cell.note else "")
+    return (
+        STATUS_MARKS.get(cell.kind, "") + _text(cell.text) + (f" ({_text(cell.note)})" if cell.note else "")
+    )
 
 
 def _text(value: object) -> str:

@@ -1,34 +1,33 @@
 """The page of the predicted memory of a step, for the terminal and as HTML."""
 
-from flatout.render import formatting
-from flatout.render.formatting import size
+from flatout.render.formatting import count, plural, sentence, size
 from flatout.render.page import Cell, Items, Page, Section, Table, dateline, notes
 from flatout.schema.memory_forecast import FORECAST_KINDS, MemoryForecast, MemoryPoint
 
-MODULES_SHOWN = 8
+MAX_MODULES = 8
 PEAK = "peak of the tensors in a step"
 
 
 def memory_page(record: MemoryForecast) -> Page:
     own = record.own_point()
-    shown = [point for point in record.points if not point.why_not]
+    predicted = [point for point in record.points if not point.why_not]
     kinds = [kind for kind in FORECAST_KINDS if any(point.kinds.get(kind, 0) > 0 for point in record.points)]
     names = [Cell(PEAK, kind="strong"), Cell("measured"), *map(Cell, kinds)]
-    columns = [_cells(point, kinds) for point in shown]
+    columns = [_cells(point, kinds) for point in predicted]
     table = Table(
-        ("samples a batch", *(f">{_named(point, record)}" for point in shown)),
+        ("samples a batch", *(f">{_column_name(point, record)}" for point in predicted)),
         [[name, *row] for name, row in zip(names, zip(*columns, strict=True), strict=True) if any(row)]
-        if shown
+        if predicted
         else [],
     )
     modules = sorted(own.by_module.items(), key=lambda module: -module[1]) if own is not None else []
     failures = [
-        f"{formatting.several(point.batch_size, 'sample')}: {formatting.sentence(point.why_not)}"
+        f"{plural(point.batch_size, 'sample')}: {sentence(point.why_not)}"
         for point in record.points
         if point.why_not
     ]
     activations = Table(
-        ("module", ">amount"), [(name, size(amount)) for name, amount in modules[:MODULES_SHOWN]]
+        ("module", ">amount"), [(name, size(amount)) for name, amount in modules[:MAX_MODULES]]
     )
     return Page(
         "predicted memory of a step",
@@ -37,9 +36,9 @@ def memory_page(record: MemoryForecast) -> Page:
         [
             Section("Peak of the tensors in a step, by batch size", [table, Items(failures)]),
             Section("Activations by module", [activations]),
-            notes(map(formatting.sentence, record.notes)),
+            notes(map(sentence, record.notes)),
         ],
-        because(record) or formatting.sentence(record.message),
+        summary(record) or sentence(record.message),
         command=record.command,
         dateline=dateline(record.created, record.device),
         version=record.flatout,
@@ -50,40 +49,40 @@ def headline(record: MemoryForecast) -> str:
     own = record.own_point()
     if own is None or own.peak_bytes is None:
         return "The memory of a step is not known"
-    size = f" with {formatting.count(record.own)} samples a batch" if record.own else ""
+    batch = f" with {count(record.own_size)} samples a batch" if record.own_size else ""
     where = (
         "on a CUDA device"
         if record.simulated or record.device == "cuda"
         else f"on the {record.device.upper()}"
     )
-    return f"A step{size} takes {formatting.size(own.peak_bytes)} of tensors {where}"
+    return f"A step{batch} takes {size(own.peak_bytes)} of tensors {where}"
 
 
-def because(record: MemoryForecast) -> str:
+def summary(record: MemoryForecast) -> str:
     """Return the prediction error, the largest batch that fits, and advice."""
-    sentences = [sentence for point in record.points if (sentence := verdict(point))]
+    sentences = [text for point in record.points if (text := accuracy_sentence(point))]
     if record.limit_bytes is not None and record.largest is not None:
-        limit = f"{formatting.size(record.limit_bytes)} ({record.limit_of})"
+        limit = f"{size(record.limit_bytes)} ({record.limit_source})"
         sentences.append(
-            f"The largest batch that is predicted to fit into {limit} has {formatting.several(record.largest, 'sample')}, "
-            f"{formatting.size(record.largest_peak_bytes)}."
+            f"The largest batch that is predicted to fit into {limit} has {plural(record.largest, 'sample')}, "
+            f"{size(record.largest_peak_bytes)}."
             if record.largest
             else f"Not even one sample is predicted to fit into {limit}."
         )
     return " ".join([*sentences, *filter(None, [record.advice])])
 
 
-def verdict(point: MemoryPoint) -> str:
-    size = f"with {formatting.count(point.batch_size)} samples " if point.batch_size else ""
+def accuracy_sentence(point: MemoryPoint) -> str:
+    batch = f"with {count(point.batch_size)} samples " if point.batch_size else ""
     if point.error is not None:
-        missed = (
+        error_text = (
             "right to 0.1 %"
             if abs(point.error) < 0.001
             else f"{abs(point.error):.1%} too {'high' if point.error > 0 else 'low'}"
         )
-        return f"A real step {size}took {formatting.size(point.measured_bytes)}: the prediction was {missed}."
+        return f"A real step {batch}took {size(point.measured_bytes)}: the prediction was {error_text}."
     return (
-        formatting.sentence(f"It could not be measured {size}({point.measured_why_not})")
+        sentence(f"It could not be measured {batch}({point.measured_why_not})")
         if point.measured_why_not
         else ""
     )
@@ -98,8 +97,8 @@ def _cells(point: MemoryPoint, kinds: list[str]) -> list[str]:
     ]
 
 
-def _named(point: MemoryPoint, record: MemoryForecast) -> str:
+def _column_name(point: MemoryPoint, record: MemoryForecast) -> str:
     if point.batch_size is None:
         return "its own"
-    mark = {record.largest: " (fits)", record.own: " (its own)"}.get(point.batch_size, "")
-    return formatting.count(point.batch_size) + mark
+    mark = {record.largest: " (fits)", record.own_size: " (its own)"}.get(point.batch_size, "")
+    return count(point.batch_size) + mark

@@ -42,7 +42,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Words:
+class Paragraph:
     """A paragraph. ``kind``: ``note`` (on pages only), ``verdict`` (with ``good`` or ``bad``), or ``output``, which keeps its lines."""
 
     text: str
@@ -68,8 +68,8 @@ class Code:
     text: str
 
 
-PagePart = Table | Words | Items | Figure | Code
-MOST_ROWS = 150  # of a table; the rest is in the record
+PagePart = Table | Paragraph | Items | Figure | Code
+MAX_ROWS = 150  # of a table; the rest is in the record
 BOTH, PAGE, TERMINAL = "both", "page", "terminal"
 
 
@@ -82,10 +82,12 @@ class Section:
     where: str = BOTH
 
     @property
-    def shown(self) -> list[PagePart]:
+    def visible(self) -> list[PagePart]:
         """The parts that hold something; none if only paragraphs of the kind ``note`` are left."""
-        parts = [part for part in self.parts if part is not None and _holds(part)]
-        return parts if any(not (isinstance(part, Words) and part.kind == "note") for part in parts) else []
+        parts = [part for part in self.parts if part is not None and _has_content(part)]
+        return (
+            parts if any(not (isinstance(part, Paragraph) and part.kind == "note") for part in parts) else []
+        )
 
 
 @dataclass(frozen=True)
@@ -93,16 +95,16 @@ class Page:
     """``source`` names the file with all figures. ``tone``: ``good``, ``bad`` or "". ``following``: why, and
     the next command."""
 
-    kicker: str
+    page_kind: str
     headline: str
     source: str
     sections: Sequence[Section]
-    deck: str = ""
+    subtitle: str = ""
     details: str = ""  # of a failure: lines of output
     command: Sequence[str] = ()
     dateline: Sequence[str] = ()
     tone: str = ""
-    following: tuple[str, str] = ("", "")
+    next_step: tuple[str, str] = ("", "")
     version: str = ""
 
 
@@ -113,29 +115,31 @@ def notes(lines: Iterable[str], title: str = "Notes") -> Section:
 def html(page: Page) -> str:
     """Return the page as one HTML document."""
     head = (
-        element("p", f"flatout · {page.kicker}", class_="kicker"),
+        element("p", f"flatout · {page.page_kind}", class_="kicker"),
         element("h1", page.headline),
-        *([_paragraph(page.deck, "deck")] if page.deck else []),
+        *([_paragraph(page.subtitle, "deck")] if page.subtitle else []),
         *([element("pre", page.details, class_="output")] if page.details else []),
         *([element("p", element("code", shell(page.command)), class_="command")] if page.command else []),
         element("p", " · ".join(filter(None, page.dateline)), class_="dateline"),
     )
-    why, command = page.following
+    why, command = page.next_step
     body = [element("header", *head, class_=page.tone or None)]
-    sections = [section for section in page.sections if section.where != TERMINAL and section.shown]
+    sections = [section for section in page.sections if section.where != TERMINAL and section.visible]
     if command:
-        sections.insert(min(1, len(sections)), Section("Next step", [Words(why), Code(command)]))
+        sections.insert(min(1, len(sections)), Section("Next step", [Paragraph(why), Code(command)]))
     body += [
         element(
-            "section", *([element("h2", section.title)] if section.title else []), *map(_part, section.shown)
+            "section",
+            *([element("h2", section.title)] if section.title else []),
+            *map(_part, section.visible),
         )
         for section in sections
     ]
-    made = f"Made by flatout {page.version} from {page.source} in the same folder. "
-    body.append(element("footer", element("p", made + "This page has no scripts and loads nothing.")))
+    origin = f"Made by flatout {page.version} from {page.source} in the same folder. "
+    body.append(element("footer", element("p", origin + "This page has no scripts and loads nothing.")))
     sheet, digest = _style()
     return (
-        Markup(_FRAME)
+        Markup(_TEMPLATE)
         .format(
             digest=digest,
             version=page.version,
@@ -147,7 +151,7 @@ def html(page: Page) -> str:
     )
 
 
-_FRAME = """<!doctype html>
+_TEMPLATE = """<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
@@ -174,7 +178,7 @@ def _style() -> tuple[Markup, str]:
     return Markup(sheet), base64.b64encode(hashlib.sha256(sheet.encode()).digest()).decode()
 
 
-def _holds(part: PagePart) -> bool:
+def _has_content(part: PagePart) -> bool:
     match part:
         case Table(_, rows):
             return bool(rows)
@@ -182,7 +186,7 @@ def _holds(part: PagePart) -> bool:
             return bool(items)
         case Figure(chart):
             return chart is not None
-        case Words(text) | Code(text):
+        case Paragraph(text) | Code(text):
             return bool(text)
 
 
@@ -190,9 +194,9 @@ def _part(part: PagePart) -> Markup:
     match part:
         case Table():
             return _table(part)
-        case Words(text, "output"):
+        case Paragraph(text, "output"):
             return element("pre", text, class_="output")
-        case Words(text, kind):
+        case Paragraph(text, kind):
             return _paragraph(text, kind)
         case Items(items):
             return element("ul", *(element("li", *_spans(item)) for item in items))
@@ -229,28 +233,28 @@ def _swatch(kind: str) -> Markup:
 def _table(table: Table) -> Markup:
     """Return a table. On a narrow screen, each row becomes a block, and each cell gets its column's name."""
     names = [name.removeprefix(">") for name in table.columns]
-    sides = ["right" if name.startswith(">") else None for name in table.columns]
-    head = [element("th", name, scope="col", class_=side) for name, side in zip(names, sides, strict=True)]
+    aligns = ["right" if name.startswith(">") else None for name in table.columns]
+    head = [element("th", name, scope="col", class_=align) for name, align in zip(names, aligns, strict=True)]
     body = []
-    for row in table.rows[:MOST_ROWS]:
+    for row in table.rows[:MAX_ROWS]:
         cells = []
         for number, content in enumerate(row):
             cell = content if isinstance(content, Cell) else Cell(content)
             label = names[number] if number < len(names) else ""
-            side = sides[number] if number < len(sides) else None
+            align = aligns[number] if number < len(aligns) else None
             cells.append(
                 element(
                     "td" if number else "th",
                     *_content(cell),
                     scope=None if number else "row",
                     data_label=label if number and label else None,
-                    class_=side,
+                    class_=align,
                 )
             )
         body.append(element("tr", *cells))
-    if len(table.rows) > MOST_ROWS:
-        left = f"{len(table.rows) - MOST_ROWS} more are in the record."
-        body.append(element("tr", element("td", left, colspan=len(table.rows[0]))))
+    if len(table.rows) > MAX_ROWS:
+        omitted = f"{len(table.rows) - MAX_ROWS} more are in the record."
+        body.append(element("tr", element("td", omitted, colspan=len(table.rows[0]))))
     parts = [element("thead", element("tr", *head))] if any(names) else []
     return element("table", *parts, element("tbody", *body), class_=None if any(names) else "pairs")
 

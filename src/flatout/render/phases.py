@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.render.formatting import NOTHING, drawable, figure, milliseconds
+from flatout.render.formatting import MISSING, finite, milliseconds, rounded
 from flatout.render.page import Cell, Figure, Section, Table
-from flatout.render.plot import Part, bars
+from flatout.render.plot import Segment, bars
 from flatout.schema.records import PHASES, PhaseTime
 
-MOST_OTHERS = 6  # phases that flatout does not know
+MAX_UNKNOWN_PHASES = 6  # phases that flatout does not know
 
 
 @dataclass(frozen=True)
-class Side:
+class ProgramPhases:
     """The phases of one program. ``step_ms`` is its mean step."""
 
     name: str
@@ -23,28 +23,28 @@ class Side:
     step_ms: float | None
 
     @classmethod
-    def read(cls, name: str, phases: Mapping[str, Any], step_ms: object) -> Side:
+    def read(cls, name: str, phases: Mapping[str, Any], step_ms: object) -> ProgramPhases:
         """Take the phases that can be drawn, in the order of a step. A stored record holds mappings."""
-        others = [phase for phase in phases if phase not in PHASES][:MOST_OTHERS]
+        unknown = [phase for phase in phases if phase not in PHASES][:MAX_UNKNOWN_PHASES]
         known = {}
-        for phase in [*(phase for phase in PHASES if phase in phases), *others]:
+        for phase in [*(phase for phase in PHASES if phase in phases), *unknown]:
             stored = phases[phase]
             fields = stored if isinstance(stored, Mapping) else getattr(stored, "__dict__", {})
-            values = [drawable(fields.get(key)) for key in ("median_ms", "low_ms", "high_ms", "share")]
+            values = [finite(fields.get(key)) for key in ("median_ms", "low_ms", "high_ms", "share")]
             if values[0] is not None:
                 median, low, high, share = (value or 0.0 for value in values)
                 known[phase] = PhaseTime(median, low, high, share)
-        return cls(name, known, drawable(step_ms))
+        return cls(name, known, finite(step_ms))
 
     @property
-    def parts(self) -> list[Part]:
+    def segments(self) -> list[Segment]:
         """The lengths are shares of the mean step, so they add up."""
         step = self.step_ms or sum(time.median_ms for time in self.phases.values())
         return [
-            Part(
+            Segment(
                 name,
                 max(0.0, time.share * step),
-                kind_of(name),
+                phase_kind(name),
                 f"{name}: {milliseconds(time.median_ms)}, {100 * time.share:.0f} % of the step",
             )
             for name, time in self.phases.items()
@@ -52,21 +52,23 @@ class Side:
         ]
 
 
-def kind_of(phase: str) -> str:
+def phase_kind(phase: str) -> str:
     return phase if phase in PHASES else "other"
 
 
-def phase_figure(sides: Sequence[Side], unit: str = "step") -> Figure:
-    drawn = [side for side in sides if side.parts]
+def phase_figure(sides: Sequence[ProgramPhases], unit: str = "step") -> Figure:
+    drawn = [side for side in sides if side.segments]
     rows = [
         (
-            f"{side.name}: {milliseconds(sum(part.value for part in side.parts))}" if len(sides) > 1 else "",
-            side.parts,
+            f"{side.name}: {milliseconds(sum(segment.value for segment in side.segments))}"
+            if len(sides) > 1
+            else "",
+            side.segments,
         )
         for side in drawn
     ]
     label = "; ".join(
-        f"{side.name} {', '.join(part.tip.partition(',')[0] for part in side.parts)}".strip()
+        f"{side.name} {', '.join(segment.tip.partition(',')[0] for segment in side.segments)}".strip()
         for side in drawn
     )
     scale = ", on one scale" if len(drawn) > 1 else ""
@@ -76,31 +78,24 @@ def phase_figure(sides: Sequence[Side], unit: str = "step") -> Figure:
 
 
 def phase_section(
-    title: str, sides: Sequence[Side], changes: Mapping[str, str], where: str, unit: str = "step"
+    title: str, sides: Sequence[ProgramPhases], changes: Mapping[str, str], where: str, unit: str = "step"
 ) -> Section:
     """Return the bars, and a table with the median and the quartiles of each phase."""
-    shown = [side for side in sides if side.phases]
-    names = dict.fromkeys(name for side in shown for name, time in side.phases.items() if time.median_ms)
-    columns = ["phase", *(f">{side.name}" for side in shown), *(["change"] if len(shown) > 1 else [])]
+    drawn = [side for side in sides if side.phases]
+    names = dict.fromkeys(name for side in drawn for name, time in side.phases.items() if time.median_ms)
+    columns = ["phase", *(f">{side.name}" for side in drawn), *(["change"] if len(drawn) > 1 else [])]
     rows = [
         [
-            Cell(name, kind=kind_of(name)),
-            *(_median(side.phases.get(name)) for side in shown),
-            *([changes.get(name, "")] if len(shown) > 1 else []),
+            Cell(name, kind=phase_kind(name)),
+            *(_median(side.phases.get(name)) for side in drawn),
+            *([changes.get(name, "")] if len(drawn) > 1 else []),
         ]
         for name in names
     ]
-    return Section(title, [phase_figure(shown, unit), Table(columns, rows)], where)
+    return Section(title, [phase_figure(drawn, unit), Table(columns, rows)], where)
 
 
 def _median(time: PhaseTime | None) -> str | Cell:
     if time is None:
-        return NOTHING
-    return Cell(milliseconds(time.median_ms), f"{figure(time.low_ms)}–{figure(time.high_ms)}")
-
-
-def differences(first: Side, second: Side) -> Iterable[tuple[str, float]]:
-    """Yield the change of the median of each phase that both have, in milliseconds."""
-    for name, time in first.phases.items():
-        if name in second.phases:
-            yield name, second.phases[name].median_ms - time.median_ms
+        return MISSING
+    return Cell(milliseconds(time.median_ms), f"{rounded(time.low_ms)}–{rounded(time.high_ms)}")

@@ -15,12 +15,12 @@ from markupsafe import Markup
 
 from flatout.render.svg import Scale, Ticks, element, percent
 
-HEIGHT = 300
-UNITS = 1000  # SVG paths cannot use percentages: they lie in a box of this size, which is stretched
+HEIGHT_PX = 300
+PATH_UNITS = 1000  # SVG paths cannot use percentages: they lie in a box of this size, which is stretched
 DIAMOND = "M-8 0L0 -8L8 0L0 8Z"
-LETTER = 7.2  # pixels, mean width of a letter of the labels
-NARROW = 320  # pixels, width of a plot on a phone
-ROW, BAR, LINE = 62, 32, 46  # pixels: a bar with its name, a bar, a row of intervals
+LETTER_PX = 7.2  # mean, in labels
+PHONE_PX = 320  # width of a plot on a phone
+ROW_PX, BAR_PX, INTERVAL_PX = 62, 32, 46  # a bar with its name, a bar, an interval
 
 
 class Plot:
@@ -33,7 +33,7 @@ class Plot:
         y: Scale,
         x_ticks: Ticks = (),
         y_ticks: Ticks = (),
-        height: int = HEIGHT,
+        height: int = HEIGHT_PX,
         axis: str = "",
         grid: bool = True,
     ) -> None:
@@ -50,20 +50,20 @@ class Plot:
 
     def line(self, points: Iterable[tuple[float, float | None]], kind: str, tip: str = "") -> None:
         """Draw a curve. A value of None makes a gap."""
-        pieces = []
-        for there, run in groupby(points, key=lambda point: point[1] is not None):
-            if there:
-                corners = [self._corner(x, y) for x, y in run if y is not None]
+        paths = []
+        for has_value, run in groupby(points, key=lambda point: point[1] is not None):
+            if has_value:
+                corners = [self._path_point(x, y) for x, y in run if y is not None]
                 # One point becomes a line of almost no length, which the round line cap shows as a dot.
-                pieces.append("M" + " L".join(corners) + ("" if len(corners) > 1 else " h0.01"))
-        if pieces:
-            self._stretched(" ".join(pieces), f"curve {kind}", tip)
+                paths.append("M" + " L".join(corners) + ("" if len(corners) > 1 else " h0.01"))
+        if paths:
+            self._add_path(" ".join(paths), f"curve {kind}", tip)
 
     def area(self, points: Sequence[tuple[float, float, float]], kind: str, tip: str = "") -> None:
         """Fill between two curves, from points of x, low and high."""
-        corners = [self._corner(x, low) for x, low, _ in points]
-        corners += [self._corner(x, high) for x, _, high in reversed(points)]
-        self._stretched("M" + " L".join(corners) + " Z", f"area {kind}", tip)
+        corners = [self._path_point(x, low) for x, low, _ in points]
+        corners += [self._path_point(x, high) for x, _, high in reversed(points)]
+        self._add_path("M" + " L".join(corners) + " Z", f"area {kind}", tip)
 
     def band(self, low: float, high: float, kind: str, tip: str = "") -> None:
         """Fill the height of the plot between two values of x."""
@@ -86,14 +86,14 @@ class Plot:
     ) -> None:
         """Draw a line over the whole plot, at ``x`` or at ``y``. Texts at ``x`` get different heights."""
         if x is not None:
-            across = percent(self.x(x))
-            self._add("line", x1=across, x2=across, y1="0%", y2="100%", class_=kind)
+            x_pos = percent(self.x(x))
+            self._add("line", x1=x_pos, x2=x_pos, y1="0%", y2="100%", class_=kind)
             if text:
-                left = self.x(x) > 0.6
-                self.text(x, None, text, dx=-6 if left else 6, anchor="end" if left else "start")
+                is_right = self.x(x) > 0.6
+                self.text(x, None, text, dx=-6 if is_right else 6, anchor="end" if is_right else "start")
         elif y is not None:
-            down = percent(1 - self.y(y))
-            self._add("line", x1="0%", x2="100%", y1=down, y2=down, class_=kind)
+            y_pos = percent(1 - self.y(y))
+            self._add("line", x1="0%", x2="100%", y1=y_pos, y2=y_pos, class_=kind)
             if text:
                 self.text(self.x.high, y, text, dy=-5, anchor="end")
 
@@ -136,24 +136,24 @@ class Plot:
         diamond: bool = False,
         low: float | None = None,
         high: float | None = None,
-        upright: bool = True,
+        vertical: bool = True,
     ) -> None:
         """Draw a point with its interval, which is ``upright`` or lies."""
-        across, down = percent(self.x(x)), percent(1 - self.y(y))
+        x_pos, y_pos = percent(self.x(x)), percent(1 - self.y(y))
         if low is not None and high is not None:
-            scale = self.y if upright else self.x
-            first, second = ((percent(1 - scale(v)) if upright else percent(scale(v))) for v in (low, high))
+            scale = self.y if vertical else self.x
+            first, second = ((percent(1 - scale(v)) if vertical else percent(scale(v))) for v in (low, high))
             ends = (
-                {"x1": across, "x2": across, "y1": first, "y2": second}
-                if upright
-                else {"x1": first, "x2": second, "y1": down, "y2": down}
+                {"x1": x_pos, "x2": x_pos, "y1": first, "y2": second}
+                if vertical
+                else {"x1": first, "x2": second, "y1": y_pos, "y2": y_pos}
             )
             self._add("line", class_=f"whisker {kind}", **ends)
         if diamond:
             mark = element("path", *_tip(tip), d=DIAMOND, class_=f"dot {kind}")
-            self._add("svg", "", mark, x=across, y=down, width=1, height=1, overflow="visible")
+            self._add("svg", "", mark, x=x_pos, y=y_pos, width=1, height=1, overflow="visible")
         else:
-            self._add("circle", tip, cx=across, cy=down, r=r, class_=f"dot {kind}")
+            self._add("circle", tip, cx=x_pos, cy=y_pos, r=r, class_=f"dot {kind}")
 
     def markup(self) -> Markup:
         """Return the chart with its axes, as a grid of HTML."""
@@ -168,18 +168,18 @@ class Plot:
         )
         if not self.x_ticks and not self.y_ticks:
             return plot
-        beside = [
+        y_labels = [
             element("text", name, x="100%", y=percent(1 - self.y(value)), dy=4, text_anchor="end")
             for value, name in self.y_ticks
         ]
-        wide = 12 + round(LETTER * max((len(name) for _, name in self.y_ticks), default=-1.5))
-        below = [shape for value, name in self.x_ticks for shape in self._tick(value, name)]
+        width = 12 + round(LETTER_PX * max((len(name) for _, name in self.y_ticks), default=-1.5))
+        x_labels = [shape for value, name in self.x_ticks for shape in self._tick(value, name)]
         return element(
             "div",
-            element("svg", *beside, aria_hidden="true", class_="beside", width=wide, height=self.height),
+            element("svg", *y_labels, aria_hidden="true", class_="beside", width=width, height=self.height),
             plot,
             element("span"),
-            element("svg", *below, aria_hidden="true", class_="below", width="100%", height=24),
+            element("svg", *x_labels, aria_hidden="true", class_="below", width="100%", height=24),
             *([element("span"), element("p", self.axis, class_="axis-name")] if self.axis else []),
             class_="chart",
         )
@@ -192,12 +192,12 @@ class Plot:
             element("text", name, x=percent(place), y=18, text_anchor=anchor),
         ]
 
-    def _corner(self, x: float, y: float) -> str:
-        return f"{UNITS * self.x(x):.1f} {UNITS * (1 - self.y(y)):.1f}"
+    def _path_point(self, x: float, y: float) -> str:
+        return f"{PATH_UNITS * self.x(x):.1f} {PATH_UNITS * (1 - self.y(y)):.1f}"
 
-    def _stretched(self, path: str, kind: str, tip: str) -> None:
+    def _add_path(self, path: str, kind: str, tip: str) -> None:
         shape = element("path", *_tip(tip), d=path, class_=kind)
-        box = f"0 0 {UNITS} {UNITS}"
+        box = f"0 0 {PATH_UNITS} {PATH_UNITS}"
         self._add("svg", "", shape, viewBox=box, preserveAspectRatio="none", width="100%", height="100%")
 
     def _add(self, name: str, tip: str = "", *children: Markup, **attributes: object) -> None:
@@ -209,7 +209,7 @@ def _tip(text: str) -> list[Markup]:
 
 
 @dataclass(frozen=True)
-class Part:
+class Segment:
     """A part of a bar. ``tip`` says its value."""
 
     name: str
@@ -218,31 +218,37 @@ class Part:
     tip: str
 
 
-def bars(label: str, rows: Sequence[tuple[str, Sequence[Part]]]) -> Plot | None:
+def bars(label: str, rows: Sequence[tuple[str, Sequence[Segment]]]) -> Plot | None:
     """Return stacked bars on one scale, each below its name; the longest fills the width. None if there is nothing to draw.
 
     A dotted line shows what a bar lacks of it.
     """
     totals = [sum(part.value for part in parts) for _, parts in rows]
-    whole = max(totals, default=0.0)
-    if whole <= 0:
+    longest = max(totals, default=0.0)
+    if longest <= 0:
         return None
-    named = any(name for name, _ in rows)
-    row = ROW if named else BAR + 8
-    plot = Plot(label, Scale(0, whole), Scale(0, row * len(rows)), height=row * len(rows))
+    has_names = any(name for name, _ in rows)
+    row = ROW_PX if has_names else BAR_PX + 8
+    plot = Plot(label, Scale(0, longest), Scale(0, row * len(rows)), height=row * len(rows))
     for number, ((name, parts), total) in enumerate(zip(rows, totals, strict=True), 1):
-        foot = row * (len(rows) - number) + 6
+        bottom = row * (len(rows) - number) + 6
         if name:
-            plot.text(0, foot + BAR + 9, name)
-        place = 0.0
+            plot.text(0, bottom + BAR_PX + 9, name)
+        start = 0.0
         for part in parts:
-            width = part.value / whole
-            plot.bar(place, place + part.value, foot, foot + BAR, f"bar {part.kind}", part.tip)
-            if len(part.name) * LETTER + 8 <= width * NARROW:
-                plot.text(place + part.value / 2, foot + 11, part.name, f"on {part.kind}", anchor="middle")
-            place += part.value
-        if total < 0.995 * whole:
-            plot.line([(total, foot + BAR / 2), (whole, foot + BAR / 2)], "rest")
+            width = part.value / longest
+            plot.bar(start, start + part.value, bottom, bottom + BAR_PX, f"bar {part.kind}", part.tip)
+            if len(part.name) * LETTER_PX + 8 <= width * PHONE_PX:
+                plot.text(
+                    start + part.value / 2,
+                    bottom + 11,
+                    part.name,
+                    f"on {part.kind}",
+                    anchor="middle",
+                )
+            start += part.value
+        if total < 0.995 * longest:
+            plot.line([(total, bottom + BAR_PX / 2), (longest, bottom + BAR_PX / 2)], "rest")
     return plot
 
 
@@ -262,20 +268,22 @@ def intervals(
     rows: Sequence[Interval],
     x: Scale,
     ticks: Ticks,
-    zero: float,
-    floor: tuple[float, float] | None = None,
+    neutral: float,
+    noise_floor: tuple[float, float] | None = None,
 ) -> Plot:
     """Return a row for each value with its interval, below its text, and a line at ``zero``.
 
     ``floor``: a band of values that mean nothing.
     """
-    plot = Plot(label, x, Scale(0, LINE * len(rows)), ticks, height=LINE * len(rows), grid=False)
-    if floor is not None:
-        plot.band(*floor, "floor", "the noise floor: the plain program against itself")
-    plot.rule(x=zero, kind="unity")
+    plot = Plot(
+        label, x, Scale(0, INTERVAL_PX * len(rows)), ticks, height=INTERVAL_PX * len(rows), grid=False
+    )
+    if noise_floor is not None:
+        plot.band(*noise_floor, "floor", "the noise floor: the plain program against itself")
+    plot.rule(x=neutral, kind="unity")
     for number, row in enumerate(rows, 1):
-        foot = LINE * (len(rows) - number) + 12
-        plot.text(x.low, foot + 17, row.text)
+        bottom = INTERVAL_PX * (len(rows) - number) + 12
+        plot.text(x.low, bottom + 17, row.text)
         total = row.kind == "total"
-        plot.dot(row.value, foot, row.kind, row.text, 5.5, total, row.low, row.high, upright=False)
+        plot.dot(row.value, bottom, row.kind, row.text, 5.5, total, row.low, row.high, vertical=False)
     return plot

@@ -1,22 +1,24 @@
 """The page of a profile, for the terminal and as HTML: findings first, then the data behind them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from flatout.render import machine, profile_charts
+from flatout.render import machine
 from flatout.render.formatting import (
     capital,
     count,
-    drawable,
-    figure,
+    factor,
+    finite,
+    interval,
+    is_positive,
     milliseconds,
     on_device,
     per_second,
+    plural,
+    rounded,
     sentence,
-    several,
     shell,
     size,
-    times,
 )
 from flatout.render.page import (
     PAGE,
@@ -25,17 +27,27 @@ from flatout.render.page import (
     Figure,
     Page,
     PagePart,
+    Paragraph,
     Section,
     Table,
-    Words,
     dateline,
-    html,
     notes,
 )
-from flatout.render.phases import Side, kind_of, phase_figure
-from flatout.render.summary import spelled
+from flatout.render.phases import ProgramPhases, phase_figure, phase_kind
+from flatout.render.plot import Interval, Plot, intervals
+from flatout.render.summary import ratio_text
+from flatout.render.svg import Scale, byte_ticks, number_ticks, padded_scale, ratio_scale, ratio_ticks
 from flatout.schema.findings import Severity, SourceLocation
-from flatout.schema.profile import LoaderSeen, MemoryGrowth, MemorySeen, Operation, ProfileRecord, SyncRecord
+from flatout.schema.profile import (
+    MEMORY_KINDS,
+    LoaderRecord,
+    MemoryGrowth,
+    MemoryProfile,
+    Operation,
+    ProfileRecord,
+    SyncRecord,
+    WhatIf,
+)
 
 MAX_OPERATIONS = 20
 BOUNDS = {
@@ -47,27 +59,23 @@ BOUNDS = {
     "compute": "arithmetic limits it",
     "optimizer": "the optimizer limits it",
 }
-OF_A_PHASE = {"data": "loader", "copy": "copies", "optimizer": "optimizer"}
-
-
-def profile_html(profile: ProfileRecord) -> str:
-    """Return the page. A profile that failed or is still running gives a shorter page."""
-    return html(profile_page(profile))
+WHAT_IF_OF_PHASE = {"data": "loader", "copy": "copies", "optimizer": "optimizer"}
 
 
 def profile_page(profile: ProfileRecord) -> Page:
+    """Return the page, a shorter one for a profile that failed or is still running."""
     failed = profile.status == "failed"
     sections = [
         _findings(profile),
         _step(profile),
-        _beside(profile),
+        _parallel_section(profile),
         _what_ifs(profile),
         _operations(profile),
         _synchronisations(profile),
         _loaders(profile),
         *([_memory(profile.memory, profile.cwd)] if profile.memory else []),
         *_growth(profile),
-        _others(profile),
+        _also_measured(profile),
         notes(map(sentence, profile.notes)),
         Section("The machine and the program", [Table((), machine.facts(profile))], PAGE),
     ]
@@ -76,11 +84,11 @@ def profile_page(profile: ProfileRecord) -> Page:
         headline(profile),
         "profile.json",
         sections,
-        deck(profile),
+        subtitle(profile),
         command=profile.command,
         dateline=dateline(profile.created, machine.device(profile)),
         tone="bad" if failed else "",
-        following=next_step(profile),
+        next_step=next_step(profile),
         version=profile.flatout,
     )
 
@@ -88,25 +96,25 @@ def profile_page(profile: ProfileRecord) -> Page:
 def headline(profile: ProfileRecord) -> str:
     if profile.status == "failed":
         return "The program could not be profiled"
-    if drawable(profile.step_ms) is None:
+    if finite(profile.step_ms) is None:
         return "Nothing was measured yet"
     why = BOUNDS.get(profile.bound)
     return f"A {profile.unit} takes {milliseconds(profile.step_ms)}" + (f": {why}" if why else "")
 
 
-def deck(profile: ProfileRecord) -> str:
+def subtitle(profile: ProfileRecord) -> str:
     """Return what limits the step, and the findings, in two sentences."""
     if profile.status == "failed":
         return profile.message
-    if drawable(profile.step_ms) is None:
+    if finite(profile.step_ms) is None:
         return ""
     why = capital(sentence(profile.bound_why)) + " " if profile.bound_why else ""
     if not profile.findings:
         return f"{why}Nothing worth changing by hand. `flatout tune` looks for optimisations that need no code changes."
     gains = [finding.predicted for finding in profile.findings if finding.predicted]
     best = max(gains, key=lambda ratio: ratio.median, default=None)
-    gain = f"; the largest could make a {profile.unit} up to {times(best.median)} as fast" if best else ""
-    return f"{why}{several(len(profile.findings), 'finding')}{gain}."
+    gain = f"; the largest could make a {profile.unit} up to {factor(best.median)} as fast" if best else ""
+    return f"{why}{plural(len(profile.findings), 'finding')}{gain}."
 
 
 def next_step(profile: ProfileRecord) -> tuple[str, str]:
@@ -124,16 +132,20 @@ def next_step(profile: ProfileRecord) -> tuple[str, str]:
 def _findings(profile: ProfileRecord) -> Section:
     parts: list[PagePart] = []
     for finding in profile.findings:
-        predicted = f" up to {spelled(finding.predicted)} predicted" if finding.predicted is not None else ""
-        wrong = " bad" if finding.severity == Severity.WRONG else ""
+        predicted = (
+            f" up to {ratio_text(finding.predicted)} predicted" if finding.predicted is not None else ""
+        )
+        tone = " bad" if finding.severity == Severity.WRONG else ""
         title = f"{capital(finding.name.replace('_', ' '))} ({finding.rule}, {finding.severity})"
-        parts.append(Words(f"{title}: {sentence(finding.said)}{predicted}", f"verdict{wrong}"))
+        parts.append(Paragraph(f"{title}: {sentence(finding.message)}{predicted}", f"verdict{tone}"))
         if finding.place:
-            parts.append(Words(f"{place_of(finding.place, profile.cwd)}  `{finding.place.text}`"))
-        parts += [Words(line, "note") for line in finding.evidence[:8]]
+            parts.append(Paragraph(f"{place_of(finding.place, profile.cwd)}  `{finding.place.text}`"))
+        parts += [Paragraph(line, "note") for line in finding.evidence[:8]]
         parts.append(Code(finding.fix.strip("\n")))
-        tried = f"Without editing: `flatout tune` tries {', '.join(finding.levers)}" if finding.levers else ""
-        parts.append(Words("; ".join(filter(None, (tried, finding.how)))))
+        levers_text = (
+            f"Without editing: `flatout tune` tries {', '.join(finding.levers)}" if finding.levers else ""
+        )
+        parts.append(Paragraph("; ".join(filter(None, (levers_text, finding.how)))))
     return Section("Findings", parts)
 
 
@@ -145,19 +157,18 @@ def place_of(place: SourceLocation | None, cwd: str = "") -> str:
 
 
 def _step(profile: ProfileRecord) -> Section:
-    """Return the phases with their what-ifs, and what was measured of the whole step."""
     unit = profile.unit
     ratios = {what_if.name: what_if.ratio for what_if in profile.what_ifs}
-    side = Side.read("", profile.phases, profile.mean_step_ms)
+    phases_of_step = ProgramPhases.read("", profile.phases, profile.mean_step_ms)
     phases = [
         (
-            Cell(name, kind=kind_of(name)),
-            Cell(milliseconds(time.median_ms), f"{figure(time.low_ms)}–{figure(time.high_ms)}"),
+            Cell(name, kind=phase_kind(name)),
+            Cell(milliseconds(time.median_ms), f"{rounded(time.low_ms)}–{rounded(time.high_ms)}"),
             f"{100 * time.share:.0f} %",
-            spelled(ratio) if (ratio := ratios.get(OF_A_PHASE.get(name, ""))) else "",
+            ratio_text(ratio) if (ratio := ratios.get(WHAT_IF_OF_PHASE.get(name, ""))) else "",
         )
-        for name, time in side.phases.items()
-        if time.share >= 0.0005 or ratios.get(OF_A_PHASE.get(name, ""))
+        for name, time in phases_of_step.phases.items()
+        if time.share >= 0.0005 or ratios.get(WHAT_IF_OF_PHASE.get(name, ""))
     ]
     overhead = profile.overhead
     rows = (
@@ -165,7 +176,7 @@ def _step(profile: ProfileRecord) -> Section:
         ("samples", per_second(profile.samples_per_s)),
         (
             "measured",
-            f"{several(profile.steps, 'step')} after {profile.warmup_steps} of warm-up, on {profile.device}",
+            f"{plural(profile.steps, 'step')} after {profile.warmup_steps} of warm-up, on {profile.device}",
         ),
         ("first step", milliseconds(profile.first_step_ms)),
         ("FLOPs", _flops(profile)),
@@ -174,7 +185,7 @@ def _step(profile: ProfileRecord) -> Section:
         ("device idle", milliseconds(profile.idle_ms)),
         (
             "profiled steps",
-            "" if overhead is None else f"{times(overhead.median)} as long, and excluded from these times",
+            "" if overhead is None else f"{factor(overhead.median)} as long, and excluded from these times",
         ),
     )
     shown = [row for row in rows if profile.steps and row[1] not in ("", "–")]
@@ -182,7 +193,7 @@ def _step(profile: ProfileRecord) -> Section:
     return Section(
         f"The {unit}",
         [
-            replace(phase_figure([side], unit), caption=caption),
+            replace(phase_figure([phases_of_step], unit), caption=caption),
             Table(("phase", ">median", ">share", "without it"), phases),
             Table((), shown),
         ],
@@ -203,23 +214,22 @@ def _operators(profile: ProfileRecord) -> str:
     return f"{profile.operators_a_step:.0f}{mean}"
 
 
-def _beside(profile: ProfileRecord) -> Section:
+def _parallel_section(profile: ProfileRecord) -> Section:
     note = "This work overlaps with the phases above, and with itself."
-    return Section("Beside the step", [Table((), list(_parallel_work(profile))), Words(note, "note")])
+    return Section("Beside the step", [Table((), list(_parallel_work(profile))), Paragraph(note, "note")])
 
 
 def _parallel_work(profile: ProfileRecord) -> Iterator[tuple[str, str]]:
-    """Yield the work that overlaps with the phases: its name and a sentence."""
     for loader in profile.loaders:
-        if loader.workers and loader.fetch_ms and drawable(loader.fetch_ms):
+        if loader.workers and loader.fetch_ms and finite(loader.fetch_ms):
             ms = loader.fetch_ms / loader.workers
             hidden = max(0.0, ms - loader.wait_ms)
             yield (
-                several(loader.workers, "loader worker"),
+                plural(loader.workers, "loader worker"),
                 f"{milliseconds(ms)} a step; a batch takes {milliseconds(loader.fetch_ms)}; "
                 f"{milliseconds(loader.wait_ms)} waited for, {milliseconds(hidden)} hidden",
             )
-    device = {kind: ms for kind, ms in profile.device_ms.items() if ms > 0 and drawable(ms)}
+    device = {kind: ms for kind, ms in profile.device_ms.items() if ms > 0 and finite(ms)}
     busy = profile.step_ms - profile.idle_ms if profile.step_ms and profile.idle_ms is not None else None
     overlap = max(0.0, sum(device.values()) - busy) if busy is not None else 0.0
     for kind, ms in device.items():
@@ -233,7 +243,7 @@ def _what_ifs(profile: ProfileRecord) -> Section:
     rows = [
         (
             what_if.name,
-            f"{spelled(what_if.ratio)} as fast"
+            f"{ratio_text(what_if.ratio)} as fast"
             + (f", {milliseconds(what_if.step_ms)} a step" if what_if.step_ms else "")
             if what_if.ratio is not None
             else sentence(f"not measured: {what_if.why_not}"),
@@ -244,7 +254,7 @@ def _what_ifs(profile: ProfileRecord) -> Section:
         f"Speed of a {profile.unit} without each of these costs. Each was switched off and on alternately inside the running program. The "
         "ratio is an upper bound for the speed-up from a fix. A full dot is a certain gain."
     )
-    plot = profile_charts.what_if_plot(profile.what_ifs)
+    plot = what_if_plot(profile.what_ifs)
     return Section("Possible speed-ups", [Figure(plot, caption), Table(("without", "speed"), rows)])
 
 
@@ -257,8 +267,8 @@ def _operations(profile: ProfileRecord) -> Section:
                 " ".join([*operation.dtypes[:2], *operation.shapes[:2]]),
             ),
             f"{100 * operation.share:.0f} %",
-            figure(operation.device_ms if operation.device_ms is not None else operation.host_ms),
-            figure(operation.calls),
+            rounded(operation.device_ms if operation.device_ms is not None else operation.host_ms),
+            rounded(operation.calls),
             Cell(
                 _limit(operation),
                 {True: "Tensor Cores", False: "no Tensor Cores", None: ""}[operation.tensor_cores],
@@ -281,26 +291,26 @@ def _limit(operation: Operation) -> str:
 def _synchronisations(profile: ProfileRecord) -> Section:
     rows = [
         (
-            Cell(_where(seen.place, profile.cwd), seen.place.text if seen.place else ""),
-            _kind(seen),
-            figure(seen.calls),
-            figure(seen.ms),
-            size(seen.sized_bytes) if seen.sized_bytes else "",
+            Cell(_where(sync.place, profile.cwd), sync.place.text if sync.place else ""),
+            _kind(sync),
+            rounded(sync.calls),
+            rounded(sync.ms),
+            size(sync.moved_bytes) if sync.moved_bytes else "",
         )
-        for seen in sorted(profile.synchronisations, key=lambda seen: -seen.ms)
+        for sync in sorted(profile.synchronisations, key=lambda sync: -sync.ms)
     ]
     unit = profile.unit
     columns = ("line", "synchronisation", f">calls a {unit}", f">ms a {unit}", f">bytes a {unit}")
     note = "On a GPU each of these can block the program until the device has finished its queued work; on a CPU they cost little."
-    return Section("Device synchronisations", [Table(columns, rows), Words(note, "note")])
+    return Section("Device synchronisations", [Table(columns, rows), Paragraph(note, "note")])
 
 
-def _kind(seen: SyncRecord) -> str:
+def _kind(sync: SyncRecord) -> str:
     return ", ".join(
         [
-            seen.kind,
-            *([] if seen.pinned is None else ["pinned" if seen.pinned else "pageable"]),
-            *([] if seen.non_blocking is None else ["non-blocking" if seen.non_blocking else "blocking"]),
+            sync.kind,
+            *([] if sync.pinned is None else ["pinned" if sync.pinned else "pageable"]),
+            *([] if sync.non_blocking is None else ["non-blocking" if sync.non_blocking else "blocking"]),
         ]
     )
 
@@ -314,9 +324,9 @@ def _loaders(profile: ProfileRecord) -> Section:
         (
             Cell(_where(loader.place, profile.cwd), loader.dataset),
             Cell(_settings(loader), _slowest(loader, profile.cwd)),
-            f"{count(loader.made)}, {count(loader.begun)}",
-            figure(loader.wait_ms),
-            figure(loader.fetch_ms),
+            f"{count(loader.created)}, {count(loader.iterators)}",
+            rounded(loader.wait_ms),
+            rounded(loader.fetch_ms),
         )
         for loader in profile.loaders
     ]
@@ -324,23 +334,23 @@ def _loaders(profile: ProfileRecord) -> Section:
     return Section("Loaders", [Table(columns, rows)])
 
 
-def _settings(loader: LoaderSeen) -> str:
+def _settings(loader: LoaderRecord) -> str:
     settings = [
         f"batches of {count(loader.batch_size)}" if loader.batch_size else "",
-        several(loader.workers, "worker"),
+        plural(loader.workers, "worker"),
         "pinned" if loader.pin_memory else "",
         "kept between epochs" if loader.persistent_workers else "",
     ]
     return ", ".join(filter(None, settings))
 
 
-def _slowest(loader: LoaderSeen, cwd: str) -> str:
+def _slowest(loader: LoaderRecord, cwd: str) -> str:
     if loader.slow_place is None or not loader.slow_share:
         return ""
     return f"{100 * loader.slow_share:.0f} % of the fetching in {place_of(loader.slow_place, cwd)}"
 
 
-def _memory(memory: MemorySeen, cwd: str) -> Section:
+def _memory(memory: MemoryProfile, cwd: str) -> Section:
     where = "on the device" if memory.where == "device" else "in host memory"
     text = [f"The peak of the tensors in a step, {where}, is {size(memory.peak_bytes)}"]
     if memory.peak_place:
@@ -351,22 +361,20 @@ def _memory(memory: MemorySeen, cwd: str) -> Section:
         text.append(f"the allocator released memory and retried {memory.retries} times")
     modules = sorted(memory.by_module.items(), key=lambda module: -module[1])[:12]
     kinds = sorted(
-        ((kind, most) for kind, most in memory.at_peak.items() if most > 0), key=lambda part: -part[1]
+        ((kind, amount) for kind, amount in memory.at_peak.items() if amount > 0), key=lambda part: -part[1]
     )
     return Section(
         "Memory",
         [
-            Words(sentence(", ".join(text))),
-            Figure(
-                profile_charts.memory_plot(memory), "Memory over one step, stacked in the order of its kinds."
-            ),
+            Paragraph(sentence(", ".join(text))),
+            Figure(memory_plot(memory), "Memory over one step, stacked in the order of its kinds."),
             Table(
                 ("at the peak", ">amount"),
-                [(Cell(kind, kind=profile_charts.memory_colour(kind)), size(most)) for kind, most in kinds],
+                [(Cell(kind, kind=memory_colour(kind)), size(amount)) for kind, amount in kinds],
             ),
             Table(
                 ("activations of", ">at the peak"),
-                [(Cell(name, kind="code"), size(most)) for name, most in modules],
+                [(Cell(name, kind="code"), size(amount)) for name, amount in modules],
             ),
         ],
     )
@@ -377,32 +385,34 @@ def _growth(profile: ProfileRecord) -> Iterator[Section]:
         if leak is None or (leak is profile.host_growth and not leak.leaking):
             continue
         tone = "bad" if leak.leaking else "good"
-        figure = Figure(profile_charts.growth_plot(leak), "Memory at the same point of each step.")
+        chart = Figure(growth_plot(leak), "Memory at the same point of each step.")
         title = f"Memory of {name} grows" if leak.leaking else "Does memory grow?"
-        yield Section(title, [Words(_leak(leak, profile.unit, profile.cwd), f"verdict {tone}"), figure])
+        yield Section(title, [Paragraph(_leak(leak, profile.unit, profile.cwd), f"verdict {tone}"), chart])
 
 
 def _leak(leak: MemoryGrowth, unit: str, cwd: str) -> str:
-    steps = several(leak.steps or len(leak.series), "step")
+    steps = plural(leak.steps or len(leak.series), "step")
     if not leak.leaking:
         return f"No: the trend over {steps} is not significant."
-    held = f", held by {leak.holder}" if leak.holder else ""
+    holder = f", held by {leak.holder}" if leak.holder else ""
     place = f", added at {place_of(leak.place, cwd)}" if leak.place else ""
     graph = "; it keeps an autograd graph alive" if leak.graph else ""
     return sentence(
-        f"{size(leak.bytes_a_step)} more after each {unit}, over {steps} (chance {leak.chance:.1g}){held}{place}{graph}"
+        f"{size(leak.bytes_a_step)} more after each {unit}, over {steps} (chance {leak.p_value:.1g}){holder}{place}{graph}"
     )
 
 
-def _others(profile: ProfileRecord) -> Section:
+def _also_measured(profile: ProfileRecord) -> Section:
     rows: list[tuple[str, str]] = []
     if profile.gc_calls:
         text = f"{profile.gc_calls:.2f} collections a step, {milliseconds(profile.gc_ms)} in all; the longest {milliseconds(profile.gc_longest_ms)}"
         rows.append(("garbage", text))
-    if (seen := profile.compiled) is not None:
-        made = f"{seen.graphs} graphs, {seen.recompiles} recompilations, {seen.breaks} graph breaks"
-        rows.append(("compiled", f"{made}, {milliseconds(seen.ms)} of compiling"))
-        rows += [("", reason) for reason in seen.reasons[:4]]
+    if (compiled := profile.compiled) is not None:
+        counts = (
+            f"{compiled.graphs} graphs, {compiled.recompiles} recompilations, {compiled.breaks} graph breaks"
+        )
+        rows.append(("compiled", f"{counts}, {milliseconds(compiled.ms)} of compiling"))
+        rows += [("", reason) for reason in compiled.reasons[:4]]
     rows += list(_idle(profile))
     return Section("Also measured", [Table((), rows)])
 
@@ -410,4 +420,69 @@ def _others(profile: ProfileRecord) -> Section:
 def _idle(profile: ProfileRecord) -> Iterable[tuple[str, str]]:
     for gap in profile.idle_gaps[:3]:
         place = f" at {place_of(gap.place, profile.cwd)}" if gap.place else ""
-        yield "device idle", f"{milliseconds(gap.ms)} a step while the host was in {gap.what}{place}"
+        yield "device idle", f"{milliseconds(gap.ms)} a step while the host was in {gap.host_activity}{place}"
+
+
+def what_if_plot(what_ifs: Sequence[WhatIf]) -> Plot | None:
+    """Return a row per measured what-if. A full dot marks a certain gain."""
+    rows = [
+        Interval(
+            f"{what_if.name}  {factor(ratio.median)} ({interval(ratio.low, ratio.high)})",
+            ratio.median,
+            ratio.low,
+            ratio.high,
+            "kept" if ratio.significant else "dropped",
+        )
+        for what_if in what_ifs
+        if (ratio := what_if.ratio) is not None
+        and all(map(is_positive, (ratio.median, ratio.low, ratio.high)))
+    ]
+    if not rows:
+        return None
+    rows.sort(key=lambda row: -row.value)
+    scale = ratio_scale([v for row in rows for v in (row.value, row.low, row.high) if v is not None])
+    ticks = [(tick, f"{tick:g}x") for tick in ratio_ticks(scale)]
+    return intervals("What-ifs: " + "; ".join(row.text for row in rows), rows, scale, ticks, 1.0)
+
+
+def memory_colour(kind: str) -> str:
+    return f"c{MEMORY_KINDS.index(kind)}" if kind in MEMORY_KINDS else "c6"
+
+
+def memory_plot(memory: MemoryProfile) -> Plot | None:
+    """Return the kinds of memory over a step, stacked."""
+    points = [(finite(point.ms), point.kinds) for point in memory.timeline]
+    samples = [
+        (ms, {kind: max(0.0, finite(amount) or 0.0) for kind, amount in kinds.items()})
+        for ms, kinds in points
+        if ms is not None
+    ]
+    shown = [kind for kind in MEMORY_KINDS if any(kinds.get(kind) for _, kinds in samples)]
+    if len(samples) < 2 or not shown:
+        return None
+    peak = max(sum(kinds.values()) for _, kinds in samples)
+    x, y = Scale(samples[0][0], samples[-1][0]), Scale(0.0, peak * 1.05)
+    label = f"Memory over a step: at most {size(peak)}"
+    plot = Plot(label, x, y, number_ticks(x, unit=" ms"), byte_ticks(y), axis="of a step", grid=False)
+    below = [0.0] * len(samples)
+    for kind in shown:
+        above = [base + kinds.get(kind, 0.0) for base, (_, kinds) in zip(below, samples, strict=True)]
+        area = [(ms, low, high) for (ms, _), low, high in zip(samples, below, above, strict=True)]
+        tip = f"{kind}: at most {size(max(kinds.get(kind, 0.0) for _, kinds in samples))}"
+        plot.area(area, memory_colour(kind), tip)
+        below = above
+    return plot
+
+
+def growth_plot(leak: MemoryGrowth) -> Plot | None:
+    """Return memory at the same point of each step."""
+    series = [value for v in leak.series if (value := finite(v)) is not None]
+    if len(series) < 3:
+        return None
+    x, y = Scale(1, len(series)), padded_scale(series)
+    label = f"Memory at the same point of {len(series)} steps, from {size(series[0])} to {size(series[-1])}"
+    plot = Plot(label, x, y, number_ticks(x), byte_ticks(y), 150, "step")
+    plot.line(
+        [(float(step), value) for step, value in enumerate(series, 1)], "bad" if leak.leaking else "plain"
+    )
+    return plot

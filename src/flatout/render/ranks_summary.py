@@ -1,7 +1,7 @@
 """The ranks of a session: their speed-up over one process."""
 
-from flatout.render.formatting import count, drawable, interval, sentence, several, times
-from flatout.render.page import Section, Words
+from flatout.render.formatting import count, factor, finite, interval, plural, sentence
+from flatout.render.page import Paragraph, Section
 from flatout.schema.session import RanksRecord
 
 MORE_THAN_ALL = 1.1  # a share of ideal scaling above this is implausible
@@ -11,17 +11,19 @@ def ranks_section(ranks: RanksRecord | None) -> list[Section]:
     """Return the section of a program with ranks, else nothing."""
     if ranks is None:
         return []
-    return [Section("Ranks compared with one process", [Words(speed_sentence(ranks), "verdict")])]
+    return [Section("Ranks compared with one process", [Paragraph(speed_sentence(ranks), "verdict")])]
 
 
 def speed_sentence(ranks: RanksRecord) -> str:
     """Return the speed-up over one process in a sentence."""
-    who, ratio = several(ranks.procs, "rank"), ranks.ratio
-    median = drawable(ratio.median) if ratio is not None else None
+    who, ratio = plural(ranks.procs, "rank"), ranks.ratio
+    median = finite(ratio.median) if ratio is not None else None
     if ratio is None or median is None:
         return sentence(f"{who}; {ranks.why_not}") if ranks.why_not else f"{who}."
-    inside, procs, high = interval(ratio.low, ratio.high), drawable(ranks.procs), drawable(ratio.high)
-    text = f"{who} are {times(median)[:-1]} times as fast as one process" + (f" ({inside})" if inside else "")
+    inside, procs, high = interval(ratio.low, ratio.high), finite(ranks.procs), finite(ratio.high)
+    text = f"{who} are {factor(median)[:-1]} factor as fast as one process" + (
+        f" ({inside})" if inside else ""
+    )
     share = median / procs if procs else 0.0
     if share:
         text += f": {100 * share:.0f} % of {count(procs)} times its speed"

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from flatout.render import formatting, machine, summary
-from flatout.render.formatting import NOTHING, drawable, is_positive, milliseconds, per_second, size, times
+from flatout.render.formatting import MISSING, factor, finite, is_positive, milliseconds, per_second, size
 from flatout.render.losses import loss_figure
 from flatout.render.page import (
     PAGE,
@@ -12,21 +12,19 @@ from flatout.render.page import (
     Figure,
     Page,
     PagePart,
+    Paragraph,
     Section,
     Table,
-    Words,
     dateline,
-    html,
 )
-from flatout.render.phases import Side, differences, phase_section
+from flatout.render.phases import ProgramPhases, phase_section
 from flatout.render.plot import Interval, Plot, intervals
-from flatout.render.ranks_summary import ranks_section
 from flatout.render.svg import ratio_scale, ratio_ticks
 from flatout.schema.enums import Status
 from flatout.schema.records import CONFIDENCE
 from flatout.schema.session import LeverRecord, ProgramFigures, SessionOutcome, SessionRecord
 
-MOST_DRAWN = 40  # levers
+MAX_LEVERS_DRAWN = 40  # levers
 
 EFFECTS = {
     "exact": "The results stay the same, bit for bit.",
@@ -35,30 +33,26 @@ EFFECTS = {
     "resampled": "The same distribution, different random draws.",
     "changes_math": "Changes the maths.",
 }
-HOW = {"live": "switched live", "processes": "interleaved processes", "fresh pairs": "fresh pairs"}
-GOOD = (SessionOutcome.FASTER, SessionOutcome.FITS)
-BAD = (SessionOutcome.FAILED, SessionOutcome.CHANGED)
+METHODS = {"live": "switched live", "processes": "interleaved processes"}
+GOOD_OUTCOMES = (SessionOutcome.FASTER, SessionOutcome.FITS)
+BAD_OUTCOMES = (SessionOutcome.FAILED, SessionOutcome.CHANGED)
 RATIO_NOTE = (
     "Trust the ratio with its interval: it comes from interleaved pairs. The other figures are taken over all runs of each program; "
     "on a noisy machine their quotient differs from the ratio."
 )
 
 
-def report_html(session: SessionRecord) -> str:
-    """Return the page. A session that failed or is still running gives a shorter page."""
-    return html(session_page(session))
-
-
 def session_page(session: SessionRecord) -> Page:
+    """Return the page, a shorter one for a session that failed or is still running."""
     sections = [
         _before_and_after(session),
-        *ranks_section(session.ranks),
+        _ranks(session),
         _phases(session),
         _frontier(session),
         *_levers(session),
         _guard(session),
-        _named(session),
-        _closing(session),
+        _named_levers(session),
+        _summary(session),
     ]
     if session.comparisons:
         sections.append(_comparisons(session))
@@ -72,7 +66,7 @@ def session_page(session: SessionRecord) -> Page:
         summary.details(session),
         session.command,
         dateline(session.created, machine.device(session)),
-        "good" if session.outcome in GOOD else "bad" if session.outcome in BAD else "",
+        "good" if session.outcome in GOOD_OUTCOMES else "bad" if session.outcome in BAD_OUTCOMES else "",
         summary.next_step(session),
         session.flatout,
     )
@@ -85,15 +79,15 @@ def _best(session: SessionRecord) -> ProgramFigures:
 
 def _before_and_after(session: SessionRecord) -> Section:
     plain, best, ratio = session.baseline, _best(session), session.speedup
-    known = ratio is not None and drawable(ratio.median) is not None
+    known = ratio is not None and finite(ratio.median) is not None
     change = (
-        Cell(times(ratio.median), summary.spread_of(ratio.low, ratio.high, ratio.n))
+        Cell(factor(ratio.median), summary.interval_and_n(ratio.low, ratio.high, ratio.n))
         if ratio and known
         else ""
     )
     # A warm-up of exactly zero was not measured: the first step of any program is slower than the rest.
-    warm = [
-        formatting.duration(side.warmup_ms / 1000) if drawable(side.warmup_ms) else NOTHING
+    warmups = [
+        formatting.duration(side.warmup_ms / 1000) if finite(side.warmup_ms) else MISSING
         for side in (plain, best)
     ]
     rows: list[tuple[str, str, str, str | Cell]] = [
@@ -110,19 +104,25 @@ def _before_and_after(session: SessionRecord) -> Section:
             size(best.peak_memory_bytes),
             _change(plain.peak_memory_bytes, best.peak_memory_bytes),
         ),
-        ("warm-up", warm[0], warm[1], ""),
+        ("warm-up", warmups[0], warmups[1], ""),
     ]
-    rows = [row for row in rows if row[1:3] != (NOTHING, NOTHING)]
-    if all(row[2] == NOTHING for row in rows):
+    rows = [row for row in rows if row[1:3] != (MISSING, MISSING)]
+    if all(row[2] == MISSING for row in rows):
         return Section("The program as it is", [Table((), [row[:2] for row in rows])])
-    marked = [(name, before, Cell(after, kind="strong"), change) for name, before, after, change in rows]
+    emphasised = [(name, before, Cell(after, kind="strong"), change) for name, before, after, change in rows]
     return Section(
-        "Before and after", [Table(("", ">plain", ">tuned", "change"), marked), Words(RATIO_NOTE, "note")]
+        "Before and after",
+        [Table(("", ">plain", ">tuned", "change"), emphasised), Paragraph(RATIO_NOTE, "note")],
     )
 
 
+def _ranks(session: SessionRecord) -> Section:
+    text = summary.ranks_sentence(session.ranks) if session.ranks else ""
+    return Section("Ranks compared with one process", [Paragraph(text, "verdict")])
+
+
 def _change(before: object, after: object) -> str:
-    a, b = drawable(before), drawable(after)
+    a, b = finite(before), finite(after)
     if not a or b is None:
         return ""
     change = round(100 * (b - a) / abs(a))
@@ -132,10 +132,14 @@ def _change(before: object, after: object) -> str:
 def _phases(session: SessionRecord) -> Section:
     plain, best = session.baseline, _best(session)
     sides = [
-        Side.read(name, figures.phases, figures.step_ms)
+        ProgramPhases.read(name, figures.phases, figures.step_ms)
         for name, figures in (("plain", plain), ("tuned", best))
     ]
-    changes = {name: f"{formatting.signed(change, 1)} ms" for name, change in differences(*sides)}
+    before, after = (side.phases for side in sides)
+    changes = {
+        name: f"{formatting.signed(after[name].median_ms - before[name].median_ms, 1)} ms"
+        for name in before.keys() & after.keys()
+    }
     unit = plain.unit or "step"
     return phase_section(f"Where the time of a {unit} goes", sides, changes, PAGE, unit)
 
@@ -144,9 +148,9 @@ def _frontier(session: SessionRecord) -> Section:
     rows = []
     for point in summary.frontier(session):
         time, low, high = summary.relative_time(point)
-        inside = f" ({formatting.interval(low, high)})" if low is not None and high is not None else ""
-        became = "chosen" if point.chosen else "fits" if point.fits else "does not fit"
-        rows.append((point.plan, size(point.peak_bytes), times(time) + inside, became))
+        interval = f" ({formatting.interval(low, high)})" if low is not None and high is not None else ""
+        outcome = "chosen" if point.chosen else "fits" if point.fits else "does not fit"
+        rows.append((point.plan, size(point.peak_bytes), factor(time) + interval, outcome))
     limit = f", of {size(session.memory_limit_bytes)}" if session.memory_limit_bytes else ""
     columns = ("plan", f">peak of the tensors in a step{limit}", "time of a step", "outcome")
     return Section("Time against memory", [Table(columns, rows)])
@@ -155,27 +159,27 @@ def _frontier(session: SessionRecord) -> Section:
 def _levers(session: SessionRecord) -> list[Section]:
     """Return the levers for the page, and for the terminal those that were measured or applied."""
     ordered = summary.levers_in_order(session)
-    used = [lever for lever in ordered if lever.status != Status.SKIPPED]
-    skipped = len(ordered) - len(used)
+    tried = [lever for lever in ordered if lever.status != Status.SKIPPED]
+    skipped = len(ordered) - len(tried)
     left_out = (
-        f"{formatting.several(skipped, 'lever')} left out; `flatout levers --why` says why" if skipped else ""
+        f"{formatting.plural(skipped, 'lever')} left out; `flatout levers --why` says why" if skipped else ""
     )
     columns = ("lever", "outcome", "ratio", "reason")
     page: list[PagePart] = [
         Figure(
-            speedups(session, ordered),
+            speedup_plot(session, ordered),
             "Speed-up of each lever with the rest of the plan on: the dot is the ratio, the line its interval. A full dot was kept, a "
             "hollow one was not. Right of 1x is faster. A grey band shows how much two processes of the plain program may differ.",
         ),
-        Table(columns, [_lever_row(lever, whole=True) for lever in ordered]),
+        Table(columns, [_lever_row(lever, detailed=True) for lever in ordered]),
     ]
     return [
         Section("Speed-up of each lever", page, PAGE),
-        Section("", [Table(columns, [_lever_row(lever) for lever in used]), Words(left_out)], TERMINAL),
+        Section("", [Table(columns, [_lever_row(lever) for lever in tried]), Paragraph(left_out)], TERMINAL),
     ]
 
 
-def speedups(session: SessionRecord, levers: Sequence[LeverRecord]) -> Plot | None:
+def speedup_plot(session: SessionRecord, levers: Sequence[LeverRecord]) -> Plot | None:
     """Return the speed-ups of the measured levers, with the whole plan last. None without data."""
     rows = [
         _interval(
@@ -185,7 +189,7 @@ def speedups(session: SessionRecord, levers: Sequence[LeverRecord]) -> Plot | No
         )
         for lever in levers
         if is_positive(lever.ratio)
-    ][:MOST_DRAWN]
+    ][:MAX_LEVERS_DRAWN]
     if not rows:
         return None
     total, floor = session.speedup, session.noise_floor
@@ -194,8 +198,8 @@ def speedups(session: SessionRecord, levers: Sequence[LeverRecord]) -> Plot | No
             _interval("all together", "total", LeverRecord("", None, "", total.median, total.low, total.high))
         )
     band = (floor.low, floor.high) if floor and is_positive(floor.low) and is_positive(floor.high) else None
-    ends = [v for row in rows for v in (row.value, row.low, row.high) if v is not None]
-    scale = ratio_scale([*ends, *(band or ())])
+    bounds = [v for row in rows for v in (row.value, row.low, row.high) if v is not None]
+    scale = ratio_scale([*bounds, *(band or ())])
     ticks = [(tick, f"{tick:g}x") for tick in ratio_ticks(scale)]
     label = "Speed-up of each lever: " + "; ".join(row.text for row in rows)
     return intervals(label, rows, scale, ticks, 1.0, band)
@@ -205,9 +209,9 @@ def _interval(name: str, kind: str, lever: LeverRecord) -> Interval:
     low, high = (
         float(end) if end is not None and is_positive(end) else None for end in (lever.low, lever.high)
     )
-    inside = formatting.interval(low, high)
+    interval = formatting.interval(low, high)
     return Interval(
-        f"{name}  {times(lever.ratio)}{f' ({inside})' if inside else ''}",
+        f"{name}  {factor(lever.ratio)}{f' ({interval})' if interval else ''}",
         float(lever.ratio or 1),
         low,
         high,
@@ -215,12 +219,12 @@ def _interval(name: str, kind: str, lever: LeverRecord) -> Interval:
     )
 
 
-def _lever_row(lever: LeverRecord, whole: bool = False) -> tuple[str | Cell, ...]:
-    known = drawable(lever.ratio) is not None
-    n = lever.n if whole else None
+def _lever_row(lever: LeverRecord, detailed: bool = False) -> tuple[str | Cell, ...]:
+    known = finite(lever.ratio) is not None
+    n = lever.n if detailed else None
     ratio = summary.with_interval(lever.ratio, lever.low, lever.high, n) if known else ""
-    reason = summary.because(lever)
-    if not whole:
+    reason = summary.lever_reason(lever)
+    if not detailed:
         return (
             formatting.lever(lever.name, lever.value),
             Cell(lever.status, kind=_status(lever)),
@@ -230,7 +234,7 @@ def _lever_row(lever: LeverRecord, whole: bool = False) -> tuple[str | Cell, ...
     return (
         Cell(lever.name, "" if lever.value is None else formatting.setting(lever.value), "code"),
         Cell(lever.status, kind=_status(lever)),
-        Cell(ratio, HOW.get(lever.how, lever.how) if known else ""),
+        Cell(ratio, METHODS.get(lever.how, lever.how) if known else ""),
         Cell(reason, EFFECTS.get(lever.effect, lever.effect) if lever.status != Status.SKIPPED else ""),
     )
 
@@ -241,7 +245,7 @@ def _status(lever: LeverRecord) -> str:
 
 def _guard(session: SessionRecord) -> Section:
     guard = session.guard
-    figure = loss_figure(guard.plain_losses, guard.tuned_losses)
+    chart = loss_figure(guard.plain_losses, guard.tuned_losses)
     tones = {"same": " good", "equivalent": " good", "failed": " bad"}
     rows = [
         (
@@ -253,28 +257,30 @@ def _guard(session: SessionRecord) -> Section:
         )
         for check in guard.checks
     ]
-    shown = rows or figure is not None or session.outcome in (*GOOD, SessionOutcome.CHANGED)
-    verdict = Words(summary.guard_sentence(guard) if shown else "", "verdict" + tones.get(guard.verdict, ""))
+    shown = rows or chart is not None or session.outcome in (*GOOD_OUTCOMES, SessionOutcome.CHANGED)
+    verdict = Paragraph(
+        summary.guard_sentence(guard) if shown else "", "verdict" + tones.get(guard.verdict, "")
+    )
     table = Table(("check", "result", ">value", ">limit", "explanation"), rows)
-    return Section("Does it still learn the same?", [verdict, figure, table], PAGE)
+    return Section("Does it still learn the same?", [verdict, chart, table], PAGE)
 
 
-def _named(session: SessionRecord) -> Section:
-    parts: list[Words | Figure | None] = [
-        Words(
+def _named_levers(session: SessionRecord) -> Section:
+    parts: list[Paragraph | Figure | None] = [
+        Paragraph(
             "These levers change what the model learns, so the tuner never chooses them. Each ran interleaved with the plain program, "
             "from the same seed and over the same steps.",
             "note",
         )
     ]
-    for named in session.named:
-        parts.append(Words(f"With `{named.plan}`: {summary.named_sentence(named)}"))
+    for named in session.named_levers:
+        parts.append(Paragraph(f"With `{named.plan}`: {summary.named_sentence(named)}"))
         parts.append(loss_figure([named.plain_losses], [named.losses], ("plain", "with the lever")))
     return Section("Levers selected by name", parts)
 
 
-def _closing(session: SessionRecord) -> Section:
-    noise = summary.noise(session)
+def _summary(session: SessionRecord) -> Section:
+    noise = summary.noise_floor_text(session)
     rows = (
         ("guard", summary.guard_sentence(session.guard)),
         ("pays back", summary.payback_sentence(session)),
@@ -299,8 +305,8 @@ def _comparisons(session: SessionRecord) -> Section:
     return Section(
         "How it was measured",
         [
-            Words(how),
-            Words(f"{summary.effort(session)}; session.json has each of them."),
+            Paragraph(how),
+            Paragraph(f"{summary.effort(session)}; session.json has each of them."),
         ],
         PAGE,
     )

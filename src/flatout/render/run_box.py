@@ -3,47 +3,47 @@
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from flatout.render.formatting import duration, figure, one_line, shell, size
+from flatout.render.formatting import duration, one_line, rounded, shell, size
 from flatout.schema.run_summary import RunSummary
 
 WIDTH = 78
-INSIDE = WIDTH - 4
-MOST_LINES = 6  # inside
+TEXT_WIDTH = WIDTH - 4
+MAX_LINES = 6  # inside
 
 
-def box(record: RunSummary, where: str, failed: Mapping[str, str] = {}) -> str:
+def box(record: RunSummary, record_path: str, failed_exports: Mapping[str, str] = {}) -> str:
     """Return the figures of a run, what limited it, the next command, and where its record is.
 
     ``failed``: trackers that did not take the figures, with the reason.
     """
-    last = [f"record: {one_line(where, 140)}"]
-    if len(failed) == 1:
-        (why,) = failed.values()
-        last.append(one_line(f"not exported: {why}", 2 * INSIDE - 4))
-    elif failed:
-        last.append(f"not exported: {', '.join(failed)}; see their .log files beside the record")
-    end = _wrapped(last)
-    lines = [*_wrapped(_figures(record))[: MOST_LINES - len(end)], *end]
+    footer = [f"record: {one_line(record_path, 140)}"]
+    if len(failed_exports) == 1:
+        (why,) = failed_exports.values()
+        footer.append(one_line(f"not exported: {why}", 2 * TEXT_WIDTH - 4))
+    elif failed_exports:
+        footer.append(f"not exported: {', '.join(failed_exports)}; see their .log files beside the record")
+    footer_lines = _wrapped(footer)
+    lines = [*_wrapped(_figures(record))[: MAX_LINES - len(footer_lines)], *footer_lines]
     edge = f"+-- flatout run {'-' * (WIDTH - 17)}+"
-    return "\n".join([edge, *(f"| {line:<{INSIDE}} |" for line in lines), f"+{'-' * (WIDTH - 2)}+"])
+    return "\n".join([edge, *(f"| {line:<{TEXT_WIDTH}} |" for line in lines), f"+{'-' * (WIDTH - 2)}+"])
 
 
 def _wrapped(lines: Sequence[str]) -> list[str]:
-    return [part for line in lines for part in textwrap.wrap(line, INSIDE, subsequent_indent="  ")]
+    return [part for line in lines for part in textwrap.wrap(line, TEXT_WIDTH, subsequent_indent="  ")]
 
 
 def _figures(record: RunSummary) -> list[str]:
     ranks = f" (rank {record.rank} of {record.world_size})" if record.world_size > 1 else ""
-    speed = [f"{figure(record.steps_per_s)} steps/s"]
-    speed += [f"{figure(record.samples_per_s)} samples/s"] if record.samples_per_s else []
-    used = [f"waited for data {record.data_wait:.0%}", f"{record.cores_used:.1f} of {record.cores} cores"]
-    used += [f"GPU busy {record.gpu_busy:.0%}"] if record.gpu_busy is not None else []
-    used.append(f"peak memory {size(record.peak_memory_bytes)}")
-    found = [
+    speed = [f"{rounded(record.steps_per_s)} steps/s"]
+    speed += [f"{rounded(record.samples_per_s)} samples/s"] if record.samples_per_s else []
+    usage = [f"waited for data {record.data_wait:.0%}", f"{record.cores_used:.1f} of {record.cores} cores"]
+    usage += [f"GPU busy {record.gpu_busy:.0%}"] if record.gpu_busy is not None else []
+    usage.append(f"peak memory {size(record.peak_memory_bytes)}")
+    lines = [
         f"{record.steps:,} steps in {duration(record.seconds)}{ranks}: {', '.join(speed)}",
-        ", ".join(used),
+        ", ".join(usage),
         f"limited by: {record.limited_by}",
     ]
     if record.next_command:
-        found.append(f"next: flatout {record.next_command} {one_line(shell(record.command), 120)}")
-    return found
+        lines.append(f"next: flatout {record.next_command} {one_line(shell(record.command), 120)}")
+    return lines

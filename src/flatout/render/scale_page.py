@@ -1,14 +1,14 @@
 """The page of predictions for many devices, for the terminal and as HTML."""
 
-from flatout.render import formatting
-from flatout.render.page import Figure, Items, Page, Section, Table, Words, dateline, notes
+from flatout.render.formatting import MISSING, count, finite, milliseconds, plural, rounded, sentence, size
+from flatout.render.page import Figure, Items, Page, Paragraph, Section, Table, dateline, notes
 from flatout.render.plot import Plot
 from flatout.render.svg import Scale
 from flatout.schema.scale import Link, ScaleRecord
 
 NAMES = {"ddp": "DDP", "fsdp": "FSDP", "hybrid": "Hybrid", "local": "Local SGD"}
 COLUMNS = ("", ">devices", ">step", ">waiting", ">each sends", ">efficiency", "bound by")
-TICKS = 9  # maximum number of ticks below the chart
+MAX_TICKS = 9  # maximum number of ticks below the chart
 
 
 def strategies(record: ScaleRecord) -> list[str]:
@@ -28,49 +28,51 @@ def headline(record: ScaleRecord) -> str:
 
     Local SGD is left out unless it is the only strategy, because it changes what is learned.
     """
-    there = [
+    candidates = [
         point
         for point in record.points
         if point.efficiency is not None and (point.strategy != "local" or len(strategies(record)) == 1)
     ]
-    if not there:
+    if not candidates:
         return "No prediction is possible"
-    most = max(point.devices for point in there)
-    best = max((point for point in there if point.devices == most), key=lambda point: point.efficiency or 0.0)
-    return f"{name_of(record, best.strategy)} on {formatting.several(most, 'device')}: {100 * (best.efficiency or 0.0):.0f}\u00a0% efficient"
+    devices = max(point.devices for point in candidates)
+    best = max(
+        (point for point in candidates if point.devices == devices), key=lambda point: point.efficiency or 0.0
+    )
+    return f"{name_of(record, best.strategy)} on {plural(devices, 'device')}: {100 * (best.efficiency or 0.0):.0f}\u00a0% efficient"
 
 
-def because(record: ScaleRecord) -> str:
+def summary(record: ScaleRecord) -> str:
     timing = record.timing
-    alone = f"one device needs {formatting.milliseconds(timing.step_ms)} for a step" if timing else ""
-    batch = f" of {formatting.figure(timing.samples)} samples" if timing and timing.samples else ""
+    step_text = f"one device needs {milliseconds(timing.step_ms)} for a step" if timing else ""
+    batch = f" of {rounded(timing.samples)} samples" if timing and timing.samples else ""
     kind = (
         "Each device keeps this batch"
         if record.scaling == "weak"
         else "This batch is split across the devices"
     )
-    return formatting.sentence(f"Predicted, not measured: {alone}{batch}. {kind}. Network: {network(record)}")
+    return sentence(f"Predicted, not measured: {step_text}{batch}. {kind}. Network: {network(record)}")
 
 
 def network(record: ScaleRecord) -> str:
     if record.network is None:
-        return formatting.NOTHING
+        return MISSING
     nodes = (
-        f", {record.node} devices a node joined by {spelled(record.inside)}"
+        f", {record.node} devices a node joined by {link_text(record.inside)}"
         if record.inside is not None
         else ""
     )
-    return f"{spelled(record.network)}{nodes}"
+    return f"{link_text(record.network)}{nodes}"
 
 
-def spelled(link: Link) -> str:
-    cards = "" if link.inside or not link.cards else f", {formatting.several(link.cards, 'card')} a node"
-    return f"{link.name} ({formatting.figure(link.bandwidth_bytes_per_s / 1e9)} GB/s, {formatting.figure(link.latency_us)} us{cards})"
+def link_text(link: Link) -> str:
+    cards = "" if link.inside or not link.cards else f", {plural(link.cards, 'card')} a node"
+    return f"{link.name} ({rounded(link.bandwidth_bytes_per_s / 1e9)} GB/s, {rounded(link.latency_us)} us{cards})"
 
 
 def share(value: float | None) -> str:
-    number = formatting.drawable(value)
-    return formatting.NOTHING if number is None else f"{100 * number:.1f} %"
+    number = finite(value)
+    return MISSING if number is None else f"{100 * number:.1f} %"
 
 
 def rows(record: ScaleRecord) -> list[tuple[str, ...]]:
@@ -85,16 +87,16 @@ def rows(record: ScaleRecord) -> list[tuple[str, ...]]:
                 ("",) * 4
                 if point.why_not
                 else (
-                    formatting.milliseconds(point.step_ms),
-                    formatting.milliseconds(point.exposed_ms),
-                    formatting.size(point.wire_bytes),
+                    milliseconds(point.step_ms),
+                    milliseconds(point.exposed_ms),
+                    size(point.wire_bytes),
                     share(point.efficiency),
                 )
             )
             table.append(
                 (
                     name_of(record, strategy),
-                    formatting.count(point.devices),
+                    count(point.devices),
                     *figures,
                     point.why_not or point.bound.partition(": ")[0],
                 )
@@ -106,18 +108,18 @@ def sentences(record: ScaleRecord) -> list[str]:
     """Return a sentence per strategy on what limits it at the largest number of devices."""
     table = []
     for strategy in strategies(record):
-        there = [point for point in record.line(strategy) if point.bound]
-        if there:
+        candidates = [point for point in record.line(strategy) if point.bound]
+        if candidates:
             table.append(
-                formatting.sentence(
-                    f"{name_of(record, strategy)} on {formatting.several(there[-1].devices, 'device')}: {there[-1].bound}"
+                sentence(
+                    f"{name_of(record, strategy)} on {plural(candidates[-1].devices, 'device')}: {candidates[-1].bound}"
                 )
             )
     return table
 
 
 def scale_page(record: ScaleRecord) -> Page:
-    legend = [(f"c{at}", name_of(record, strategy)) for at, strategy in enumerate(strategies(record))]
+    legend = [(f"c{number}", name_of(record, strategy)) for number, strategy in enumerate(strategies(record))]
     caption = "Samples per second of all devices, relative to the same number of independent devices."
     note = "Waiting is the communication that is not overlapped with computation. The total computation and communication of a device are in scale.json."
     return Page(
@@ -127,11 +129,12 @@ def scale_page(record: ScaleRecord) -> Page:
         [
             Section(f"Efficiency, {record.scaling} scaling", [Figure(plot(record), caption, legend)]),
             Section(
-                "Bottlenecks", [Table(COLUMNS, rows(record)), Items(sentences(record)), Words(note, "note")]
+                "Bottlenecks",
+                [Table(COLUMNS, rows(record)), Items(sentences(record)), Paragraph(note, "note")],
             ),
-            notes(map(formatting.sentence, record.notes), "Assumptions"),
+            notes(map(sentence, record.notes), "Assumptions"),
         ],
-        because(record),
+        summary(record),
         command=record.command,
         dateline=dateline(record.created, record.measured),
         version=record.flatout,
@@ -146,7 +149,7 @@ def plot(record: ScaleRecord) -> Plot | None:
             [
                 (point, value)
                 for point in record.line(strategy)
-                if (value := formatting.drawable(point.efficiency)) is not None
+                if (value := finite(point.efficiency)) is not None
             ],
         )
         for strategy in strategies(record)
@@ -156,17 +159,19 @@ def plot(record: ScaleRecord) -> Plot | None:
         return None
     x = Scale(counts[0] / 1.05, counts[-1] * 1.05, logarithmic=True)
     y = Scale(0.0, 1.04 * max(1.0, *(value for _, line in lines for _, value in line)))
-    every = -(-len(counts) // TICKS)
-    ticks = [(float(n), f"{n:,}") for at, n in enumerate(counts) if (len(counts) - 1 - at) % every == 0]
+    every = -(-len(counts) // MAX_TICKS)
+    ticks = [
+        (float(n), f"{n:,}") for number, n in enumerate(counts) if (len(counts) - 1 - number) % every == 0
+    ]
     label = "Efficiency against the number of devices: " + "; ".join(
         f"{name_of(record, strategy)} {share(line[0][1])} on {line[0][0].devices:,} and {share(line[-1][1])} on {line[-1][0].devices:,}"
         for strategy, line in lines
         if line
     )
-    drawn = Plot(label, x, y, ticks, [(t / 4, f"{25 * t} %") for t in range(5)], axis="devices")
-    for at, (strategy, line) in enumerate(lines):
-        drawn.line([(float(point.devices), value) for point, value in line], f"c{at}")
+    chart = Plot(label, x, y, ticks, [(t / 4, f"{25 * t} %") for t in range(5)], axis="devices")
+    for number, (strategy, line) in enumerate(lines):
+        chart.line([(float(point.devices), value) for point, value in line], f"c{number}")
         for point, value in line:
-            tip = f"{name_of(record, strategy)}, {point.devices:,} devices: {share(value)}, {formatting.milliseconds(point.step_ms)} a step; {point.bound}"
-            drawn.dot(point.devices, value, f"c{at}", tip, 4)
-    return drawn
+            tip = f"{name_of(record, strategy)}, {point.devices:,} devices: {share(value)}, {milliseconds(point.step_ms)} a step; {point.bound}"
+            chart.dot(point.devices, value, f"c{number}", tip, 4)
+    return chart

@@ -5,27 +5,28 @@ running gives a shorter summary that says so.
 """
 
 from flatout.render.formatting import (
-    NOTHING,
+    MISSING,
     count,
-    drawable,
     duration,
-    figure,
+    factor,
+    finite,
     interval,
-    legible,
     milliseconds,
     on_device,
+    plural,
+    rounded,
+    safe_text,
     sentence,
-    several,
     shell,
     size,
-    times,
 )
 from flatout.schema.enums import Status
 from flatout.schema.records import Ratio
 from flatout.schema.session import (
     GuardRecord,
     LeverRecord,
-    NamedRecord,
+    NamedLeverRecord,
+    RanksRecord,
     SessionOutcome,
     SessionRecord,
     TimeMemoryPoint,
@@ -39,18 +40,12 @@ RESULTS = {
     "failed": "but the results changed",
     "not checked": "results not checked",
 }
-GUARD_WORDS = {
-    "same": "same, bit for bit",
-    "equivalent": "equivalent",
-    "failed": "failed",
-    "not checked": "not checked",
-}
 
 
 def frontier(session: SessionRecord) -> list[TimeMemoryPoint]:
     """Return the measured points of time and memory, largest memory first."""
     return sorted(
-        (point for point in session.frontier if drawable(point.peak_bytes)),
+        (point for point in session.frontier if finite(point.peak_bytes)),
         key=lambda point: -(point.peak_bytes or 0),
     )
 
@@ -59,7 +54,7 @@ def relative_time(point: TimeMemoryPoint) -> tuple[float, float | None, float | 
     """Return the step time relative to the first point, and the ends of its interval."""
     ratio = point.ratio
     median, ends = (
-        (drawable(ratio.median), (drawable(ratio.high), drawable(ratio.low)))
+        (finite(ratio.median), (finite(ratio.high), finite(ratio.low)))
         if ratio is not None
         else (None, (None, None))
     )
@@ -72,19 +67,20 @@ def relative_time(point: TimeMemoryPoint) -> tuple[float, float | None, float | 
 def headline(session: SessionRecord) -> str:
     """Return the verdict in a few words: ``1.31 times as fast, same results``."""
     gain = session.gain
-    low = drawable(session.speedup.low) if session.speedup else None
+    low = finite(session.speedup.low) if session.speedup else None
     likely = "probably " if low is not None and low <= 1 else ""
-    fast = f"{likely}{times(gain)[:-1]} times as fast, {RESULTS.get(session.guard.verdict, RESULTS['not checked'])}"
+    results = RESULTS.get(session.guard.verdict, RESULTS["not checked"])
+    speed_text = f"{likely}{factor(gain)[:-1]} times as fast, {results}"
     match session.outcome:
         case SessionOutcome.FAILED:
             return "The tuning failed"
         case SessionOutcome.RUNNING:
-            return f"Still tuning: so far {fast}" if gain else "Still tuning: nothing to report yet"
+            return f"Still tuning: so far {speed_text}" if gain else "Still tuning: nothing to report yet"
         case SessionOutcome.FITS:
-            speed = times(session.speedup.median)[:-1] if session.speedup else NOTHING
-            return f"Fits into {size(session.memory_limit_bytes)}, at {speed} times the speed, {RESULTS.get(session.guard.verdict, RESULTS['not checked'])}"
+            speed = factor(session.speedup.median)[:-1] if session.speedup else MISSING
+            return f"Fits into {size(session.memory_limit_bytes)}, at {speed} times the speed, {results}"
         case SessionOutcome.FASTER | SessionOutcome.CHANGED:
-            return fast[0].upper() + fast[1:]
+            return speed_text[0].upper() + speed_text[1:]
         case SessionOutcome.UNDECIDED:
             return "No verdict is possible now"
         case _:
@@ -94,8 +90,8 @@ def headline(session: SessionRecord) -> str:
 def message(session: SessionRecord) -> str:
     """Return the tuner's message without a leading headline, or "" if it adds nothing to the headline."""
     text = sentence(session.message.strip().partition("\n")[0])
-    above = f"{headline(session)}: "
-    text = text[len(above) :] if text.lower().startswith(above.lower()) else text
+    prefix = f"{headline(session)}: "
+    text = text[len(prefix) :] if text.lower().startswith(prefix.lower()) else text
     text = text[:1].upper() + text[1:]
     return "" if text.rstrip(".").lower() == headline(session).lower() else text
 
@@ -103,7 +99,7 @@ def message(session: SessionRecord) -> str:
 def details(session: SessionRecord) -> str:
     """Return the rest of the message: the last lines of a failed program's output."""
     rest = session.message.strip().partition("\n")[2].strip("\n")
-    return legible(rest if len(rest) <= MAX_DETAILS else "… " + rest[2 - MAX_DETAILS :], MAX_DETAILS)
+    return safe_text(rest if len(rest) <= MAX_DETAILS else "… " + rest[2 - MAX_DETAILS :], MAX_DETAILS)
 
 
 STATUS_ORDER: dict[str, int] = {Status.APPLIED: 0, Status.REJECTED: 1, Status.SKIPPED: 2}
@@ -111,14 +107,14 @@ STATUS_ORDER: dict[str, int] = {Status.APPLIED: 0, Status.REJECTED: 1, Status.SK
 
 def levers_in_order(session: SessionRecord) -> list[LeverRecord]:
     """Return applied, then rejected, then skipped levers, each fastest first."""
-    return sorted(session.levers, key=lambda r: (STATUS_ORDER.get(r.status, 3), -(drawable(r.ratio) or 0.0)))
+    return sorted(session.levers, key=lambda r: (STATUS_ORDER.get(r.status, 3), -(finite(r.ratio) or 0.0)))
 
 
-def because(lever: LeverRecord) -> str:
+def lever_reason(lever: LeverRecord) -> str:
     """Return the recorded reason. An applied lever without one gets a comment on its ratio."""
     if lever.reason or lever.status != Status.APPLIED:
         return lever.reason
-    low = drawable(lever.low)
+    low = finite(lever.low)
     return (
         "measured only as part of the plan"
         if low is None
@@ -130,58 +126,58 @@ def because(lever: LeverRecord) -> str:
 
 def with_interval(ratio: object, low: object, high: object, n: object) -> str:
     """Format a ratio with its interval: ``1.31x (1.28–1.35, n=6)``."""
-    inside = spread_of(low, high, n)
-    return times(ratio) + (f" ({inside})" if inside else "")
+    interval_text = interval_and_n(low, high, n)
+    return factor(ratio) + (f" ({interval_text})" if interval_text else "")
 
 
-def spread_of(low: object, high: object, n: object) -> str:
-    pairs = f"n={count(n)}" if drawable(n) else ""
+def interval_and_n(low: object, high: object, n: object) -> str:
+    pairs = f"n={count(n)}" if finite(n) else ""
     return ", ".join(part for part in (interval(low, high), pairs) if part)
 
 
-def spelled(ratio: Ratio) -> str:
+def ratio_text(ratio: Ratio) -> str:
     """Format a ratio: ``1.80x (1.60–2.00)``. An estimate has no interval."""
-    inside = f" ({interval(ratio.low, ratio.high)})" if ratio.low < ratio.high else ""
-    return times(ratio.median) + inside
+    interval_text = f" ({interval(ratio.low, ratio.high)})" if ratio.low < ratio.high else ""
+    return factor(ratio.median) + interval_text
 
 
-LAST = 0.1  # final losses are averaged over this share of the steps that both runs have
+LAST_SHARE = 0.1  # final losses are averaged over this share of the steps that both runs have
 
 
-def named_sentence(named: NamedRecord) -> str:
+def named_sentence(named: NamedLeverRecord) -> str:
     """Return the speed of a plan selected by name, and its final loss next to the plain one."""
-    if named.ratio is None or drawable(named.ratio.median) is None:
+    if named.ratio is None or finite(named.ratio.median) is None:
         return sentence(f"not measured: {named.why_not}")
     speed = f"{with_interval(named.ratio.median, named.ratio.low, named.ratio.high, named.ratio.n)} as fast"
     steps = min(len(named.plain_losses), len(named.losses))
-    last = max(1, round(LAST * steps))
-    ends = [
-        [value for value in map(drawable, losses[steps - last : steps]) if value is not None]
+    last = max(1, round(LAST_SHARE * steps))
+    last_losses = [
+        [value for value in map(finite, losses[steps - last : steps]) if value is not None]
         for losses in (named.losses, named.plain_losses)
     ]
-    if not all(ends):
+    if not all(last_losses):
         return sentence(speed)
-    own, plain = (figure(sum(end) / len(end)) for end in ends)
-    return f"{speed}; after {several(steps, 'loss')} its loss is {own}, the plain program's is {plain} (mean of the last {count(last)})."
+    loss, plain = (rounded(sum(values) / len(values)) for values in last_losses)
+    return f"{speed}; after {plural(steps, 'loss')} its loss is {loss}, the plain program's is {plain} (mean of the last {count(last)})."
 
 
 def guard_sentence(guard: GuardRecord) -> str:
-    words = GUARD_WORDS.get(guard.verdict, guard.verdict or GUARD_WORDS["not checked"])
-    return f"{words}: {guard.why}" if guard.why else words
+    verdict = "same, bit for bit" if guard.verdict == "same" else guard.verdict or "not checked"
+    return f"{verdict}: {guard.why}" if guard.why else verdict
 
 
 def payback_sentence(session: SessionRecord) -> str:
     """Return the step at which the tuned program overtakes the plain one, with the reason."""
     if not session.gain or session.guard.verdict == "failed":
         return ""
-    extra_ms = (drawable(session.best.warmup_ms) or 0.0) - (drawable(session.baseline.warmup_ms) or 0.0)
-    before, after = drawable(session.baseline.step_ms), drawable(session.best.step_ms)
+    extra_ms = (finite(session.best.warmup_ms) or 0.0) - (finite(session.baseline.warmup_ms) or 0.0)
+    before, after = finite(session.baseline.step_ms), finite(session.best.step_ms)
     saved = (
         ""
         if before is None or after is None or before <= after
         else f", and each step saves {milliseconds(before - after)}"
     )
-    steps = drawable(session.payback_steps)
+    steps = finite(session.payback_steps)
     if steps is None:
         return "The step is not known."
     if steps <= 0:
@@ -221,12 +217,12 @@ def next_step(session: SessionRecord) -> tuple[str, str]:
 
 def effort(session: SessionRecord) -> str:
     """Return ``14 comparisons in 9 min 40 s, of a budget of 10 min 00 s``, or "" before the first."""
-    if not session.comparisons and not drawable(session.spent_s):
+    if not session.comparisons and not finite(session.spent_s):
         return ""
-    text = several(len(session.comparisons), "comparison")
-    if drawable(session.spent_s):
+    text = plural(len(session.comparisons), "comparison")
+    if finite(session.spent_s):
         text += f" in {duration(session.spent_s)}"
-    if drawable(session.budget_s):
+    if finite(session.budget_s):
         text += f", of a budget of {duration(session.budget_s)}"
     if session.overrun:
         text += f"; {session.overrun}"
@@ -242,11 +238,37 @@ def other_programs(session: SessionRecord) -> str:
     )
 
 
-def noise(session: SessionRecord) -> str:
+def noise_floor_text(session: SessionRecord) -> str:
     """Return the noise floor as ``0.99x (0.98–1.01, n=6)``, or ""."""
     floor = session.noise_floor
     return (
         ""
-        if floor is None or drawable(floor.median) is None
+        if floor is None or finite(floor.median) is None
         else with_interval(floor.median, floor.low, floor.high, floor.n)
     )
+
+
+MAX_SHARE_OF_IDEAL = 1.1  # a share of ideal scaling above this is implausible
+
+
+def ranks_sentence(ranks: RanksRecord) -> str:
+    """Return the speed-up over one process in a sentence."""
+    ranks_text, ratio = plural(ranks.procs, "rank"), ranks.ratio
+    median = finite(ratio.median) if ratio is not None else None
+    if ratio is None or median is None:
+        return sentence(f"{ranks_text}; {ranks.why_not}") if ranks.why_not else f"{ranks_text}."
+    interval_text, procs, high = interval(ratio.low, ratio.high), finite(ranks.procs), finite(ratio.high)
+    text = f"{ranks_text} are {factor(median)[:-1]} times as fast as one process" + (
+        f" ({interval_text})" if interval_text else ""
+    )
+    share = median / procs if procs else 0.0
+    if share:
+        text += f": {100 * share:.0f} % of {count(procs)} times its speed"
+    if high is not None and high < 1:
+        return text + ". One process is faster here: run without ranks."
+    if share > MAX_SHARE_OF_IDEAL:
+        return (
+            text
+            + ". Ranks alone cannot explain that: one process does not use this machine well. `flatout tune` without ranks may find out why."
+        )
+    return text + "."

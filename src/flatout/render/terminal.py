@@ -13,8 +13,8 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from flatout.render import summary
-from flatout.render.formatting import NOTHING, capital, legible, one_line, setting
-from flatout.render.page import PAGE, Cell, Code, Items, Page, PagePart, Table, Words
+from flatout.render.formatting import MISSING, capital, one_line, safe_text, setting
+from flatout.render.page import PAGE, Cell, Code, Items, Page, PagePart, Paragraph, Table
 from flatout.schema.enums import Status
 from flatout.schema.plan import Plan
 from flatout.schema.session import SessionRecord
@@ -27,20 +27,23 @@ ORIGINS = {
     "tuner": "found by the tuner",
     "file": "from the plan file",
 }
-MOST_ROWS = 40  # of a table; the record has all
+MAX_ROWS = 40  # of a table; the record has all
 
 
 def terminal(page: Page) -> RenderableType:
     """Return a page for the terminal, without its charts and its next command."""
     lines: list[RenderableType] = [
-        Text(_ascii(legible(page.headline, 4000)), overflow="fold", style=STYLES.get(page.tone, "bold"))
+        Text(_ascii(safe_text(page.headline, 4000)), overflow="fold", style=STYLES.get(page.tone, "bold"))
     ]
-    if page.deck:
-        lines.append(text(page.deck))
+    if page.subtitle:
+        lines.append(text(page.subtitle))
     if page.details:
-        lines += ["", Padding(Text(legible(page.details, 4000), style="dim", overflow="fold"), (0, 0, 0, 2))]
+        lines += [
+            "",
+            Padding(Text(safe_text(page.details, 4000), style="dim", overflow="fold"), (0, 0, 0, 2)),
+        ]
     for section in page.sections:
-        parts = [shown for part in section.shown if (shown := _part(part)) is not None]
+        parts = [rendered for part in section.visible if (rendered := _part(part)) is not None]
         if section.where != PAGE and parts:
             lines += ["", *([text(section.title, "dim")] if section.title else []), *parts]
     return Group(*lines)
@@ -49,7 +52,7 @@ def terminal(page: Page) -> RenderableType:
 def print_page(console: Console, page: Page) -> None:
     """Print a page, and the next command in one line: it is copied."""
     console.print(terminal(page))
-    why, command = page.following
+    why, command = page.next_step
     if command:
         console.print(Text.assemble(f"\n{why}\n  ", (command, "bold")), soft_wrap=True)
 
@@ -57,20 +60,20 @@ def print_page(console: Console, page: Page) -> None:
 def _part(part: PagePart) -> RenderableType | None:
     match part:
         case Table():
-            return grid_of(part)
-        case Words(words, "output") | Code(words):
-            return Padding(Text(legible(words, 4000), overflow="fold"), (0, 0, 0, 2))
-        case Words(_, "note"):
+            return table_grid(part)
+        case Paragraph(content, "output") | Code(content):
+            return Padding(Text(safe_text(content, 4000), overflow="fold"), (0, 0, 0, 2))
+        case Paragraph(_, "note"):
             return None
-        case Words(words, kind):
-            return text(words, STYLES.get(kind.rpartition(" ")[2], ""))
+        case Paragraph(content, kind):
+            return text(content, STYLES.get(kind.rpartition(" ")[2], ""))
         case Items(items):
             return Group(*(text(f"- {item}") for item in items))
         case _:
             return None
 
 
-def grid_of(table: Table) -> RenderableType:
+def table_grid(table: Table) -> RenderableType:
     """Return a table, or its rows alone where it has no columns."""
     grid = (
         Grid(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), header_style="dim")
@@ -81,11 +84,11 @@ def grid_of(table: Table) -> RenderableType:
     for name in (*table.columns, *[""] * (width - len(table.columns))):
         right = name.startswith(">")
         grid.add_column(text(name.removeprefix(">")), justify="right" if right else "left", overflow="fold")
-    for row in table.rows[:MOST_ROWS]:
+    for row in table.rows[:MAX_ROWS]:
         grid.add_row(
             *(_cell(cell, "" if number or table.columns else "dim") for number, cell in enumerate(row))
         )
-    left = len(table.rows) - MOST_ROWS
+    left = len(table.rows) - MAX_ROWS
     return Group(grid, Text(f"{left} more in the record", style="dim")) if left > 0 else grid
 
 
@@ -115,55 +118,57 @@ def plan_table(plan: Plan, code: Mapping[str, str], reasons: Mapping[str, str]) 
         lines += [title, *(Padding(note, (0, 0, 0, 2)) for note in notes)]
         if code.get(choice.name):
             # Keep the line breaks, and let only the terminal wrap: users copy this code.
-            copied = Text(legible(code[choice.name], 4000).strip("\n"), style="cyan", overflow="fold")
+            copied = Text(safe_text(code[choice.name], 4000).strip("\n"), style="cyan", overflow="fold")
             lines.append(Padding(copied, (1, 0, 0, 4)))
         lines.append("")
     if not lines:
         lines = [Text("The plan is empty: the program runs as it is."), ""]
     absent = [(name, reason) for name, reason in reasons.items() if plan.get(name) is None]
     if absent:
-        lines += [Text("not in the plan", style="dim"), pairs(absent)]
+        lines += [Text("not in the plan", style="dim"), name_grid(absent)]
     return Group(*lines[:-1] if lines[-1] == "" else lines)
 
 
-def why_left_out(session: SessionRecord, which: str, name: str | None = None) -> RenderableType:
+def why_left_out(session: SessionRecord, session_name: str, name: str | None = None) -> RenderableType:
     """Return every lever that was left out of a session, or only the one of this name, with its reason.
 
     ``which`` names the session in a message."""
     rows = [
-        (lever.name, summary.because(lever))
+        (lever.name, summary.lever_reason(lever))
         for lever in session.levers
         if lever.status == Status.SKIPPED and name in (None, lever.name)
     ]
     if rows:
-        return pairs(rows)
+        return name_grid(rows)
     if session.status in ("failed", "running"):
         failed = session.status == "failed"
         ended = f"failed: {session.message.strip()}" if failed else "has not ended; its command continues it."
-        words = Text(legible(f"{capital(which)} {ended}", 4000), overflow="fold")
-        return Group(words, "", Text("`flatout levers --why --job DIRECTORY` shows another session."))
+        content = Text(safe_text(f"{capital(session_name)} {ended}", 4000), overflow="fold")
+        return Group(content, "", Text("`flatout levers --why --job DIRECTORY` shows another session."))
     if name is None:
         return Text("No lever was left out.")
     status = next((lever.status for lever in session.levers if lever.name == name), "")
-    return text(f"{name} was not left out: it was {status}." if status else f"{name} is not in {which}")
+    return text(
+        f"{name} was not left out: it was {status}." if status else f"{name} is not in {session_name}"
+    )
 
 
-def pairs(rows: Iterable[tuple[str, str]]) -> RenderableType:
+def name_grid(rows: Iterable[tuple[str, str]]) -> RenderableType:
     """Return a grid with names on the left and sentences on the right."""
     grid = Grid.grid(padding=(0, 2, 0, 0))
     grid.add_column(max_width=36, overflow="fold")
     grid.add_column(overflow="fold")
-    for name, words in rows:
-        grid.add_row(text(name, "dim"), text(words))
+    for name, content in rows:
+        grid.add_row(text(name, "dim"), text(content))
     return grid
 
 
-def text(words: object, style: str = "") -> Text:
-    return Text(_ascii(one_line(words, 4000)), style=style, overflow="fold")
+def text(content: object, style: str = "") -> Text:
+    return Text(_ascii(one_line(content, 4000)), style=style, overflow="fold")
 
 
-def _ascii(words: str) -> str:
+def _ascii(content: str) -> str:
     """Replace flatout's own typographic signs with ASCII. Other letters stay."""
-    for sign, plain in ((NOTHING, "-"), ("−", "-"), ("×", "x"), ("…", "..."), ("·", "-"), ("\u00a0", " ")):
-        words = words.replace(sign, plain)
-    return words
+    for sign, plain in ((MISSING, "-"), ("−", "-"), ("×", "x"), ("…", "..."), ("·", "-"), ("\u00a0", " ")):
+        content = content.replace(sign, plain)
+    return content

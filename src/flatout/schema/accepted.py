@@ -14,15 +14,15 @@ class Number:
 
     low: float
     high: float
-    whole: bool = True
+    integer: bool = True
 
     def __str__(self) -> str:
-        return f"a {'whole ' if self.whole else ''}number from {self.low} to {self.high}"
+        return f"a {'whole ' if self.integer else ''}number from {self.low} to {self.high}"
 
 
 @dataclass(frozen=True)
 class Text:
-    """A string of a pattern; ``title`` says which."""
+    """A string that matches a pattern. ``title`` describes it."""
 
     pattern: str
     title: str
@@ -33,43 +33,51 @@ class Text:
 
 @dataclass(frozen=True)
 class Table:
-    """A table with all of the keys ``needed``, and with any of the others."""
+    """A table with all ``required`` keys and any of the other keys."""
 
     keys: Mapping[str, Sequence[Form]]
-    needed: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"a table {{{', '.join(f'{key} = {listed(forms)}' for key, forms in self.keys.items())}}}"
+        return (
+            f"a table {{{', '.join(f'{key} = {describe_forms(forms)}' for key, forms in self.keys.items())}}}"
+        )
 
 
 Form = bool | str | Number | Text | Table
 SWITCH = (True, False)
 
 
-def listed(forms: Iterable[Form]) -> str:
-    """Return the accepted values as a person would write them."""
+def describe_forms(forms: Iterable[Form]) -> str:
+    """Return the accepted values as text for a message."""
     texts = (json.dumps(form) if isinstance(form, (bool, str)) else str(form) for form in forms)
     return " or ".join(dict.fromkeys(texts))
 
 
-def refusal(title: str, forms: Sequence[Form], value: object) -> str:
+def rejection(title: str, forms: Sequence[Form], value: object) -> str:
     """Return why none of the forms accepts the value, as a sentence; "" if one does."""
-    inside = []
+    table_errors = []
     for form in forms:
         if isinstance(form, Table):
-            if isinstance(value, Mapping) and {*form.needed} <= value.keys() <= form.keys.keys():
-                wrong = (refusal(f"{key!r} in {title}", form.keys[key], item) for key, item in value.items())
-                inside.append(next(filter(None, wrong), ""))
-        elif _takes(form, value):
+            if isinstance(value, Mapping) and {*form.required} <= value.keys() <= form.keys.keys():
+                errors = (
+                    rejection(f"{key!r} in {title}", form.keys[key], item) for key, item in value.items()
+                )
+                table_errors.append(next(filter(None, errors), ""))
+        elif _accepts(form, value):
             return ""
-    if "" in inside:
+    if "" in table_errors:
         return ""
-    return inside[0] if len(inside) == 1 else f"{title} must be {listed(forms)}, not {value!r}"
+    return (
+        table_errors[0]
+        if len(table_errors) == 1
+        else f"{title} must be {describe_forms(forms)}, not {value!r}"
+    )
 
 
-def _takes(form: Form, value: object) -> bool:
+def _accepts(form: Form, value: object) -> bool:
     if isinstance(form, Number):
-        return type(value) in (int, int if form.whole else float) and form.low <= value <= form.high  # type: ignore[operator]
+        return type(value) in (int, int if form.integer else float) and form.low <= value <= form.high  # type: ignore[operator]
     if isinstance(form, Text):
         return isinstance(value, str) and re.fullmatch(form.pattern, value) is not None
     return type(value) is type(form) and value == form

@@ -25,8 +25,8 @@ class BatchPoint(Record):
     ``why`` explains every status except ``measured``. ``speed`` is samples/s relative to the program's own
     size.
 
-    ``kept_speed`` is computed, not measured: the program's own effective batch, made of micro-batches of this
-    size and one update.
+    ``accumulated_speed`` is computed, not measured: the program's own effective batch from accumulated
+    micro-batches of this size.
     """
 
     size: int
@@ -37,8 +37,8 @@ class BatchPoint(Record):
     samples_per_step: float | None = None
     samples_per_s: float | None = None
     speed: Ratio | None = None
-    kept_micro_batches: float | None = None
-    kept_speed: Ratio | None = None
+    micro_batches: float | None = None
+    accumulated_speed: Ratio | None = None
     peak_bytes: int | None = None
     retries: int | None = None  # of the device's allocator
     processes: int = 0
@@ -49,7 +49,7 @@ class BatchPoint(Record):
 
 
 @dataclass
-class NoiseSeen(Record):
+class NoiseScale(Record):
     """The gradient noise scale.
 
     ``value``, ``low`` and ``high`` are in samples, or in the program's own batches if ``batch`` is None.
@@ -62,7 +62,7 @@ class NoiseSeen(Record):
     value: float | None = None
     low: float | None = None
     high: float | None = None
-    gradient: float = 0.0  # |G|^2
+    squared_norm: float = 0.0  # |G|^2, of the gradient
     trace: float = 0.0  # tr(Sigma), of one sample's gradient
     why_not: str = ""
 
@@ -71,38 +71,37 @@ class NoiseSeen(Record):
 class BatchRecord(ProgramRecord):
     """Result of `flatout batch`.
 
-    ``own`` is the batch size of the program's training loader, ``effective`` the samples per optimizer step.
-    ``best`` is the size with the most samples/s that fits. ``enough`` is the smallest size within a few per
-    cent of it, with an interval. ``kept_best`` is the fastest micro-batch at the program's own effective
-    batch.
+    ``own_size`` is the batch size of the program's training loader, ``effective`` the samples per optimizer
+    step. ``best`` is the size with the most samples/s that fits. ``near_best`` is the smallest size within a
+    few per cent of it, with an interval. ``best_micro_batch`` is the fastest at the own effective batch.
     """
 
     schema: int = BATCH_SCHEMA
     budget_s: float = 0.0
     loader: int | None = None
-    own: int | None = None
+    own_size: int | None = None
     effective: int | None = None
     dataset_samples: int | None = None
     limit_bytes: int | None = None
-    limit: str = ""  # source of the limit
+    limit_source: str = ""
     points: list[BatchPoint] = field(default_factory=list)
     why_no_curve: str = ""
-    again: Ratio | None = None  # the program's own size measured again, in other processes
+    repeat_ratio: Ratio | None = None  # the program's own size measured again, in other processes
     best: int | None = None
-    enough: int | None = None
-    enough_low: int | None = None
-    enough_high: int | None = None
-    kept_best: int | None = None
-    noise: NoiseSeen = field(default_factory=NoiseSeen)
+    near_best: int | None = None
+    near_best_low: int | None = None
+    near_best_high: int | None = None
+    best_micro_batch: int | None = None
+    noise: NoiseScale = field(default_factory=NoiseScale)
     notes: list[str] = field(default_factory=list)
 
     @property
     def knee(self) -> int | None:
-        """Return ``enough`` if a larger size was measured, else None."""
+        """Return ``near_best`` if a larger size was measured, else None."""
         return (
-            self.enough
-            if self.enough is not None
-            and any(point.fits and point.speed and point.size > self.enough for point in self.points)
+            self.near_best
+            if self.near_best is not None
+            and any(point.fits and point.speed and point.size > self.near_best for point in self.points)
             else None
         )
 

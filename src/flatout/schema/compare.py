@@ -21,13 +21,15 @@ class Change(Record):
     n: int
 
     @classmethod
-    def of_logs(cls, mean: float, half: float, n: int) -> Change:
+    def of_logs(cls, mean: float, half_width: float, n: int) -> Change:
         """Convert the mean logarithm of the ratio B/A, and half the width of its interval."""
-        value, low, high = (math.expm1(max(-700.0, min(700.0, x))) for x in (mean, mean - half, mean + half))
+        value, low, high = (
+            math.expm1(max(-700.0, min(700.0, x))) for x in (mean, mean - half_width, mean + half_width)
+        )
         return cls(value, low, high, n)
 
     @property
-    def certain(self) -> bool:
+    def significant(self) -> bool:
         """Whether the interval excludes no change."""
         return self.low > 0 or self.high < 0
 
@@ -82,7 +84,7 @@ class CompareRecord(ProgramRecord):
     schema: int = SCHEMA
     a: SideRecord | None = None
     b: SideRecord | None = None
-    against: str = ""  # the baseline's name, if A was measured earlier
+    baseline: str = ""  # its name, if A was measured earlier
     step_time: Change | None = None
     memory: Change | None = None
     start: Change | None = None

@@ -8,20 +8,20 @@ FlatoutError
 ├── ProgramFailed         the user's program failed by itself                        its own exit code
 ├── NothingMeasured       the program ran, but no training step could be measured    exit 3
 ├── TrialFailed           a trial died, hung or lost its program                     exit 3
-├── CannotDivide          the program cannot be split over ranks                     exit 6
+├── CannotParallelize     the program cannot be split over ranks                     exit 6
 ├── LoopError             a Loop cannot train as requested without a mistake         exit 1
 ├── StorageError          a folder or a disk cannot be written                       exit 4
 ├── SaveError             no valid checkpoint, or one of another program             exit 7
 ├── CannotResume          the program cannot resume exactly                          exit 10
 ├── ProgramHung           a monitored program hung, and no restart is left           exit 8
 ├── NotFinite             a loss was NaN or infinite, and the run must stop          exit 9
-└── NodesApart            the machines of a job cannot find or lost each other       exit 5
+└── NodesUnreachable      the machines of a job cannot find or lost each other       exit 5
 """
 
 from __future__ import annotations
 
 # Raised by reading JSON of another form.
-NOT_OF_ITS_FORM = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
 
 class FlatoutError(Exception):
@@ -64,7 +64,7 @@ class TrialFailed(FlatoutError):
     exit_code = 3
 
 
-class CannotDivide(FlatoutError):
+class CannotParallelize(FlatoutError):
     """A program cannot run as several ranks and learn the same.
 
     If raised inside the program, the message is the reason: a sentence without a full stop.
@@ -87,7 +87,7 @@ class SaveError(FlatoutError):
     exit_code = 7
 
 
-class NodesApart(FlatoutError):
+class NodesUnreachable(FlatoutError):
     exit_code = 5
 
 

@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 TESTED_TORCH = (2, 14)  # the newest release that flatout was tested with
-ASKED_DEVICE = "FLATOUT_DEVICE"  # environment variable with the device of `--device`
+DEVICE_VARIABLE = "FLATOUT_DEVICE"  # environment variable with the device of `--device`
 
 
-def untested(torch: str) -> str:
+def untested_torch(torch: str) -> str:
     """Return a sentence about a version of torch that is newer than the tested ones; "" for others."""
     found = re.match(r"(\d+)\.(\d+)", torch)
     if found is None or (int(found[1]), int(found[2])) <= TESTED_TORCH:
@@ -47,23 +47,23 @@ class Facts:
     allocators: dict[str, str] = field(default_factory=dict)  # malloc name -> path of its library
 
     @property
-    def asked_device(self) -> str:
+    def redirected_device(self) -> str:
         """Return the device that the program is redirected to (`--device`), or "" without a redirection."""
-        return self.environment.get(ASKED_DEVICE, "")
+        return self.environment.get(DEVICE_VARIABLE, "")
 
     @property
     def machine(self) -> str:
         return machine_name(self.cpu, self.cores, (gpu.name for gpu in self.gpus))
 
     @property
-    def described(self) -> dict[str, Any]:
-        """Return what records say of the machine."""
+    def description(self) -> dict[str, Any]:
+        """Return the machine for a record."""
         return {
             "cpu": self.cpu,
             "cores": self.cores,
             "memory_bytes": self.memory_bytes,
             "system": self.system,
-            "device": self.asked_device,
+            "device": self.redirected_device,
             "gpus": [{**vars(gpu), "capability": list(gpu.capability)} for gpu in self.gpus],
         }
 

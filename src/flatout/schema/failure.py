@@ -16,7 +16,7 @@ FAILURE_SCHEMA = 1
 
 
 @dataclass
-class TensorSeen(Record):
+class TensorRecord(Record):
     """A tensor, under its name in the source.
 
     ``low`` and ``high`` are set for small integer tensors on the CPU.
@@ -29,8 +29,8 @@ class TensorSeen(Record):
     requires_grad: bool = False
     low: int | None = None
     high: int | None = None
-    where_low: list[int] = field(default_factory=list)  # the index of that entry
-    where_high: list[int] = field(default_factory=list)
+    argmin: list[int] = field(default_factory=list)  # the index of ``low``
+    argmax: list[int] = field(default_factory=list)
 
     def sentence(self) -> str:
         size = "x".join(map(str, self.shape)) if self.shape else "scalar"
@@ -38,18 +38,18 @@ class TensorSeen(Record):
 
 
 @dataclass
-class FrameSeen(Record):
+class FrameRecord(Record):
     """One stack frame.
 
-    ``mine`` marks the user's own code: not the standard library, not an installed package.
+    ``is_user_code``: neither the standard library nor an installed package.
     """
 
     file: str
     line: int
     function: str = ""
     text: str = ""
-    mine: bool = False
-    tensors: list[TensorSeen] = field(default_factory=list)
+    is_user_code: bool = False
+    tensors: list[TensorRecord] = field(default_factory=list)
 
     def place(self) -> SourceLocation:
         return SourceLocation(
@@ -61,23 +61,23 @@ class FrameSeen(Record):
 class ExceptionRecord(Record):
     """One exception of a chain.
 
-    ``names`` are its class names, most derived first. ``frames`` run from the outermost to the raising frame.
+    ``class_names``: most derived first. ``frames`` run from the outermost to the raising frame.
     ``link`` is the relation to the next exception of the chain: ``cause`` (raise ... from), ``context``
     (raised while handling it) or ``carried`` (its text came from another process, inside the message of the
     next).
     """
 
     type: str
-    names: list[str] = field(default_factory=list)
+    class_names: list[str] = field(default_factory=list)
     message: str = ""
     notes: list[str] = field(default_factory=list)
-    frames: list[FrameSeen] = field(default_factory=list)
+    frames: list[FrameRecord] = field(default_factory=list)
     link: str = ""
 
     @property
-    def own(self) -> FrameSeen | None:
+    def user_frame(self) -> FrameRecord | None:
         """Return the innermost frame of the user's own code."""
-        return next((frame for frame in reversed(self.frames) if frame.mine), None)
+        return next((frame for frame in reversed(self.frames) if frame.is_user_code), None)
 
     @property
     def raised_by_user(self) -> bool:
@@ -88,13 +88,13 @@ class ExceptionRecord(Record):
         last = self.frames[-1] if self.frames else None
         return (
             last is not None
-            and last.mine
+            and last.is_user_code
             and last.text.startswith(("raise ", "assert ", "raise(", "assert("))
         )
 
 
 @dataclass
-class ModuleSeen(Record):
+class ModuleRecord(Record):
     """The innermost nn.Module whose forward was running.
 
     ``path`` starts at the outermost module, under its variable name in the user's code.
@@ -109,16 +109,16 @@ class ModuleSeen(Record):
 class FailureRecord(Record):
     """The failure of one process.
 
-    ``chain`` starts with the first exception and ends with the one that ended the program. ``around`` are
-    nearby lines of the log. ``memory`` is in bytes. ``facts`` are single values about the process.
+    ``chain`` starts with the first exception and ends with the one that ended the program. ``log_lines`` are
+    those around it. ``memory`` is in bytes. ``facts`` are single values about the process.
     """
 
     chain: list[ExceptionRecord] = field(default_factory=list)
-    around: list[str] = field(default_factory=list)
+    log_lines: list[str] = field(default_factory=list)
     live: bool = False
     rank: int | None = None
     world_size: int | None = None
-    module: ModuleSeen | None = None
+    module: ModuleRecord | None = None
     batch: int | None = None  # number of batches the loader had returned, minus one
     signal: int | None = None
     memory: dict[str, int] = field(default_factory=dict)
@@ -126,12 +126,12 @@ class FailureRecord(Record):
     schema: int = FAILURE_SCHEMA
 
     @property
-    def own(self) -> FrameSeen | None:
+    def user_frame(self) -> FrameRecord | None:
         """Return the innermost frame of the user's own code, from the first exception that has one."""
-        return next((frame for thrown in self.chain if (frame := thrown.own)), None)
+        return next((frame for thrown in self.chain if (frame := thrown.user_frame)), None)
 
     @property
-    def tensors(self) -> list[TensorSeen]:
+    def tensors(self) -> list[TensorRecord]:
         """Return the tensors of all frames, innermost frame first."""
         return [
             tensor for thrown in self.chain for frame in reversed(thrown.frames) for tensor in frame.tensors

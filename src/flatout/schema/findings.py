@@ -56,17 +56,17 @@ class Edit(Record):
 class Finding(Record):
     """One finding.
 
-    ``said`` is one sentence with the figures. ``evidence`` are further lines, most important first. ``fix``
-    is the fix, as lines of code or one command. ``levers`` are the levers that apply the fix without editing
-    the script. ``predicted`` is the speed-up measured by a what-if, which ``how`` names. ``edits`` of the file in ``place`` are the fix, where it is certain; `flatout fix`
-    applies them. ``weight`` is above 0 for a fault that certainly costs more than others of its severity, and
+    ``message`` is one sentence with the figures. ``evidence`` are further lines, most important first. ``fix``
+    is code or one command. ``levers`` apply the fix without editing the script. ``predicted`` is the speed-up
+    from the fix; ``how`` says how it was measured or estimated. ``edits`` of the file in ``place`` are the fix,
+    where it is certain. ``weight`` is above 0 for a fault that costs more than others of its severity, and
     below 0 for one that may cost little.
     """
 
     rule: str
     name: str
     severity: str
-    said: str
+    message: str
     place: SourceLocation | None = None
     evidence: list[str] = field(default_factory=list)
     fix: str = ""

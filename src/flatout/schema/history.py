@@ -13,18 +13,18 @@ HISTORY_SCHEMA = 2
 
 
 @dataclass
-class RunSeen(Record):
+class RunEntry(Record):
     """One run, by the process with the most steps.
 
-    ``result``: ``finished``, ``failed`` or ``interrupted``, the worst of its ``processes``. ``where``: machine,
-    device, ranks and torch; runs of different ones are no series. ``levers`` are those of its plan.
+    ``result``: ``finished``, ``failed`` or ``interrupted``, the worst of its ``processes``. ``setup``: machine,
+    device, ranks and torch. Only runs of one setup form a series. ``levers`` are those of its plan.
     """
 
     record: str
     created: str
     result: str
-    how: str
-    where: str
+    exit_reason: str
+    setup: str
     steps: int
     steps_per_s: float | None
     peak_memory_bytes: int
@@ -34,7 +34,7 @@ class RunSeen(Record):
 
 
 @dataclass
-class JobSeen(Record):
+class JobEntry(Record):
     """One command with its runs, oldest first. ``verdict`` and ``speedup``: of the newest `flatout tune`.
     ``reports``: their names and files."""
 
@@ -43,7 +43,7 @@ class JobSeen(Record):
     verdict: str = ""
     speedup: Ratio | None = None
     unfinished: bool = False  # a search was interrupted
-    runs: list[RunSeen] = field(default_factory=list)
+    runs: list[RunEntry] = field(default_factory=list)
     reports: dict[str, str] = field(default_factory=dict)
 
 
@@ -54,6 +54,6 @@ class HistoryRecord(Record):
     folder: str
     created: str
     flatout: str
-    jobs: list[JobSeen] = field(default_factory=list)
+    jobs: list[JobEntry] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)  # records that could not be read, with the reason
     schema: int = HISTORY_SCHEMA

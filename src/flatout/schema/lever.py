@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.schema.accepted import Form, refusal
+from flatout.schema.accepted import Form, rejection
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 
@@ -25,12 +25,16 @@ class Options:
     values: tuple[Value, ...]
     effect: Effect | None = None
 
-    def value_for(self, asked: Value) -> Value:
+    def value_for(self, requested: Value) -> Value:
         """Return the requested value.
 
         If it is only ``true`` and not a value of the lever, return the first value.
         """
-        return self.values[0] if asked is True and not any(value is True for value in self.values) else asked
+        return (
+            self.values[0]
+            if requested is True and not any(value is True for value in self.values)
+            else requested
+        )
 
 
 @dataclass(frozen=True)
@@ -55,12 +59,13 @@ class Lever:
     * ``live`` levers can be switched between two steps, in the thread that trains. A setting that belongs to a
       thread (torch.set_flush_denormal) then misses all other threads, old and new.
     * ``accepts`` are the values that it takes. `--with` and plan files reject any other before a program starts.
+    * ``warms_up``: the first steps with it are slow, a cost that later steps must recover.
     * ``bare``: the name without a value means the first value that it offers.
     * ``saves_memory`` levers trade speed for memory: the search tries them only under a memory limit.
     * ``after`` are levers that act before this one. A test checks that they come first in the table.
     * ``excludes`` are levers that the search does not combine with this one.
     * ``needs`` are levers without which this one has no effect.
-    * ``half(value)`` says what a PRECISION lever computes or sends in fewer bits, for the verdict: "bfloat16
+    * ``reduced_part(value)`` says what a PRECISION lever computes or sends in fewer bits, for the verdict: "bfloat16
       products".
     * ``code(value)`` returns the lines that a user would write to get the lever without flatout.
     * ``page`` is the docstring of its file, which ``flatout levers NAME`` shows.
@@ -74,25 +79,23 @@ class Lever:
     apply: Callable[[Any, Value, Any], Undo] | None = None
     environment: Callable[[Facts, Value], Mapping[str, str]] = lambda facts, value: {}
     live: bool = False
-    warms_up: bool = (
-        False  # the first steps after switching it on are slow, a cost that later steps must recover
-    )
+    warms_up: bool = False
     after: tuple[str, ...] = ()
     excludes: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     saves_memory: bool = False
     accepts: Sequence[Form] = (True,)
     bare: bool = True
-    half: Callable[[Value], str] = lambda value: ""
+    reduced_part: Callable[[Value], str] = lambda value: ""
     page: str = ""
 
     def check(self, value: Value) -> None:
         """Raise TypeError with a sentence if the lever does not accept this value of a user."""
-        why = refusal(f"the value of {self.name}", self.accepts, value)
+        why = rejection(f"the value of {self.name}", self.accepts, value)
         if why and not (self.bare and value is True):
             raise TypeError(f"{why}. `flatout levers {self.name}` shows its page.")
 
     @property
-    def of_one_process(self) -> bool:
+    def single_process(self) -> bool:
         """Return whether it needs one process that fetches all samples and calls the model as in the script."""
         return self.moment is Moment.LOADER or self.warms_up

@@ -1,7 +1,7 @@
 """Records of `flatout doctor`: the machine snapshot and the checks.
 
-A machine snapshot keeps texts as found (files of /proc, output of programs, tracebacks). A value that is not available is absent or None, never invented: a check
-must be able to tell "none" from "not checked".
+A machine snapshot keeps texts unchanged: files of /proc, output of programs, tracebacks. A value that is not
+available is absent or None: a check must be able to tell "none" from "not checked".
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Verdict(StrEnum):
     PROBLEM = "problem"  # training will not start, not use the GPU, or die
     WARNING = "warning"  # it costs time or breaks under load
     NOTE = "note"  # worth knowing; may be intended
-    UNSEEN = "not seen"  # could not be checked
+    NOT_CHECKED = "not checked"
     OK = "ok"
 
 
@@ -33,11 +33,11 @@ class CommandResult(Record):
     code: int | None = None
     out: str = ""
     err: str = ""
-    there: bool = True
+    installed: bool = True
     timed_out: bool = False
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return f"{self.out}\n{self.err}".strip()
 
 
@@ -88,21 +88,20 @@ class MachineSnapshot(Record):
 
     def distribution(self, name: str) -> str | None:
         """Return the version of an installed distribution: the first on the path, as for an import."""
-        return next((version for found, version, _ in self.packages or () if found == name), None)
+        return next((version for package, version, _ in self.packages or () if package == name), None)
 
     @property
-    def pci_nvidia(self) -> bool | None:
+    def has_nvidia_on_pci(self) -> bool | None:
         """Return whether the PCI bus has an NVIDIA display device, or None if the bus is not readable."""
         devices = self.folders.get("/sys/bus/pci/devices")
         if devices is None:
             return None
-        for name in devices:
-            kind = self.text(f"/sys/bus/pci/devices/{name}/class") or ""
-            if (
-                self.text(f"/sys/bus/pci/devices/{name}/vendor") or ""
-            ).strip() == "0x10de" and kind.startswith("0x03"):
-                return True
-        return False
+        paths = [f"/sys/bus/pci/devices/{name}" for name in devices]
+        return any(
+            (self.text(f"{path}/vendor") or "").strip() == "0x10de"
+            and (self.text(f"{path}/class") or "").startswith("0x03")
+            for path in paths
+        )
 
 
 @dataclass

@@ -52,20 +52,20 @@ class MemoryPoint(Record):
 class MemoryForecast(ProgramRecord):
     """Result of `flatout memory`.
 
-    ``points`` are in order of batch size. ``own`` is the script's own size. ``largest`` is the largest size
+    ``points`` are in order of batch size. ``own_size`` is the script's. ``largest`` is the largest size
     that is predicted to fit into ``limit_bytes``, or 0 if not even one sample fits.
     """
 
     schema: int = MEMORY_FORECAST_SCHEMA
     simulated: bool = False  # sizes follow CUDA's allocator, but the program ran on another device
-    own: int | None = None
+    own_size: int | None = None
     points: list[MemoryPoint] = field(default_factory=list)
     limit_bytes: int | None = None
-    limit_of: str = ""  # source of the limit: the device, the machine, or requested
+    limit_source: str = ""  # source of the limit: the device, the machine, or requested
     largest: int | None = None
     largest_peak_bytes: int | None = None
     advice: str = ""
     notes: list[str] = field(default_factory=list)
 
     def own_point(self) -> MemoryPoint | None:
-        return next((point for point in self.points if point.batch_size == self.own), None)
+        return next((point for point in self.points if point.batch_size == self.own_size), None)

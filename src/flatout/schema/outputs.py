@@ -30,7 +30,7 @@ class FixedFile(Record):
     file: str
     fixed: list[Finding]
     diff: str
-    left: list[Finding] = field(default_factory=list)
+    not_fixed: list[Finding] = field(default_factory=list)
 
 
 @dataclass
@@ -130,20 +130,20 @@ class LeversRecord(Record):
 
 
 @dataclass
-class CheckpointSeen(Record):
-    """One checkpoint. ``why_not`` is why it is not valid; then the other fields are empty."""
+class CheckpointEntry(Record):
+    """One checkpoint. ``why_not`` is why it is not valid; then the fields below it are empty."""
 
     path: str
     step: int
     valid: bool
     why_not: str = ""
-    inside: bool = False  # taken inside a step
-    updated: bool = False  # some weights were already updated then
-    ran_s: float | None = None  # age of the process
-    at: str = ""
-    why: str = ""  # what asked for the checkpoint
+    mid_step: bool = False  # written during a step
+    updated: bool = False  # some weights were already those of the next step
+    process_age_s: float | None = None
+    created: str = ""
+    trigger: str = ""  # interval, a signal, ...
     total_bytes: int = 0
-    holds: list[dict[str, Any]] = field(default_factory=list)
+    contents: list[dict[str, Any]] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
 
 
@@ -151,7 +151,7 @@ class CheckpointSeen(Record):
 class CheckpointsRecord(Record):
     """Output of `flatout rescue --json`: the checkpoints of the newest run, then those of earlier runs."""
 
-    checkpoints: list[CheckpointSeen]
+    checkpoints: list[CheckpointEntry]
     schema: int = OUTPUT_SCHEMA
 
 

@@ -51,9 +51,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         names = [choice.name for choice in self.choices]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise PlanError(f"the plan names {', '.join(twice)} twice: keep one line of each")
+        duplicates = sorted({name for name in names if names.count(name) > 1})
+        if duplicates:
+            raise PlanError(f"the plan names {', '.join(duplicates)} twice: keep one line of each")
 
     def __iter__(self) -> Iterator[Choice]:
         return iter(self.choices)
@@ -69,8 +69,7 @@ class Plan:
         return next((choice for choice in self.choices if choice.name == name), None)
 
     def with_choice(self, choice: Choice) -> Plan:
-        kept = tuple(c for c in self.choices if c.name != choice.name)
-        return Plan((*kept, choice), self.made_for)
+        return Plan((*self.without(choice.name).choices, choice), self.made_for)
 
     def without(self, name: str) -> Plan:
         return Plan(tuple(c for c in self.choices if c.name != name), self.made_for)
@@ -147,10 +146,10 @@ class Plan:
             raise PlanError(
                 f"{source}: [levers] and [made_for] must be tables. `flatout plan --template` prints a template."
             )
-        strange = [key for key in data if key not in ("schema", "levers", "made_for")]
-        if strange:  # a lever outside of [levers] would be ignored silently
+        unknown = [key for key in data if key not in ("schema", "levers", "made_for")]
+        if unknown:  # a lever outside of [levers] would be ignored silently
             raise PlanError(
-                f"{source} has the unknown key {strange[0][:40]!r}; levers belong below [levers]. `flatout plan --template` prints a template."
+                f"{source} has the unknown key {unknown[0][:40]!r}; levers belong below [levers]. `flatout plan --template` prints a template."
             )
         return cls(tuple(_choices(levers, source)), made_for)
 

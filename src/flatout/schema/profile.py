@@ -75,28 +75,28 @@ class SyncRecord(Record):
     place: SourceLocation | None
     calls: float  # a step
     ms: float  # a step, including the wait
-    sized_bytes: float = 0.0  # a step
+    moved_bytes: float = 0.0  # a step
     pinned: bool | None = None  # of copies to the device
     non_blocking: bool | None = None
 
 
 @dataclass
 class IdleGap(Record):
-    """Idle time of the device, and what the host did meanwhile: ``what`` is an operator's name or "python"."""
+    """Idle time of the device, and what the host did meanwhile: ``host_activity`` is an operator's name or "python"."""
 
-    what: str
+    host_activity: str
     ms: float  # a step
     calls: float  # a step
     place: SourceLocation | None = None
 
 
 @dataclass
-class LoaderSeen(Record):
+class LoaderRecord(Record):
     """One place in the script that creates DataLoaders."""
 
     place: SourceLocation | None
-    made: int = 1  # number of loaders created here
-    begun: int = 0  # number of iterators
+    created: int = 1
+    iterators: int = 0
     workers: int = 0
     pin_memory: bool = False
     persistent_workers: bool = False
@@ -113,7 +113,7 @@ class LoaderSeen(Record):
 
 
 @dataclass
-class MemoryAt(Record):
+class MemorySample(Record):
     """Bytes by kind (of MEMORY_KINDS) at a moment of a step."""
 
     ms: float
@@ -121,7 +121,7 @@ class MemoryAt(Record):
 
 
 @dataclass
-class MemorySeen(Record):
+class MemoryProfile(Record):
     """Memory of a step.
 
     ``where`` is "device" or "host". ``by_module`` are the activations at their maximum, by module name.
@@ -132,7 +132,7 @@ class MemorySeen(Record):
     at_peak: dict[str, int] = field(default_factory=dict)
     by_module: dict[str, int] = field(default_factory=dict)
     peak_place: SourceLocation | None = None
-    timeline: list[MemoryAt] = field(default_factory=list)
+    timeline: list[MemorySample] = field(default_factory=list)
     reserved_bytes: int | None = None
     retries: int | None = None  # of the allocator, over the whole run
     empty_cache_calls: float = 0.0  # a step
@@ -142,10 +142,10 @@ class MemorySeen(Record):
 
 @dataclass
 class MemoryGrowth(Record):
-    """Memory at the same point of each step. ``chance`` is the probability of such a trend without a leak."""
+    """Memory at the same point of each step. ``p_value``: of such a trend without a leak."""
 
     bytes_a_step: float
-    chance: float
+    p_value: float
     leaking: bool
     holder: str = ""  # what holds the tensors: "list `losses`"
     place: SourceLocation | None = None  # the line that added them
@@ -157,7 +157,7 @@ class MemoryGrowth(Record):
 
 
 @dataclass
-class Compiled(Record):
+class CompileRecord(Record):
     graphs: int = 0
     recompiles: int = 0
     breaks: int = 0
@@ -194,11 +194,11 @@ class ProfileRecord(ProgramRecord):
     flops_a_step: float | None = None
     mfu: float | None = None
     synchronisations: list[SyncRecord] = field(default_factory=list)
-    loaders: list[LoaderSeen] = field(default_factory=list)
-    memory: MemorySeen | None = None
+    loaders: list[LoaderRecord] = field(default_factory=list)
+    memory: MemoryProfile | None = None
     leak: MemoryGrowth | None = None
     host_growth: MemoryGrowth | None = None
-    compiled: Compiled | None = None
+    compiled: CompileRecord | None = None
     idle_ms: float | None = None  # of the device, a step
     # Time a step in which the device works, by kind: computing, copies, communication. Kinds may overlap.
     device_ms: dict[str, float] = field(default_factory=dict)
@@ -210,9 +210,7 @@ class ProfileRecord(ProgramRecord):
     idle_gaps: list[IdleGap] = field(default_factory=list)  # the longest ones
     schedule: list[int] = field(default_factory=list)  # steps of wait, warm-up and profiling
     trace: str = ""  # file of the Chrome trace, if kept
-    notes: list[str] = field(
-        default_factory=list
-    )  # sentences: what was not checked, and the command that would
+    notes: list[str] = field(default_factory=list)  # sentences: what was not checked, and the command for it
     # Keys: anomaly, cudnn_benchmark, matmul_precision, threads, cores, gc, autocast, scalers, optimizers [{kind, groups, tensors, lr, fused, foreach,
     # ...}], modules {class name: count}, training {mode: modules}, dtypes {dtype: bytes}
     settings: dict[str, Any] = field(default_factory=dict)

@@ -6,7 +6,6 @@ or one backward pass if a cycle has many (LBFGS) and lasts seconds.
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from types import UnionType
@@ -16,18 +15,11 @@ if TYPE_CHECKING:
     from typing_extensions import Self  # typing.Self of Python 3.11
 
 CONFIDENCE = 0.95  # of every interval
-QUANTILE = 1.96  # of the normal law, at that level
+QUANTILE = 1.96  # of the normal distribution, at that level
 TRIAL_SCHEMA = 1
-NOT_SLOWER = 0.98  # a plan with a median gain is kept if the low end of its interval is at least this
-PHASES = (
-    "data",
-    "copy",
-    "forward",
-    "backward",
-    "exchange",
-    "optimizer",
-    "other",
-)  # exchange: exposed exchange of gradients with other ranks
+MIN_RATIO_LOW = 0.98  # a plan with a median gain is kept if the low end of its interval is at least this
+# exchange: exposed exchange of gradients with other ranks
+PHASES = ("data", "copy", "forward", "backward", "exchange", "optimizer", "other")
 
 
 class Record:
@@ -43,8 +35,8 @@ class Record:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
         """Read a record. Raises TypeError or AttributeError for JSON of another shape."""
-        kinds = _kinds(cls)  # type: ignore[arg-type]  # a class is hashable
-        return cls(**{key: _revived(kinds[key], value, key) for key, value in data.items() if key in kinds})
+        kinds = _field_types(cls)  # type: ignore[arg-type]  # a class is hashable
+        return cls(**{key: _restored(kinds[key], value, key) for key, value in data.items() if key in kinds})
 
 
 @dataclass
@@ -67,18 +59,18 @@ class ProgramRecord(Record):
 
 
 @cache
-def _kinds(record: type[Record]) -> dict[str, Any]:
+def _field_types(record: type[Record]) -> dict[str, Any]:
     return get_type_hints(record)
 
 
-def _revived(kind: Any, value: Any, key: str) -> Any:
+def _restored(kind: Any, value: Any, key: str) -> Any:
     """Convert ``value`` to the annotated type ``kind``.
 
     Tables become records, also in lists and in tables of them.
     """
     if get_origin(kind) is UnionType:
-        kind = next((one for one in get_args(kind) if _holds_records(one)), None)
-    if value is None or isinstance(value, Record) or not _holds_records(kind):
+        kind = next((member for member in get_args(kind) if _contains_records(member)), None)
+    if value is None or isinstance(value, Record) or not _contains_records(kind):
         return value
     container = get_origin(kind) or dict
     if not isinstance(value, container):
@@ -86,15 +78,15 @@ def _revived(kind: Any, value: Any, key: str) -> Any:
             f"{key} must be a {'list' if container is list else 'table'}, not {type(value).__name__}"
         )
     if container is list:
-        return [_revived(get_args(kind)[0], each, key) for each in value]
+        return [_restored(get_args(kind)[0], item, key) for item in value]
     if get_origin(kind) is dict:
-        return {name: _revived(get_args(kind)[1], each, key) for name, each in value.items()}
+        return {name: _restored(get_args(kind)[1], item, key) for name, item in value.items()}
     return kind.from_json(value)
 
 
-def _holds_records(kind: object) -> bool:
+def _contains_records(kind: object) -> bool:
     if get_origin(kind) in (list, dict):
-        return _holds_records(get_args(kind)[-1])
+        return _contains_records(get_args(kind)[-1])
     return isinstance(kind, type) and issubclass(kind, Record)
 
 
@@ -116,26 +108,14 @@ class Ratio(Record):
         numbers = (self.median, self.low, self.high)
         return all(type(number) in (int, float) and 0 <= number < 1e30 for number in numbers)
 
-    def against(self, factor: float) -> Ratio:
+    def relative_to(self, factor: float) -> Ratio:
         """Return the ratio of the same B to a baseline that is ``factor`` times as fast as A."""
         return Ratio(self.median / factor, self.low / factor, self.high / factor, self.n)
 
     @property
-    def certain(self) -> bool:
+    def significant(self) -> bool:
         """Return whether the whole interval is a gain."""
         return self.low > 1.0
-
-    @property
-    def chance(self) -> float:
-        """Return the approximate probability that B is faster at all.
-
-        The lower half of the interval is taken as a normal distribution of the logarithm.
-        """
-        if not 0 < self.low < self.median:
-            return float(self.median > 1.0)
-        return 0.5 * math.erfc(
-            -QUANTILE * math.log(self.median) / math.log(self.median / self.low) / math.sqrt(2)
-        )
 
     def sentence(self) -> str:
         return f"{self.median:.2f}x ({self.low:.2f}-{self.high:.2f}, n={self.n})"
@@ -184,9 +164,8 @@ class TrialRecord(Record):
     loss_steps: list[int] = field(default_factory=list)
     batch_hashes: list[str] = field(default_factory=list)
     batch_statistics: list[list[float]] = field(default_factory=list)
-    draws: list[list[list[float]]] = field(
-        default_factory=list
-    )  # a few samples fetched repeatedly: by round, by sample
+    # A few samples fetched repeatedly: by round, by sample
+    draws: list[list[list[float]]] = field(default_factory=list)
     weights_digests: dict[str, str] = field(default_factory=dict)
     peak_memory_bytes: int | None = None
     device: str = "cpu"

@@ -15,14 +15,14 @@ from flatout.schema.run_summary import SummaryRequest
 class ResumeOptions:
     """How a run resumes exactly.
 
-    ``insists``: exit, instead of starting from scratch, if an exact resume is impossible. ``rescue``: keep
+    ``required``: exit, instead of starting from scratch, if an exact resume is impossible. ``rescue``: keep
     checkpoints even if the program cannot be resumed from them. ``shows``: show the output of the replay.
     """
 
     from_scratch: bool = False
     shows: bool = False
     rescue: bool = False
-    insists: bool = True
+    required: bool = True
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from typing import Any
 from flatout.schema.records import ProgramRecord
 
 SCHEMA = 1
-WAITS = 0.15  # share of the time from which waiting for data limits a run
-BUSY = 0.7  # share of the time from which a GPU counts as busy
+DATA_BOUND_SHARE = 0.15  # of the time: from here on, waiting for data limits a run
+GPU_BUSY_SHARE = 0.7  # of the time: from here on, a GPU counts as busy
 
-FAILED = "flatout: export: "  # begins the lines of a tracker's log that tell a failure
+EXPORT_FAILED = "flatout: export: "  # prefix of the failures in a tracker's log
 
 # Live figures of a moment, in the order in which trackers show them.
-LIVE = ("steps_per_s", "samples_per_s", "data_wait", "cores_used", "memory_bytes", "gpu_busy")
+LIVE_FIGURES = ("steps_per_s", "samples_per_s", "data_wait", "cores_used", "memory_bytes", "gpu_busy")
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class RunSummary(ProgramRecord):
     """Figures from the first to the last optimizer step of one process.
 
     ``data_wait`` and ``gpu_busy`` are shares of that time, ``cores_used`` a mean, memory a peak in bytes.
-    ``how``: ``ended``, or the name of the exception that ended the program.
+    ``exit_reason``: ``ended``, or the exception that ended the program.
     """
 
     schema: int = SCHEMA
@@ -53,7 +53,7 @@ class RunSummary(ProgramRecord):
     rank: int = 0
     world_size: int = 1
     plan: dict[str, Any] = field(default_factory=dict)
-    how: str = "ended"
+    exit_reason: str = "ended"
     steps: int = 0
     seconds: float = 0.0
     steps_per_s: float | None = None
@@ -68,9 +68,9 @@ class RunSummary(ProgramRecord):
     @property
     def limited_by(self) -> str:
         """What took most of the time, as far as counters can tell."""
-        if self.data_wait >= WAITS:
+        if self.data_wait >= DATA_BOUND_SHARE:
             return f"waiting for data, {self.data_wait:.0%} of the time"
-        if self.gpu_busy is not None and self.gpu_busy < BUSY:
+        if self.gpu_busy is not None and self.gpu_busy < GPU_BUSY_SHARE:
             return f"the host: the GPU was busy {self.gpu_busy:.0%} of the time"
         if self.device == "cuda":
             return "computing on the GPU"
@@ -78,7 +78,7 @@ class RunSummary(ProgramRecord):
 
     @property
     def result(self) -> str:
-        return {"ended": "finished", "KeyboardInterrupt": "interrupted"}.get(self.how, "failed")
+        return {"ended": "finished", "KeyboardInterrupt": "interrupted"}.get(self.exit_reason, "failed")
 
     @property
     def tuned(self) -> bool:
@@ -91,4 +91,6 @@ class RunSummary(ProgramRecord):
             return ""
         if not self.tuned:
             return "tune"
-        return "profile" if self.data_wait >= WAITS or (self.gpu_busy or 1.0) < BUSY else ""
+        return (
+            "profile" if self.data_wait >= DATA_BOUND_SHARE or (self.gpu_busy or 1.0) < GPU_BUSY_SHARE else ""
+        )

@@ -10,7 +10,7 @@ from flatout.schema.records import ProgramRecord, Record
 
 SCALE_SCHEMA = 1
 GB = 1e9
-MOST_DEVICES = 1 << 20
+MAX_DEVICES = 1 << 20
 STRATEGIES = ("ddp", "fsdp", "hybrid", "local")
 
 
@@ -99,44 +99,40 @@ def read_link(text: str, option: str = "--network") -> Link:
 
     Settings after a name change that link. Raises UsageError.
     """
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    known = NETWORKS.get(words[0].lower()) if words and "=" not in words[0] else None
-    if not words or ("=" not in words[0] and known is None):
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    preset = NETWORKS.get(parts[0].lower()) if parts and "=" not in parts[0] else None
+    if not parts or ("=" not in parts[0] and preset is None):
         raise UsageError(
             f"{option}: unknown network {text!r}. Known names: {', '.join(NETWORKS)}; or set bandwidth=100Gb/s,latency=5us."
         )
-    said = dict(word.partition("=")[::2] for word in (words[1:] if known else words))
-    if known is None and "bandwidth" not in said:
+    settings = dict(part.partition("=")[::2] for part in (parts[1:] if preset else parts))
+    if preset is None and "bandwidth" not in settings:
         raise UsageError(
             f"{option} {text}: a custom network needs a bandwidth, as in bandwidth=100Gb/s,latency=5us."
         )
-    link = replace(known, name=text) if known else Link(text, 0.0, 0.0, inside=option == "--inside")
-    for name, value in said.items():
-        link = _with(link, name.strip(), value.strip(), option)
+    link = replace(preset, name=text) if preset else Link(text, 0.0, 0.0, inside=option == "--inside")
+    for name, value in settings.items():
+        link = _with_setting(link, name.strip(), value.strip(), option)
     return link
 
 
-def _with(link: Link, name: str, value: str, option: str) -> Link:
+def _with_setting(link: Link, name: str, value: str, option: str) -> Link:
     try:
         if name == "bandwidth":
             # Only the case of the unit distinguishes bits from bytes: 100Gb/s is an eighth of 100GB/s.
-            found = _RATE.fullmatch(re.sub(r"^([\d.]+\s*)([KMGT])", lambda m: m[1] + m[2].lower(), value))
+            match = _RATE.fullmatch(re.sub(r"^([\d.]+\s*)([KMGT])", lambda m: m[1] + m[2].lower(), value))
             rate = (
-                float(found[1]) * _POWERS[found[2]] / (1 if found[3] in ("B", "byte") else 8)
-                if found
+                float(match[1]) * _POWERS[match[2]] / (1 if match[3] in ("B", "byte") else 8)
+                if match
                 else 0.0
             )
             if rate > 0:
                 return replace(link, bandwidth_bytes_per_s=rate)
-        elif name in ("latency", "start"):
-            found = _TIME.fullmatch(value)
-            if found:
-                microseconds = float(found[1]) * _MICROSECONDS[found[2]]
-                return (
-                    replace(link, latency_us=microseconds)
-                    if name == "latency"
-                    else replace(link, start_us=microseconds)
-                )
+        elif name in ("latency", "start") and (match := _TIME.fullmatch(value)):
+            microseconds = float(match[1]) * _MICROSECONDS[match[2]]
+            if name == "latency":
+                return replace(link, latency_us=microseconds)
+            return replace(link, start_us=microseconds)
         elif name == "cards" and int(value) >= 0:
             return replace(link, cards=int(value))
         elif name == "contention" and 0 <= float(value) <= 1:
@@ -151,22 +147,22 @@ def _with(link: Link, name: str, value: str, option: str) -> Link:
 
 def read_devices(text: str) -> list[int]:
     """Parse ``8``, ``1,2,6`` or ``8..1024``, which doubles. Raises UsageError."""
-    found: list[int] = []
-    for word in text.split(","):
-        low, dots, high = word.strip().partition("..")
+    counts: list[int] = []
+    for part in text.split(","):
+        low, dots, high = part.strip().partition("..")
         if (
             not low.isdigit()
             or (dots and not high.isdigit())
-            or not 1 <= int(low) <= int(high or low) <= MOST_DEVICES
+            or not 1 <= int(low) <= int(high or low) <= MAX_DEVICES
         ):
             raise UsageError(
-                f"--gpus {text}: {word.strip()!r} is not a number of devices. Use 8, or 1,2,4, or 8..1024, which doubles from 8."
+                f"--gpus {text}: {part.strip()!r} is not a number of devices. Use 8, or 1,2,4, or 8..1024, which doubles from 8."
             )
         count, last = int(low), int(high or low)
         while count <= last:
-            found.append(count)
+            counts.append(count)
             count *= 2
-    return sorted(set(found))
+    return sorted(set(counts))
 
 
 @dataclass
@@ -231,9 +227,8 @@ class ScaleRecord(ProgramRecord):
     overhead: float = 0.0  # as a share of computation, with more than one device
     local_steps: int = 1
     parameter_bytes: float = 0.0
-    tensor_bytes: list[int] = field(
-        default_factory=list
-    )  # of the gradients, in the order in which they become ready
+    # Of the gradients, in the order in which they become ready
+    tensor_bytes: list[int] = field(default_factory=list)
     measured: str = ""  # source of the times
     points: list[ScalePoint] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flatout.schema.enums import StrEnum
-from flatout.schema.records import NOT_SLOWER, Ratio, Record
+from flatout.schema.records import MIN_RATIO_LOW, Ratio, Record
 
 SESSION_SCHEMA = 1
 
@@ -119,8 +119,8 @@ class RanksRecord(Record):
 
 
 @dataclass
-class NamedRecord(Record):
-    """A lever that changes what is learned, tried because the user named it.
+class NamedLeverRecord(Record):
+    """A lever that changes what is learned, tried only because the user named it.
 
     ``ratio`` is against the plain program. The losses of both start from the same seed.
     """
@@ -163,25 +163,21 @@ class SessionRecord(Record):
     speedup: Ratio | None = None
     noise_floor: Ratio | None = None
     disturbance: str = ""  # load by other programs meanwhile, if relevant
-    undecided: bool = (
-        False  # the plain program stays for lack of time or of an idle machine, not because nothing is faster
-    )
+    undecided: bool = False  # the plain program stays for lack of time or of an idle machine
     obstacle: str = ""  # what prevents a larger speed-up, with the command that helps
     guard: GuardRecord = field(default_factory=lambda: GuardRecord("not checked", "nothing was chosen yet"))
-    own_loss: str = ""  # that the plain program's loss is NaN, and from which step
+    nan_loss: str = ""  # a sentence, if the plain program's loss is NaN
     levers: list[LeverRecord] = field(default_factory=list)
     comparisons: list[ComparisonRecord] = field(default_factory=list)
-    blocks: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # measured blocks: process, levers on, at_s, window of ticks, ms, host
+    # Measured: process, levers on, at_s, window of ticks, ms, host
+    blocks: list[dict[str, Any]] = field(default_factory=list)
     payback_steps: int | None = None
     memory_limit_bytes: int | None = None  # as requested
-    frontier: list[TimeMemoryPoint] = field(
-        default_factory=list
-    )  # time against memory, in measured order; the first is the reference
+    # In measured order; the first is the reference
+    frontier: list[TimeMemoryPoint] = field(default_factory=list)
     plan_path: str = ""  # to be named with --plan, where `flatout run` would not find the plan
     ranks: RanksRecord | None = None  # if the program was tuned as several ranks
-    named: list[NamedRecord] = field(default_factory=list)
+    named_levers: list[NamedLeverRecord] = field(default_factory=list)
     machine: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     untested: str = ""  # as in ProgramRecord
@@ -198,7 +194,7 @@ class SessionRecord(Record):
         """The median speed-up if it exceeds 1 and its interval excludes a relevant slowdown."""
         if self.speedup is None or not self.speedup.usable:
             return None
-        return self.speedup.median if self.speedup.median > 1 and self.speedup.low >= NOT_SLOWER else None
+        return self.speedup.median if self.speedup.median > 1 and self.speedup.low >= MIN_RATIO_LOW else None
 
     @property
     def outcome(self) -> SessionOutcome:

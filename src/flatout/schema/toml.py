@@ -18,7 +18,6 @@ def read_toml(text: str) -> dict[str, Any]:
     else:
         import tomli as tomllib  # the same parser
     try:
-        found: dict[str, Any] = tomllib.loads(text)
-        return found
+        return dict(tomllib.loads(text))
     except RecursionError:
         raise ValueError("its values are nested too deeply") from None

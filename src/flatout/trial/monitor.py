@@ -18,7 +18,7 @@ from flatout.agent.listener import Listener
 from flatout.measure.clock import HostClock
 from flatout.measure.load import private_bytes
 from flatout.schema.findings import SourceLocation
-from flatout.schema.profile import Compiled, LoaderSeen
+from flatout.schema.profile import CompileRecord, LoaderRecord
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -142,20 +142,22 @@ class ProgramMonitor(Listener):
             "loaders": [compiled_record.to_json() for compiled_record in self._loaders(steps)],
         }
 
-    def _loaders(self, steps: int) -> list[LoaderSeen]:
+    def _loaders(self, steps: int) -> list[LoaderRecord]:
         """Return one entry for each place in the script that makes loaders, in the order of creation."""
-        merged: dict[Any, LoaderSeen] = {}
+        merged: dict[Any, LoaderRecord] = {}
         for number, loader in enumerate(self.context.loaders):
             place = SourceLocation.from_json(loader["place"]) if loader.get("place") else None
             key = (place.file, place.line) if place is not None else number
             if key not in merged:
                 copied = {name: loader[name] for name in LOADER_SETTINGS}
-                merged[key] = LoaderSeen(place, made=0, workers=loader["num_workers"], **copied)
+                merged[key] = LoaderRecord(place, created=0, workers=loader["num_workers"], **copied)
             entry = merged[key]
-            entry.made += 1
+            entry.created += 1
             starts = self._start_ms.get(number, [])
-            entry.start_ms = (entry.start_ms * entry.begun + sum(starts)) / max(1, entry.begun + len(starts))
-            entry.begun += self._epochs[number]
+            entry.start_ms = (entry.start_ms * entry.iterators + sum(starts)) / max(
+                1, entry.iterators + len(starts)
+            )
+            entry.iterators += self._epochs[number]
             entry.batches += self._batches[number]
             entry.wait_ms += self._waits_ms.get(number, 0.0) / steps
             sizes = [private_bytes(pid) for pid in self._workers.get(number, ())]
@@ -169,13 +171,13 @@ def _places(lines: Counter[Line | None], n: int) -> list[dict[str, Any]]:
     return [place.to_json() for place in places if place is not None]
 
 
-def compiled() -> Compiled | None:
+def compiled() -> CompileRecord | None:
     """What torch.compile did, from torch's counters; None if nothing was compiled. Loads nothing."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     if dynamo is None or not dynamo.counters["frames"].get("total"):
         return None
     breaks = dynamo.counters.get("graph_break", {})
-    record = Compiled(
+    record = CompileRecord(
         graphs=int(dynamo.counters["stats"].get("unique_graphs", 0)), breaks=int(sum(breaks.values()))
     )
     record.reasons = [_sentence(reason) for reason, _ in breaks.most_common(8)] if breaks else []

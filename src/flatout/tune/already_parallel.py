@@ -3,7 +3,7 @@
 import re
 import shlex
 
-from flatout.job.rank_environment import OF_RANKS
+from flatout.job.rank_environment import RANK_VARIABLES
 from flatout.launch.command import Command, is_python, parse_python
 from flatout.schema.records import TrialRecord
 from flatout.trial.reference_run import BY_LAUNCHER, IN_CHILDREN
@@ -28,7 +28,7 @@ def missing_variable(record: TrialRecord) -> str:
     lines = (record.reason or record.log_tail).strip().splitlines()
     match = MISSING_VARIABLE.search(lines[-1]) if lines else None
     name = (match["name"] or match["key"]) if match else ""
-    return name if name in OF_RANKS else ""
+    return name if name in RANK_VARIABLES else ""
 
 
 def advice_for(rank_source: str, command: Command, procs: int) -> str:

@@ -20,7 +20,7 @@ from flatout.measure.load import available_bytes
 from flatout.measure.noise_scale import noise_scale
 from flatout.measure.statistics import Round, block_ms
 from flatout.schema import sizes
-from flatout.schema.batch import BatchPoint, BatchRecord, NoiseSeen
+from flatout.schema.batch import BatchPoint, BatchRecord, NoiseScale
 from flatout.schema.facts import Facts
 from flatout.schema.records import TrialRecord
 from flatout.trial.blocks import PREFETCHED_BATCHES
@@ -122,11 +122,11 @@ class BatchCurve:
             self.programs.paused.append(program)
             record.device, self.programs.max_copies = ready["device"], ready["max_copies"]
             self._find_loader(trial.ask({"do": "options"}, seconds() + TIMEOUT_S), ready)
-            if record.own is not None:
-                program.size, program.prefetched = record.own, self.programs.prefetched
-                record.points.append(BatchPoint(record.own))
+            if record.own_size is not None:
+                program.size, program.prefetched = record.own_size, self.programs.prefetched
+                record.points.append(BatchPoint(record.own_size))
                 self._measure_size(program, record.points[0])
-                turn_ms[record.own] = self._per_sample(program)
+                turn_ms[record.own_size] = self._per_sample(program)
         except BaseException as error:
             trial.close()
             if isinstance(error, ProgramGone):
@@ -155,11 +155,11 @@ class BatchCurve:
             record.why_no_curve = f"the training loader is number {record.loader} of the program's loaders; there are too many to tell them apart"
             return
         loader = context["loaders"][record.loader]
-        record.own, record.dataset_samples = loader["batch_size"], loader["length"]
+        record.own_size, record.dataset_samples = loader["batch_size"], loader["length"]
         self.programs.prefetched = PREFETCHED_BATCHES * loader["num_workers"]
         gpu = self.facts.gpu(context["device_index"]) if record.device == "cuda" else None
         record.limit_bytes = self.options.limit_bytes or (gpu.memory_bytes if gpu else available_bytes())
-        record.limit = (
+        record.limit_source = (
             "given" if self.options.limit_bytes else "the device's" if gpu else "free on this machine"
         )
 
@@ -185,10 +185,10 @@ class BatchCurve:
     def _note_samples(self, record: TrialRecord, point: BatchPoint) -> None:
         optimizer = record.phases.get("optimizer") or {}
         point.optimizer_ms = optimizer.get("median_ms")
-        if point.size == self.record.own:
+        if point.size == self.record.own_size:
             batches = round((record.samples_per_step or point.size) / point.size)
             self.record.effective = point.size * max(1, batches)
-        expected = (self.record.effective or point.size) / (self.record.own or point.size) * point.size
+        expected = (self.record.effective or point.size) / (self.record.own_size or point.size) * point.size
         # The last batch of an epoch may be smaller. A first tensor that does not count samples is ignored.
         samples = record.samples_per_step
         point.samples_per_step = samples if samples and 0.5 * expected <= samples <= expected else expected
@@ -200,7 +200,7 @@ class BatchCurve:
 
     @property
     def own_point(self) -> BatchPoint:
-        return self.record.point(self.record.own) or BatchPoint(self.record.own or 1)
+        return self.record.point(self.record.own_size) or BatchPoint(self.record.own_size or 1)
 
     # -- each size once
 
@@ -208,7 +208,7 @@ class BatchCurve:
         why_no_larger = ""  # why no larger size is tried
         for size in self._sizes():
             point = BatchPoint(size)
-            larger = size > (self.record.own or 0)
+            larger = size > (self.record.own_size or 0)
             if larger and why_no_larger and not self.options.sizes:
                 continue
             self.record.points.append(point)
@@ -234,7 +234,7 @@ class BatchCurve:
         self.record.points.sort(key=lambda point: point.size)
 
     def _sizes(self) -> list[int]:
-        own_size = self.record.own or 1
+        own_size = self.record.own_size or 1
         sizes = self.options.sizes or tuple(
             int(own_size * factor) for factor in SIZE_FACTORS if own_size * factor >= 1
         )
@@ -257,10 +257,10 @@ class BatchCurve:
                 raise SizeFailed(
                     "too big",
                     f"extrapolated from smaller sizes, its peak is about {sizes.size(peak)}, and {sizes.size(record.limit_bytes)} "
-                    f"are {'the limit' if record.limit == 'given' else record.limit}",
+                    f"are {'the limit' if record.limit_source == 'given' else record.limit_source}",
                 )
         # One point is no curve
-        first_other = not any(point.step_ms for point in record.points if point.size != record.own)
+        first_other = not any(point.step_ms for point in record.points if point.size != record.own_size)
         cost_s = self._cost_s(size) + 2 * MEMORY_TICKS * self._step_s(size)
         if cost_s > self.options.budget_s + OVERRUN_S or (
             not first_other and seconds() + cost_s > self.explore_until_s
@@ -331,19 +331,19 @@ def _extrapolated_bytes(peaks: Sequence[tuple[int, int]], size: int) -> float:
 
 def observe_noise(
     trial: Trial, tick_ms: float, at_step: int, budget_s: float, stage: Callable[[str, str], None]
-) -> NoiseSeen:
+) -> NoiseScale:
     """Measure the gradient noise scale; first train on to ``at_step`` if it is ahead. Raises ProgramGone."""
     tick_s = max(tick_ms, 1e-3) / 1000
     steps_ahead = at_step - trial.ticks_done
     if steps_ahead * tick_s > budget_s:
-        return NoiseSeen(
+        return NoiseScale(
             why_not=f"step {at_step:,} is {steps_ahead * tick_s:.0f} s away, beyond the budget; increase --budget"
         )
     if steps_ahead > 0:
         stage("training on", f"to step {at_step:,}, where the gradients are measured")
         trial.run_ticks(steps_ahead, seconds() + TIMEOUT_S + 30 * steps_ahead * tick_s)
     if NOISE_STEP_COST * FEWEST_NOISE_STEPS * tick_s > MOST_NOISE_SHARE * budget_s:
-        return NoiseSeen(
+        return NoiseScale(
             why_not=f"at least {FEWEST_NOISE_STEPS} steps are needed, and one lasts {tick_s:.2g} s; increase --budget"
         )
     steps = max(
@@ -352,9 +352,9 @@ def observe_noise(
     stage("measuring", f"the gradients of {steps} steps, with frozen weights")
     recorded = trial.run_probe("noise", seconds() + TIMEOUT_S + 60 * steps * tick_s, ticks=steps)
     if recorded.get("why_not"):
-        return NoiseSeen(step=trial.ticks_done, why_not=recorded["why_not"])
+        return NoiseScale(step=trial.ticks_done, why_not=recorded["why_not"])
     scale = noise_scale(recorded["products"], recorded["squares"], recorded["batch"] or 1)
-    return NoiseSeen(
+    return NoiseScale(
         recorded["step"],
         recorded["batch"],
         recorded["gradients"],

@@ -95,7 +95,7 @@ def mark_if_too_big(point: BatchPoint, record: BatchRecord) -> None:
         point.why = f"the allocator had to empty its cache and retry {point.retries} times"
     elif record.limit_bytes and point.peak_bytes and point.peak_bytes > (1 - FREE_SHARE) * record.limit_bytes:
         point.status = "too big"
-        point.why = f"its peak leaves less than {FREE_SHARE:.0%} of the memory ({record.limit}) free"
+        point.why = f"its peak leaves less than {FREE_SHARE:.0%} of the memory ({record.limit_source}) free"
 
 
 class BatchPrograms:
@@ -118,7 +118,7 @@ class BatchPrograms:
     def start_paused(self, size: int) -> BatchTrial:
         """A program at this size, steady and paused. Raises SizeFailed."""
         value = {"size": size, "loader": self.record.loader or 0}
-        plan = Plan((Choice("batch_size", value, Origin.TUNER),) if size != self.record.own else ())
+        plan = Plan((Choice("batch_size", value, Origin.TUNER),) if size != self.record.own_size else ())
         trial = Trial(self.command, self.job.new_trial(), plan, self.facts)
         start_s = seconds()
         try:

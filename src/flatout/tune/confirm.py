@@ -19,7 +19,7 @@ from flatout.measure.clock import seconds
 from flatout.measure.statistics import compare, median
 from flatout.schema.enums import Origin, Status
 from flatout.schema.plan import Choice, Plan
-from flatout.schema.records import NOT_SLOWER, Ratio, TrialRecord
+from flatout.schema.records import MIN_RATIO_LOW, Ratio, TrialRecord
 from flatout.schema.session import GuardRecord, ProgramFigures
 from flatout.tune.candidates import Candidate, fetches_all, plan_of, widest_effect
 from flatout.tune.conclude import limiting_factor
@@ -135,7 +135,7 @@ def _confirm_once(
         return Rejection(f"the guard: {session.guard.why}", session.guard)
     if session.guard.verdict == "not checked":
         return Rejection(f"not kept, because its results could not be checked: {session.guard.why}")
-    if not tuning.must_fit and (ratio.low < NOT_SLOWER or ratio.median < MIN_SPEEDUP):
+    if not tuning.must_fit and (ratio.low < MIN_RATIO_LOW or ratio.median < MIN_SPEEDUP):
         return _reject_as_noise(tuning, ratio)
     if not tuning.must_fit and not _pays_off(tuning):
         return Rejection(
@@ -186,7 +186,7 @@ def _time_for_pair(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs, reu
     if not pairs_done:
         return tuning.remaining_s(overrun=True) + extra_s > 0
     ratio = _ratio(tuning, tuned, pairs)
-    undecided = not ratio.certain and ratio.median > MIN_SPEEDUP
+    undecided = not ratio.significant and ratio.median > MIN_SPEEDUP
     time_s = tuning.remaining_s(overrun=undecided or pairs_done < MIN_PAIRS) + extra_s
     # The second pair may have few blocks: one pair decides nothing
     min_s = tuning.joint_start_s(2) if pairs_done < MIN_PAIRS else max(tuning.pair_s, pairs.longest_s)

@@ -75,7 +75,7 @@ class Forecast:
         record, options = self.record, self.options
         try:
             base = self.predict(None)
-            record.device, record.own = self.ready["device"], self.ready["samples"]
+            record.device, record.own_size = self.ready["device"], self.ready["samples"]
             record.simulated = self.ready["simulated"]
             if base.why_not:
                 raise NothingMeasured(f"the memory of this program cannot be predicted: {base.why_not}.")
@@ -161,17 +161,17 @@ class Forecast:
     def _apply_limit(self) -> None:
         record, limit = self.record, self.options.limit_bytes
         if limit is not None:
-            record.limit_bytes, record.limit_of = limit, "asked for"
+            record.limit_bytes, record.limit_source = limit, "asked for"
         elif (gpu := self.facts.gpu(self.ready.get("device_index"))) is not None and (
             record.device == "cuda" or record.simulated
         ):
-            record.limit_bytes, record.limit_of = gpu.memory_bytes, gpu.name
-        base = self.points[record.own]
+            record.limit_bytes, record.limit_source = gpu.memory_bytes, gpu.name
+        base = self.points[record.own_size]
         if record.limit_bytes is None or base.peak_bytes is None:
             return
         limit_bytes = record.limit_bytes
-        if record.own is not None and not base.why_not:
-            self._find_largest(limit_bytes, record.own)
+        if record.own_size is not None and not base.why_not:
+            self._find_largest(limit_bytes, record.own_size)
         record.advice = advice(base, limit_bytes, record.largest)
 
     def _find_largest(self, limit_bytes: int, script_size: int) -> None:

@@ -6,7 +6,7 @@ block, so speed and losses come from the same steps.
 
 from flatout.measure.clock import seconds
 from flatout.schema.plan import Plan, spell
-from flatout.schema.session import NamedRecord
+from flatout.schema.session import NamedLeverRecord
 from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone
 from flatout.tune.comparison import compare_running
@@ -20,13 +20,13 @@ SEED = 0
 
 def measure_named(tuning: Tuning) -> None:
     """Fill ``session.named``. A lever that fails gets a sentence there, and the search continues."""
-    measured_plans = {record.plan for record in tuning.session.named}
+    measured_plans = {record.plan for record in tuning.session.named_levers}
     pending = [
         choice for choice in tuning.goal.named if spell(choice.name, choice.value) not in measured_plans
     ]
     for choice in pending:
         plan, start_s = Plan((choice,)), seconds()
-        record = NamedRecord(plan.describe())
+        record = NamedLeverRecord(plan.describe())
         tuning.stage("by name", f"{record.plan} against the plain program")
         candidates: list[RunningCandidate] = []
         try:
@@ -47,5 +47,5 @@ def measure_named(tuning: Tuning) -> None:
         finally:
             for candidate in candidates:
                 tuning.interleaver.dismiss(candidate.trial)
-        tuning.session.named.append(record)
+        tuning.session.named_levers.append(record)
         tuning.note(record.plan, "by name", record.ratio, record.why_not, start_s)

@@ -151,7 +151,7 @@ def _record_pair(
         times[plain] = [block.ms for block in result.blocks]
         (pairs.plain if plain else pairs.tuned)[seed] = record
         if plain:
-            tuning.session.own_loss = tuning.session.own_loss or nonfinite_loss(record)
+            tuning.session.nan_loss = tuning.session.nan_loss or nonfinite_loss(record)
         (pairs.plain_ms if plain else pairs.tuned_ms).extend(times[plain])
         active = frozenset[str]() if plain else keys_of(tuned)
         if active <= tuning.choices.keys():

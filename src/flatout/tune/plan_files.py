@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatout.job.folder import FOLDER, JobFolder, records
+from flatout.job.folder import FOLDER, JobFolder, flatout_folder
 from flatout.job.plan_file import read_plan
 from flatout.job.trust import distrusted
 from flatout.launch.command import Command
@@ -41,7 +41,7 @@ def plan_key(command: Command, facts: Facts, ranks: str = "") -> dict[str, str]:
         ),
         "python": ".".join(facts.python.split(".")[:2]),
         **({"ranks": ranks} if ranks else {}),
-        **({"device": facts.asked_device} if facts.asked_device else {}),
+        **({"device": facts.redirected_device} if facts.redirected_device else {}),
     }
 
 
@@ -60,12 +60,12 @@ def differences(made_for: dict[str, str], key: dict[str, str]) -> list[str]:
 
 def job_folder(command: Command, folder: Path | None = None, ranks: str = "") -> JobFolder:
     name = "-".join(filter(None, (command.title, command.digest, ranks.replace(" ", "-"))))
-    return JobFolder(records(name) if folder is None else folder)
+    return JobFolder(flatout_folder(name) if folder is None else folder)
 
 
 def newest_file(*patterns: str) -> Path | None:
     """The newest file among these, given as patterns below a job's folder; None if there is none."""
-    folders = {records(), Path(FOLDER)}
+    folders = {flatout_folder(), Path(FOLDER)}
     paths = [path for pattern in patterns for folder in folders for path in folder.glob(f"*/{pattern}")]
     return max(paths, key=lambda path: path.stat().st_mtime, default=None)
 
@@ -111,7 +111,7 @@ class FoundPlan:
 def find_plan(command: Command, facts: Facts, ranks: str = "") -> FoundPlan:
     key, skipped = plan_key(command, facts, ranks), list[SkippedPlan]()
     for path in plan_files(command, ranks):
-        if why := distrusted(path, whose=command.script):
+        if why := distrusted(path, owner_of=command.script):
             skipped.append(SkippedPlan(path, why))
             continue
         try:

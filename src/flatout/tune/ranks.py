@@ -40,7 +40,7 @@ def why_incompatible(lever: Lever, base: Plan | None) -> str:
     """Why a lever cannot be combined with ``base``; empty if it can."""
     if base is None:
         return ""
-    if lever.of_one_process:
+    if lever.single_process:
         return LOADERS_SPLIT if lever.moment is Moment.LOADER else SINGLE_PROCESS_ONLY
     sharded = (
         base.get(SHARDING) is not None

@@ -298,7 +298,7 @@ class Rehearsal:
 
     def _why_failed(self, record: TrialRecord, reference: dict[str, Any]) -> str:
         message = record.last_line
-        _, split_error, sentence = message.rpartition("CannotDivide: ")
+        _, split_error, sentence = message.rpartition("CannotParallelize: ")
         if reference["training_loaders"]:
             return sentence if split_error else f"split over {self.procs} ranks it fails: {message}"
         return f"{NO_LOADER}: {sentence if split_error else message}"

@@ -5,14 +5,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from flatout import __version__
-from flatout.job.folder import JobFolder, read_json, write_json, write_whole
+from flatout.job.folder import JobFolder, read_json, write_atomically, write_json
 from flatout.job.plan_file import read_plan
 from flatout.launch.command import Command
 from flatout.levers import TABLE
 from flatout.measure.clock import utc_now
 from flatout.schema.enums import Effect
 from flatout.schema.errors import PlanError, StorageError
-from flatout.schema.facts import Facts, untested
+from flatout.schema.facts import Facts, untested_torch
 from flatout.schema.plan import Plan
 from flatout.schema.session import SESSION_SCHEMA, SessionRecord
 from flatout.schema.sizes import size
@@ -56,9 +56,9 @@ def open_session(
         budget_s=budget_s,
         effects=effects,
         memory_limit_bytes=memory_limit_bytes,
-        machine=facts.described,
+        machine=facts.description,
         versions={"python": facts.python, "flatout": __version__, **facts.versions},
-        untested=untested(facts.versions.get("torch", "")),
+        untested=untested_torch(facts.versions.get("torch", "")),
     )
     if previous is not None and previous.status == "done":  # its plan is in use until the new session ends
         write_json(job.unfinished, session.to_json())
@@ -102,12 +102,12 @@ def write_plan(job: JobFolder, session: SessionRecord, command: Command, write_b
 
     A plan that was made for another command stays beside the script: it may be the only one of that command."""
     text = plan_of(session).to_toml()
-    write_whole(job.plan, text)
+    write_atomically(job.plan, text)
     target = plan_beside_script(command)
     if not write_beside or made_for_another(target, session):
         return None
     try:
-        write_whole(target, text)
+        write_atomically(target, text)
     except StorageError:  # the folder is not writable; the plan is in the job folder
         return None
     return target
@@ -124,7 +124,7 @@ def made_for_another(path: Path, session: SessionRecord) -> str:
 
 def verdict(session: SessionRecord) -> str:
     """The verdict of the session in one sentence, with what it does not cover."""
-    loss_note = f"; {session.own_loss}, so nothing after that step was compared" if session.own_loss else ""
+    loss_note = f"; {session.nan_loss}, so nothing after that step was compared" if session.nan_loss else ""
     return _verdict(session) + loss_note
 
 
@@ -133,7 +133,7 @@ def _verdict(session: SessionRecord) -> str:
     if limited:
         return limited
     if session.speedup is not None:
-        certainty = "" if session.speedup.certain else "probably "
+        certainty = "" if session.speedup.significant else "probably "
         return f"{certainty}{session.speedup.sentence()} as fast, {_results(session)}"
     failed = session.guard.verdict == "failed"
     if session.undecided and not failed:
@@ -149,7 +149,7 @@ def _results(session: SessionRecord) -> str:
     """
     levers = {lever.name: lever for lever in TABLE if lever.effect is Effect.PRECISION}
     precisions = dict.fromkeys(
-        levers[choice.name].half(choice.value) for choice in plan_of(session) if choice.name in levers
+        levers[choice.name].reduced_part(choice.value) for choice in plan_of(session) if choice.name in levers
     )
     return RESULT_WORDS.get(session.guard.verdict, "results not compared").format(
         " and ".join(precisions) or "rounding"

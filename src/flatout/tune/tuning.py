@@ -278,7 +278,7 @@ class Tuning:
 
     def keep_first_plain(self, record: TrialRecord) -> None:
         """Keep the first losses and weights of the observed program, to test repeatability."""
-        self.session.own_loss = self.session.own_loss or nonfinite_loss(record)
+        self.session.nan_loss = self.session.nan_loss or nonfinite_loss(record)
         if self.first_record is None:
             record.losses = record.losses[: record.warmup_steps]
             record.weights_digests = {

@@ -48,7 +48,7 @@ from flatout.checkpoint.resume.value_hooks import ValueHooks
 from flatout.checkpoint.resume.value_log import ValueLog
 from flatout.data.streams import own_generators
 from flatout.job import heartbeat
-from flatout.job.claims import CHECKPOINTS, claim_or_succeed
+from flatout.job.claims import CHECKPOINTS, claim_or_take_over
 from flatout.measure.clock import seconds
 from flatout.schema.errors import CannotResume, FlatoutError, StorageError
 from flatout.schema.run_request import ResumeOptions
@@ -96,7 +96,7 @@ class ExactSession(Listener):
             torch,
             folder,
             say_unbuffered,
-            lambda: claim_or_succeed(claim),
+            lambda: claim_or_take_over(claim),
             ledger,
             exact=self,
             resumed=self.checkpoint.step if self.checkpoint is not None else None,
@@ -143,7 +143,7 @@ class ExactSession(Listener):
         Refuses if the checkpoint cannot be used, or if there is none although the user insists."""
         if unfinished:
             why = f"its last start left no checkpoint to resume from: {unfinished}"
-            if self.options.insists:
+            if self.options.required:
                 self.refuse(why)
             self.say(f"this program starts from scratch: {why}")
         if self.checkpoint is None or self.meta is None:
@@ -188,7 +188,7 @@ class ExactSession(Listener):
     def refuse(self, why: str) -> NoReturn:
         """Exit the process, whatever the program catches: it must not run with tensors that have no values."""
         advice = "`flatout rescue` lists the checkpoints; `flatout run --resume --from-scratch` starts from scratch"
-        if not self.options.insists:
+        if not self.options.required:
             unlink(self.journal)
             advice = "The next start begins from scratch; `flatout rescue` lists the checkpoints"
         say_unbuffered(f"cannot resume exactly: {why}. {advice}.")
@@ -230,7 +230,7 @@ class ExactSession(Listener):
             f"this script resumes by itself, from {os.path.relpath(path)}; flatout leaves this to the script"
         )
         heartbeat.set_exact_resume(False)
-        heartbeat.saved()  # counts the file from which the program resumes itself
+        heartbeat.checkpoint_written()  # counts the file from which the program resumes itself
         if not self.options.rescue:
             self.rescue.stop()
 
@@ -253,7 +253,7 @@ class ExactSession(Listener):
 
     def on_verified(self, step: int) -> None:
         if not self._why_not and not self.value_log.why_stopped:
-            heartbeat.saved(step)
+            heartbeat.checkpoint_written(step)
 
     # -- the end
 

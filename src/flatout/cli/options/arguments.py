@@ -24,7 +24,7 @@ from flatout.schema.lever import Lever
 from flatout.schema.plan import Choice, Plan, is_value
 from flatout.schema.toml import read_toml
 
-UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 PROGRAM = {
     "ignore_unknown_options": True,
     "allow_interspersed_args": False,
@@ -42,7 +42,7 @@ class Duration(click.ParamType):
             return value
         text = str(value).strip().lower()
         try:
-            number = float(text[:-1]) * UNITS[text[-1]] if text[-1:] in UNITS else float(text)
+            number = float(text[:-1]) * SECONDS[text[-1]] if text[-1:] in SECONDS else float(text)
         except ValueError:
             self.fail(f"{value!r} is not a time; write 90s, 5m or 1h", param, ctx)
         if not 0 <= number < 1e9:
@@ -58,11 +58,11 @@ class Amount(click.ParamType):
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
         if isinstance(value, int):
             return value
-        found = re.fullmatch(r"([\d.]+)\s*(?:([kmgt])(i?)b?|b)?", str(value).strip().lower())
+        match = re.fullmatch(r"([\d.]+)\s*(?:([kmgt])(i?)b?|b)?", str(value).strip().lower())
         try:
             number = (
-                float(found[1]) * (1024 if found[3] else 1000) ** (" kmgt".index(found[2]) if found[2] else 0)
-                if found
+                float(match[1]) * (1024 if match[3] else 1000) ** (" kmgt".index(match[2]) if match[2] else 0)
+                if match
                 else -1.0
             )
         except ValueError:
@@ -78,9 +78,9 @@ class Share(click.ParamType):
     name = "share"
 
     def convert(self, value: object, param: Any, ctx: Any) -> float:
-        found = re.fullmatch(r"(\d+\.?\d*)\s*(%?)", str(value).strip())
-        share = float(found[1]) / (100 if found[2] else 1) if found else 0.0
-        if not 0 < share < (10 if found and found[2] else 1):
+        match = re.fullmatch(r"(\d+\.?\d*)\s*(%?)", str(value).strip())
+        share = float(match[1]) / (100 if match[2] else 1) if match else 0.0
+        if not 0 < share < (10 if match and match[2] else 1):
             self.fail(f"{value!r} is not a share; write 3% or 0.03", param, ctx)
         return share
 
@@ -110,18 +110,18 @@ class LeverByName(click.ParamType):
             lever = lever_of(name)
         except UsageError as error:
             self.fail(str(error), param, ctx)
-        read = _toml_value(text) if has_value else True
-        if read is None:
+        parsed = _toml_value(text) if has_value else True
+        if parsed is None:
             self.fail(
                 f"{text!r} is not a value for {name}: write true, a number, a word, or a table as in --with '{name}={{every = 8}}'.",
                 param,
                 ctx,
             )
         try:
-            lever.check(read)
+            lever.check(parsed)
         except TypeError as error:
             self.fail(str(error), param, ctx)
-        return Choice(name, read, Origin.USER)
+        return Choice(name, parsed, Origin.USER)
 
     def split_envvar_value(self, rv: str) -> list[str]:
         """Split the levers of an environment variable as a shell does: a table may contain spaces."""
@@ -160,8 +160,8 @@ def lever_of(name: str) -> Lever:
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return the end of a sentence about an unknown name: a suggestion, or a full stop."""
-    near = get_close_matches(name, list(names), 1, 0.5)
-    return f"; did you mean {near[0]}?" if near else "."
+    matches = get_close_matches(name, list(names), 1, 0.5)
+    return f"; did you mean {matches[0]}?" if matches else "."
 
 
 def _toml_value(text: str) -> Any:
@@ -169,10 +169,10 @@ def _toml_value(text: str) -> Any:
     if re.fullmatch(r"[A-Za-z_][\w.+-]*", text) and text not in ("true", "false"):
         return text
     try:
-        held = read_toml(f"value = {text}")
+        table = read_toml(f"value = {text}")
     except ValueError:
         return None
-    return held["value"] if set(held) == {"value"} and is_value(held["value"]) else None
+    return table["value"] if set(table) == {"value"} and is_value(table["value"]) else None
 
 
 class Sizes(click.ParamType):
@@ -192,9 +192,13 @@ class Sizes(click.ParamType):
         return list(dict.fromkeys(sizes))
 
 
-def program(function: Callable[..., Any]) -> Callable[..., Any]:
+def budget_option(default: str, text: str) -> Callable[[Any], Any]:
+    return click.option("--budget", default=default, show_default=True, type=Duration(), help=text)
+
+
+def program_argument(function: Callable[..., Any]) -> Callable[..., Any]:
     return click.argument(
-        "words", metavar="COMMAND...", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files
+        "argv", metavar="COMMAND...", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files
     )(function)
 
 
@@ -203,29 +207,29 @@ def read_plan(path: str) -> Plan:
     return Plan() if path == "none" else checked(plan_file.read_plan(Path(path)), path)
 
 
-def words_or_usage(words: tuple[str, ...], command: str) -> tuple[str, ...]:
-    """Return the words of the program. Raises UsageError if there are none, or if they begin with an option."""
-    if not words:
+def require_program(argv: tuple[str, ...], command: str) -> tuple[str, ...]:
+    """Return the program's command line. Raises UsageError if it is empty or begins with an option."""
+    if not argv:
         example = "'python a.py' 'python b.py'" if command == "compare" else "python train.py"
         raise UsageError(f"no program was given. Try `flatout {command} {example}`.")
-    if words[0].startswith("-"):
-        raise UsageError(_no_option(words[0], command))
-    return words
+    if argv[0].startswith("-"):
+        raise UsageError(_unknown_option(argv[0], command))
+    return argv
 
 
-def _no_option(word: str, command: str) -> str:
+def _unknown_option(word: str, command: str) -> str:
     if parse_python(("python", word, "")).kind in ("code", "module", "stdin"):
         return f"`flatout {command}` has no option {shlex.quote(word)}. Put `python` before it: `flatout {command} python {shlex.quote(word)} ...`."
     name = word.partition("=")[0]
     ctx = click.get_current_context(silent=True)
     known = [option for param in ctx.command.params for option in param.opts] if ctx is not None else []
-    meant = did_you_mean(name, [option for option in known if option.startswith("--")])
-    return f"`flatout {command}` has no option {name}{meant} `flatout {command} --help` lists them."
+    suggestion = did_you_mean(name, [option for option in known if option.startswith("--")])
+    return f"`flatout {command}` has no option {name}{suggestion} `flatout {command} --help` lists them."
 
 
-def writable(folder: JobFolder, asked: bool) -> JobFolder:
-    """Create and return the job's folder; say where it is if nobody ``asked`` for it and it is not here."""
+def writable(folder: JobFolder, explicit: bool) -> JobFolder:
+    """Create and return the job's folder; say where it is unless it is here or ``explicit``: named by the user."""
     folder.make()
-    if not asked and folder.path.is_absolute():
+    if not explicit and folder.path.is_absolute():
         sys.stderr.write(f"flatout: cannot write to {os.getcwd()}; the records go to {folder.path}\n")
     return folder

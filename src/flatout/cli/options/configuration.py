@@ -19,7 +19,7 @@ from flatout.schema.errors import UsageError
 from flatout.schema.toml import read_toml
 
 FILE, SECTION, PREFIX = "pyproject.toml", "tool.flatout", "FLATOUT"
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 
 
 def configure(ctx: click.Context, name: str, command: click.Command) -> None:
@@ -32,7 +32,7 @@ def configure(ctx: click.Context, name: str, command: click.Command) -> None:
         group = ctx.command
         assert isinstance(group, click.Group)
         tables = {key: value for key, value in settings.items() if isinstance(value, dict)}
-        _must_be_known(path, SECTION, tables, group.list_commands(ctx))
+        _reject_unknown(path, SECTION, tables, group.list_commands(ctx))
         shared = {key: value for key, value in settings.items() if key not in tables}
         table = _defaults(path, f"{SECTION}.{name}", command, tables.get(name, {}), shared)
         ctx.default_map = {name: table}
@@ -44,13 +44,13 @@ def nearest() -> Path | None:
         folder = Path.cwd()
     except OSError:  # it was deleted
         return None
-    return next((path for place in (folder, *folder.parents) if os.path.isfile(path := place / FILE)), None)
+    return next((path for parent in (folder, *folder.parents) if os.path.isfile(path := parent / FILE)), None)
 
 
 def read(path: Path) -> dict[str, Any]:
     """Return the table `[tool.flatout]`, or {}. Raises UsageError if it cannot be read."""
     try:
-        text = read_text(path, MOST_BYTES)
+        text = read_text(path, MAX_BYTES)
         if "flatout" not in text:
             return {}
         tool = read_toml(text).get("tool", {})
@@ -61,7 +61,7 @@ def read(path: Path) -> dict[str, Any]:
     found = tool.get("flatout", {}) if isinstance(tool, dict) else {}
     if not isinstance(found, dict):
         raise UsageError(f"{path}: {SECTION} is not a table. Write [{SECTION}] above its keys.")
-    if found and (why := distrusted(path, whose=Path.cwd())):
+    if found and (why := distrusted(path, owner_of=Path.cwd())):
         sys.stderr.write(f"flatout: [{SECTION}] of {path} is not used: {why}\n")
         return {}
     return found
@@ -86,13 +86,13 @@ def _variables(command: click.Command, prefix: str) -> Iterator[tuple[str, click
         yield f"{prefix}_{key}".replace("-", "_").upper(), option
 
 
-def _must_be_known(path: Path | None, table: str, keys: Iterable[str], known: Iterable[str]) -> None:
-    known = list(known)
+def _reject_unknown(path: Path | None, table: str, keys: Iterable[str], valid: Iterable[str]) -> None:
+    valid = list(valid)
     for key in keys:
-        if key not in known:
+        if key not in valid:
             command = " ".join(table.split(".")[2:])
             raise UsageError(
-                f"{path}: [{table}] has the unknown key {key[:40]!r}{did_you_mean(key, known)} `flatout {command + ' ' if command else ''}--help` lists them."
+                f"{path}: [{table}] has the unknown key {key[:40]!r}{did_you_mean(key, valid)} `flatout {command + ' ' if command else ''}--help` lists them."
             )
 
 
@@ -101,17 +101,17 @@ def _defaults(
 ) -> dict[str, Any]:
     """Return the map of defaults of a command, by the names of its parameters."""
     if isinstance(command, click.Group):
-        _must_be_known(path, table, values, command.commands)
+        _reject_unknown(path, table, values, command.commands)
         return {
             name: _defaults(path, f"{table}.{name}", part, values.get(name, {}), shared)
             for name, part in command.commands.items()
         }
     options = options_of(command)
-    _must_be_known(path, table, values, options)
-    given = {**{key: value for key, value in shared.items() if key in options}, **values}
+    _reject_unknown(path, table, values, options)
+    settings = {**{key: value for key, value in shared.items() if key in options}, **values}
     return {
         str(options[key].name): _value(f"{path}: [{table}] {key}", options[key], value, command)
-        for key, value in given.items()
+        for key, value in settings.items()
         if not (options[key].is_flag and value is False)
     }
 
@@ -121,9 +121,9 @@ def _value(where: str, option: click.Option, value: Any, command: click.Command)
     if option.is_flag and value is True:
         return True if option.is_bool_flag else option.flag_value
     texts = [str(part) for part in value] if isinstance(value, list) else [str(value)]
-    given = texts if option.multiple else ",".join(texts)
+    cli_value = texts if option.multiple else ",".join(texts)
     try:
-        option.type_cast_value(click.Context(command), given)
+        option.type_cast_value(click.Context(command), cli_value)
     except click.BadParameter as error:
         raise UsageError(f"{where}: {error.message.rstrip('.')}. Change or remove the key.") from None
-    return given
+    return cli_value

@@ -15,10 +15,10 @@ from flatout.launch.command import Command
 from flatout.probe.gpus import devices_of_torch
 from flatout.render.formatting import shell
 from flatout.schema.errors import UsageError
-from flatout.schema.facts import ASKED_DEVICE
+from flatout.schema.facts import DEVICE_VARIABLE
 
-VISIBLE = "CUDA_VISIBLE_DEVICES"
-SHAPE = re.compile(r"cpu|cuda(:(0|[1-9]\d{0,2}))?")
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+DEVICE_PATTERN = re.compile(r"cpu|cuda(:(0|[1-9]\d{0,2}))?")
 
 
 class DeviceByName(click.ParamType):
@@ -28,7 +28,7 @@ class DeviceByName(click.ParamType):
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
         text = str(value).strip().lower()
-        if not SHAPE.fullmatch(text):
+        if not DEVICE_PATTERN.fullmatch(text):
             self.fail(f"{value!r} is not a device; write cpu, cuda or cuda:1", param, ctx)
         return text
 
@@ -42,12 +42,17 @@ device_option = click.option(
 )
 
 
-def choose(
-    device: str | None, cmd: Command, command: str, procs: int = 1, gpus: bool = False, elsewhere: str = ""
+def apply_device(
+    device: str | None,
+    cmd: Command,
+    command: str,
+    procs: int = 1,
+    gpus: bool = False,
+    remote_option: str = "",
 ) -> None:
     """Make the programs that this process starts run on ``device``; they and the levers see no other card.
 
-    ``elsewhere`` is the option that starts the program on other machines. Raises UsageError if ``device`` is
+    ``remote_option`` is the one that starts the program on other machines. Raises UsageError if ``device`` is
     unavailable or contradicts another option.
     """
     if device is None:
@@ -56,9 +61,9 @@ def choose(
         raise UsageError(
             f"`python {cmd.disabled_by}` disables flatout, so --device {device} cannot redirect anything. Remove {cmd.disabled_by}."
         )
-    if elsewhere:
+    if remote_option:
         raise UsageError(
-            f"--device {device} is a device of this machine, but {elsewhere} starts the program on others. Use one of them."
+            f"--device {device} is a device of this machine, but {remote_option} starts the program on others. Use one of them."
         )
     if gpus:
         raise UsageError(
@@ -69,28 +74,28 @@ def choose(
             f"--procs {procs} would put all ranks on {device}. Use --gpus {procs} for a GPU each, or --device cpu."
         )
     if device == "cpu":
-        os.environ[VISIBLE] = ""  # a call that is not redirected fails and takes no GPU memory
-        os.environ[ASKED_DEVICE] = device
+        os.environ[VISIBLE_DEVICES] = ""  # a call that is not redirected fails and takes no GPU memory
+        os.environ[DEVICE_VARIABLE] = device
         return
-    _must_be_there(device, cmd, command)
+    _require_device(device, cmd, command)
     if number := device.partition(":")[2]:
-        visible = os.environ.get(VISIBLE)
-        os.environ[VISIBLE] = visible.split(",")[int(number)].strip() if visible else number
+        visible = os.environ.get(VISIBLE_DEVICES)
+        os.environ[VISIBLE_DEVICES] = visible.split(",")[int(number)].strip() if visible else number
 
 
-def hint(device: str | None) -> str:
+def device_hint(device: str | None) -> str:
     """Return the option as text for a suggested command."""
     return f"--device {device} " if device is not None else ""
 
 
-def _must_be_there(device: str, cmd: Command, command: str) -> None:
+def _require_device(device: str, cmd: Command, command: str) -> None:
     """Check that the program's torch sees the device.
 
     Without torch, the program itself reports the failure."""
-    found = devices_of_torch(python_of(cmd.argv))
-    if found is None or device in found or any(name.partition(":")[0] == device for name in found):
+    devices = devices_of_torch(python_of(cmd.argv))
+    if devices is None or device in devices or any(name.partition(":")[0] == device for name in devices):
         return
-    shown = ", ".join(f"{name} ({title})" if title else name for name, title in found.items())
+    shown = ", ".join(f"{name} ({title})" if title else name for name, title in devices.items())
     raise UsageError(
-        f"this machine has no device {device}. torch sees {shown}. Try `flatout {command} --device {[*found][-1]} {shell(cmd.shown)}`."
+        f"this machine has no device {device}. torch sees {shown}. Try `flatout {command} --device {[*devices][-1]} {shell(cmd.shown)}`."
     )

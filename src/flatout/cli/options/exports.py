@@ -3,15 +3,15 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import click
 from click.core import ParameterSource
 
 from flatout.cli.options.arguments import Duration, did_you_mean, writable
+from flatout.cli.options.grouped import add_options
 from flatout.export.trackers import MODULES, wrong_target
 from flatout.job.folder import RUNS
 from flatout.launch.command import Command
@@ -22,39 +22,34 @@ from flatout.schema.run_summary import SummaryRequest
 from flatout.tune.plan_files import job_folder
 
 JSONL = "jsonl"
-NAMES = (JSONL, *MODULES)
-LEAST_EVERY_S = 0.1
+TRACKERS = (JSONL, *MODULES)
+MIN_INTERVAL_S = 0.1
 
 
-def options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add ``summary``, ``export`` and ``export_every``."""
-    for option in (
-        click.option(
-            "--export-every",
-            default="5s",
-            show_default=True,
-            type=Duration(),
-            help="Interval of the live figures for --export.",
-        ),
-        click.option(
-            "--export",
-            "export",
-            multiple=True,
-            metavar="NAME[=TARGET]",
-            help="Send live figures to a tracker: jsonl, tensorboard[=DIR], wandb[=PROJECT], mlflow[=URI], prometheus[=PORT]. Repeatable.",
-        ),
-        click.option(
-            "--summary/--no-summary",
-            default=True,
-            help="At the end, show speed, limit and memory, and write them to .flatout/<job>/runs.",
-        ),
-    ):
-        function = option(function)
-    return function
+add_export_options = add_options(
+    click.option(
+        "--summary/--no-summary",
+        default=True,
+        help="At the end, show speed, limit and memory, and write them to .flatout/<job>/runs.",
+    ),
+    click.option(
+        "--export",
+        multiple=True,
+        metavar="NAME[=TARGET]",
+        help="Send live figures to a tracker: jsonl, tensorboard[=DIR], wandb[=PROJECT], mlflow[=URI], prometheus[=PORT]. Repeatable.",
+    ),
+    click.option(
+        "--export-every",
+        default="5s",
+        show_default=True,
+        type=Duration(),
+        help="Interval of the live figures for --export.",
+    ),
+)
 
 
 def summary_of(
-    cmd: Command, machine: str, shows: bool, export: Sequence[str], every_s: float
+    cmd: Command, machine: str, shows: bool, export: Sequence[str], interval_s: float
 ) -> SummaryRequest | None:
     """Return the request for the record of this run; None without one.
 
@@ -62,12 +57,16 @@ def summary_of(
     """
     if not shows and not export:
         return None
-    _reject_without_effect(export, every_s)
-    for each in export:
-        name, _, target = each.partition("=")
-        if name not in NAMES:
+    if interval_s < MIN_INTERVAL_S:
+        raise UsageError(f"--export-every is at least {MIN_INTERVAL_S:g} s.")
+    source = click.get_current_context().get_parameter_source("export_every")
+    if source == ParameterSource.COMMANDLINE and not export:
+        raise UsageError("--export-every has no effect without --export, such as --export tensorboard.")
+    for spec in export:
+        name, _, target = spec.partition("=")
+        if name not in TRACKERS:
             raise UsageError(
-                f"there is no tracker {name!r}{did_you_mean(name, NAMES)} Choose from {', '.join(NAMES)}."
+                f"there is no tracker {name!r}{did_you_mean(name, TRACKERS)} Choose from {', '.join(TRACKERS)}."
             )
         if name in MODULES and find_spec(MODULES[name]) is None:
             raise UsageError(
@@ -80,34 +79,26 @@ def summary_of(
     now = utc_now()
     name = f"{''.join(c for c in now[:19] if c.isdigit() or c == 'T')}-{os.getpid()}"
     job = job_folder(cmd)
-    folder = (writable(job, asked=False) if export else job).path.resolve() / RUNS
-    live_s = every_s if export else 0.0
+    folder = (writable(job, explicit=False) if export else job).path.resolve() / RUNS
+    live_s = interval_s if export else 0.0
     return SummaryRequest(str(folder), name, cmd.shown, now, shows, live_s, machine, cmd.piped)
 
 
-def _reject_without_effect(export: Sequence[str], every_s: float) -> None:
-    if every_s < LEAST_EVERY_S:
-        raise UsageError(f"--export-every is at least {LEAST_EVERY_S:g} s.")
-    typed = click.get_current_context().get_parameter_source("export_every") == ParameterSource.COMMANDLINE
-    if typed and not export:
-        raise UsageError("--export-every has no effect without --export, such as --export tensorboard.")
-
-
-def start(request: SummaryRequest, export: Sequence[str]) -> None:
+def start_trackers(request: SummaryRequest, export: Sequence[str]) -> None:
     """Start a process for each tracker. It outlives this one and belongs to no process of the program."""
     folder = Path(request.folder) / request.name
-    for each in export:
-        name = each.partition("=")[0]
+    for spec in export:
+        name = spec.partition("=")[0]
         if name == JSONL:
             continue
-        words = [sys.executable, "-m", "flatout.export.follow", each, str(folder)]
-        words += [str(os.getpid()), shell(request.command)]
+        command = [sys.executable, "-m", "flatout.export.follow", spec, str(folder)]
+        command += [str(os.getpid()), shell(request.command)]
         folder.mkdir(parents=True, exist_ok=True)
         # The shell ends at once, so the follower is no child of the program, which may wait for its children.
         # Its output goes to a file: whoever reads that of the program must not wait for a tracker.
         with (folder / f"{name}.log").open("wb") as log:
             subprocess.run(
-                ["/bin/sh", "-c", '"$@" & ', "sh", *words],
+                ["/bin/sh", "-c", '"$@" & ', "sh", *command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

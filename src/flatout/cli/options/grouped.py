@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import partial, reduce
 from typing import Any
 
 import click
+
+
+def add_options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a decorator that adds these options to a command, in this order."""
+    return lambda command: reduce(lambda function, option: option(function), reversed(options), command)
 
 
 class OptionOfGroup(click.Option):
@@ -16,12 +22,12 @@ class OptionOfGroup(click.Option):
         self.heading = heading
 
 
-survival_option = partial(click.option, cls=OptionOfGroup, heading="Crashes, hangs and kills")
+recovery_option = partial(click.option, cls=OptionOfGroup, heading="Crashes, hangs and kills")
 ranks_option = partial(click.option, cls=OptionOfGroup, heading="Several ranks on this machine")
 machines_option = partial(click.option, cls=OptionOfGroup, heading="Several machines")
 HEADINGS = (
     "Options",
-    *(made.keywords["heading"] for made in (survival_option, ranks_option, machines_option)),
+    *(option.keywords["heading"] for option in (recovery_option, ranks_option, machines_option)),
 )
 
 
@@ -33,7 +39,7 @@ class Grouped(click.Command):
         for param in self.get_params(ctx):
             if isinstance(param, click.Option) and (row := param.get_help_record(ctx)):
                 rows[getattr(param, "heading", HEADINGS[0])].append(row)
-        for heading, shown in rows.items():
-            if shown:
+        for heading, entries in rows.items():
+            if entries:
                 with formatter.section(heading):
-                    formatter.write_dl(shown)
+                    formatter.write_dl(entries)

@@ -13,18 +13,18 @@ import click
 from rich.console import Console
 
 from flatout import __version__
-from flatout.cli.options.arguments import program, words_or_usage, writable
+from flatout.cli.options.arguments import program_argument, require_program, writable
+from flatout.cli.options.grouped import add_options
 from flatout.cli.options.json_output import json_option, print_json
-from flatout.cli.options.messages import warned
+from flatout.cli.options.messages import warn_untested
 from flatout.cli.options.progress import LiveProgress
 from flatout.cli.options.signals import stop_on_sigterm
-from flatout.compare.evaluate import MIN_PAIRS
-from flatout.job.folder import write_json, write_whole
+from flatout.job.folder import write_atomically, write_json
 from flatout.launch.command import check_measurable, parse_command
 from flatout.measure.clock import utc_now
 from flatout.probe.machine import look
 from flatout.schema.errors import FlatoutError
-from flatout.schema.facts import Facts, untested
+from flatout.schema.facts import Facts, untested_torch
 from flatout.schema.records import ProgramRecord
 from flatout.tune.plan_files import job_folder
 
@@ -32,43 +32,28 @@ if TYPE_CHECKING:
     from flatout.render.page import Page
 
 
-def measurement_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the shared options: ``job``, ``as_json`` and the program's ``words``."""
-    function = json_option(function)
-    return program(
-        click.option(
-            "--job",
-            type=click.Path(file_okay=False, path_type=Path),
-            help="Folder for the records instead of .flatout/<job>.",
-        )(function)
-    )
+job_option = click.option(
+    "--job",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for the records instead of .flatout/<job>.",
+)
+measurement_options = add_options(program_argument, job_option, json_option)
 
 
-def pairs_option(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Add ``--pairs`` to a command that compares programs."""
-    return click.option(
-        "--pairs",
-        default=MIN_PAIRS,
-        show_default=True,
-        type=click.IntRange(2),
-        help="Fewest pairs of processes; a small number gives wide intervals.",
-    )(function)
-
-
-def header(typed: Iterable[str], facts: Facts) -> dict[str, Any]:
+def header(command: Iterable[str], facts: Facts) -> dict[str, Any]:
     """Return the common first fields of a ProgramRecord."""
     return {
-        "command": list(typed),
+        "command": list(command),
         "cwd": os.getcwd(),
         "flatout": __version__,
         "created": utc_now(),
         "versions": {"python": facts.python, **facts.versions},
-        "untested": untested(facts.versions.get("torch", "")),
+        "untested": untested_torch(facts.versions.get("torch", "")),
     }
 
 
 @contextmanager
-def kept(record: ProgramRecord, path: Path) -> Iterator[Callable[[], None]]:
+def saved_on_exit(record: ProgramRecord, path: Path) -> Iterator[Callable[[], None]]:
     """Write the record to its file on exit, even after an error. The yielded function writes it earlier.
 
     SIGTERM stops the program in the same way as Ctrl-C.
@@ -94,43 +79,43 @@ def kept(record: ProgramRecord, path: Path) -> Iterator[Callable[[], None]]:
 class Measurement:
     """One measurement: ``name`` is the command and the stem of its files."""
 
-    def __init__(self, name: str, words: tuple[str, ...], job: Path | None) -> None:
+    def __init__(self, name: str, argv: tuple[str, ...], job: Path | None) -> None:
         """Raises UsageError, StorageError, NothingMeasured."""
         self.name = name
-        self.command = check_measurable(parse_command(words_or_usage(words, name)))
+        self.command = check_measurable(parse_command(require_program(argv, name)))
         self.folder = writable(job_folder(self.command, job), job is not None)
-        self.facts = warned(look(self.command.argv))
+        self.facts = warn_untested(look(self.command.argv))
         self.header = header(self.command.shown, self.facts)
 
-    def answer(
+    def run(
         self,
         record: ProgramRecord,
         budget_s: float,
-        run: Callable[[Callable[[str, str], None], Callable[[], None]], object],
+        run: Callable[[LiveProgress, Callable[[], None]], object],
     ) -> None:
-        """Call ``run`` to fill the record. Its arguments report a stage and save the record.
+        """Call ``run`` to fill the record. Its arguments show the progress and save the record.
 
         Raises FlatoutError, KeyboardInterrupt."""
         with (
-            kept(record, self._file("json")) as save,
+            saved_on_exit(record, self._file("json")) as save,
             LiveProgress(Console(stderr=True), budget_s) as progress,
         ):
-            run(progress.stage, save)
+            run(progress, save)
 
     def show(self, record: ProgramRecord, page: Page, as_json: bool) -> None:
         """Write the page and print it."""
-        output(record, self._file("html"), page, as_json)
+        write_page(record, self._file("html"), page, as_json)
 
-    def _file(self, ending: str) -> Path:
-        return self.folder.path / f"{self.name}.{ending}"
+    def _file(self, suffix: str) -> Path:
+        return self.folder.path / f"{self.name}.{suffix}"
 
 
-def output(record: ProgramRecord, path: Path, page: Page, as_json: bool) -> None:
+def write_page(record: ProgramRecord, path: Path, page: Page, as_json: bool) -> None:
     """Write the page, and print it or the record as JSON."""
     from flatout.render.page import html
     from flatout.render.terminal import print_page
 
-    write_whole(path, html(page))
+    write_atomically(path, html(page))
     if as_json:
         print_json(record)
         return

@@ -3,19 +3,19 @@
 import sys
 from functools import cache
 
-from flatout.job.sanitize import harmless
-from flatout.schema.facts import Facts, untested
+from flatout.job.sanitize import sanitize
+from flatout.schema.facts import Facts, untested_torch
 
 
-def say(sentence: str) -> None:
-    sys.stderr.write(f"flatout: {harmless(sentence)}\n")
+def notify(sentence: str) -> None:
+    sys.stderr.write(f"flatout: {sanitize(sentence)}\n")
 
 
-say_once = cache(say)
+notify_once = cache(notify)
 
 
-def warned(facts: Facts) -> Facts:
+def warn_untested(facts: Facts) -> Facts:
     """Return the facts; a torch that is newer than the tested ones is named once."""
-    if sentence := untested(facts.versions.get("torch", "")):
-        say_once(sentence)
+    if sentence := untested_torch(facts.versions.get("torch", "")):
+        notify_once(sentence)
     return facts

@@ -11,7 +11,7 @@ from flatout.measure.clock import seconds
 from flatout.schema.records import Ratio
 from flatout.trial.blocks import Watcher
 
-SHOWN = 12
+MAX_ROWS = 12
 
 
 class LiveProgress(Watcher):
@@ -20,7 +20,7 @@ class LiveProgress(Watcher):
     def __init__(self, console: Console, budget_s: float) -> None:
         self.console = console
         self.end_s = seconds() + budget_s
-        self.now = ""
+        self.current = ""
         self.detail = ""
         self.expected = ""
         self.rows: dict[str, tuple[Ratio | None, str]] = {}
@@ -42,9 +42,9 @@ class LiveProgress(Watcher):
             self.live.stop()
 
     def stage(self, name: str, detail: str = "") -> None:
-        if self.live is None and (name, detail) != (self.now, self.detail):
-            self.console.print(Text(f"{self._left()}  {name}: {detail}"), soft_wrap=True)
-        self.now, self.detail = name, detail
+        if self.live is None and (name, detail) != (self.current, self.detail):
+            self.console.print(Text(f"{self._time_left()}  {name}: {detail}"), soft_wrap=True)
+        self.current, self.detail = name, detail
 
     def set_end(self, end_s: float) -> None:
         self.end_s = end_s
@@ -58,16 +58,18 @@ class LiveProgress(Watcher):
         self.rows.pop(plan, None)
         self.rows[plan] = (ratio, note)
 
-    def _left(self) -> str:
-        left = max(0, int(self.end_s - seconds()))
-        return f"{left // 60}:{left % 60:02d} left"
+    def _time_left(self) -> str:
+        seconds_left = max(0, int(self.end_s - seconds()))
+        return f"{seconds_left // 60}:{seconds_left % 60:02d} left"
 
     def _draw(self) -> Group:
         table = Table(box=None, padding=(0, 2), show_header=False)
         table.add_column(ratio=3, overflow="ellipsis", no_wrap=True)
         table.add_column(ratio=2, overflow="ellipsis", no_wrap=True)
-        for plan, (ratio, note) in list(self.rows.items())[-SHOWN:]:
-            style = "" if ratio is None else "green" if ratio.certain else "red" if ratio.high < 1 else ""
+        for plan, (ratio, note) in list(self.rows.items())[-MAX_ROWS:]:
+            style = "" if ratio is None else "green" if ratio.significant else "red" if ratio.high < 1 else ""
             table.add_row(Text(plan), Text(ratio.sentence() if ratio else note or "failed", style=style))
         expected = [Text(self.expected)] if self.expected else []
-        return Group(Text(f"{self._left()}  {self.now}: {self.detail}", style="bold"), *expected, table)
+        return Group(
+            Text(f"{self._time_left()}  {self.current}: {self.detail}", style="bold"), *expected, table
+        )

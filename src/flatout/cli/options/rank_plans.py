@@ -10,14 +10,14 @@ from rich.console import Console
 from flatout.cli.options.arguments import writable
 from flatout.cli.options.progress import LiveProgress
 from flatout.cli.options.ranks import RankOptions
-from flatout.job.folder import JobFolder, read_json, write_json
+from flatout.job.folder import read_json, write_json
 from flatout.job.temporary import remove
 from flatout.launch.command import Command
 from flatout.launch.launcher_signals import exit_by_signal
 from flatout.launch.local_launcher import LocalLauncher, launcher_of
 from flatout.launch.rank_variables import cuda_devices
 from flatout.levers import TABLE
-from flatout.schema.errors import CannotDivide
+from flatout.schema.errors import CannotParallelize
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Choice, Plan
 from flatout.tune.plan_files import job_folder, plan_key
@@ -29,116 +29,121 @@ from flatout.tune.sharding import LEVER as SHARDING
 REHEARSAL_S = 120.0  # approximate; displayed, not enforced
 
 
-def rehearsed(command: Command, facts: Facts, asked: RankOptions) -> tuple[dict[str, Any], RehearsalResult]:
+def rehearse(command: Command, facts: Facts, ranks: RankOptions) -> tuple[dict[str, Any], RehearsalResult]:
     """Return the lever's value for this program, and the whole result of the rehearsal.
 
     Reuses an earlier rehearsal of the same command, script, machine and versions; otherwise rehearses now.
-    Raises CannotDivide, ProgramFailed.
+    Raises CannotParallelize, ProgramFailed.
     """
-    folder = writable(job_folder(command), asked=False)
+    folder = writable(job_folder(command), explicit=False)
     key = {
         **plan_key(command, facts),
-        "procs": str(asked.procs),
-        "gpus": str(asked.gpus),
-        "whole_batches": str(asked.whole_batches),
-        "shard": asked.shard,
+        "procs": str(ranks.procs),
+        "gpus": str(ranks.gpus),
+        "whole_batches": str(ranks.whole_batches),
+        "shard": ranks.shard,
     }
-    known = remembered(folder.ranks, key)
-    if known is not None and not asked.again:
-        found = known
+    earlier = load_rehearsal(folder.ranks, key)
+    if earlier is not None and not ranks.rehearse_again:
+        rehearsal = earlier
     else:
-        found = _rehearse(command, facts, asked, folder)
-        write_json(folder.ranks, {"key": key, "rehearsed": found.to_json()})
-    if found.division is None:
-        raise CannotDivide(
-            f"this program cannot run as {asked.procs} ranks: {found.why_not}. {found.advice}\n"
+        with LiveProgress(Console(stderr=True), REHEARSAL_S) as progress:
+            rehearsal = Rehearsal(
+                command,
+                lambda rank_command: launcher_of(rank_command, ranks.procs, ranks.gpus, facts.cores),
+                ranks.procs,
+                folder,
+                facts,
+                whole=ranks.whole_batches,
+                stage=progress.stage,
+                shard=ranks.shard,
+            ).run()
+        write_json(folder.ranks, {"key": key, "rehearsed": rehearsal.to_json()})
+    if rehearsal.division is None:
+        raise CannotParallelize(
+            f"this program cannot run as {ranks.procs} ranks: {rehearsal.why_not}. {rehearsal.advice}\n"
             f"The details are in {folder.ranks}."
         )
-    return {**found.division, **asked.words}, found
+    return {**rehearsal.division, **ranks.lever_options}, rehearsal
 
 
-def remembered(path: Path, key: object) -> RehearsalResult | None:
+def load_rehearsal(path: Path, key: object) -> RehearsalResult | None:
     """Return the result of an earlier rehearsal; None if there is none for this key or it cannot be read."""
-    known = read_json(path)
+    earlier = read_json(path)
     try:
-        found = (
-            RehearsalResult.from_json(known["rehearsed"])
-            if isinstance(known, dict) and known.get("key") == key
+        rehearsal = (
+            RehearsalResult.from_json(earlier["rehearsed"])
+            if isinstance(earlier, dict) and earlier.get("key") == key
             else None
         )
     except (TypeError, AttributeError, KeyError, ValueError):
         return None
-    return found if found is None or found.division is None or isinstance(found.division, dict) else None
-
-
-def _rehearse(command: Command, facts: Facts, asked: RankOptions, folder: JobFolder) -> RehearsalResult:
-    with LiveProgress(Console(stderr=True), REHEARSAL_S) as progress:
-        return Rehearsal(
-            command,
-            lambda one: launcher_of(one, asked.procs, asked.gpus, facts.cores),
-            asked.procs,
-            folder,
-            facts,
-            whole=asked.whole_batches,
-            stage=progress.stage,
-            shard=asked.shard,
-        ).run()
+    return (
+        rehearsal
+        if rehearsal is None or rehearsal.division is None or isinstance(rehearsal.division, dict)
+        else None
+    )
 
 
 def plan_of_ranks(
     command: Command,
     facts: Facts,
     plan: Plan,
-    chosen: Sequence[Choice],
-    asked: RankOptions,
-    say: Callable[[str], None],
+    requested: Sequence[Choice],
+    ranks: RankOptions,
+    notify: Callable[[str], None],
 ) -> Plan:
     """Return the plan of each rank: how the program is split, and the levers of ``plan`` that are compatible.
 
-    ``chosen`` are levers given by name for this run; they stay. Raises CannotDivide, ProgramFailed.
+    ``requested`` levers were given by name for this run; they stay. Raises CannotParallelize, ProgramFailed.
     """
-    given, parts = plan.get(LEVER), plan.get(SHARDING) if asked.shard != NEVER else None
-    asked = replace(asked, shard=ALWAYS) if parts is not None else asked
-    value = given.value if given is not None and isinstance(given.value, dict) else None
-    shards = asked.shard == ALWAYS
+    division, sharding = plan.get(LEVER), plan.get(SHARDING) if ranks.shard != NEVER else None
+    ranks = replace(ranks, shard=ALWAYS) if sharding is not None else ranks
+    value = division.value if division is not None and isinstance(division.value, dict) else None
+    is_sharded = ranks.shard == ALWAYS
     if value is None:
-        value, found = rehearsed(command, facts, asked)
-        shards = found.shards
+        value, found = rehearse(command, facts, ranks)
+        is_sharded = found.shards
         if found.memory:
-            say(found.memory)
-    base = base_plan(value, shards)
-    table, by_name = {lever.name: lever for lever in TABLE}, {choice.name for choice in chosen}
+            notify(found.memory)
+    base = base_plan(value, is_sharded)
+    table, chosen_names = {lever.name: lever for lever in TABLE}, {choice.name for choice in requested}
     others = [choice for choice in plan if choice.name not in (LEVER, SHARDING)]
     left_out = [
         choice
         for choice in others
-        if choice.name in table and choice.name not in by_name and why_incompatible(table[choice.name], base)
+        if choice.name in table
+        and choice.name not in chosen_names
+        and why_incompatible(table[choice.name], base)
     ]
     if left_out:
-        say(
+        notify(
             f"these levers of the plan are skipped because they do not work with several ranks: {', '.join(choice.name for choice in left_out)}"
         )
-    kept = [*(choice for choice in others if choice not in left_out), *([parts] if parts is not None else [])]
-    return Plan(tuple(kept)).on_top_of(base)
+    choices = [
+        *(choice for choice in others if choice not in left_out),
+        *([sharding] if sharding is not None else []),
+    ]
+    return Plan(tuple(choices)).on_top_of(base)
 
 
-def run_divided(
-    command: Command, facts: Facts, asked: RankOptions, job: Path, environment: Mapping[str, str]
+def run_ranks(
+    command: Command, facts: Facts, ranks: RankOptions, job: Path, environment: Mapping[str, str]
 ) -> int:
     """Start the ranks and wait for them. ``environment`` names ``job``, which is removed at the end.
 
     Raises FlatoutError."""
-    local_launcher = LocalLauncher(
+    launcher = LocalLauncher(
         command,
-        asked.procs,
+        ranks.procs,
         environment,
-        cuda_devices(environment, asked.procs) if asked.gpus else None,
+        cuda_devices(environment, ranks.procs) if ranks.gpus else None,
         cores=facts.cores,
     )
     try:
-        code = local_launcher.run()
+        code = launcher.run()
     finally:
         remove(job.parent)
-    if local_launcher.stop_signal is not None:
-        exit_by_signal(local_launcher.stop_signal)
+    if launcher.stop_signal is not None:
+        exit_by_signal(launcher.stop_signal)
     return code

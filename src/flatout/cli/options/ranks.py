@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import click
 
-from flatout.cli.options.grouped import ranks_option
+from flatout.cli.options.grouped import add_options, ranks_option
 from flatout.schema.errors import UsageError
 
-OPTIONS = (
+add_rank_options = add_options(
     ranks_option(
         "--procs",
         default=None,
@@ -53,10 +52,10 @@ OPTIONS = (
 class RankOptions:
     """The rank options of a command line.
 
-    ``procs`` is the number of ranks; ``gpus`` gives each its own CUDA device. ``given``: the command line has
-    a number of ranks, perhaps 1. ``sync_batchnorm`` normalises over all ranks. ``whole_batches`` shows the script
-    whole batches. ``shard`` says whether weights, gradients and optimizer state are sharded. ``again`` repeats the
-    rehearsal.
+    ``procs`` is the number of ranks; ``gpus`` gives each its own CUDA device. ``explicit``: the command line
+    has a number of ranks, perhaps 1. ``sync_batchnorm`` normalises over all ranks. ``whole_batches`` shows the script
+    whole batches. ``shard`` says whether weights, gradients and optimizer state are sharded. ``rehearse_again``
+    ignores an earlier rehearsal.
     """
 
     procs: int
@@ -64,11 +63,11 @@ class RankOptions:
     sync_batchnorm: bool = False
     whole_batches: bool = False
     shard: str = "auto"
-    again: bool = False
-    given: bool = False
+    rehearse_again: bool = False
+    explicit: bool = False
 
     @property
-    def words(self) -> dict[str, str]:
+    def lever_options(self) -> dict[str, str]:
         """The user's choices in the value of the lever `data_parallel`."""
         return {"batchnorm": "all"} if self.sync_batchnorm else {}
 
@@ -87,17 +86,10 @@ class RankOptions:
         return f"{self.procs} {'GPUs' if self.gpus else 'processes'}" if self.several else ""
 
 
-def options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the rank options to a command; ``ranks_asked`` reads them."""
-    for option in reversed(OPTIONS):
-        command = option(command)
-    return command
-
-
-def ranks_asked(given: dict[str, Any]) -> RankOptions:
-    """Remove the rank options from ``given`` and return them. Raises UsageError."""
-    procs, gpus = given.pop("procs"), given.pop("gpus")
-    given_ranks = procs is not None or gpus > 0
+def read_rank_options(options: dict[str, Any]) -> RankOptions:
+    """Remove the rank options from ``options`` and return them. Raises UsageError."""
+    procs, gpus = options.pop("procs"), options.pop("gpus")
+    explicit = procs is not None or gpus > 0
     procs = procs or 1
     if gpus and procs > 1 and gpus != procs:
         raise UsageError(
@@ -106,7 +98,7 @@ def ranks_asked(given: dict[str, Any]) -> RankOptions:
     return RankOptions(
         max(procs, gpus),
         bool(gpus),
-        again=given.pop("rehearse"),
-        given=given_ranks,
-        **{name: given.pop(name) for name in ("sync_batchnorm", "whole_batches", "shard")},
+        rehearse_again=options.pop("rehearse"),
+        explicit=explicit,
+        **{name: options.pop(name) for name in ("sync_batchnorm", "whole_batches", "shard")},
     )

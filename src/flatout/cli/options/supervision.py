@@ -3,86 +3,77 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from flatout.cli.options.grouped import survival_option
+from flatout.cli.options.arguments import Duration
+from flatout.cli.options.grouped import add_options, recovery_option
 from flatout.launch.command import Command
 from flatout.render.formatting import shell
 from flatout.schema.errors import UsageError
 
 RESTARTS, GRACE_S, HANG_S = 20, 10.0, 600.0
-HOME = Path(__file__).resolve().parents[3]
+SOURCE_ROOT = Path(__file__).resolve().parents[3]
 
 
-def options(duration: click.ParamType) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add the supervision options. ``duration`` parses 90s, 5m, 1h."""
-    given = (
-        survival_option(
-            "--supervise",
-            is_flag=True,
-            help="Monitor the program: end it if it hangs, restart it from its newest checkpoint (--restarts).",
-        ),
-        survival_option(
-            "--restarts",
-            default=None,
-            type=click.IntRange(0),
-            help=f"Most restarts, with --supervise.  [default: {RESTARTS}]",
-        ),
-        survival_option(
-            "--grace",
-            default=None,
-            type=duration,
-            help=f"Time for a last checkpoint after SIGTERM, with --supervise.  [default: {GRACE_S:g}s]",
-        ),
-        survival_option(
-            "--hang-after",
-            default=None,
-            type=duration,
-            help="Time without a step, a backward pass, a batch or a checkpoint that counts as a hang, with --supervise.  [default: 10m]",
-        ),
-        survival_option(
-            "--on-nan",
-            default=None,
-            type=click.Choice(["ignore", "stop"]),
-            help="Reaction to a NaN or infinite loss, with --supervise.  [default: ignore]",
-        ),
-    )
-
-    def add(command: Callable[..., Any]) -> Callable[..., Any]:
-        for option in reversed(given):
-            command = option(command)
-        return command
-
-    return add
+add_supervision_options = add_options(
+    recovery_option(
+        "--supervise",
+        is_flag=True,
+        help="Monitor the program: end it if it hangs, restart it from its newest checkpoint (--restarts).",
+    ),
+    recovery_option(
+        "--restarts",
+        default=None,
+        type=click.IntRange(0),
+        help=f"Most restarts, with --supervise.  [default: {RESTARTS}]",
+    ),
+    recovery_option(
+        "--grace",
+        default=None,
+        type=Duration(),
+        help=f"Time for a last checkpoint after SIGTERM, with --supervise.  [default: {GRACE_S:g}s]",
+    ),
+    recovery_option(
+        "--hang-after",
+        default=None,
+        type=Duration(),
+        help="Time without a step, a backward pass, a batch or a checkpoint that counts as a hang, with --supervise.  [default: 10m]",
+    ),
+    recovery_option(
+        "--on-nan",
+        default=None,
+        type=click.Choice(["ignore", "stop"]),
+        help="Reaction to a NaN or infinite loss, with --supervise.  [default: ignore]",
+    ),
+)
 
 
 @dataclass(frozen=True)
 class Supervision:
-    """The supervision options of a command line; ``asked`` is whether --supervise is given."""
+    """The supervision options of a command line; ``enabled`` is whether --supervise is given."""
 
-    asked: bool
+    enabled: bool
     restarts: int
     grace_s: float
     hang_after_s: float
     on_nan: str
 
-    def over(self, command: Command, incidents: Path) -> Command:
+    def wrap(self, command: Command, incidents: Path) -> Command:
         """Return the command that supervises ``command``, or ``command`` itself."""
-        if not self.asked:
+        if not self.enabled:
             return command
         # -I: flatout's hook is for the program only. The option also prevents the import of, for example, a
         # json.py in the current folder.
-        begin = f"import sys; sys.path.insert(0, {str(HOME)!r}); from flatout.launch.supervisor import main; sys.exit(main())"
-        words = (
+        code = f"import sys; sys.path.insert(0, {str(SOURCE_ROOT)!r}); from flatout.launch.supervisor import main; sys.exit(main())"
+        argv = (
             sys.executable,
             "-I",
             "-c",
-            begin,
+            code,
             str(self.restarts),
             str(self.grace_s),
             str(self.hang_after_s),
@@ -90,19 +81,19 @@ class Supervision:
             shell(command.shown),
             *command.argv,
         )
-        return Command(command.typed, words, command.script, command.module, command.disabled_by)
+        return Command(command.typed, argv, command.script, command.module, command.disabled_by)
 
     @property
     def environment(self) -> dict[str, str]:
-        return {"FLATOUT_ON_NAN": self.on_nan} if self.asked and self.on_nan != "ignore" else {}
+        return {"FLATOUT_ON_NAN": self.on_nan} if self.enabled and self.on_nan != "ignore" else {}
 
 
-def supervision(given: dict[str, Any]) -> Supervision:
-    """Remove the supervision options from ``given`` and return them. Raises UsageError."""
-    asked, restarts, grace_s, hang_after_s, on_nan = (
-        given.pop(name) for name in ("supervise", "restarts", "grace", "hang_after", "on_nan")
+def read_supervision(options: dict[str, Any]) -> Supervision:
+    """Remove the supervision options from ``options`` and return them. Raises UsageError."""
+    enabled, restarts, grace_s, hang_after_s, on_nan = (
+        options.pop(name) for name in ("supervise", "restarts", "grace", "hang_after", "on_nan")
     )
-    if not asked:
+    if not enabled:
         for option, value in (
             ("--restarts", restarts),
             ("--grace", grace_s),

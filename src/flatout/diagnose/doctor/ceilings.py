@@ -60,5 +60,5 @@ def _machine(facts: Facts) -> dict[str, Any]:
 def _failure(run: CommandResult) -> str:
     if run.timed_out:
         return "it exceeded its time limit and was stopped"
-    last = [line for line in run.said.splitlines() if line.strip()]
+    last = [line for line in run.output.splitlines() if line.strip()]
     return f"exit code {run.code}" + (f", {last[-1].strip()}" if last else "")

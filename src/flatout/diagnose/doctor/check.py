@@ -1,7 +1,7 @@
 """A check of a machine: a function of a machine snapshot, with a documentation page and its inputs.
 
 The docstring is the page: the first line says what must hold, then come the sections "Why it matters" and
-"How to fix it". If the snapshot lacks an input of the check, the result is *not seen* and the check does not
+"How to fix it". If the snapshot lacks an input of the check, the result is *not checked* and the check does not
 run: missing data never counts as fine.
 """
 
@@ -29,7 +29,7 @@ class CheckOutcome:
 
 
 ok = partial(CheckOutcome, Verdict.OK)
-not_seen = partial(CheckOutcome, Verdict.UNSEEN)
+not_seen = partial(CheckOutcome, Verdict.NOT_CHECKED)
 note = partial(CheckOutcome, Verdict.NOTE)
 warning = partial(CheckOutcome, Verdict.WARNING)
 problem = partial(CheckOutcome, Verdict.PROBLEM)
@@ -58,7 +58,7 @@ class MachineCheck:
             not_seen(f"{_input_names(missing)} could not be read") if missing else self.function(snapshot)
         )
         fix = outcome.fix.replace("sudo ", "") if snapshot.python.get("root") is True else outcome.fix
-        notable = outcome.verdict not in (Verdict.OK, Verdict.UNSEEN)
+        notable = outcome.verdict not in (Verdict.OK, Verdict.NOT_CHECKED)
         why = " ".join(self.section("Why it matters").split()) if notable else ""
         return CheckResult(
             self.code,

@@ -30,4 +30,4 @@ def _result(check: MachineCheck, snapshot: MachineSnapshot) -> CheckResult:
         return check.run(snapshot)
     except Exception as error:
         bug = f"bug in flatout: {type(error).__name__}: {error}"
-        return CheckResult(check.code, check.name, check.theme, Verdict.UNSEEN, bug)
+        return CheckResult(check.code, check.name, check.theme, Verdict.NOT_CHECKED, bug)

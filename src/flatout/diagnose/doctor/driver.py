@@ -75,7 +75,7 @@ def driver(snapshot: MachineSnapshot) -> CheckOutcome:
         return problem(
             "nvidia-smi did not answer: the driver or a GPU hangs", "sudo dmesg | grep -i xid", _tail(run)
         )
-    if not run.there:
+    if not run.installed:
         if gpu:
             loaded = driver_version(snapshot)
             if loaded is None and snapshot.torch.get("cuda", {}).get("computes") is True:
@@ -92,7 +92,7 @@ def driver(snapshot: MachineSnapshot) -> CheckOutcome:
             return not_seen("there is no nvidia-smi, and the PCI bus could not be read")
         return note("no NVIDIA GPU: training runs on the processor")
     for pattern, (meaning, fix) in SMI_FAILURES.items():
-        if match := re.search(pattern, run.said):
+        if match := re.search(pattern, run.output):
             return problem(f"nvidia-smi: {match[0]}: {meaning}", fix, _tail(run))
     if run.code not in (0, None):
         return problem(f"nvidia-smi exited with code {run.code}", "nvidia-smi", _tail(run))
@@ -100,7 +100,7 @@ def driver(snapshot: MachineSnapshot) -> CheckOutcome:
 
 
 def _tail(run: CommandResult) -> list[str]:
-    return [line for line in run.said.splitlines() if line.strip()][-4:]
+    return [line for line in run.output.splitlines() if line.strip()][-4:]
 
 
 @machine_check("FD021", THEME, gpu=True)
@@ -216,7 +216,7 @@ def torch_computes(snapshot: MachineSnapshot) -> CheckOutcome:
         return not_seen("the imported module is not torch")
     if cuda.get("raised"):
         for explanation in explain_text(str(cuda["raised"])):
-            return problem(explanation.finding.said, first_command(explanation.finding), warnings)
+            return problem(explanation.finding.message, first_command(explanation.finding), warnings)
         return problem(f"using the GPU raised {cuda['raised']}", "nvidia-smi", warnings)
     if cuda.get("computes") is True:
         return ok(f"{len(cuda.get('devices') or ())} GPU(s) reached, and a test sum on the first is correct")

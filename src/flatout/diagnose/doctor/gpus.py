@@ -4,7 +4,7 @@ from flatout.diagnose.doctor.check import CheckOutcome, machine_check, not_seen,
 from flatout.diagnose.doctor.nvidia_smi import GpuStatus, smi_report
 from flatout.schema.machine_snapshot import MachineSnapshot
 
-WORST_FIRST = ("warning", "not seen", "note", "ok")
+WORST_FIRST = ("warning", "not checked", "note", "ok")
 
 
 @machine_check("FD030", "GPUs", ["run nvidia-smi"], gpu=True)

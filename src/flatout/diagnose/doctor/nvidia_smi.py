@@ -127,4 +127,4 @@ def has_gpu(snapshot: MachineSnapshot) -> bool | None:
         or any(re.fullmatch(r"nvidia\d+", name) for name in snapshot.folders.get("/dev") or ())
     ):
         return True
-    return snapshot.pci_nvidia
+    return snapshot.has_nvidia_on_pci

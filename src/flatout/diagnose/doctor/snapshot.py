@@ -10,7 +10,7 @@ from pathlib import Path
 from flatout import __version__
 from flatout.diagnose.doctor.torch_child import DESCRIBE
 from flatout.job.folder import json_lines
-from flatout.job.interpreter import is_own, program_python
+from flatout.job.interpreter import is_flatout_python, program_python
 from flatout.job.temporary import remove, temporary
 from flatout.launch.environment import ENTERED, EXPLAIN, module_command, with_hook
 from flatout.launch.timed_commands import TimedCommand
@@ -41,7 +41,7 @@ class SnapshotTaker:
         python, child = program_python(), "flatout.diagnose.doctor.torch_child"
         self._torch = TimedCommand(
             [python, *_switches(), "-m", child, str(self._records_file)]
-            if is_own(python)
+            if is_flatout_python(python)
             else module_command(python, child, str(self._records_file), DESCRIBE)
         )
         entered = self._folder / "entered"

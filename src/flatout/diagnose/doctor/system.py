@@ -90,7 +90,7 @@ def cpp_compiler(snapshot: MachineSnapshot) -> CheckOutcome:
     """
     run = snapshot.runs["c++"]
     command = install_command(snapshot, "g++", "gcc-c++", "gxx")
-    if not run.there:
+    if not run.installed:
         return warning(f"there is no {run.command[0]}: torch.compile does not work", command)
     first = next((line for line in run.out.splitlines() if line.strip()), "")
     match = re.search(r"(\d+\.\d+(?:\.\d+)?)\s*(?:\d{8}.*)?$", first)

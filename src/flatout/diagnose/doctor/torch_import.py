@@ -17,7 +17,7 @@ from flatout.diagnose.doctor.check import (
 )
 from flatout.diagnose.doctor.versions import versions
 from flatout.diagnose.explain import explain_text
-from flatout.schema.facts import TESTED_TORCH, untested
+from flatout.schema.facts import TESTED_TORCH, untested_torch
 from flatout.schema.machine_snapshot import MachineSnapshot
 
 THEME = "torch"
@@ -42,7 +42,7 @@ def torch_imports(snapshot: MachineSnapshot) -> CheckOutcome:
     """
     run, stages = snapshot.runs["import torch"], snapshot.torch
     found, imported, failed = stages.get("found"), stages.get("imported"), stages.get("import failed")
-    tail = [line for line in run.said.splitlines() if line.strip()][-4:]
+    tail = [line for line in run.output.splitlines() if line.strip()][-4:]
     if isinstance(failed, dict):
         return _failed(failed, snapshot)
     if isinstance(found, dict) and not found.get("origin") and not found.get("places"):
@@ -103,7 +103,7 @@ def _failed(failed: dict[str, Any], snapshot: MachineSnapshot) -> CheckOutcome:
         command = first_command(explanation.finding)
         if command.startswith("pip install --force-reinstall torch"):
             command = reinstall(snapshot)  # of the same version
-        return problem(explanation.finding.said, command, evidence)
+        return problem(explanation.finding.message, command, evidence)
     first = next((line.strip() for line in message.splitlines() if line.strip()), "no message").rstrip(":.")
     return problem(f"`import torch` raised {kind or 'an error'}: {first}", reinstall(snapshot), evidence)
 
@@ -123,7 +123,7 @@ def torch_version(snapshot: MachineSnapshot) -> CheckOutcome:
     installed, table = version(text), versions()
     if installed is None:
         return not_seen("torch's version could not be read" if text else "torch is not installed")
-    if warning_text := untested(str(text)):
+    if warning_text := untested_torch(str(text)):
         return note(warning_text, "pip install --upgrade flatout")
     if installed[:2] < table.torch_min:
         return warning(

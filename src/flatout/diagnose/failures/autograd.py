@@ -26,7 +26,7 @@ def forward_call(failure: FailureRecord) -> SourceLocation | None:
     """The user's line in the "Traceback of forward call" that anomaly mode prints as a warning."""
     from flatout.diagnose.tracebacks import FRAME, is_user_file
 
-    in_report, place, lines = False, None, failure.around
+    in_report, place, lines = False, None, failure.log_lines
     for number, line in enumerate(lines):
         in_report = in_report or "Traceback of forward call" in line or "Error detected in" in line
         frame = FRAME.match(line) if in_report else None

@@ -160,13 +160,13 @@ def broken_checkpoint(failure: FailureRecord) -> Diagnosis | None:
     if match is None:
         return None
     error, in_loading = match.error, frame_matches(failure, LOADING_FRAMES)
-    names, message = set(error.names), error.message
+    class_names, message = set(error.class_names), error.message
     ambiguous = message.startswith(
         ("Ran out of input", "unpickling stack", "pickle data", "invalid load key", "File is not")
     )
     if (
-        (names and not {"RuntimeError", "UnpicklingError"} & names and not in_loading)
-        or (not message and "EOFError" not in names)
+        (class_names and not {"RuntimeError", "UnpicklingError"} & class_names and not in_loading)
+        or (not message and "EOFError" not in class_names)
         or (ambiguous and error.frames and not in_loading)
     ):
         return None

@@ -103,7 +103,7 @@ def not_redirected(failure: FailureRecord) -> Diagnosis | None:
     if not device or device.startswith("cuda"):
         return None
     for error in failure.chain:
-        user_line = error.own.text if error.own is not None else ""
+        user_line = error.user_frame.text if error.user_frame is not None else ""
         if error.raised_by_user and "cuda" in user_line:
             return Diagnosis(
                 f"the script compares a device with cuda, but under --device {device} its tensors are on {device}",
@@ -111,7 +111,7 @@ def not_redirected(failure: FailureRecord) -> Diagnosis | None:
             )
         frame_places = [
             user_line,
-            *(f"{frame.file}:{frame.function}" for frame in error.frames if not frame.mine),
+            *(f"{frame.file}:{frame.function}" for frame in error.frames if not frame.is_user_code),
         ]
         for use, place_pattern, message_pattern, why, fix in () if error.raised_by_user else NOT_REDIRECTED:
             if any(re.search(place_pattern, place) for place in frame_places) or re.match(

@@ -56,7 +56,7 @@ def _in_loss(failure: FailureRecord) -> str:
         for frame in reversed(error.frames):
             if frame.function in LOSSES:
                 return frame.function
-    text = failure.own.text if failure.own else ""
+    text = failure.user_frame.text if failure.user_frame else ""
     return next((name for name in LOSSES if name in text), "")
 
 

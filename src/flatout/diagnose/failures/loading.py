@@ -55,7 +55,7 @@ def error_in_a_worker(failure: FailureRecord) -> Diagnosis | None:
         if process_match
         else ""
     )
-    frame = inner.own
+    frame = inner.user_frame
     line = f" at {frame.place().sentence()}" if frame else ""
     first = inner.message.split("\n")[0][:160]
     return Diagnosis(

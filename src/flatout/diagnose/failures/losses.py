@@ -18,22 +18,24 @@ from flatout.diagnose.kind import (
     shape,
     tensors_on_line,
 )
-from flatout.schema.failure import FailureRecord, TensorSeen
+from flatout.schema.failure import FailureRecord, TensorRecord
 
 SIZE = r"torch\.Size\(\[[\d, ]*\]\)|\[[\d, ]*\]"
 SINGLE_ROW = r"Dimension out of range \(expected to be in range of \[-1, 0\], but got 1\)"
 
 
-def out_of_range(tensors: list[TensorSeen], below: int | None) -> tuple[TensorSeen, int, list[int]] | None:
+def out_of_range(
+    tensors: list[TensorRecord], below: int | None
+) -> tuple[TensorRecord, int, list[int]] | None:
     """The first integer tensor with an entry outside [0, below), with that entry and its position.
 
     Skips -100, torch's value for "ignore".
     """
     for tensor in tensors:
         if tensor.high is not None and below is not None and tensor.high >= below:
-            return tensor, tensor.high, tensor.where_high
+            return tensor, tensor.high, tensor.argmax
         if tensor.low is not None and tensor.low < 0 and tensor.low != -100:
-            return tensor, tensor.low, tensor.where_low
+            return tensor, tensor.low, tensor.argmin
     return None
 
 
@@ -45,7 +47,7 @@ def batch_text(failure: FailureRecord) -> str:
     return f", in batch {failure.batch} of the loader" if failure.batch is not None else ""
 
 
-def user_names(failure: FailureRecord) -> list[TensorSeen]:
+def user_names(failure: FailureRecord) -> list[TensorRecord]:
     """The tensors by the user's own names first, then by torch's (`input`, `target`)."""
     return [*tensors_on_line(failure), *failure.tensors]
 
@@ -342,7 +344,7 @@ def _class_count(failure: FailureRecord) -> int | None:
                 )
                 if outputs is not None:
                     return outputs.shape[1]
-    own = failure.own
+    own = failure.user_frame
     for tensor in own.tensors if own else ():
         if (
             "float" in tensor.dtype

@@ -211,6 +211,6 @@ host_out_of_memory = pattern_kind(
         EMPTY_MESSAGE,
     ),
     types=("RuntimeError", "MemoryError", "_ArrayMemoryError", "OSError"),
-    when=lambda _, match: match.pattern != EMPTY_MESSAGE or "MemoryError" in match.error.names,
+    when=lambda _, match: match.pattern != EMPTY_MESSAGE or "MemoryError" in match.error.class_names,
     values=_requested,
 )

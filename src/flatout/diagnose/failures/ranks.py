@@ -103,7 +103,7 @@ rank_without_address = pattern_kind(
     ),
     types=("ValueError", "KeyError"),
     when=lambda failure, match: (
-        "KeyError" not in match.error.names
+        "KeyError" not in match.error.class_names
         or any(frame.file.endswith(("os.py", "<frozen os>")) for frame in match.error.frames)
     ),
 )
@@ -185,7 +185,7 @@ def nccl_timeout(failure: FailureRecord) -> Diagnosis | None:
         NCCL_TIMEOUT,
         rf"(?:NCCL (?:collective (?:operation )?)?time-?out|Watchdog caught collective operation timeout){MESSAGE_END}",
     )
-    lines = [*failure.around, *(line for error in failure.chain for line in error.message.split("\n"))]
+    lines = [*failure.log_lines, *(line for error in failure.chain for line in error.message.split("\n"))]
     timeouts = {int(match["rank"]): match for line in lines if (match := re.search(NCCL_TIMEOUT, line))}
     if raised is None and not (
         timeouts

@@ -55,7 +55,7 @@ def killed(failure: FailureRecord) -> Diagnosis | None:
         )
     else:
         cause = "the program was killed with SIGKILL and could not report why; the OOM killer is the most likely cause"
-    local_ranks = [line for line in failure.around if re.search(r"local_rank: \d+", line)][:1]
+    local_ranks = [line for line in failure.log_lines if re.search(r"local_rank: \d+", line)][:1]
     return Diagnosis(
         cause,
         'dmesg -T | grep -i -E "oom|killed process"; cat /sys/fs/cgroup/memory.events   # was memory the cause?\n'
@@ -73,7 +73,7 @@ def _ends_with(failure: FailureRecord, *patterns: str) -> bool:
     """Whether one of the last lines of a text without a traceback matches."""
     if not _has_no_exception(failure):
         return False
-    return any(re.search(pattern, line) for line in failure.around[-12:] for pattern in patterns)
+    return any(re.search(pattern, line) for line in failure.log_lines[-12:] for pattern in patterns)
 
 
 @kind("FE043", "shared-memory-too-small")

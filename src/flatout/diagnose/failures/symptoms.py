@@ -33,12 +33,12 @@ def loss_not_finite(failure: FailureRecord) -> Diagnosis | None:
     if failure.chain:
         return None
     previous: list[float] = []
-    for line in failure.around:
+    for line in failure.log_lines:
         for name, value in losses(line):
             if math.isfinite(value):
                 previous = [*previous[1 - MAX_PREVIOUS :], value]
                 continue
-            return _diagnosis(name, value, line, previous, any(map(FLOAT16.search, failure.around)))
+            return _diagnosis(name, value, line, previous, any(map(FLOAT16.search, failure.log_lines)))
     return None
 
 

@@ -27,7 +27,8 @@ def check(profile: ProfileRecord) -> Iterable[Finding]:
         return
     gaps = sorted(profile.idle_gaps, key=lambda gap: -gap.ms)
     evidence = [
-        f"{gap.what}: {format_ms(gap.ms)} in {gap.calls:.3g} gaps per {profile.unit}" for gap in gaps[:5]
+        f"{gap.host_activity}: {format_ms(gap.ms)} in {gap.calls:.3g} gaps per {profile.unit}"
+        for gap in gaps[:5]
     ]
     place = next((gap.place for gap in gaps if gap.place), None)
     yield RULE.profile_finding(

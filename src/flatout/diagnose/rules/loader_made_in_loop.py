@@ -94,7 +94,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     for loader in profile.loaders:
         if wait_cause(profile, loader) is not WaitCause.REMADE:
             continue
-        said = f"this line has created {loader.made} loaders for {loader.batches or profile.steps} batches"
+        said = f"this line has created {loader.created} loaders for {loader.batches or profile.steps} batches"
         evidence = [
             f"the first batch of each takes {loader.start_ms:.0f} ms",
             f"waiting for data takes {share_of_step(profile, loader.wait_ms)}",

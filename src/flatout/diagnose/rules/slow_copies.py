@@ -41,7 +41,7 @@ def check(profile: ProfileRecord) -> Iterable[Finding]:
     first = seen[0]
     kind = "pageable" if first.pinned is False else "blocking"
     yield RULE.profile_finding(
-        f"{kind} copies move {size(first.sized_bytes)} per {profile.unit} to the device in {format_ms(total)}",
+        f"{kind} copies move {size(first.moved_bytes)} per {profile.unit} to the device in {format_ms(total)}",
         [c.place for c in seen],
         evidence=[
             f"{c.place.sentence()}: pinned {c.pinned}, non_blocking {c.non_blocking}"

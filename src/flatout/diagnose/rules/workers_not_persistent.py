@@ -153,7 +153,7 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
     for loader in profile.loaders:
         if wait_cause(profile, loader) is not WaitCause.RESTARTED:
             continue
-        epochs = f"{loader.begun} times for {loader.batches or profile.steps} batches"
+        epochs = f"{loader.iterators} times for {loader.batches or profile.steps} batches"
         said = f"{loader.workers} workers were started {epochs}, {loader.start_ms:.0f} ms each time until the first batch"
         yield RULE.profile_finding(
             said,
