@@ -2,8 +2,6 @@
 for what it could not see.
 """
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

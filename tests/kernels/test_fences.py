@@ -1,7 +1,5 @@
 """Fenced memory and the emulator: an access one element too far ends the process."""
 
-from __future__ import annotations
-
 import ctypes
 import faulthandler
 import os

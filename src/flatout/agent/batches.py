@@ -1,7 +1,5 @@
 """Inspects and resizes batches: nested tuples, lists, mappings and objects that hold tensors."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from functools import partial

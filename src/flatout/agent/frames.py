@@ -1,7 +1,5 @@
 """Finds the user's own line on a stack, past torch, other libraries, Python itself and flatout."""
 
-from __future__ import annotations
-
 import linecache
 import os
 import sys

@@ -1,7 +1,5 @@
 """Finds the user's names for live objects, in the script's globals and in running functions."""
 
-from __future__ import annotations
-
 import dis
 import inspect
 import sys

@@ -5,8 +5,6 @@ own and removed from the environment, before the first line of the script.
 TORCH_NCCL_ASYNC_ERROR_HANDLING stays: flatout's process groups need this default of torch, too.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import MutableMapping

@@ -1,7 +1,5 @@
 """Read untrusted JSON safely: count the values it can turn into before creating any."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -4,8 +4,6 @@ Any difference is reported and rules out bit-identity. Exact resume refuses then
 program begins, `resume/session.py` at the resume point), flatout.Loop warns.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ A new run does not prune the checkpoints of earlier runs.
         earlier/<number>/    checkpoints of earlier runs: of the newest one, and of the one that got furthest
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`flatout doctor`: check whether this machine is ready to train."""
 
-from __future__ import annotations
-
 import click
 from rich.console import Console
 from rich.text import Text

@@ -2,8 +2,6 @@
 
 The program replaces this process. Without a plan flatout counts its steps, and explains a crash."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

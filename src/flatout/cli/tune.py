@@ -1,7 +1,5 @@
 """`flatout tune`: find the fastest plan for a program."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import replace

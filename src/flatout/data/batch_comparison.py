@@ -1,7 +1,5 @@
 """Compares two batches and reports how they differ."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

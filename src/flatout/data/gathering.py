@@ -1,7 +1,5 @@
 """Batches of kept samples without single-image steps: gather each column, then run the batch operations."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The form of an image, as a transform sees it, and batches of images."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

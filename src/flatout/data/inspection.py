@@ -1,7 +1,5 @@
 """Copies a data set for inspection, so that running its code does not change the program's data set."""
 
-from __future__ import annotations
-
 from collections import OrderedDict, defaultdict
 from types import MemberDescriptorType
 from typing import Any

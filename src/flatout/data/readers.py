@@ -3,8 +3,6 @@
 A key names the family and the class: v1 is ``torchvision.transforms``, v2 is ``torchvision.transforms.v2``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from numbers import Number

@@ -5,8 +5,6 @@ that it removes. The rest is split between Python and the operators in proportio
 them.
 """
 
-from __future__ import annotations
-
 from flatout.schema.profile import Operation, ProfileRecord
 
 LAUNCH_BOUND_US = 10.0  # a shorter call is mostly launch overhead

@@ -1,7 +1,5 @@
 """What a program saves in its checkpoints, and what it reads back from them."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The explanation below the traceback of a program that flatout ran. Imported only after a crash."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from flatout.agent.failure_details import record_failure

@@ -4,8 +4,6 @@
 ``float(total) / n``. A Python float has 64 bits, so both sums have the same ones.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 

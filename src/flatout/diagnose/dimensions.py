@@ -1,7 +1,5 @@
 """How many dimensions a tensor has, where the source shows it: a view, a flatten, or sizes that are unpacked."""
 
-from __future__ import annotations
-
 import ast
 
 from flatout.probe.program import ScriptProgram

@@ -1,7 +1,5 @@
 """Models with unknown layers that are evaluated in training mode: a trainer calls ``train()``, but never ``eval()``."""
 
-from __future__ import annotations
-
 import ast
 
 from flatout.probe.program import ScriptProgram

@@ -1,7 +1,5 @@
 """Reads of the device for each batch of a validation that the training loop runs now and then."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterator
 

@@ -1,7 +1,5 @@
 """Fixes a program: the edits of its findings, file by file, without writing anything."""
 
-from __future__ import annotations
-
 import difflib
 import io
 import json

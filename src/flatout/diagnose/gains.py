@@ -4,8 +4,6 @@ A gain below MIN_GAIN is too small for a finding. A gain whose interval includes
 no finding either.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from flatout.diagnose.bottleneck import WHAT_IF_TEXTS

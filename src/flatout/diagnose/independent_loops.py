@@ -1,7 +1,5 @@
 """Python loops whose passes do not depend on each other, so that one call on a whole tensor replaces them."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

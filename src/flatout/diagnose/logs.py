@@ -1,7 +1,5 @@
 """Reduces a log of any size to its end and every stretch that may hold a failure."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import deque

@@ -1,7 +1,5 @@
 """Reads of the device inside loss functions: they run in each step, wherever the training loop is."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

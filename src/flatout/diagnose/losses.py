@@ -1,7 +1,5 @@
 """The loss of a step, with its graph: which expressions are it, and through which calls it is handed on."""
 
-from __future__ import annotations
-
 import ast
 
 from flatout.probe.contexts import without_gradients

@@ -1,7 +1,5 @@
 """Reports a growth of memory: how much, what holds it, which line allocates it, and when memory runs out."""
 
-from __future__ import annotations
-
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding
 from flatout.schema.profile import MemoryGrowth, ProfileRecord

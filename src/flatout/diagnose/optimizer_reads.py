@@ -1,7 +1,5 @@
 """Reads of the device in the ``step`` of the program's own optimizers: it runs in each training step."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

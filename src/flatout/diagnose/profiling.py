@@ -8,8 +8,6 @@
 A program that ends early is started again for the remaining stages.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from typing import Any
 

@@ -4,8 +4,6 @@ By severity, then by predicted speed-up, then by weight, then by place. Memory t
 before wasted time, because it ends the run. If several rules report one problem, only the narrowest is kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from flatout.diagnose.rules import TABLE

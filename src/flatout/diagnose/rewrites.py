@@ -4,8 +4,6 @@ A rule attaches them to its finding if they are certain. Each function returns a
 span is uncertain. In a notebook, lines count from the start of the cell.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import tokenize

@@ -1,7 +1,5 @@
 """Predicts the step of a program on many devices, from its phases on one."""
 
-from __future__ import annotations
-
 from flatout.measure.links import Fabric
 from flatout.measure.scaling import Workload, equal_tensors, on_faster_device, predict
 from flatout.schema.errors import NothingMeasured

@@ -3,8 +3,6 @@
 It has its own process group, another launcher started it, or it is a single process.
 """
 
-from __future__ import annotations
-
 import os
 from types import ModuleType
 from typing import Any

@@ -6,8 +6,6 @@ dropout masks, noise, everything. This costs the drawing of all ranks' numbers o
 mode.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ once per step does not. Which of the two it is, half of the part tells: twice th
 less that of its half is what stays, whatever the number of samples.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -4,8 +4,6 @@ torch draws other numbers for float64 tensors: in `randn_like`, and on CUDA also
 then differ from the float32 step by its random numbers, and could not serve as its reference.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 

@@ -4,8 +4,6 @@ The script holds all earlier cells that succeeded, then the cell that is measure
 are left out: a statement that calls ``get_ipython()`` becomes ``pass``.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterable, Sequence
 

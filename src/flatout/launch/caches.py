@@ -6,8 +6,6 @@ private one. The user's own folder stays: its warm cache is worth minutes. Folde
 are left unchanged.
 """
 
-from __future__ import annotations
-
 import getpass
 import os
 import re

@@ -1,7 +1,5 @@
 """The environment of a program, which loads flatout into each of its Python processes."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The environment of a rank: its number, device and share of the cores."""
 
-from __future__ import annotations
-
 import glob
 import os
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,6 @@ A batch has ``B`` samples along the first dimension of its tensors. A list or tu
 part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 

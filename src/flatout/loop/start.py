@@ -1,7 +1,5 @@
 """The start of a training program: choose a device, and set the seed."""
 
-from __future__ import annotations
-
 import logging
 import os
 import random

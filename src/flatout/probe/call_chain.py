@@ -4,8 +4,6 @@
 so it knows which of them applies.
 """
 
-from __future__ import annotations
-
 import ast
 
 from flatout.probe.program import ScriptProgram

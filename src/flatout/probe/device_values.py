@@ -1,7 +1,5 @@
 """Values that an optimizer surely computes on the device: from parameters, gradients and their state."""
 
-from __future__ import annotations
-
 import ast
 
 from flatout.probe.kinds import MAKES_TENSORS

@@ -5,8 +5,6 @@ it. The driver respects CUDA_VISIBLE_DEVICES and CUDA_DEVICE_ORDER, like torch. 
 numbers: CUDA driver API, cuda.h.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

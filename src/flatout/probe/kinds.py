@@ -1,7 +1,5 @@
 """Kinds of values in training scripts, by the name of the call that creates them."""
 
-from __future__ import annotations
-
 WRAPPERS = {
     "torch.compile",
     "torch.nn.DataParallel",

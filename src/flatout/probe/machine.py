@@ -1,7 +1,5 @@
 """Detect the machine and its software without importing torch."""
 
-from __future__ import annotations
-
 import glob
 import os
 import platform

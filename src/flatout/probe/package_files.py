@@ -4,8 +4,6 @@
 other folders of the package. These files are only searched as text, for a doubt that silences a rule.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

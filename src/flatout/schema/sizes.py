@@ -1,7 +1,5 @@
 """Amounts of memory, as every package writes them."""
 
-from __future__ import annotations
-
 
 def size(count_bytes: float) -> str:
     """Format an amount with three significant digits: ``512 bytes`` · ``1.36 GiB``."""

@@ -1,7 +1,5 @@
 """Reads TOML of others, which may be hostile."""
 
-from __future__ import annotations
-
 import re
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """Finds what a trial has changed in the user's folder all the same: through C code, or through another program."""
 
-from __future__ import annotations
-
 import os
 
 from flatout.agent.overlay import Overlay

@@ -5,8 +5,6 @@ posterior has its own best set. The value of a row is the variance it removes fr
 these sets and the best set on average. Before any measurement this balances the design.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -7,8 +7,6 @@ reads the number of threads once, when it is loaded.
 The environment is restored at once, because later programs inherit it.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """Typical mistakes of a normalisation. The gate must reject each of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Chooses the checkpoint to resume from, and checks that it can be used."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """Names of torch functions, by how they are answered during a replay."""
 
-from __future__ import annotations
-
 # The fake tensor itself, or torch for it, answers these: they need no values.
 NATIVE = frozenset(
     (

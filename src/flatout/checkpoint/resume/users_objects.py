@@ -1,7 +1,5 @@
 """Which objects belong to the user's code, and their digests."""
 
-from __future__ import annotations
-
 import os
 import random
 import sys

@@ -1,7 +1,5 @@
 """Failures of the backward pass and the optimizer step: missing, freed or modified graphs, NaN, scalers."""
 
-from __future__ import annotations
-
 import re
 
 from flatout.diagnose.kind import (

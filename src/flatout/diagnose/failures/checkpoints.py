@@ -1,7 +1,5 @@
 """Failures of writing and loading checkpoints."""
 
-from __future__ import annotations
-
 import re
 
 from flatout.diagnose.kind import (

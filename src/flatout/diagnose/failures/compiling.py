@@ -1,7 +1,5 @@
 """Failures of torch.compile, of compiled extensions, and of `import torch`."""
 
-from __future__ import annotations
-
 import re
 
 from flatout.diagnose.kind import Diagnosis, Form, MessageMatch, kind, match_message, pattern_kind, search_log

@@ -1,7 +1,5 @@
 """Failures inside the CUDA libraries."""
 
-from __future__ import annotations
-
 from flatout.diagnose.kind import Form, pattern_kind
 
 SHOW_LINE = "CUDA_LAUNCH_BLOCKING=1 python train.py            # shows the real line"

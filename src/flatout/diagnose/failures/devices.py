@@ -1,7 +1,5 @@
 """Failures of device setup: no device, the wrong device, or a driver, build and GPU that do not fit together."""
 
-from __future__ import annotations
-
 import re
 
 from flatout.diagnose.kind import (

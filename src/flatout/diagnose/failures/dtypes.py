@@ -1,7 +1,5 @@
 """Failures of dtypes: mixed dtypes, targets of the wrong dtype, unsupported operations."""
 
-from __future__ import annotations
-
 from flatout.diagnose.kind import (
     Diagnosis,
     Form,

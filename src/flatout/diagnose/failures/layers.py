@@ -1,7 +1,5 @@
 """Failures of layers that expect another input size. The messages name the layer."""
 
-from __future__ import annotations
-
 import re
 
 from flatout.diagnose.kind import Form, MessageMatch, pattern_kind, shape

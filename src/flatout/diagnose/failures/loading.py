@@ -1,7 +1,5 @@
 """Failures of data loaders, of the processes that they start, and of samples that do not fit together."""
 
-from __future__ import annotations
-
 import re
 
 from flatout.diagnose.kind import (

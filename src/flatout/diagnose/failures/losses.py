@@ -1,7 +1,5 @@
 """Failures of losses and look-ups: labels and tokens out of range, targets of the wrong shape."""
 
-from __future__ import annotations
-
 import re
 
 from flatout.diagnose.kind import (

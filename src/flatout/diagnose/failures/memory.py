@@ -1,7 +1,5 @@
 """Failures of memory: the GPU's and the host's."""
 
-from __future__ import annotations
-
 from flatout.diagnose.kind import (
     MESSAGE_END,
     Diagnosis,

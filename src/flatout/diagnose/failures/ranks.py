@@ -1,7 +1,5 @@
 """Failures of ranks: missing gradients, no connection, waits for each other, the launcher's summary."""
 
-from __future__ import annotations
-
 import re
 
 from flatout.diagnose.kind import (

@@ -1,7 +1,5 @@
 """Limits of the machine: /dev/shm, open files, processes ended by a signal."""
 
-from __future__ import annotations
-
 import re
 import signal as signals
 

@@ -1,7 +1,5 @@
 """Failures of shapes: matrix products, broadcasting and concatenation."""
 
-from __future__ import annotations
-
 from flatout.diagnose.kind import (
     MESSAGE_END,
     Diagnosis,

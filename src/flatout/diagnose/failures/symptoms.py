@@ -1,7 +1,5 @@
 """What goes wrong without an exception: a loss that is NaN in a log."""
 
-from __future__ import annotations
-
 import math
 import re
 

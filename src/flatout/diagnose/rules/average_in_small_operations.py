@@ -25,8 +25,6 @@ Sources:
     https://docs.pytorch.org/docs/stable/optim.html#weight-averaging-swa-and-ema
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

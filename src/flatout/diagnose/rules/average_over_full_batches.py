@@ -23,8 +23,6 @@ Example:
   + print(correct / len(loader.dataset))
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -25,8 +25,6 @@ Sources:
     https://docs.pytorch.org/docs/stable/amp.html ("Backward passes under autocast are not recommended")
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule

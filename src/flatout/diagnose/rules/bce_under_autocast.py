@@ -22,8 +22,6 @@ Sources:
     https://docs.pytorch.org/docs/stable/amp.html#prefer-binary-cross-entropy-with-logits-over-binary-cross-entropy
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -30,8 +30,6 @@ Sources:
     ("best_model_state = model.state_dict() returns a reference")
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -27,8 +27,6 @@ Sources:
     https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#disable-bias-for-convolutions-directly-followed-by-a-batch-norm
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -16,8 +16,6 @@ Example:
     print(model(torch.randn(8, 4)))
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -22,8 +22,6 @@ Example:
   -     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # <-
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule

@@ -27,8 +27,6 @@ Sources:
     https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-clipping
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -15,8 +15,6 @@ Example:
         train(batch)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from flatout.diagnose.gains import (

@@ -26,8 +26,6 @@ Sources:
     https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#create-tensors-directly-on-the-target-device
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -21,8 +21,6 @@ Sources:
     https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterable, Iterator
 

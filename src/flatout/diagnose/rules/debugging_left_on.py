@@ -25,8 +25,6 @@ Sources:
     https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#disable-debugging-apis
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterable, Iterator
 

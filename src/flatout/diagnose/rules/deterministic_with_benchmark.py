@@ -19,8 +19,6 @@ Sources:
     https://docs.pytorch.org/docs/stable/notes/randomness.html#cuda-convolution-benchmarking
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

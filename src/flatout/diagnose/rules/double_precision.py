@@ -14,8 +14,6 @@ Example:
   + x = torch.from_numpy(array).float()
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from flatout.diagnose.gains import MIN_GAIN, event_of

@@ -24,8 +24,6 @@ Sources:
     https://docs.pytorch.org/docs/stable/generated/torch.nn.functional.dropout.html
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -23,8 +23,6 @@ Sources:
     https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from flatout.diagnose.gains import HOW_BY_TIME, event_of, share_of_step, speedup_without

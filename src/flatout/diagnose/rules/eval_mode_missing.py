@@ -29,8 +29,6 @@ Example:
     print(total / 10)
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

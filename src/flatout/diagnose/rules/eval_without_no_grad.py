@@ -25,8 +25,6 @@ Sources:
     https://docs.pytorch.org/docs/stable/notes/autograd.html#locally-disabling-gradient-computation
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterable, Iterator
 

@@ -27,8 +27,6 @@ Example:
   +         return torch.from_numpy(self.files[path][row])
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule

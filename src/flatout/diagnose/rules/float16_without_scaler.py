@@ -24,8 +24,6 @@ Sources:
     Micikevicius et al., Mixed Precision Training, ICLR 2018; https://docs.pytorch.org/docs/stable/amp.html
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

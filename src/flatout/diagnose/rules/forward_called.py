@@ -18,8 +18,6 @@ Sources:
     https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.forward
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -14,8 +14,6 @@ Example:
   + os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from flatout.diagnose.rule import Rule

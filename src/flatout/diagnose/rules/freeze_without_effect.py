@@ -16,8 +16,6 @@ Example:
   + model.requires_grad_(False)
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

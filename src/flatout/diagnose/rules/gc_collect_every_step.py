@@ -27,8 +27,6 @@ Example:
         gc.collect()  # <-
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from flatout.diagnose.gains import (

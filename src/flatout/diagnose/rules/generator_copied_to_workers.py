@@ -31,8 +31,6 @@ Sources:
     https://docs.pytorch.org/docs/stable/notes/randomness.html#dataloader
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

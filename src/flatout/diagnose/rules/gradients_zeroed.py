@@ -12,8 +12,6 @@ Example:
   + optimizer.zero_grad()
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from flatout.diagnose.gains import HOW_BY_TIME, event_of, share_of_step, speedup_without

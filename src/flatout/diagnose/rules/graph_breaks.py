@@ -17,8 +17,6 @@ Example:
         return self.head(x)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from flatout.diagnose.rule import Rule

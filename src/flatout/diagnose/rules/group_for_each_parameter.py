@@ -28,8 +28,6 @@ Sources:
     https://docs.pytorch.org/docs/stable/optim.html#per-parameter-options
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -15,8 +15,6 @@ Example:
         return self.x[i]
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from flatout.diagnose.memory_growth import growth_finding

@@ -15,8 +15,6 @@ Example:
   + torch.save(model, "model.pt")  # flatout: ignore FL302
 """
 
-from __future__ import annotations
-
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Severity
 

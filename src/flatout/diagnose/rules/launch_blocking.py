@@ -14,8 +14,6 @@ Example:
   + os.environ["CUDA_VISIBLE_DEVICES"] = "0"
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

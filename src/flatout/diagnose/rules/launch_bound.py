@@ -12,8 +12,6 @@ Example:
   + model = torch.compile(Model().cuda(), mode="reduce-overhead")
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from flatout.diagnose.gains import format_ms, share_of_step, speedup_without

@@ -25,8 +25,6 @@ Sources:
     https://docs.pytorch.org/docs/stable/generated/torch.nn.ModuleList.html
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

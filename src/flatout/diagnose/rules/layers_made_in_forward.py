@@ -21,8 +21,6 @@ Example:
   +         return self.second(self.first(x))
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

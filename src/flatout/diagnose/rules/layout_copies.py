@@ -14,8 +14,6 @@ Example:
   + x = x.to(memory_format=torch.channels_last)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from flatout.diagnose.rule import Rule

@@ -11,8 +11,6 @@ Example:
   + right += (logits.argmax(1) == target).sum()
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from flatout.diagnose.memory_growth import growth_finding

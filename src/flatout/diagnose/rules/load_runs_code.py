@@ -17,8 +17,6 @@ Sources:
     https://docs.pytorch.org/docs/stable/notes/serialization.html#torch-load-with-weights-only-true
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

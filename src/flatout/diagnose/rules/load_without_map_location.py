@@ -20,8 +20,6 @@ Sources:
     https://docs.pytorch.org/docs/stable/generated/torch.load.html
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -31,8 +31,6 @@ Sources:
     https://docs.python.org/3/library/itertools.html#itertools.cycle
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule

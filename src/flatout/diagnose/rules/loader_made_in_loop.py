@@ -28,8 +28,6 @@ Example:
         main()
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterable, Iterator
 

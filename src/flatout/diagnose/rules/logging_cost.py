@@ -16,8 +16,6 @@ Example:
   +         print(step, loss)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from flatout.diagnose.gains import (

@@ -26,8 +26,6 @@ Sources:
     https://docs.pytorch.org/docs/stable/notes/faq.html#my-model-reports-cuda-runtime-error-2-out-of-memory
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterable, Iterator
 

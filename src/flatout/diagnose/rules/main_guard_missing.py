@@ -28,8 +28,6 @@ Sources:
     https://docs.python.org/3/whatsnew/3.14.html
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

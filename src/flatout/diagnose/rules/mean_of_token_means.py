@@ -36,8 +36,6 @@ Sources:
     https://huggingface.co/blog/gradient_accumulation
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -19,8 +19,6 @@ Sources:
     https://docs.pytorch.org/docs/stable/generated/torch.nn.NLLLoss.html
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule

@@ -29,8 +29,6 @@ Sources:
     https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html (no_sync)
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

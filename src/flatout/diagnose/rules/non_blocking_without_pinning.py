@@ -23,8 +23,6 @@ Sources:
     https://docs.pytorch.org/tutorials/intermediate/pinmem_nonblock.html
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

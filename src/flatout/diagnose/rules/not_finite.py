@@ -14,8 +14,6 @@ Example:
   + loss = torch.log(torch.nn.functional.softplus(prediction)).mean()
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from flatout.diagnose.gains import event_of

@@ -29,8 +29,6 @@ Sources:
     https://docs.pytorch.org/docs/stable/func.html
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterable, Iterator
 from dataclasses import replace

@@ -15,8 +15,6 @@ Example:
   + optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from flatout.diagnose.gains import (

@@ -38,8 +38,6 @@ Sources:
     https://docs.pytorch.org/tutorials/beginner/saving_loading_models.html
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -13,8 +13,6 @@ Example:
   + matrix += torch.bincount(12 * y + found, minlength=144).view(12, 12)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from flatout.diagnose.gains import event_of, share_of_step, speedup_without

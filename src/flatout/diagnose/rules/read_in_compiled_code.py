@@ -18,8 +18,6 @@ Sources:
     https://docs.pytorch.org/docs/stable/torch.compiler_faq.html#graph-breaks
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

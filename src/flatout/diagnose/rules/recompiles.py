@@ -14,8 +14,6 @@ Example:
   + model = torch.compile(model, dynamic=True)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from flatout.diagnose.rule import Rule

@@ -23,8 +23,6 @@ Sources:
     https://docs.pytorch.org/docs/stable/distributed.html#collective-functions
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

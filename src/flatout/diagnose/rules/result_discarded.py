@@ -17,8 +17,6 @@ Example:
     print(x)
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

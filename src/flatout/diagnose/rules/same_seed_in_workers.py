@@ -31,8 +31,6 @@ Sources:
     torch/utils/data/_utils/worker.py seeds NumPy too
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

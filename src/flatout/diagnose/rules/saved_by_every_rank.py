@@ -17,8 +17,6 @@ Example:
   +     torch.save(model.module.state_dict(), "model.pt")
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -25,8 +25,6 @@ Sources:
     https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

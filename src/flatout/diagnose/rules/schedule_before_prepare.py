@@ -29,8 +29,6 @@ Sources:
     https://huggingface.co/docs/accelerate/concept_guides/performance
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

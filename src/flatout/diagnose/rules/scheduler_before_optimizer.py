@@ -28,8 +28,6 @@ Sources:
     (the order changed in torch 1.1)
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

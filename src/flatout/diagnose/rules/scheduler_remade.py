@@ -15,8 +15,6 @@ Example:
         scheduler.step()
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from flatout.diagnose.gains import MIN_REPEATS, calls_at_busiest_line, event_of

@@ -21,8 +21,6 @@ Example:
         optimizer.step()
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -29,8 +29,6 @@ Sources:
     https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.distributed.DistributedSampler
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -12,8 +12,6 @@ Example:
   + x = x.to(device, non_blocking=True)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from flatout.diagnose.gains import (

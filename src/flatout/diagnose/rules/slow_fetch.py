@@ -18,8 +18,6 @@ Example:
   +         return self.images[i]
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from flatout.diagnose.gains import share_of_step

@@ -13,8 +13,6 @@ Example:
   + right += (logits.argmax(1) == target).sum()
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from flatout.diagnose.gains import format_ms

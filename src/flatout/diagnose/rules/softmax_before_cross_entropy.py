@@ -29,8 +29,6 @@ Sources:
     https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -19,8 +19,6 @@ Sources:
     torch/nn/functional.py, _get_softmax_dim
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

@@ -22,8 +22,6 @@ Example:
             optimizer.zero_grad()
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

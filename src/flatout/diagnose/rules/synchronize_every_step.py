@@ -21,8 +21,6 @@ Example:
   + torch.cuda.synchronize()
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

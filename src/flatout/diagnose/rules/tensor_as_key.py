@@ -26,8 +26,6 @@ Example:
             return x
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

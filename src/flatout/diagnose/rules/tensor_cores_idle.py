@@ -16,8 +16,6 @@ Example:
   +     loss = criterion(model(x), y)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from flatout.diagnose.rule import Rule

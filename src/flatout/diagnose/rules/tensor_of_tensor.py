@@ -17,8 +17,6 @@ Sources:
     https://docs.pytorch.org/docs/stable/generated/torch.tensor.html
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

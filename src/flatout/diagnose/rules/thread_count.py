@@ -13,8 +13,6 @@ Example:
   + torch.set_num_threads(len(os.sched_getaffinity(0)))
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from flatout.diagnose.gains import certain_gain, event_of, how_by_what_if, was_measured

@@ -13,8 +13,6 @@ Example:
     loader = DataLoader(data, batch_size=2)
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

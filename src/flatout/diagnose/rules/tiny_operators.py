@@ -14,8 +14,6 @@ Example:
   + loss = criterion(model(x), y) * len(x)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from flatout.diagnose.gains import MIN_GAIN, format_ms

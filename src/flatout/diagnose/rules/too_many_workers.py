@@ -12,8 +12,6 @@ Example:
   + loader = DataLoader(data, batch_size=64, num_workers=len(os.sched_getaffinity(0)))
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from flatout.diagnose.gains import share_of_step

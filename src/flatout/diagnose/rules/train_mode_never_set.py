@@ -23,8 +23,6 @@ Sources:
     https://huggingface.co/docs/transformers/main_classes/model
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

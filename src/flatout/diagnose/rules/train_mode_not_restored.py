@@ -26,8 +26,6 @@ Example:
             print(model(torch.randn(8, 4)).square().mean())
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterable, Iterator
 

@@ -30,8 +30,6 @@ Sources:
     https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.DataLoader
 """
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterable, Iterator

@@ -23,8 +23,6 @@ Example:
   +         optimizer.zero_grad()
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from dataclasses import replace

@@ -23,8 +23,6 @@ Sources:
     https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.zero_grad.html
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 

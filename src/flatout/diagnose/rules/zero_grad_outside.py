@@ -22,8 +22,6 @@ Example:
             optimizer.step()
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
