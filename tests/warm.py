@@ -81,7 +81,7 @@ MADE_FOR = (3, 11)  # `fork_exec` is private to subprocess, and other in each ve
 READY = b"ready"
 
 
-# -- the side of the tests ------------------------------------------------------------------------------------------
+# -- the side of the tests
 
 
 class Server:
@@ -178,7 +178,7 @@ def can_become(argv: Sequence[str], env: Mapping[str, str]) -> bool:
     )
 
 
-# -- the warm process -----------------------------------------------------------------------------------------------
+# -- the warm process
 
 GROUPS_OF: dict[str, dict[str, types.ModuleType]] = {}  # root -> the modules that its import brought
 STARTED_WITH: list[str] = []  # sys.path of a Python without a script
@@ -388,7 +388,7 @@ def show_in_proc(argv: Sequence[str], env: Mapping[str, str]) -> None:
         raise OSError(ctypes.get_errno(), "this kernel does not let a process name itself")
 
 
-# -- starts of a program that runs here ------------------------------------------------------------------------------
+# -- starts of a program that runs here
 
 _execve, _fork_exec = os.execve, getattr(subprocess, "_fork_exec", None)
 

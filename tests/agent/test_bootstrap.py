@@ -235,7 +235,7 @@ def test_seeds(enter):
     assert "[]" in none.stdout
 
 
-# -- children, with the real torch ----------------------------------------------------------------------------------
+# -- children, with the real torch
 
 CHILDREN = """
 import multiprocessing, os, subprocess, sys

@@ -68,7 +68,6 @@ def sandbox(here, tmp_path):
 
 
 # Each way writes as a script would, and checks the result. test_file_sequences.py has the calls of os and shutil.
-# -----------------------------------------------------------------------------------------------------------------
 
 WAYS = []
 

@@ -564,7 +564,7 @@ def test_an_error_in_the_program_is_its_own(enter):
     assert context.roots == [model]
 
 
-# -- checkpoints of the script contain nothing of flatout ---------------------------------------------------------------
+# -- checkpoints of the script contain nothing of flatout
 
 
 class WithStateOfItsOwn(nn.Module):
@@ -641,7 +641,7 @@ def _noted(module, args, output):
     return None
 
 
-# -- attaching keeps nothing alive and leaves nothing behind ---------------------------------------------------------
+# -- attaching keeps nothing alive and leaves nothing behind
 
 
 def test_models_and_optimizers_are_not_kept_alive(enter):

@@ -112,7 +112,7 @@ def killed_at(number, when, act):
     return in_a_child(child)
 
 
-# -- power loss -----------------------------------------------------------------------------------------------------------
+# -- power loss
 
 
 class Node:

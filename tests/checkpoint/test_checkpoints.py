@@ -38,7 +38,7 @@ def steps_in(folder):
     return sorted(int(each.name[5:13]) for each in folder.iterdir() if each.name.startswith("step-"))
 
 
-# -- accidents ----------------------------------------------------------------------------------------------------------
+# -- accidents
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
@@ -89,7 +89,7 @@ def test_a_file_that_changes_after_verification_is_not_read(tmp_path):
     assert save.read(torch)["step"] == 1
 
 
-# -- which checkpoints are kept -------------------------------------------------------------------------------------------
+# -- which checkpoints are kept
 
 
 def test_a_new_checkpoint_is_never_the_removed_one(tmp_path):
@@ -140,7 +140,7 @@ def test_order_is_by_step_and_no_clock_matters(tmp_path):
         saves.write("test", 10**15, {"": pack(torch, 1)})
 
 
-# -- who writes ---------------------------------------------------------------------------------------------------------
+# -- who writes
 
 
 @pytest.mark.processes
@@ -215,7 +215,7 @@ def test_only_the_owner_can_read_or_change_a_checkpoint(tmp_path):
         }, modes
 
 
-# -- special files --------------------------------------------------------------------------------------------------------
+# -- special files
 
 
 @pytest.mark.parametrize(

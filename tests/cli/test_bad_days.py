@@ -37,7 +37,7 @@ def sessions(folder):
     return [json.loads(path.read_text()) for path in folder.glob(".flatout/*/session.json")]
 
 
-# -- programs that cannot be tuned ------------------------------------------------------------------------------------
+# -- programs that cannot be tuned
 
 
 @pytest.mark.sampled(2)
@@ -130,7 +130,7 @@ def test_a_program_that_reads_its_input(tune, flatout, script):
     assert "EOFError" in done.err
 
 
-# -- signals ----------------------------------------------------------------------------------------------------------
+# -- signals
 
 
 @pytest.mark.sampled(1)
@@ -166,7 +166,7 @@ for x in torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=1):
     assert session["status"] == "running"
 
 
-# -- disks and folders ------------------------------------------------------------------------------------------------
+# -- disks and folders
 
 
 @NEEDS_TORCH
@@ -219,4 +219,4 @@ def test_a_plan_that_cannot_be_written_beside_the_script_is_in_the_job(tune, fla
     assert list(flatout.folder.glob(".flatout/*/flatout.toml"))
 
 
-# -- leftovers of earlier sessions ---------------------------------------------------------------------------------------
+# -- leftovers of earlier sessions

@@ -146,7 +146,7 @@ def test_settings_of_another_user_are_not_used(flatout, config):
     assert "is not used: anyone can write to it" in done.said[0]
 
 
-# -- completion -----------------------------------------------------------------------------------------------------
+# -- completion
 
 
 @pytest.mark.processes

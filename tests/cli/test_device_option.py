@@ -305,7 +305,7 @@ def test_an_accelerator_becomes_the_cpu(named):
     assert bool(messages) == accelerator
 
 
-# -- what cannot be redirected ----------------------------------------------------------------------------------------------
+# -- what cannot be redirected
 
 NCCL = """
 import torch
@@ -416,7 +416,7 @@ def test_a_device_that_is_not_here(flatout, script):
     )
 
 
-# -- together with other features of flatout -------------------------------------------------------------------------------
+# -- together with other features of flatout
 
 TRAINS = """
 import os, torch

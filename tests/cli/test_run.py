@@ -29,7 +29,7 @@ def write_plan(path, levers, made_for=()):
     return path
 
 
-# -- without a plan -------------------------------------------------------------------------------------------------
+# -- without a plan
 
 
 def test_it_becomes_the_program(flatout, script):
@@ -130,7 +130,7 @@ def test_signals_reach_the_program(flatout, script):
     assert flatout.finish(process).code == 40
 
 
-# -- plans that are found -------------------------------------------------------------------------------------------
+# -- plans that are found
 
 # A plan of one lever, and a program that shows whether it is used.
 MALLOC, SHOWS = 'malloc = "glibc"', "import os; print(os.environ.get('MALLOC_MMAP_THRESHOLD_'))"
@@ -230,7 +230,7 @@ def test_a_plan_that_is_no_file(flatout, script, path):
     assert done.out == ""
 
 
-# -- under a plan ---------------------------------------------------------------------------------------------------
+# -- under a plan
 
 QUIET_TRAINING = """
 import os, sys

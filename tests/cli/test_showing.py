@@ -93,7 +93,7 @@ def test_why_after_a_failed_session_says_that_it_failed(flatout):
     )
 
 
-# -- mistyped words -------------------------------------------------------------------------------------------------
+# -- mistyped words
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_the_pages_of_levers(flatout):
         assert (shown.code, shown.out) == (0, lever.page.strip() + "\n")
 
 
-# -- plan -----------------------------------------------------------------------------------------------------------
+# -- plan
 
 
 def test_the_template_is_a_plan(flatout):
@@ -188,7 +188,7 @@ def test_no_plan(flatout, script):
         assert "flatout tune" in done.said[0]
 
 
-# -- sessions ---------------------------------------------------------------------------------------------------------
+# -- sessions
 
 
 @pytest.fixture

@@ -187,7 +187,7 @@ def test_a_nan_loss_ends_the_program_on_request(flatout, script):
     assert incidents(flatout)[0]["kind"] == "nan"
 
 
-# -- programs without torch ----------------------------------------------------------------------------------------------
+# -- programs without torch
 
 
 def test_repeated_identical_crashes_end_it_with_the_reason(flatout, script, tmp_path):

@@ -48,7 +48,7 @@ def test_batches_are_the_plain_ones_and_nothing_is_reported(pipeline, levers):
     assert same_as_plain(lambda: epochs(Images(pipeline())), *levers) == []
 
 
-# -- kinds of samples --------------------------------------------------------------------------------------------------------
+# -- kinds of samples
 
 Named = namedtuple("Named", "image label")
 SAMPLES = {
@@ -97,7 +97,7 @@ def test_samples_that_cannot_be_collated_fail_as_in_the_plain_loader(levers):
     same_as_plain(program, *levers)
 
 
-# -- random numbers ----------------------------------------------------------------------------------------------------------
+# -- random numbers
 
 
 class Drawing(Images):
@@ -190,7 +190,7 @@ def test_a_nondeterministic_data_set_is_rejected(levers):
     assert any("not the same each time" in sentence or "differ" in sentence for _, sentence in said)
 
 
-# -- side effects of the data set's code -------------------------------------------------------------------------------------
+# -- side effects of the data set's code
 
 
 class Counting(Images):
@@ -327,7 +327,7 @@ def test_an_interrupt_is_not_swallowed(levers):
     run(program, *levers)
 
 
-# -- changes during training -------------------------------------------------------------------------------------------------
+# -- changes during training
 
 
 def label(dataset, epoch, at):
@@ -476,7 +476,7 @@ def test_transforms_that_write_into_the_data_are_left_alone(last, levers):
     assert any("in place" in sentence for sentence in same_as_plain(program, *levers))
 
 
-# -- images that differ ------------------------------------------------------------------------------------------------------
+# -- images that differ
 
 
 def mixed(*, late):
@@ -527,7 +527,7 @@ def test_late_images_of_another_mode_that_a_transform_converts(mode, levers):
     )
 
 
-# -- which loaders -------------------------------------------------------------------------------------------------------
+# -- which loaders
 
 
 @each_feed

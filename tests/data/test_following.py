@@ -112,7 +112,7 @@ def test_a_pipeline_that_is_inspected_later_is_left_alone():
     )
 
 
-# -- collation -----------------------------------------------------------------------------------------------------------
+# -- collation
 
 
 @pytest.mark.sampled(12)
@@ -159,7 +159,7 @@ def test_in_workers(make, levers, workers):
     assert same_as_plain(lambda: epochs(make(), num_workers=workers), *levers) == []
 
 
-# -- what the data set's code does with images -------------------------------------------------------------------------------
+# -- what the data set's code does with images
 
 
 class Collecting(Images):
@@ -271,7 +271,7 @@ def test_nothing_is_held_once_a_batch_is_made():
     assert found == [0, 0, 0, 0]
 
 
-# -- changes by the script ---------------------------------------------------------------------------------------------------
+# -- changes by the script
 
 
 def replaced(dataset, epoch, at):
@@ -345,7 +345,7 @@ def test_a_pipeline_that_comes_late_is_followed_too(monkeypatch):
     assert 0 < calls[0] < 16  # of 22 images
 
 
-# -- streams -------------------------------------------------------------------------------------------------------------
+# -- streams
 
 
 @pytest.mark.parametrize("levers", [(LAZILY,), (BATCHED,)], ids=["kept", "batched"])
@@ -354,7 +354,7 @@ def test_a_stream_is_left_alone(levers):
     assert said.startswith("the data set is an IterableDataset")
 
 
-# -- undone --------------------------------------------------------------------------------------------------------------
+# -- undone
 
 
 @each_feed

@@ -104,7 +104,7 @@ def group(rank=0, size=1, port=0, timeout_s=5.0):
     dist.init_process_group("gloo", timeout=timedelta(seconds=timeout_s))
 
 
-# -- devices ------------------------------------------------------------------------------------------------------
+# -- devices
 
 
 @program("FE001", "meta", "cpu", "fc1")
@@ -133,7 +133,7 @@ def cuda_after_fork(well):
     reraise_from_child()
 
 
-# -- dtypes -------------------------------------------------------------------------------------------------------
+# -- dtypes
 
 
 @program("FE010", "Linear", "float64", "float32")
@@ -167,7 +167,7 @@ def bfloat16_to_numpy(well):
     return (weights.float() if well else weights).numpy()
 
 
-# -- shapes -------------------------------------------------------------------------------------------------------
+# -- shapes
 
 
 @program("FE020", "fc1", "392", "128")
@@ -235,7 +235,7 @@ def attention_of_another_width(well):
     return torch.nn.MultiheadAttention(8, 2)(x, x, x)
 
 
-# -- losses -------------------------------------------------------------------------------------------------------
+# -- losses
 
 
 @program("FE030", "tokens", "7", "5")
@@ -272,7 +272,7 @@ def bce_of_logits(well):
     )
 
 
-# -- memory and files ---------------------------------------------------------------------------------------------
+# -- memory and files
 
 
 @program("FE041", apart=True)
@@ -294,7 +294,7 @@ def a_crash_below_python(well):
         os.kill(os.getpid(), signal.SIGSEGV)
 
 
-# -- autograd -----------------------------------------------------------------------------------------------------
+# -- autograd
 
 
 @program("FE060")
@@ -360,7 +360,7 @@ def unscaled_twice(well):
             scaler.update()
 
 
-# -- loading ------------------------------------------------------------------------------------------------------
+# -- loading
 
 
 @program("FE070", "KeyError", "worker process 0", apart=True)
@@ -447,7 +447,7 @@ def a_loader_that_waits_too_long(well):
     return list(DataLoader(Rows(lambda at: time.sleep(wait) or at), num_workers=1, timeout=30 if well else 1))
 
 
-# -- ranks --------------------------------------------------------------------------------------------------------
+# -- ranks
 
 
 class Half(torch.nn.Module):
@@ -541,7 +541,7 @@ def a_rank_that_is_gone(well):
     two_ranks(sums, sums if well else lambda: dist.all_reduce(torch.ones(2)))
 
 
-# -- checkpoints --------------------------------------------------------------------------------------------------
+# -- checkpoints
 
 
 @program("FE090", "module.")
@@ -604,7 +604,7 @@ def a_disk_that_is_full(well):
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-# -- compiling ----------------------------------------------------------------------------------------------------
+# -- compiling
 
 
 @program("FE100")
@@ -636,7 +636,7 @@ def no_compiler(well):
     return step(torch.ones(3))
 
 
-# -- running them -------------------------------------------------------------------------------------------------
+# -- running them
 
 _CARRIED = os.path.join(tempfile.gettempdir(), f"flatout-provoked-{os.getpid()}")
 

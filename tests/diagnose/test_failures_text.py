@@ -62,7 +62,7 @@ def test_the_fixed_beginning_of_a_message_is_enough(text, code):
     assert "cpu and on cpu" not in info.finding.message
 
 
-# -- pages ----------------------------------------------------------------------------------------------------------
+# -- pages
 
 
 def test_codes_and_names_are_given_once():
@@ -83,7 +83,7 @@ def test_every_kind_has_its_page():
         assert all(line.startswith("https://") for line in sources), kind
 
 
-# -- unknown texts -----------------------------------------------------------------------------------------------------
+# -- unknown texts
 
 OWN = """Traceback (most recent call last):
   File "/home/me/train.py", line 9, in <module>
@@ -188,7 +188,7 @@ def test_truncated_texts_never_name_another_kind(one, cut):
     assert {each.finding.rule for each in info} <= {one.code, *NEAR.get(one.code, ())}
 
 
-# -- logs -----------------------------------------------------------------------------------------------------------
+# -- logs
 
 OOM = next(one for one in RECORDED if one.code == "FE040").text
 

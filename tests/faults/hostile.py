@@ -236,7 +236,7 @@ def _save(path):
         sys.exit(0)  # this harness could not digest it: a device
 
 
-# -- files --------------------------------------------------------------------------------------------------------------
+# -- files
 
 
 class Bomb:
@@ -412,7 +412,7 @@ def odd(opener, chance, share):
         return opener.sound
 
 
-# -- opening ------------------------------------------------------------------------------------------------------------
+# -- opening
 
 
 def warm():

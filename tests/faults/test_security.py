@@ -23,7 +23,7 @@ IS_ROOT = pytest.mark.skipif(os.geteuid() != 0, reason="not run: only root can g
 NOBODY = 65534
 
 
-# -- what the source never contains ------------------------------------------------------------------------------------
+# -- what the source never contains
 
 RUNS_WHAT_IT_READS = re.compile(
     r"^(?:(?:c?pickle|_pickle|dill|cloudpickle|joblib|marshal|shelve|jsonpickle)\b.*|torch\.(?:load|jit\.load|export\.load|package\..*|distributed\.checkpoint\..*)|yaml\..*load\w*"
@@ -87,7 +87,7 @@ def test_nothing_unpickles_evaluates_or_runs_a_shell():
     )
 
 
-# -- secrets ------------------------------------------------------------------------------------------------------------
+# -- secrets
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_a_measured_program_leaves_no_secret_and_uses_no_network(flatout, script
     assert [each for each in asked if "flatout-" not in each[1]] == []
 
 
-# -- whose files count --------------------------------------------------------------------------------------------------
+# -- whose files count
 
 
 @pytest.mark.processes

@@ -60,7 +60,7 @@ def names(found, passed):
     return {check.name for check in found.checks if check.passed is passed}
 
 
-# -- laws -----------------------------------------------------------------------------------------------------------------
+# -- laws
 
 finite_losses = st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=2, max_size=30)
 any_losses = st.lists(st.floats(), min_size=2, max_size=30)
@@ -133,7 +133,7 @@ def test_hardly_any_losses_are_not_judged():
     assert "too few" in found.why
 
 
-# -- exact ----------------------------------------------------------------------------------------------------------------
+# -- exact
 
 
 def test_other_weights_break_an_exact_claim_though_every_loss_agrees():
@@ -162,7 +162,7 @@ def test_nondeterministic_weights_rule_out_a_bitwise_comparison_even_if_losses_r
     assert "is not repeatable" in found.why
 
 
-# -- a program whose own loss is no number ----------------------------------------------------------------------------------
+# -- a program whose own loss is no number
 
 
 def diverging(change=lambda t, x: x):
@@ -205,7 +205,7 @@ def test_a_lever_that_differs_before_the_nan_or_brings_it_fails(effect):
         assert "nan times" not in found.why
 
 
-# -- rounding -------------------------------------------------------------------------------------------------------------
+# -- rounding
 
 
 def test_rounding_that_grows_slowly_passes():
@@ -283,7 +283,7 @@ def test_a_seed_is_compared_with_its_own_perturbed_run():
     }
 
 
-# -- half precision -------------------------------------------------------------------------------------------------------
+# -- half precision
 
 
 def bfloat16(x):
@@ -374,7 +374,7 @@ def test_a_rejection_by_a_replica_is_final_and_a_late_one_is_called_late():
     assert judge(Effect.PRECISION, seeds(), seeds(), smooth(1e-3), late_replica=slow).verdict == "equivalent"
 
 
-# -- one lever alone ------------------------------------------------------------------------------------------------------
+# -- one lever alone
 
 
 def single_lever(effect, change):
@@ -472,7 +472,7 @@ def test_a_program_that_diverges_by_itself_is_compared_until_then():
     assert judge(Effect.ROUNDING, run(math.nan), run(math.nan, shift=2.0)).verdict == "failed"
 
 
-# -- resampled ------------------------------------------------------------------------------------------------------------
+# -- resampled
 
 
 def samples(seed, draw_seed, flip=True, brighter=0.0, count=640):

@@ -147,7 +147,7 @@ def failed(verdict):
     return {check["name"] for check in verdict["checks"] if not check["passed"]}
 
 
-# -- sound levers ---------------------------------------------------------------------------------------------------------
+# -- sound levers
 
 
 @pytest.mark.parametrize("name", ["threads", "channels_last", "autocast", "fused_optimizer"])
@@ -271,7 +271,7 @@ def test_noise_like_that_of_bfloat16_on_the_gradients_passes():
     assert not failed(judged(lever(noisy)))
 
 
-# -- broken levers, each with the comparison that must detect it -------------------------------------------------------------
+# -- broken levers, each with the comparison that must detect it
 
 
 def group(**settings):
@@ -403,7 +403,7 @@ def test_a_lever_that_cannot_be_applied_fails_and_is_named():
     assert "clumsy: LookupError: nothing to hold on to" in verdict["checks"][0]["why"]
 
 
-# -- half precision -------------------------------------------------------------------------------------------------------
+# -- half precision
 
 
 class Task(nn.Module):
@@ -591,7 +591,7 @@ def test_a_loss_returned_with_the_logits_counts_once():
     )
 
 
-# -- the observed program ----------------------------------------------------------------------------------------------------
+# -- the observed program
 
 
 def test_recording_and_judging_change_nothing_in_the_program():

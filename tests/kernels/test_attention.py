@@ -40,7 +40,7 @@ def split(q, k, v):
     return (each.transpose(1, 2) for each in (q, k, v))
 
 
-# -- forms: q, k, v [B, T, H, D] to [B, T, H, D] ----------------------------------------------------------------------------
+# -- forms: q, k, v [B, T, H, D] to [B, T, H, D]
 
 
 def nanogpt(q, k, v):
@@ -317,7 +317,7 @@ def test_any_spelling_with_any_mask(ways, batch, heads, rows, columns, width, se
     assert_near(ours, right, tolerance=1e-2 if ways["mask"] == "added large" else 1e-5)
 
 
-# -- any code that reads a tensor sees the written computation ---------------------------------------------------------------
+# -- any code that reads a tensor sees the written computation
 
 X = made(6, B, T, 8)
 
@@ -534,7 +534,7 @@ def test_any_chain_of_operators(chain, looks):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4, equal_nan=True)
 
 
-# -- composition, caching, and code left alone ---------------------------------------------------------------------------------
+# -- composition, caching, and code left alone
 
 
 class Fused(torch.utils._python_dispatch.TorchDispatchMode):

@@ -64,7 +64,7 @@ def test_allocations_of_a_function_are_fenced_and_poisoned():
     assert (made.data_ptr() + 5 * 4) % os.sysconf("SC_PAGESIZE") == 0
 
 
-# -- the emulator ---------------------------------------------------------------------------------------------------
+# -- the emulator
 
 SOURCE = """
 #include "flatout.cuh"

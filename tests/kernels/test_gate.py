@@ -109,7 +109,7 @@ def test_a_wrong_registration_is_detected():
     assert "no case calls" in unused.why
 
 
-# -- naming the kernel to check ----------------------------------------------------------------------------------------
+# -- naming the kernel to check
 
 
 def test_a_function_next_to_its_reference(tmp_path):

@@ -167,7 +167,7 @@ def noted(folder, name):
     return [path.read_text() for path in sorted(folder.glob(f"{name}.*"))]
 
 
-# -- the environment of a rank ----------------------------------------------------------------------------------------------
+# -- the environment of a rank
 
 
 def test_the_environment_of_a_rank(local_launcher, flatout):
@@ -275,7 +275,7 @@ def test_the_launcher_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=hang_s(30))
 
 
-# -- whose failure counts -----------------------------------------------------------------------------------------------
+# -- whose failure counts
 
 
 @pytest.mark.parametrize(
@@ -471,7 +471,7 @@ def test_a_rank_that_ends_early_is_waited_for(local_launcher, flatout):
     assert (done.code, done.err, noted(flatout.folder, "late")) == (0, "", ["x"])
 
 
-# -- no process remains -----------------------------------------------------------------------------------------------------
+# -- no process remains
 
 FAMILY = """
 def child(number, **options):
@@ -546,7 +546,7 @@ def test_a_background_server_stays(local_launcher, flatout):
     process.communicate()
 
 
-# -- signals ------------------------------------------------------------------------------------------------------------
+# -- signals
 
 COUNTING = """
 seen = []
@@ -682,7 +682,7 @@ def test_a_stop_from_another_process_stops_the_ranks(begin, flatout):
     assert launcher.wait(30) == 0
 
 
-# -- the rule itself ----------------------------------------------------------------------------------------------------
+# -- the rule itself
 
 
 def first(*signs, lost=()):

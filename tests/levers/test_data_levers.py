@@ -61,7 +61,7 @@ class Drawing(Images):
         )
 
 
-# -- workers -------------------------------------------------------------------------------------------------------------
+# -- workers
 
 
 @pytest.mark.processes
@@ -196,7 +196,7 @@ def test_a_loop_over_workers_that_is_left_early():
     same_as_plain(program, BATCHED, LAZILY)
 
 
-# -- sources of images -----------------------------------------------------------------------------------------------------
+# -- sources of images
 
 BYTES = torch.stack([torch.from_numpy(np.asarray(image).copy()).permute(2, 0, 1) for image in pil_images()])
 SCALED = v2.Compose(
@@ -262,7 +262,7 @@ def test_all_sources_of_images(source, levers):
     same_as_plain(lambda: epochs(Images(transform, images)), *levers)
 
 
-# -- offered values and messages -------------------------------------------------------------------------------------------
+# -- offered values and messages
 
 
 @pytest.fixture

@@ -204,7 +204,7 @@ def test_the_lines_of_code(lever):
             assert ast.parse(code).body
 
 
-# -- applies --------------------------------------------------------------------------------------------------------
+# -- applies
 
 
 def nothing(program):
@@ -278,7 +278,7 @@ def test_process_levers_name_their_variables():
         BY_NAME["malloc"].environment(BF16, "jemalloc")
 
 
-# -- apply, undo ----------------------------------------------------------------------------------------------------
+# -- apply, undo
 
 
 # Of torch, and of its C functions, each getter of a setting: a setter has the same name, or it ends in "enabled".
@@ -508,7 +508,7 @@ def test_a_model_saved_under_it_is_the_plain_model(program, lever, value, tmp_pa
     fresh.step()
 
 
-# -- exact means exact ----------------------------------------------------------------------------------------------
+# -- exact means exact
 
 
 @pytest.mark.parametrize("name", ["gc_pause", "debug_off"])

@@ -155,7 +155,7 @@ def test_anomaly_detection_around_each_step_stays_off(program):
     assert not torch.is_anomaly_enabled()
 
 
-# -- precision flags, on a simulated GPU: the flags themselves are real ----------------------------------------------------
+# -- precision flags, on a simulated GPU: the flags themselves are real
 
 
 @pytest.fixture
@@ -259,7 +259,7 @@ def test_own_cudnn_benchmark(ampere):
     assert reason("cudnn_benchmark", ampere) == "torch.backends.cudnn.benchmark is already True"
 
 
-# -- loaders --------------------------------------------------------------------------------------------------------
+# -- loaders
 
 
 class Stream(torch.utils.data.IterableDataset):

@@ -603,7 +603,7 @@ ROWS = [
 ]
 
 
-# -- the programs -----------------------------------------------------------------------------------------------------
+# -- the programs
 
 
 @contextlib.contextmanager
@@ -709,7 +709,7 @@ def test_a_reason_is_not_shown_where_it_is_untrue(answers, row):
     ]
 
 
-# -- the source -------------------------------------------------------------------------------------------------------
+# -- the source
 
 
 def readable(template):
@@ -742,7 +742,7 @@ def test_every_reason_has_a_row(lever):
     )
 
 
-# -- reasons of the search --------------------------------------------------------------------------------------------
+# -- reasons of the search
 
 
 def considered(options, **given):

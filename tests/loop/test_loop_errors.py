@@ -275,7 +275,7 @@ def test_a_nan_of_the_batch_or_of_the_weights(spoil, words):
     assert len(list(loop(loss, on_nan="ignore"))) == 4
 
 
-# -- batches ----------------------------------------------------------------------------------------------------------------
+# -- batches
 
 Pair = namedtuple("Pair", "x y")
 

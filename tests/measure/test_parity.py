@@ -88,7 +88,7 @@ def test_a_batch_that_holds_itself_ends():
     assert len(list(tensors_in(batch))) >= 1
 
 
-# -- statistics of a batch ------------------------------------------------------------------------------------------
+# -- statistics of a batch
 
 
 def test_a_flip_a_constant_and_a_crop_are_detected():
@@ -124,7 +124,7 @@ def test_batches_of_every_kind(batch, rows):
     assert all(len(row) == 4 and all(math.isfinite(v) for v in row) for row in found)
 
 
-# -- distances ------------------------------------------------------------------------------------------------------
+# -- distances
 
 
 @given(seeds, st.floats(0.01, 100), st.floats(0.001, 10))

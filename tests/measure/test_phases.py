@@ -184,7 +184,7 @@ def test_the_device_is_waited_for_once_and_at_the_end(hand):
     assert clock.settled == 1
 
 
-# -- the real clocks ------------------------------------------------------------------------------------------------
+# -- the real clocks
 
 
 def test_the_host_clock_counts_milliseconds_and_never_goes_back():

@@ -95,7 +95,7 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says():
     )  # four pairs alone cannot promise the full 95 %; a bootstrap that ignored pairs covers fewer than 60
 
 
-# -- blocks and order -----------------------------------------------------------------------------------------------
+# -- blocks and order
 
 
 @given(st.lists(st.floats(1.0, 2.0), min_size=5, max_size=40), st.floats(50, 1e6))
@@ -119,7 +119,7 @@ def test_the_median_of_nothing_is_an_error(empty):
         empty([])
 
 
-# -- two samples ----------------------------------------------------------------------------------------------------
+# -- two samples
 
 
 def test_agrees_with_scipy():

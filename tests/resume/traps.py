@@ -88,7 +88,7 @@ def trap(name, body, **more):
     TRAPS[name] = Trap(body, **more)
 
 
-# -- values computed on the device and read late -----------------------------------------------------------------------------------
+# -- values computed on the device and read late
 
 trap(
     "accumulator_made_before",
@@ -226,7 +226,7 @@ trap(
 """,
 )
 
-# -- random numbers -------------------------------------------------------------------------------------------------------------
+# -- random numbers
 
 
 trap(
@@ -243,7 +243,7 @@ trap(
 """,
 )
 
-# -- clocks, processes, files ---------------------------------------------------------------------------------------------------
+# -- clocks, processes, files
 
 STEERED = """
     ways, start = [], {start}
@@ -352,7 +352,7 @@ trap(
     ),
 )
 
-# -- control flow ------------------------------------------------------------------------------------------------------------------
+# -- control flow
 
 trap(
     "values_steer",
@@ -374,7 +374,7 @@ trap(
 )
 
 
-# -- data -----------------------------------------------------------------------------------------------------------------------
+# -- data
 
 COUNTS = """
     class Counts(torch.utils.data.{kind}):
@@ -434,7 +434,7 @@ trap(
     ),
 )
 
-# -- state that is easy to overlook ------------------------------------------------------------------------------------------------
+# -- state that is easy to overlook
 
 trap(
     "teacher_in_a_generator_in_a_zip",
@@ -466,7 +466,7 @@ trap(
 """,
 )
 
-# -- one for each check, detected by no other -------------------------------------------------------------------------------------
+# -- one for each check, detected by no other
 # The position of an `itertools.cycle` cannot be compared, and a file `flag` that appears meanwhile changes
 # the program's control flow there.
 

@@ -146,7 +146,7 @@ def test_with_and_without(plan, choice):
     assert {c.name for c in added.without(choice.name)} == {c.name for c in plan} - {choice.name}
 
 
-# -- digest ---------------------------------------------------------------------------------------------------------
+# -- digest
 
 
 @given(plans, st.randoms(use_true_random=False))
@@ -187,7 +187,7 @@ def test_spelling(value, spelled):
     assert spell("x", value) == spelled
 
 
-# -- errors ---------------------------------------------------------------------------------------------------------
+# -- errors
 
 
 def test_one_tree_of_errors():

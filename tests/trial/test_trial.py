@@ -99,7 +99,7 @@ def test_under_a_plan(measure, script, by_hand, tmp_path):
     assert "on a CUDA device" in skipped["tf32"]
 
 
-# -- how programs end -----------------------------------------------------------------------------------------------
+# -- how programs end
 
 
 @pytest.mark.sampled(3)
@@ -192,7 +192,7 @@ def test_interrupting_the_trial(flatout, script, by_hand):
     assert "Traceback" not in done.err
 
 
-# -- programs of every kind -----------------------------------------------------------------------------------------
+# -- programs of every kind
 
 
 @pytest.mark.parametrize("kind", ["spawn", "fork"])

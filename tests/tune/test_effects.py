@@ -101,7 +101,7 @@ def spread(**known):
     return PriorScales(t_dof=1e9, noise_t_dof=1e9, misfit=0.0, work=tiny, drift=tiny, **known)
 
 
-# -- allowed sets -----------------------------------------------------------------------------------------------------------
+# -- allowed sets
 
 
 @given(spaces())
@@ -167,7 +167,7 @@ def test_many_factors_are_searched_in_time_and_within_the_rules():
     assert fitted.regret(fitted.best()) >= 0
 
 
-# -- estimates ----------------------------------------------------------------------------------------------------------------
+# -- estimates
 
 
 def test_as_generalised_least_squares():
