@@ -37,7 +37,7 @@ def test_a_machine_without_a_gpu_is_fine():
 
 
 def test_an_empty_record_is_not_fine():
-    assert {check.verdict for check in run_checks(MachineSnapshot())} == {"not seen"}
+    assert {check.verdict for check in run_checks(MachineSnapshot())} == {"not checked"}
     assert not [check.seen for check in run_checks(MachineSnapshot()) if "mistake" in check.seen]
 
 

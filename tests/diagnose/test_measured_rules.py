@@ -127,7 +127,7 @@ def test_validation_loaders_are_not_blamed_for_the_training_loader():
 def test_three_loaders_from_one_place_are_not_recreated_ones():
     """A function that makes the loaders for training, validation and test is one place that makes three."""
     findings = profile_findings(
-        healthy(what_ifs=what_ifs(loader=GAIN), loaders=loader(wait_ms=4.0, made=3, begun=12))
+        healthy(what_ifs=what_ifs(loader=GAIN), loaders=loader(wait_ms=4.0, created=3, iterators=12))
     )
     assert [f.name for f in findings] == ["data_wait"]
 

@@ -4,7 +4,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.console import Console
@@ -38,7 +37,7 @@ from flatout.probe.machine import look
 from flatout.schema.enums import Effect
 from flatout.schema.errors import FlatoutError, ProgramFailed, UsageError
 from flatout.schema.facts import Facts
-from flatout.schema.plan import Choice
+from flatout.schema.plan import Choice, Plan
 from flatout.schema.session import RanksRecord, SessionRecord
 from flatout.trial.blocks import Watcher
 from flatout.tune.budget import USUAL_BUDGET_S
@@ -200,16 +199,21 @@ def tune(
         made_for,
     )
     save_session(folder, session)
-    rank_arguments = {} if ranks is None or not ranks.several else _as_ranks(cmd, facts, ranks, session)
+    searched, single, base = cmd, None, None
+    if ranks is not None and ranks.several:
+        single, (searched, base, facts) = cmd, _as_ranks(cmd, facts, ranks, session)
 
     def tuning(watcher: Watcher) -> Tuning:
         return Tuning(
-            **{"command": cmd, "facts": facts, **rank_arguments},
+            command=searched,
             job=folder,
+            facts=facts,
             session=session,
             goal=goal,
             watcher=watcher,
             save_session=lambda s: save_session(folder, s),
+            base=base,
+            single_command=single,
             remote=nodes,
         )
 
@@ -274,8 +278,10 @@ def _why_not_beside(folder: JobFolder, session: SessionRecord, cmd: Command) -> 
     return f"cannot write flatout.toml next to the script; the plan is in {folder.plan}"
 
 
-def _as_ranks(cmd: Command, facts: Facts, ranks: RankOptions, session: SessionRecord) -> dict[str, Any]:
-    """Rehearse the program as ranks, and return the starting arguments of a search over ranks.
+def _as_ranks(
+    cmd: Command, facts: Facts, ranks: RankOptions, session: SessionRecord
+) -> tuple[Command, Plan, Facts]:
+    """Rehearse the program as ranks, and return the command that starts all, their base plan and facts.
 
     Raises CannotParallelize, ProgramFailed."""
     from flatout.cli.options.rank_plans import rehearse
@@ -284,12 +290,8 @@ def _as_ranks(cmd: Command, facts: Facts, ranks: RankOptions, session: SessionRe
     division, rehearsal = rehearse(cmd, facts, ranks)
     session.ranks = session.ranks or RanksRecord(ranks.procs, division, ranks.gpus, shards=rehearsal.shards)
     rank_facts = replace(facts, cores=max(1, facts.cores // ranks.procs))
-    return {
-        "command": launcher_of(cmd, ranks.procs, ranks.gpus, facts.cores),
-        "alone": cmd,
-        "base": base_plan(division, rehearsal.shards),
-        "facts": rank_facts,
-    }
+    launcher = launcher_of(cmd, ranks.procs, ranks.gpus, facts.cores)
+    return launcher, base_plan(division, rehearsal.shards), rank_facts
 
 
 def _finish(folder: JobFolder, session: SessionRecord) -> None:
