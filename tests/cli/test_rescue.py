@@ -246,7 +246,7 @@ def test_checkpoints_of_an_earlier_run_stay(flatout, tmp_path):
     its first step.
     """
     from flatout.checkpoint.checkpoints import CheckpointFolder
-    from flatout.checkpoint.runs import begin_run, earlier_runs
+    from flatout.checkpoint.earlier_runs import begin_run, earlier_runs
     from flatout.checkpoint.values import pack
 
     def run(*steps):

@@ -1,6 +1,6 @@
-"""The one place that patches DataLoaders and their iterators.
+"""Patches of DataLoaders and their iterators, for all that count, divide, replace or observe batches.
 
-Whoever counts, divides, replaces or observes batches asks for it here. It imports little, because every run loads it.
+It imports little, because every run loads it.
 """
 
 from __future__ import annotations

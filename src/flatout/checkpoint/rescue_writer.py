@@ -17,7 +17,7 @@ from flatout.agent.signals import Signals
 from flatout.checkpoint.checkpoints import CheckpointFolder, step_of
 from flatout.checkpoint.environment import environment
 from flatout.checkpoint.metadata import CheckpointMeta, ExactMeta
-from flatout.checkpoint.runs import begin_run
+from flatout.checkpoint.earlier_runs import begin_run
 from flatout.checkpoint.saver import SHARE, CheckpointWriter, WriterClocks
 from flatout.checkpoint.training_state import TrainingState
 from flatout.checkpoint.values import Packed, pack

@@ -276,14 +276,14 @@ class ReplayedIterator(_BaseDataLoaderIter):
 
     def _start(self, loader: DataLoader) -> None:
         super()._reset(loader, True)
-        self.consumed, self._wrap_next_index = 0, deque[Any]()
+        self.consumed, self._indices_ahead = 0, deque[Any]()
         self._recent: deque[Any] = deque(maxlen=loader.num_workers)  # indices of the last batches returned
         for _ in range(self.ahead):
             self._prefetch()
 
     def _prefetch(self) -> None:
         try:
-            self._wrap_next_index.append(self._next_index())
+            self._indices_ahead.append(self._next_index())
         except StopIteration:
             pass
 
@@ -296,9 +296,9 @@ class ReplayedIterator(_BaseDataLoaderIter):
     def _next_data(self) -> Any:
         if self.real is not None:
             return self.real._next_data()
-        if not self._wrap_next_index:
+        if not self._indices_ahead:
             raise StopIteration
-        self._recent.append(self._wrap_next_index.popleft())
+        self._recent.append(self._indices_ahead.popleft())
         self.consumed += 1
         self._prefetch()
         return self.batches._fake_batch()
@@ -313,7 +313,7 @@ class ReplayedIterator(_BaseDataLoaderIter):
         assert loader is not None
         self.states, recent = states, list(self._recent)
         remaining = _RemainingIndices(
-            chain(recent[len(recent) - self.refetches :], self._wrap_next_index, self._sampler_iter)
+            chain(recent[len(recent) - self.refetches :], self._indices_ahead, self._sampler_iter)
         )
         with overridden(loader, {"batch_sampler" if self._auto_collation else "sampler": remaining}):
             self.real = _MultiProcessingDataLoaderIter(loader)
