@@ -29,12 +29,13 @@ from limits import hang_s, slowness
 from processes import working_in
 from pytest_timeout import Settings as Timeout
 from pytest_timeout import pytest_timeout_set_timer as set_timer
-from warm import start_program
+from warm import early_variables, start_program
 
 import flatout as flatout_package
 
 # Set before torch is imported: on few, shared cores small operations spend their time waking threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+EARLY_BEFORE = {*early_variables(os.environ)}
 # A shell ignores Ctrl-C in what it starts in the background; the programs under test would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -355,6 +356,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if "FLATOUT_FULL" not in os.environ:
         items[:] = _sampled(items)
     items.sort(key=lambda item: item.path.parent.name in OF_ONE_PROCESS)
+    if changed := {*early_variables(os.environ)} - EARLY_BEFORE:
+        raise pytest.UsageError(
+            f"importing the tests sets {', '.join(changed)}, so every program would be a slow, real start"
+        )
     wanted = [item for item in items if item.get_closest_marker("gpu")]
     if wanted and not _has_gpu():
         config.stash[NOT_RUN] = len(wanted)
@@ -408,6 +413,8 @@ def pytest_runtest_protocol(item: pytest.Item) -> None:
 def processes_are_marked(request: pytest.FixtureRequest) -> Iterator[None]:
     """`make quick` runs the tests that start no process, and fails those that do and lack the marker."""
     yield
+    if left := {*early_variables(os.environ)} - EARLY_BEFORE:
+        pytest.fail(f"it leaves {', '.join(left)} set: the programs of later tests get it", pytrace=False)
     if STARTED and "FLATOUT_QUICK" in os.environ and not request.node.get_closest_marker("processes"):
         pytest.fail(f"it starts a process ({STARTED[0]}): mark it `processes`", pytrace=False)
 

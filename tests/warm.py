@@ -61,7 +61,7 @@ EARLY = (
 )
 LATE = {"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "TORCHINDUCTOR_CACHE_DIR", "PYTHON"}
 STAYS = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-GROUPS = ("torch", "torch.utils.data")
+GROUPS = ("torch", "torch.utils.data", "torch._dynamo")
 OF_FLATOUT = (
     "cli.main",
     "cli.run",
@@ -162,10 +162,15 @@ def start_program(
     return kind(argv, env=env, **{**pipes, **options})
 
 
+def early_variables(env: Mapping[str, str]) -> list[str]:
+    """Variables with which a program cannot start warm."""
+    early = {k: v for k, v in env.items() if k.startswith(EARLY) and k not in LATE}
+    return [name for name, value in early.items() if STAYS.get(name) != value]
+
+
 def can_become(argv: Sequence[str], env: Mapping[str, str]) -> bool:
     """Whether a start of this command is one of a script, or of flatout, in this interpreter."""
-    early = {k: v for k, v in env.items() if k.startswith(EARLY) and k not in LATE}
-    if any(STAYS.get(name) != value for name, value in early.items()) or len(argv) < 2:
+    if early_variables(env) or len(argv) < 2:
         return False
     python = shutil.which(os.fsdecode(argv[0]), path=env.get("PATH"))
     if python is None or not Path(python).name.startswith("python"):

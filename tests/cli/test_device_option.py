@@ -297,9 +297,11 @@ NAMES = st.one_of(
 def test_an_accelerator_becomes_the_cpu(named):
     """The CPU stays, and devices that are not accelerators are left to torch."""
     messages = []
-    redirect = DeviceArguments(torch, Ledger(), messages.append)
+    ledger = Ledger()
+    redirect = DeviceArguments(torch, ledger, messages.append)
     found = redirect(named)
     assert redirect(found) == found
+    ledger.restore()
     accelerator = str(named).partition(":")[0] in ("cuda", "xpu", "mps") or isinstance(named, int)
     assert found == torch.device("cpu") if accelerator else found is named
     assert bool(messages) == accelerator

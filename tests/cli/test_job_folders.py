@@ -116,8 +116,9 @@ def test_a_resume_in_a_read_only_folder_finds_its_checkpoints(flatout, script, r
     assert stat.S_IMODE(os.stat(next(places.glob("flatout-*"))).st_mode) == 0o700
 
 
+@pytest.mark.full
 @pytest.mark.slow
-@pytest.mark.parametrize("where", ["in the cache", pytest.param("--job", marks=pytest.mark.full)])
+@pytest.mark.parametrize("where", ["in the cache", "--job"])
 def test_the_command_that_tune_prints_finds_its_plan(flatout, script, read_only, nowhere, tmp_path, where):
     pytest.importorskip("torch")
     script(SLOWED)

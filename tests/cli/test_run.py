@@ -84,7 +84,10 @@ def test_a_failure_is_explained_under_its_traceback(flatout, script, tmp_path):
 
 @pytest.mark.parametrize(
     ("method", "guard"),
-    [("spawn", False), ("spawn", True), pytest.param("forkserver", False, marks=pytest.mark.full)],
+    [
+        ("spawn", False),
+        *(pytest.param(*case, marks=pytest.mark.full) for case in (("spawn", True), ("forkserver", False))),
+    ],
 )
 def test_a_missing_main_guard_is_named_where_a_loader_worker_ends_of_it(flatout, script, method, guard):
     """The worker's own traceback is that of a process that imports the script again."""

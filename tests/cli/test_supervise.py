@@ -98,10 +98,9 @@ def test_a_run_that_dies_and_hangs_ends_with_the_bits_of_the_undisturbed_run(fla
         ("hung", 2, 8),
         ("stopped", 3, None),
     ]
-    assert [line["checkpoint_step"] for line in lines] in (
-        [10, 20, 40],
-        [10, 20, 50],
-    )  # training continues while that is written
+    *killed, stopped = [line["checkpoint_step"] for line in lines]
+    assert killed == [10, 20]
+    assert stopped in (40, 50, 60)  # training continues while that is written
     assert oct(next(flatout.folder.glob(".flatout/*/incidents.jsonl")).stat().st_mode)[-3:] == "600"
 
 

@@ -86,6 +86,7 @@ def _names(number, folder):
     return os.fsencode(folder) in Path(f"/proc/{number}/environ").read_bytes()
 
 
+@pytest.mark.full
 def test_commands_that_measure(flatout, script, by_hand, place, ours, next_command):
     """tune is killed while a program of it trains; trial and profile end in order."""
     script(by_hand)

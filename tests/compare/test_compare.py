@@ -113,6 +113,7 @@ def test_the_two_words_of_one_command_can_be_stored(flatout):
     assert "there is no script 'missing.py'" in done.err, done.err
 
 
+@pytest.mark.full
 def test_the_lines_of_the_guide_find_the_commit(flatout, project):
     """git tests the commits; one that does not run is skipped."""
     guide = Path(__file__).parents[2] / "docs" / "howto" / "compare.md"

@@ -22,6 +22,7 @@ def generate():
     del sys.modules[spec.name]
 
 
+@pytest.mark.full
 @pytest.mark.processes
 def test_the_site_builds_strictly(tmp_path):
     """A broken link, a missing anchor or a page outside the navigation is a warning, and a warning fails the

@@ -84,7 +84,7 @@ def test_an_interrupted_run_resumes_exactly(user):
 
 def test_tune_keeps_or_rejects_a_plan(user):
     cli, of = user
-    options = ("--budget", "20s", "--levers", "gc_pause,fused_optimizer", "--no-write")
+    options = ("--budget", "12s", "--levers", "gc_pause,fused_optimizer", "--no-write")
     done = cli(**of("flatout", "tune", *options, "python", "train.py", "1000000", "8"), timeout=200)
     assert done.code == 0, done.err
     assert "did not train" not in done.out + done.err

@@ -86,7 +86,9 @@ def own(tmp_path_factory, wheel):
 def test_it_tunes_and_runs_with_the_same_bits(train, own, tmp_path):
     plain = train()
     assert plain.stdout.splitlines()[0] == "[] True"
-    tuned = train(own, "tune", "--budget", "30s", "--effects", "exact", "--no-write", epochs=100000)
+    tuned = train(
+        own, "tune", "--budget", "12s", "--levers", "fused_optimizer,gc_pause", "--no-write", epochs=100000
+    )
     assert tuned.returncode == 0, tuned.stderr[-3000:]
     assert "guard" in tuned.stdout
     (session,) = tmp_path.glob(".flatout/*/session.json")
@@ -132,7 +134,7 @@ def other_pythons():
     return [*pyenv, *filter(None, (shutil.which(f"python{name}") for name in names))]
 
 
-@pytest.mark.parametrize("tool", ["uv tool", "uvx", "pipx"])
+@pytest.mark.parametrize("tool", ["uv tool", "pipx", pytest.param("uvx", marks=pytest.mark.full)])
 def test_installed_as_a_tool(train, wheel, program, tool, tmp_path):
     """By uv with another minor version of Python than the program's, if this machine has one."""
     home = {"UV_TOOL_DIR": str(tmp_path / "tools"), "UV_TOOL_BIN_DIR": str(tmp_path / "bin"), "PIPX_HOME": str(tmp_path / "tools"), "PIPX_BIN_DIR": str(tmp_path / "bin")}  # fmt: skip

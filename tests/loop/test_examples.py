@@ -2,16 +2,17 @@
 
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from processes import run_python
 
-pytestmark = pytest.mark.processes
-
-pytest.importorskip("torch")
-pytest.importorskip("torchvision")
-pytest.importorskip("sklearn")
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(find_spec("torchvision") is None, reason="not run: torchvision is not installed"),
+    pytest.mark.skipif(find_spec("sklearn") is None, reason="not run: scikit-learn is not installed"),
+]
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"
 TEMPLATES = {

@@ -47,7 +47,9 @@ def test_a_seed_that_numpy_would_reject(value):
         flatout.seed(value)
 
 
-def test_deterministic_mode_on_request():
+def test_deterministic_mode_on_request(monkeypatch):
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
     try:
         flatout.seed(1, deterministic=True)
         assert torch.are_deterministic_algorithms_enabled()
