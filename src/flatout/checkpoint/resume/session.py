@@ -42,7 +42,7 @@ from flatout.checkpoint.resume.program_state import program_state
 from flatout.checkpoint.resume.reachable_state import ReachableState
 from flatout.checkpoint.resume.replayed_loaders import ReplayedLoaders
 from flatout.checkpoint.resume.resume_point import RandomDrawCheck, ResumePoint
-from flatout.checkpoint.resume.skipping import TrainingSkipper
+from flatout.checkpoint.resume.training_skipper import TrainingSkipper
 from flatout.checkpoint.resume.users_objects import user_modules
 from flatout.checkpoint.resume.value_hooks import ValueHooks
 from flatout.checkpoint.resume.value_log import ValueLog
@@ -105,14 +105,14 @@ class ExactSession(Listener):
         atexit.register(self.rescue.finish)
         self.saved = state = self._state(unfinished)
         self.value_log = ValueLog(self.refuse, self.say)
-        self.replay_tensors = FakeOperators(self.refuse)
-        self.skipping = TrainingSkipper(self.value_log, self.replay_tensors, ledger)
+        self.fake_operators = FakeOperators(self.refuse)
+        self.skipper = TrainingSkipper(self.value_log, self.fake_operators, ledger)
         self.batches = ReplayedLoaders(self.value_log, ledger, self._start_training, own_generators)
         self.files = Files(
             self.journal.with_name(f"{self.journal.name}.files"),
             self.value_log,
             self.refuse,
-            self.resumes_itself,
+            self.on_own_checkpoint,
         )
         self._muted_io: MutedIO | None = None
         self._initial: InitialTensors | None = None
@@ -124,17 +124,17 @@ class ExactSession(Listener):
         self._began_s = self._trained_s = 0.0  # start of training or resume; training time before it
         self.pid = os.getpid()
         self.value_hooks = ValueHooks(self.value_log, ledger)
-        self.replay_tensors.recorded_shapes = self.value_hooks.recorded_shapes
+        self.fake_operators.make_recorded_result = self.value_hooks.make_recorded_result
         self.observe()
         os.register_at_fork(after_in_child=self._forked)
         if state is None:
             self._start = random_states(torch)
-            self.files.observe_probes()
+            self.files.observe_checks()
         else:
             self._start = state["start"]
             self._replay(state)
         self.files.install()
-        heartbeat.on_own_resume(self.resumes_itself)
+        heartbeat.on_own_resume(self.on_own_checkpoint)
         atexit.register(self._ended)
 
     def _state(self, unfinished: str) -> dict[str, Any] | None:
@@ -220,7 +220,7 @@ class ExactSession(Listener):
         heartbeat.mark_resume_point()
         self._resumed()
 
-    def resumes_itself(self, path: str) -> None:
+    def on_own_checkpoint(self, path: str) -> None:
         """Stop recording; no checkpoint is used to resume."""
         if self.replaying or self.value_log.why_stopped:
             return
@@ -276,7 +276,7 @@ class ExactSession(Listener):
     def observe(self) -> None:
         """Install the hooks; they stay until the ledger is restored."""
         self.value_hooks.install()
-        self.skipping.install()
+        self.skipper.install()
 
     def install(self) -> None:
         """Patch the DataLoaders. Call it after everything else that changes how loaders are made."""
@@ -306,7 +306,7 @@ class ExactSession(Listener):
             "files": self.files.state(),
             "journal": position.to_json(),
             "trained_s": self._trained_s + seconds() - self._began_s,
-            "events": value_log.events,
+            "event_count": value_log.event_count,
             "steps": value_log.steps,
         }, "; ".join(reasons)
 
@@ -321,14 +321,14 @@ class ExactSession(Listener):
     def _start_training(self) -> None:
         if self._initial is None:
             self.value_log.training_began, self._began_s = True, seconds()
-            self.files.stop_observing_probes()
+            self.files.stop_observing_checks()
             with self.value_log.unrecorded:
                 self._initial = InitialTensors(
                     ReachableState().collect(sys._getframe(1), {}), everything=self.value_log.replaying
                 )
             if self.value_log.replaying:
                 self._draws = RandomDrawCheck()
-                self.skipping.start()
+                self.skipper.start()
             elif not self.value_log.why_stopped:
                 self._record_from_here()
 
@@ -343,7 +343,7 @@ class ExactSession(Listener):
     @contextmanager
     def real_execution(self) -> Iterator[None]:
         """Run flatout's own code: it acts on real tensors and is not recorded."""
-        with self.skipping.paused(), self.value_log.unrecorded:
+        with self.skipper.paused(), self.value_log.unrecorded:
             yield
 
     # -- events
@@ -397,18 +397,18 @@ class ExactSession(Listener):
 
     def _replay(self, state: dict[str, Any]) -> None:
         self.value_log.replay(
-            read_journal(self.journal, JournalPosition.from_json(state["journal"])), state["events"]
+            read_journal(self.journal, JournalPosition.from_json(state["journal"])), state["event_count"]
         )
         self.batches.reloaded = set(state["batches"]["reloaded"])
         set_random_states(torch, state["start"])
         self._muted_io = MutedIO(self.refuse, self.options.shows)
         self.files.replay(state["files"])
-        self.skipping.replay(self._start_training)
+        self.skipper.replay(self._start_training)
 
     def _resume_point(self, frame: FrameType) -> None:
         try:
             with self.value_log.unrecorded:
-                self.skipping.stop()
+                self.skipper.stop()
                 self._restore(self.saved or {}, frame)
         except FlatoutError as error:
             self.refuse(str(error))
@@ -429,10 +429,10 @@ class ExactSession(Listener):
                 f"both the script and its skipped data loading draw from {' and '.join(interleaved)}. Give the data set a random "
                 f"generator of its own, or use loader workers"
             )
-        resume_point = ResumePoint(saved, self.replay_tensors, self._initial, self.refuse)
+        resume_point = ResumePoint(saved, self.fake_operators, self._initial, self.refuse)
         reachable = self._reachable(frame)
         resume_point.compare(reachable, self.batches.prefetched_tensors())
-        self.skipping.stop()
+        self.skipper.stop()
         self.files.leave_sandbox()  # before workers start: they would stay in the file sandbox
         self.batches.resume(saved["batches"])
         resume_point.restore(reachable)
