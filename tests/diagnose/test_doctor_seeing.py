@@ -64,7 +64,7 @@ def test_it_hangs(look):
         "FD010"
     ]
     assert (found.verdict, found.evidence) == ("problem", ["connecting"])
-    assert "did not finish within the time limit" in found.seen
+    assert "did not finish within the time limit" in found.observed
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ class AttachedRun(Listener):
 
     def __init__(self, request: RunRequest, torch: ModuleType, checkpoints: MakeCheckpointing) -> None:
         self.plan = request.plan
-        self.start_outcomes = list(map(Outcome.from_json, request.started))
+        self.start_outcomes = list(map(Outcome.from_json, request.process_outcomes))
         rank_env = this_rank()
         self.rank = rank_number()
         ledger = Ledger()

@@ -26,10 +26,10 @@ class MonitoredRun(AttachedRun):
         counts.begin(self.context.steps)
         if request.summary is not None:
             Summarizer(request.summary, self.plan.to_json(), counts, torch, self.real_files)
-        if request.watch is not None and self.prints:
+        if request.live_line is not None and self.prints:
             from flatout.agent.live_line import LiveLine
 
-            LiveLine(LiveFigures(torch, counts), request.watch)
+            LiveLine(LiveFigures(torch, counts), request.live_line)
 
 
 def attach(job: dict[str, Any]) -> None:
@@ -40,5 +40,5 @@ def attach(job: dict[str, Any]) -> None:
 
 
 def start(request: RunRequest, torch: ModuleType, checkpoints: MakeCheckpointing) -> None:
-    counted = request.watch is not None or request.summary is not None
+    counted = request.live_line is not None or request.summary is not None
     (MonitoredRun if counted else AttachedRun)(request, torch, checkpoints)

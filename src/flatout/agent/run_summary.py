@@ -125,7 +125,11 @@ class Summarizer:
                 written_to = min(os.path.relpath(path), str(path), key=len)
         except (OSError, StorageError) as error:
             written_to = f"not written: {first_line(error)}"
-        if self.request.shows and record.rank == 0 and claim(os.environ.get("FLATOUT_JOB", "") + SUMMARY):
+        if (
+            self.request.print_summary
+            and record.rank == 0
+            and claim(os.environ.get("FLATOUT_JOB", "") + SUMMARY)
+        ):
             from flatout.render.run_box import box
 
             show(box(record, written_to, self._failed_trackers()))

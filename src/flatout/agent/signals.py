@@ -48,7 +48,7 @@ class Signals:
         ledger.set(signal, "getsignal", self._wrap_getsignal(self._get))
         for number in OBSERVED_SIGNALS:
             self._set_observer(number)
-        ledger.call("signal handlers", self.uninstall)
+        ledger.on_restore("signal handlers", self.uninstall)
         os.register_at_fork(after_in_child=self.uninstall)
         return True
 

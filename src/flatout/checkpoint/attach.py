@@ -42,10 +42,10 @@ def checkpointing(
     request: RunRequest, torch: ModuleType, ledger: Ledger, resumed: Callable[[], None]
 ) -> Checkpointing | None:
     """Return what keeps the checkpoints of this process; None if another rank keeps them."""
-    assert request.rescue is not None
+    assert request.checkpoint_folder is not None
     if rank_number() > 0:
         return None
-    folder = Path(request.rescue)
+    folder = Path(request.checkpoint_folder)
     if request.resume is not None and (session := _exact(request.resume, folder, ledger, resumed)):
         return session
     return RescueOnly(torch, folder, ledger)

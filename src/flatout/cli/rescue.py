@@ -6,9 +6,9 @@ import click
 
 from flatout.checkpoint.checkpoint import Checkpoint, verified
 from flatout.checkpoint.checkpoints import CheckpointFolder
+from flatout.checkpoint.earlier_runs import earlier_runs
 from flatout.checkpoint.metadata import CheckpointMeta
 from flatout.checkpoint.rescue_writer import KIND
-from flatout.checkpoint.earlier_runs import earlier_runs
 from flatout.cli.options.json_output import json_option, print_json
 from flatout.job.folder import FOLDER
 from flatout.job.sanitize import sanitize

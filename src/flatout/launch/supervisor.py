@@ -218,7 +218,7 @@ class Supervisor:
             return Ending("asked", 128 + stop_signal if rank.killed else exit_code(code), f"ended by {name}")
         if monitor.hung is not None:
             return Ending("hung", ProgramHung.exit_code, monitor.hung.message, monitor.hung.place)
-        step = processes.max_of(heartbeat.NOT_FINITE)
+        step = processes.max_of(heartbeat.Slot.NOT_FINITE)
         if step:
             return Ending(
                 "nan",

@@ -78,7 +78,7 @@ class Precision:
             return ""
         if not self._counts_steps:  # the scaler does not report whether it called the optimizer
             self._counts_steps = True
-            self._ledger.call("step hook", optimizer.register_step_post_hook(self._count).remove)
+            self._ledger.on_restore("step hook", optimizer.register_step_post_hook(self._count).remove)
         before = self._step_count
         self.scaler.step(optimizer)
         self.scaler.update()
@@ -100,5 +100,7 @@ class Precision:
             ledger.set_flag(owner, "fp32_precision", owner.fp32_precision)
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision("high")
-        ledger.call("torch.set_float32_matmul_precision", lambda: torch.set_float32_matmul_precision(before))
+        ledger.on_restore(
+            "torch.set_float32_matmul_precision", lambda: torch.set_float32_matmul_precision(before)
+        )
         ledger.set_flag(torch.backends.cudnn, "allow_tf32", True)

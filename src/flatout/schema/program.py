@@ -28,7 +28,7 @@ class Ledger(Protocol):
     def set_item(self, owner: object, key: object, value: object) -> None:
         """Set an item of a dictionary."""
 
-    def call(self, title: str, undo: Callable[[], object]) -> None:
+    def on_restore(self, title: str, undo: Callable[[], object]) -> None:
         """Record a change made by a call, with the function that undoes it."""
 
     def mark(self) -> int:
@@ -55,7 +55,7 @@ class TrainingContext(Protocol):
     threads_at_import: int
     paused: bool  # True stops the observation of steps
     reports: list[tuple[str, str]]  # messages of levers after they were applied
-    handed_on: Any  # where the runs of a search pass on their cached samples
+    shared_samples: Any  # where the runs of a search pass on their cached samples
     data_parallel: Any  # the state of `data_parallel`, for levers that act through it; None in one process
     graph_passes: list[Any]  # graph passes of levers, before `compile` compiles the graph
     uncompiled: list[Any]  # modules that `compile` excludes

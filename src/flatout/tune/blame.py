@@ -111,7 +111,7 @@ def blame(tuning: Tuning, choices: Sequence[Choice], record: TrialRecord, ticks:
     elif len(suspects) == 2:
         tuning.exclude_pair(suspects[0].name, suspects[1].name)
         plan, why = ordered_plan(suspects).describe(), f"they do not work together: {message}"
-        tuning.note(plan, "together", None, why, seconds())
+        tuning.record_comparison(plan, "together", None, why, seconds())
     else:
         plan = ordered_plan(suspects).describe()
         untried = [c for c in suspects if spell(c.name, c.value) not in tuning.measured_keys]
@@ -127,7 +127,7 @@ def reject(tuning: Tuning, choice: Choice, reason: str) -> None:
     candidate = tuning.candidates[choice.name]
     candidate.reject_value(choice.value, reason)
     tuning.drop_factor(spell(choice.name, choice.value))
-    tuning.note(spell(choice.name, choice.value), "processes", None, reason, seconds())
+    tuning.record_comparison(spell(choice.name, choice.value), "processes", None, reason, seconds())
 
 
 def _failure(tuning: Tuning, choices: Sequence[Choice], ticks: int) -> ProgramGone | LeverFailed | None:

@@ -48,4 +48,4 @@ def measure_named(tuning: Tuning) -> None:
             for candidate in candidates:
                 tuning.interleaver.dismiss(candidate.trial)
         tuning.session.named_levers.append(record)
-        tuning.note(record.plan, "by name", record.ratio, record.why_not, start_s)
+        tuning.record_comparison(record.plan, "by name", record.ratio, record.why_not, start_s)

@@ -51,7 +51,7 @@ def check_step(tuning: Tuning, tuned: list[Candidate]) -> tuple[list[Candidate],
     try:
         replica = replay_step(tuning.interleaver, plain, [c.choice for c in checked], timeout_s)
         rejected = _reject_candidates(tuned, replica)
-        replica = replica.get("rest") or replica
+        replica = replica.get("remaining") or replica
     except ProgramGone as gone:
         ending = (
             "ended before the guard could replay a step"

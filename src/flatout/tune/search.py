@@ -22,8 +22,8 @@ from flatout.tune.conclude import noise_floor
 from flatout.tune.confirm import confirm_plan
 from flatout.tune.endings import failure_error
 from flatout.tune.explore import explore
-from flatout.tune.fit import fit_memory
 from flatout.tune.interleaver import ask_options
+from flatout.tune.memory_fit import fit_memory
 from flatout.tune.named_levers import measure_named
 from flatout.tune.narrow import check_step
 from flatout.tune.ranks import compare_with_one_process, why_incompatible
@@ -68,7 +68,11 @@ def observe(tuning: Tuning) -> None:
     ready, interleaver = plain.trial.ready, tuning.interleaver
     for skipped in ready["skipped"]:  # levers that every program of the search needs
         raise NothingMeasured(f"{skipped['name']} could not be applied: {skipped['reason']}")
-    tuning.plain_trial, tuning.start_cost_s, tuning.warmup_ticks = plain.trial, plain.start_s, ready["ticks"]
+    tuning.plain_trial, tuning.start_cost_s, tuning.warmup_ticks = (
+        plain.trial,
+        plain.startup_s,
+        ready["ticks"],
+    )
     interleaver.tick_ms, interleaver.unit = max(ready["tick_ms"], 1e-3), ready["unit"]
     tuning.max_copies = ready["max_copies"]
     tuning.session.context = answer["context"]

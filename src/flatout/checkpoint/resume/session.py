@@ -401,7 +401,7 @@ class ExactSession(Listener):
         )
         self.batches.reloaded = set(state["batches"]["reloaded"])
         set_random_states(torch, state["start"])
-        self._muted_io = MutedIO(self.refuse, self.options.shows)
+        self._muted_io = MutedIO(self.refuse, self.options.show_output)
         self.files.replay(state["files"])
         self.skipper.replay(self._start_training)
 

@@ -87,7 +87,7 @@ def machine_check(
 def has_input(snapshot: MachineSnapshot, need: str) -> bool:
     kind, _, name = need.partition(" ")
     if kind == "run":
-        return name in snapshot.runs
+        return name in snapshot.command_results
     if kind == "torch":
         return isinstance(snapshot.torch.get(name), dict)
     fields = {"file": "files", "folder": "folders", "disk": "disks", "python": "python"}

@@ -62,7 +62,7 @@ def driver(snapshot: MachineSnapshot) -> CheckOutcome:
         Install or reload the driver on the host (`sudo modprobe nvidia`). Start a container with `docker run
         --gpus all`.
     """
-    run, report, gpu = snapshot.runs["nvidia-smi"], smi_report(snapshot), has_gpu(snapshot)
+    run, report, gpu = snapshot.command_results["nvidia-smi"], smi_report(snapshot), has_gpu(snapshot)
     if report is not None and report.gpus:
         names = [gpu.name for gpu in report.gpus]
         gpus = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))

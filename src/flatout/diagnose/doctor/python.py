@@ -103,7 +103,7 @@ def enters_programs(snapshot: MachineSnapshot) -> CheckOutcome:
     How to fix it:
         Install flatout again: `pip install --force-reinstall --no-deps flatout`.
     """
-    hook_run = snapshot.runs["start-up hook"]
+    hook_run = snapshot.command_results["start-up hook"]
     report = hook_run.out.strip().partition(" ")[2]
     if report == "ok":
         return ok(f"flatout enters programs of {hook_run.command[0]}")

@@ -88,7 +88,7 @@ def cpp_compiler(snapshot: MachineSnapshot) -> CheckOutcome:
     How to fix it:
         `apt-get install g++`, or in conda `conda install -c conda-forge gxx`.
     """
-    run = snapshot.runs["c++"]
+    run = snapshot.command_results["c++"]
     command = install_command(snapshot, "g++", "gcc-c++", "gxx")
     if not run.installed:
         return warning(f"there is no {run.command[0]}: torch.compile does not work", command)

@@ -40,7 +40,7 @@ def torch_imports(snapshot: MachineSnapshot) -> CheckOutcome:
     How to fix it:
         The command depends on the cause and is given with it; usually `pip install --force-reinstall torch`.
     """
-    run, stages = snapshot.runs["import torch"], snapshot.torch
+    run, stages = snapshot.command_results["import torch"], snapshot.torch
     found, imported, failed = stages.get("found"), stages.get("imported"), stages.get("import failed")
     tail = [line for line in run.output.splitlines() if line.strip()][-4:]
     if isinstance(failed, dict):

@@ -20,7 +20,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     if gc.isenabled():
         gc.disable()
-        ledger.call("gc.disable", gc.enable)
+        ledger.on_restore("gc.disable", gc.enable)
     return ledger.restore
 
 

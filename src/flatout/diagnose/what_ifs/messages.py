@@ -56,7 +56,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
         ledger.set(sys, name, _DiscardingStream(getattr(sys, name)))
     previous_level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
-    ledger.call("logging.disable", lambda: logging.disable(previous_level))
+    ledger.on_restore("logging.disable", lambda: logging.disable(previous_level))
     for module, owner, prefixes in WRITERS:
         target = sys.modules.get(module)
         target = getattr(target, owner, None) if owner else target

@@ -34,7 +34,7 @@ def _more(facts: Facts, context: TrainingContext) -> Options | Skip:
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     threads = context.torch.get_num_threads()
     context.torch.set_num_threads(int(value))  # type: ignore[arg-type]
-    ledger.call("torch.set_num_threads", lambda: context.torch.set_num_threads(threads))
+    ledger.on_restore("torch.set_num_threads", lambda: context.torch.set_num_threads(threads))
     return ledger.restore
 
 
