@@ -18,7 +18,7 @@ from flatout.launch.hang import (
     Stack,
     stack_in,
 )
-from flatout.launch.restart_policy import Attempt, Ending, RestartHistory, outcome_of
+from flatout.launch.restart_policy import Attempt, AttemptOutcome, RestartHistory, outcome_of
 
 
 @pytest.mark.processes
@@ -136,7 +136,7 @@ def test_how_a_program_has_ended():
         ).kind
         == "memory"
     )
-    assert of(1, {"kinds": ["BrokenPipeError"], "message": "x"}).kind == "unheard"
+    assert of(1, {"kinds": ["BrokenPipeError"], "message": "x"}).kind == "output closed"
     assert (
         of(1, lost, report).message == "`train` failed after step 7: rank 1 was the first to fail, by SIGKILL"
     )
@@ -164,7 +164,7 @@ def course_of(*attempts, kind="exit"):
         )
         course.attempts.append(attempt)
         course.record_attempt(attempt)
-        why = course.why_not_restarted(Ending(kind, 1, "it failed", advice="Take less"), attempt, 20)
+        why = course.why_not_restarted(AttemptOutcome(kind, 1, "it failed", advice="Take less"), attempt, 20)
     return why
 
 

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, TextIO
 
 from flatout import __version__
-from flatout.agent.bootstrap import say, show
+from flatout.agent.bootstrap import notify, show
 from flatout.agent.live_figures import LiveFigures, PeriodicThread
 from flatout.agent.step_counters import StepCounters, counters
 from flatout.job.claims import REPORT, SUMMARY, claim
@@ -36,7 +36,7 @@ def count(job: dict[str, Any]) -> None:
     import torch
 
     if (sentence := untested_torch(str(torch.__version__))) and claim(os.environ["FLATOUT_JOB"] + REPORT):
-        say(sentence)
+        notify(sentence)
     Summarizer(SummaryRequest.from_json(job["summary"]), {}, counters(torch), torch)
 
 

@@ -267,7 +267,7 @@ def _operations(profile: ProfileRecord) -> Section:
                 " ".join([*operation.dtypes[:2], *operation.shapes[:2]]),
             ),
             f"{100 * operation.share:.0f} %",
-            rounded(operation.device_ms if operation.device_ms is not None else operation.host_ms),
+            rounded(operation.self_ms),
             rounded(operation.calls),
             Cell(
                 _limit(operation),

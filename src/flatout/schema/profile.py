@@ -63,6 +63,10 @@ class Operation(Record):
     tensor_cores: bool | None = None
     place: SourceLocation | None = None
 
+    @property
+    def self_ms(self) -> float:
+        return self.device_ms if self.device_ms is not None else self.host_ms
+
 
 @dataclass
 class SyncRecord(Record):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.agent.applier import before_start
-from flatout.agent.bootstrap import say
+from flatout.agent.bootstrap import notify
 from flatout.agent.file_sandbox import ESCAPED, FILES_VARIABLE
 from flatout.agent.overlay import Overlay
 from flatout.job.folder import TrialFolder, read_json, write_json
@@ -234,7 +234,7 @@ class Trial:
             if changes := leaks.describe_changes(
                 root, self.folder.spec.stat().st_ctime_ns, Overlay(str(self._files))
             ):
-                say(changes)
+                notify(changes)
 
     # -- messages
 

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from flatout.agent.applier import Applier, Outcome
-from flatout.agent.bootstrap import say
+from flatout.agent.bootstrap import notify
 from flatout.agent.file_sandbox import overlay_of_process
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
@@ -171,4 +171,4 @@ class WorkerRecord(Listener):
         try:
             self.write_record(status, reason)
         except Exception as error:
-            say(f"could not write the trial's record ({type(error).__name__}: {error})")
+            notify(f"could not write the trial's record ({type(error).__name__}: {error})")

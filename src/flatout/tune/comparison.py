@@ -169,9 +169,11 @@ def take_turns(
 
     After MIN_TURNS, ``should_stop`` may end it too. A member that fails or ends leaves.
     """
+    fresh = [member for member in members if member.fresh and member.rows and member.result.complete]
+    # with one seed, programs do the same work at the same tick
+    start_tick = max((member.trial.ticks_done for member in fresh), default=0)
     for turn in range(max((len(member.rows) for member in members), default=0)):
         active = [member for member in members if turn < len(member.rows) and member.result.complete]
-        start_tick = _start_tick(active) if turn == 0 else 0
         active = active if turn % 2 == 0 else active[::-1]
         slices = _slices(interleaver, active)
         for group in [active] if slices > 1 else [[member] for member in active]:
@@ -213,14 +215,6 @@ def compare_running(interleaver: Interleaver, a: Trial, b: Trial, until_s: float
         if result.end_record is not None and not (result.end_record.status == "ended" and rounds):
             raise ProgramGone(result.end_record)
     return compare([[Round(x, y) for x, y in rounds]])
-
-
-def _start_tick(active: Sequence[Member]) -> int:
-    """The tick at which programs that started together begin.
-
-    Sentences and episodes differ in length; with one seed, programs do the same work at the same tick.
-    """
-    return max((member.trial.ticks_done for member in active if member.fresh), default=0)
 
 
 def _slices(interleaver: Interleaver, active: Sequence[Member]) -> int:

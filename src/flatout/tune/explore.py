@@ -76,7 +76,7 @@ class _Exploring:
     def run(self) -> None:
         tuning = self.tuning
         self._measure_plain()
-        while self._time_for_a_wave():
+        while self.quick_space.factors and self._rows_per_program(self._wave_size) >= self._min_rows:
             self._wave()
             self.compiler.begin(self.quick_space)
             compiling = not self.compiler.poll()
@@ -150,9 +150,6 @@ class _Exploring:
         if self.tuning.length_ticks is not None:
             return 1
         return MIN_TURNS - (self.interleaver.tick_ms >= SLOW_TICK_MS)
-
-    def _time_for_a_wave(self) -> bool:
-        return bool(self.quick_space.factors) and self._rows_per_program(self._wave_size) >= self._min_rows
 
     def _wave(self) -> None:
         tuning, space = self.tuning, self.quick_space

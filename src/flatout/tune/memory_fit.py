@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from flatout.measure.clock import seconds
 from flatout.schema.enums import Origin, Status
-from flatout.schema.plan import Choice, spell
+from flatout.schema.plan import Choice
 from flatout.schema.session import TimeMemoryPoint
 from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone, Trial
@@ -140,7 +140,7 @@ class _Frontier:
         choices = ([c.choice for c in self.live] if with_live_levers else []) + [
             choice for _, choice in parts
         ]
-        name = ", ".join(spell(c.name, c.value) for c in [*plan_of(self.fixed), *choices]) or "plain"
+        name = ", ".join(c.text for c in [*plan_of(self.fixed), *choices]) or "plain"
         tuning.stage("fitting", f"{name}: time and peak memory")
         record = TimeMemoryPoint(name)
         self.points.append(FrontierPoint(record, parts, with_live_levers))

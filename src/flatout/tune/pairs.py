@@ -11,7 +11,7 @@ from flatout.measure.clock import seconds
 from flatout.measure.statistics import Round
 from flatout.schema.enums import Effect
 from flatout.schema.errors import last_line
-from flatout.schema.plan import Plan, spell
+from flatout.schema.plan import Plan
 from flatout.schema.records import TrialRecord
 from flatout.tune.blame import ended_like_plain
 from flatout.tune.candidates import Candidate, plan_of, widest_effect
@@ -43,7 +43,7 @@ class Pairs:
 
 
 def keys_of(candidates: Sequence[Candidate]) -> frozenset[str]:
-    return frozenset(spell(c.choice.name, c.choice.value) for c in candidates)
+    return frozenset(c.choice.text for c in candidates)
 
 
 def measure_pairs(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs) -> None:

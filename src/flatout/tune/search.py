@@ -61,7 +61,9 @@ def observe(tuning: Tuning) -> None:
     """Bring the plain program to its steady state and query every lever. Raises what ``search`` raises."""
     tuning.stage("observing", "the plain program, until its steps are steady")
     try:
-        plain = tuning.interleaver.start_paused(Plan(), 0, timeout_s=_timeout_s(tuning.goal.budget_s))
+        budget_s = tuning.goal.budget_s or LONGER_BUDGET_S
+        timeout_s = max(min(60.0, 3 * budget_s), 0.8 * budget_s)
+        plain = tuning.interleaver.start_paused(Plan(), 0, timeout_s)
         answer = ask_options(plain.trial)
     except ProgramGone as gone:
         raise _unobservable_error(tuning, gone.record) from None
@@ -95,10 +97,6 @@ def observe(tuning: Tuning) -> None:
         step_ms=ready["tick_ms"], unit=ready["unit"], warmup_ms=ready["warmup_ms"]
     )
     tuning.save()
-
-
-def _timeout_s(budget_s: float | None) -> float:
-    return 0.8 * LONGER_BUDGET_S if budget_s is None else max(min(60.0, 3 * budget_s), 0.8 * budget_s)
 
 
 def _unobservable_error(tuning: Tuning, record: TrialRecord) -> FlatoutError:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from flatout.agent.bootstrap import say_unbuffered
+from flatout.agent.bootstrap import notify_unbuffered
 from flatout.agent.frames import is_user_file
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
@@ -95,7 +95,7 @@ class ExactSession(Listener):
         self.rescue = Rescue(
             torch,
             folder,
-            say_unbuffered,
+            notify_unbuffered,
             lambda: claim_or_take_over(claim),
             ledger,
             exact=self,
@@ -104,7 +104,7 @@ class ExactSession(Listener):
         )
         atexit.register(self.rescue.finish)
         self.saved = state = self._state(unfinished)
-        self.value_log = ValueLog(self.refuse, self.say)
+        self.value_log = ValueLog(self.refuse, notify_unbuffered)
         self.fake_operators = FakeOperators(self.refuse)
         self.skipper = TrainingSkipper(self.value_log, self.fake_operators, ledger)
         self.batches = ReplayedLoaders(self.value_log, ledger, self._start_training, own_generators)
@@ -145,10 +145,10 @@ class ExactSession(Listener):
             why = f"its last start left no checkpoint to resume from: {unfinished}"
             if self.options.required:
                 self.refuse(why)
-            self.say(f"this program starts from scratch: {why}")
+            notify_unbuffered(f"this program starts from scratch: {why}")
         if self.checkpoint is None or self.meta is None:
             return None
-        self.say(
+        notify_unbuffered(
             f"replaying the program up to step {self.checkpoint.step}, from {os.path.relpath(self.checkpoint.path)}"
         )
         try:
@@ -182,16 +182,13 @@ class ExactSession(Listener):
 
     # -- the process
 
-    def say(self, sentence: str) -> None:
-        say_unbuffered(sentence)
-
     def refuse(self, why: str) -> NoReturn:
         """Exit the process, whatever the program catches: it must not run with tensors that have no values."""
         advice = "`flatout rescue` lists the checkpoints; `flatout run --resume --from-scratch` starts from scratch"
         if not self.options.required:
             unlink(self.journal)
             advice = "The next start begins from scratch; `flatout rescue` lists the checkpoints"
-        say_unbuffered(f"cannot resume exactly: {why}. {advice}.")
+        notify_unbuffered(f"cannot resume exactly: {why}. {advice}.")
         os._exit(CannotResume.exit_code)
 
     def recording_begins(self) -> None:
@@ -214,7 +211,7 @@ class ExactSession(Listener):
             self.refuse(
                 f"the environment differs from that of {self.checkpoint.path.name}: {'; '.join(differs)}"
             )
-        self.say(
+        notify_unbuffered(
             f"resumed exactly after step {self.checkpoint.step}, reached in {replay_s:.1f} s; training had taken {trained_s:.1f} s"
         )
         heartbeat.mark_resume_point()
@@ -226,7 +223,7 @@ class ExactSession(Listener):
             return
         self.value_log.stop_recording(f"it resumes by itself, from {os.path.relpath(path)}")
         self.journal.unlink(missing_ok=True)
-        self.say(
+        notify_unbuffered(
             f"this script resumes by itself, from {os.path.relpath(path)}; flatout leaves this to the script"
         )
         heartbeat.set_exact_resume(False)
@@ -239,7 +236,7 @@ class ExactSession(Listener):
     def extra_state(self, frame: FrameType | None) -> tuple[dict[str, Any], str]:
         state, why_not = self._extra_state(frame)
         if why_not and why_not != self._why_not and not self.value_log.why_stopped:
-            say_unbuffered(f"from here on this program could not be resumed exactly: {why_not}")
+            notify_unbuffered(f"from here on this program could not be resumed exactly: {why_not}")
         self._why_not = why_not
         return state, why_not
 
@@ -338,7 +335,7 @@ class ExactSession(Listener):
             self.value_log.record(ValueJournal(self.journal))
         except StorageError as error:
             self.value_log.stop_recording(str(error))
-            self.say(f"this script cannot be resumed exactly: {error}")
+            notify_unbuffered(f"this script cannot be resumed exactly: {error}")
 
     @contextmanager
     def real_execution(self) -> Iterator[None]:

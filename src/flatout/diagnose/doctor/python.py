@@ -6,7 +6,7 @@ from flatout.diagnose.doctor.check import (
     CheckOutcome,
     dotted,
     machine_check,
-    not_seen,
+    not_checked,
     note,
     ok,
     problem,
@@ -32,7 +32,7 @@ def python_version(snapshot: MachineSnapshot) -> CheckOutcome:
     text = str(snapshot.python["version"])
     running, table = version(text), versions()
     if running is None:
-        return not_seen(f"{text!r} is not a version of Python")
+        return not_checked(f"{text!r} is not a version of Python")
     free_threaded = ", free-threaded" if snapshot.python.get("free_threaded") else ""
     this_python = f"{snapshot.python.get('implementation') or 'Python'} {text}{free_threaded}"
     if running[:2] < table.python_min:

@@ -3,19 +3,15 @@
 The content of a message is still computed: the value of an f-string, the ``item()`` inside it.
 """
 
-from __future__ import annotations
-
 import builtins
 import logging
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Undo, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
+from flatout.schema.program import Ledger, TrainingContext
 
 # module (if loaded), owner of the methods, prefixes of the methods that write
 WRITERS = (
