@@ -143,8 +143,7 @@ def _confirm_once(
         )
     session.speedup = ratio
     for candidate in tuned:
-        skipped = [s["reason"] for s in tuned_records[0].skipped if s["name"] == candidate.lever.name]
-        candidate.status, candidate.reason = Status.APPLIED, "; ".join(dict.fromkeys(skipped))
+        candidate.status, candidate.reason = Status.APPLIED, _skip_reasons(candidate, tuned_records[0])
     session.best.plan = _with_evidence(tuned, ratio, session.key).to_json()
     return None
 
@@ -170,6 +169,10 @@ def _ratio(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs) -> Ratio:
         tuning.refit()
         return tuning.gain(keys & tuning.choices.keys())
     return compare(pairs.rounds)
+
+
+def _skip_reasons(candidate: Candidate, record: TrialRecord) -> str:
+    return "; ".join(dict.fromkeys(s["reason"] for s in record.skipped if s["name"] == candidate.lever.name))
 
 
 def _time_for_pair(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs, reused_runs: int) -> bool:

@@ -59,7 +59,9 @@ class FakeOperators:
     def __init__(self, refuse: Refuse) -> None:
         self.refuse = refuse
         # set from outside: place in the code -> the recorded result of indexing with a mask
-        self.make_recorded_result: Callable[[int], Any] = self._reject_mask
+        self.make_recorded_result: Callable[[int], Any] = lambda place_id: refuse(
+            "indexing with a mask cannot be replayed here"
+        )
         # memory of real tensors that were written to; other tensors may share it
         self.written_storages: set[int] = set()
         self._results: dict[Any, Any] = {}
@@ -106,8 +108,8 @@ class FakeOperators:
     # -- answering a function
 
     def _answer_of(self, func: Function) -> Answer:
-        way = self._answers[func] = self._choose_answer(func, name_of(func))
-        return way
+        answer = self._answers[func] = self._choose_answer(func, name_of(func))
+        return answer
 
     def _choose_answer(self, func: Function, name: str) -> Answer:
         special_case = self._special_cases.get(name.removeprefix("get "))
@@ -312,9 +314,6 @@ class FakeOperators:
         finally:
             torch.default_generator.set_state(random_state)
         return specs, tree_spec, isinstance(result, torch.Tensor)
-
-    def _reject_mask(self, at: int) -> NoReturn:
-        self.refuse("indexing with a mask cannot be replayed here")
 
     def _make_fake(self, target: Tensor, sources: frozenset[Any]) -> None:
         if type(target) is ReplayTensor:
