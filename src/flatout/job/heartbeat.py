@@ -133,7 +133,7 @@ _report_own_resume: Callable[[str], None] | None = None
 
 
 def on_own_resume(report: Callable[[str], None]) -> None:
-    """Register ``observe``, which is called with the file or folder from which a program resumes by itself."""
+    """Register ``report``: called with the file or folder from which a program resumes by itself."""
     global _report_own_resume
     _report_own_resume = report
 
