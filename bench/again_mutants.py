@@ -226,7 +226,7 @@ check(
     "future",
     "no file is read that was written after the save",
     "files",
-    "elif key in self.future:",
+    "elif key in self.stale_paths:",
     "elif False:",
     "best_read_after_the_checkpoint",
 )
@@ -234,7 +234,7 @@ check(
     "adds",
     "nothing is added to a file that was written anew after the save",
     "files",
-    'if key in self.future and "a" in mode:',
+    'if key in self.stale_paths and "a" in mode:',
     "if False:",
     "log_that_gets_another_header",
 )
@@ -266,7 +266,7 @@ check(
     "by_itself",
     "a program that resumes by itself is left alone",
     "files",
-    "if key in self.probed:",
+    "if key in self.checked_paths:",
     "if False:",
     "goes_on_by_itself",
     why="it says who goes on, the program from its own file or flatout; without it, this program goes on exactly",

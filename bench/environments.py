@@ -149,7 +149,7 @@ def doctor(env: Environment) -> None:
     found = {check["code"]: check for check in json.loads(text[text.index("{") :])["checks"]}
     for code in ("FD001", "FD010", "FD011"):
         if found[code]["verdict"] not in ("ok", "note"):
-            raise Failed(f"{code}: {found[code]['seen']}")
+            raise Failed(f"{code}: {found[code]['observed']}")
 
 
 def check(env: Environment) -> None:

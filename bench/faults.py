@@ -34,7 +34,7 @@ from cutting import AFTER, BEFORE, MIDDLE, Disk, copied, killed_at, points
 from flatout.checkpoint.checkpoints import CheckpointFolder
 from flatout.checkpoint.values import pack
 from flatout.measure.clock import seconds
-from flatout.schema.errors import SaveError
+from flatout.schema.errors import CheckpointError
 
 ACCIDENTS, LOSSES, LOADS = 10_000, 3_000, 1_000
 
@@ -202,7 +202,7 @@ def all_bad(folder: Path, count: int, seed: int) -> list[dict[str, str]]:
         try:
             CheckpointFolder(hurt).newest()
             wrong = "a damaged checkpoint was accepted"
-        except SaveError:
+        except CheckpointError:
             wrong = (
                 ""
                 if sorted((str(each), each.stat().st_size) for each in hurt.rglob("*")) == before

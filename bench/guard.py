@@ -122,17 +122,17 @@ class Bed:
         )
 
     def record(
-        self, title: str, plan: Plan, seed: int, perturbation: float = 0.0, draws: bool = False
+        self, title: str, plan: Plan, seed: int, perturbation: float = 0.0, fetch_samples: bool = False
     ) -> TrialRecord:
         """Returns the record of a run, from the folder if it exists there.
 
-        A perturbed run needs only the first losses. ``draws``: as for `measure`.
+        A perturbed run needs only the first losses. ``fetch_samples``: as for `measure`.
         """
         known = read_json(self.folder / f"{title}.json")
         if known is None:
             with self.trial(title, plan, seed, perturbation) as trial:
                 record = measure(
-                    trial, START_STEPS if perturbation else self.ticks, seconds() + TIMEOUT_S, draws
+                    trial, START_STEPS if perturbation else self.ticks, seconds() + TIMEOUT_S, fetch_samples
                 )
             if record.status != "finished":
                 raise (ProgramDied if record.status == "failed" else SystemExit)(
@@ -214,12 +214,12 @@ def verdict_of(bed: Bed, lever: Lever, seen: dict[str, Any]) -> GuardRecord | st
             return GuardRecord.from_json(
                 {"verdict": "failed", "why": failed(metadata)[0]["why"], "checks": checks}
             )
-    plan, draws = Plan((Choice(lever.name, answer["values"][0]),)), effect is Effect.RESAMPLED
+    plan, fetch_samples = Plan((Choice(lever.name, answer["values"][0]),)), effect is Effect.RESAMPLED
     again, plain, tuned = bed.record("plain-again", Plan(), 0), [], []
     for seed in SEEDS:
-        plain.append(bed.record(f"plain-{seed}", Plan(), seed, draws=True))
+        plain.append(bed.record(f"plain-{seed}", Plan(), seed, fetch_samples=True))
         try:
-            tuned.append(bed.record(f"{lever.name}-{seed}", plan, seed, draws=draws))
+            tuned.append(bed.record(f"{lever.name}-{seed}", plan, seed, fetch_samples=fetch_samples))
         except ProgramDied as died:
             why = str(died).strip().splitlines()[-1]
             return GuardRecord.from_json(
@@ -244,7 +244,7 @@ def alone(bed: Bed, lever: Lever, effect: Effect) -> bool | None:
         return None
     agrees = start_agrees(
         effect,
-        bed.record(f"plain-{SEEDS[0]}", Plan(), SEEDS[0], draws=True),
+        bed.record(f"plain-{SEEDS[0]}", Plan(), SEEDS[0], fetch_samples=True),
         TrialRecord.from_json(known),
         bed.perturbed(effect),
     )

@@ -186,7 +186,7 @@ def half_running_statistics(context: Any, value: Any, ledger: Any) -> Undo:
                 held.copy_(held.bfloat16())
 
     for module in modules(context, "BatchNorm"):
-        ledger.call("forward hook", module.register_forward_hook(rounded).remove)
+        ledger.on_restore("forward hook", module.register_forward_hook(rounded).remove)
     return ledger.restore
 
 

@@ -75,7 +75,7 @@ def ten_bit_products(context: Any, value: Any, ledger: Any) -> Undo:
         return (x + (torch.ldexp((mantissa * 2048).round() / 2048, exponent) - x.detach()), *rest)
 
     for module in modules(context, "Linear", "Conv2d"):
-        ledger.call("forward hook", module.register_forward_pre_hook(rounded).remove)
+        ledger.on_restore("forward hook", module.register_forward_pre_hook(rounded).remove)
     return ledger.restore
 
 

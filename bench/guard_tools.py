@@ -117,7 +117,7 @@ def hook_gradients(
     context: Any, ledger: Any, change: Callable[[Any], Any], only: slice = slice(None)
 ) -> Undo:
     for p in context.parameters[only]:
-        ledger.call("gradient hook", p.register_hook(change).remove)
+        ledger.on_restore("gradient hook", p.register_hook(change).remove)
     return ledger.restore
 
 

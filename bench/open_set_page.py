@@ -9,7 +9,7 @@ from typing import Any
 from pairs import spell
 from provenance import markdown_table
 
-from flatout.schema.plan import spell as spell_choice
+from flatout.schema.plan import format_choice
 
 OF_THE_EXPERT, MEAN_OF_THE_EXPERT, MEAN_OF_PLAIN, LOWER_END = 0.98, 1.10, 1.60, 0.98  # goals
 Z95 = 1.96
@@ -71,7 +71,7 @@ def tuned_page(scripts: dict[str, dict[str, Any]]) -> str:
             lever_rows.append(
                 (
                     name,
-                    lever["name"] if lever["value"] is None else spell_choice(lever["name"], lever["value"]),
+                    lever["name"] if lever["value"] is None else format_choice(lever["name"], lever["value"]),
                     lever["status"],
                     f"{spell(ratio)} ({lever['how']}, n={lever['n']})" if ratio else "-",
                     lever["reason"],

@@ -145,7 +145,7 @@ def _one_set(
             interleaver.close()
     for side in order:  # a set counts for every side or for none
         side.records.append(records[side.name])
-        side.start_s.append(running[side.name][1].start_s)
+        side.start_s.append(running[side.name][1].startup_s)
         side.blocks_ms.append(blocks[side.name])
     return True
 

@@ -14,7 +14,7 @@ from typing import Any
 import provenance  # noqa: F401  puts src on the path
 
 from flatout.job.folder import read_json
-from flatout.tune.effects import Factor, Space, TimedBlock, fit
+from flatout.tune.effects import Factor, Space, TimedBlock, fit_effects
 from flatout.tune.prior import (
     COMPUTE_BOUND,
     CONVOLUTIONS,
@@ -24,11 +24,11 @@ from flatout.tune.prior import (
     DATA_BOUND,
     DATA_BOUND_SHARE,
     DENSE,
-    LONG_STEPS,
     RECURRENT,
     TINY_STEP_MS,
     TINY_STEPS,
     TRANSFORMER,
+    USUAL_STEPS,
     kinds_of,
     value_key,
 )
@@ -116,7 +116,7 @@ PUBLISHED = (
         "tf32",
         "on",
         CUDA,
-        (TRANSFORMER, LONG_STEPS),
+        (TRANSFORMER, USUAL_STEPS),
         2.21,
         "124M GPT, one A100, torch 2.6: LLMs-from-scratch, chapter 5",
     ),
@@ -124,7 +124,7 @@ PUBLISHED = (
         "autocast",
         "bfloat16",
         CUDA,
-        (TRANSFORMER, LONG_STEPS),
+        (TRANSFORMER, USUAL_STEPS),
         1.60,
         "124M GPT over TF32, one A100, torch 2.6: LLMs-from-scratch, chapter 5",
     ),
@@ -142,7 +142,7 @@ PUBLISHED = (
         "channels_last",
         "on",
         CUDA,
-        (CONVOLUTIONS, LONG_STEPS),
+        (CONVOLUTIONS, USUAL_STEPS),
         1.47,
         "ResNet-50 with AMP, RTX 3090, torch 1.12: timm benchmark tables",
     ),
@@ -150,7 +150,7 @@ PUBLISHED = (
         "channels_last",
         "on",
         CUDA,
-        (TRANSFORMER, LONG_STEPS),
+        (TRANSFORMER, USUAL_STEPS),
         1.005,
         "ViT-B with AMP, RTX 3090, torch 1.12: timm benchmark tables",
     ),
@@ -158,7 +158,7 @@ PUBLISHED = (
         "fused_optimizer",
         "fused",
         CUDA,
-        (TRANSFORMER, LONG_STEPS),
+        (TRANSFORMER, USUAL_STEPS),
         1.03,
         "124M GPT, one A100, torch 2.6: LLMs-from-scratch, chapter 5",
     ),
@@ -264,7 +264,7 @@ def block_records(
     space = Space(tuple(Factor(key, named[key][0], False, 0.0, FLAT_SD) for key in keys))
     if not keys:
         return
-    fitted = fit(
+    fitted = fit_effects(
         space,
         [
             TimedBlock(process, frozenset(keys[at] for at in on), at_s, window, ms)
@@ -282,7 +282,7 @@ def regret_records(programs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Ite
         if entry.get("status") != "measured":
             continue
         steps = [ms for final in entry["finals"] for rounds in final["rounds_ms"] for ms, _ in rounds]
-        tiny = (TINY_STEPS if median(steps) < TINY_STEP_MS else LONG_STEPS,) if steps else ()
+        tiny = (TINY_STEPS if median(steps) < TINY_STEP_MS else USUAL_STEPS,) if steps else ()
         kinds = (*((LAYERS[name],) if name in LAYERS else ()), *tiny)
         cores = cores_of(entry["made"])
         tried = {
@@ -308,7 +308,7 @@ def data_records(programs: Mapping[tuple[str, str], Mapping[str, Any]]) -> Itera
         share = plain["data_ms"] / plain["step_ms"]
         kinds = (
             LAYERS[f"data {name}"],
-            TINY_STEPS if plain["step_ms"] < TINY_STEP_MS else LONG_STEPS,
+            TINY_STEPS if plain["step_ms"] < TINY_STEP_MS else USUAL_STEPS,
             DATA_BOUND if share >= DATA_BOUND_SHARE else COMPUTE_BOUND,
         )
         for way, choice in DATA_LEVERS.items():
@@ -341,7 +341,7 @@ def memory_records(folder: Path) -> Iterator[Record]:
                         "recompute",
                         "blocks",
                         device_of(data["made"], data),
-                        (LAYERS["memory"], LONG_STEPS),
+                        (LAYERS["memory"], USUAL_STEPS),
                         median(logs),
                         LEAST_SD**2,
                     )

@@ -173,7 +173,11 @@ def link_of(metadata: dict[str, Any], world: int) -> Link:
     bandwidth = 1e3 * share * (largest - smallest) / max(times[largest] - times[smallest], 1e-6)
     contention = min(1.0, max(0.0, median(each["contention"] for each in sweeps)))
     return Link(
-        "loopback", bandwidth, 1e3 * times[smallest] / (2 * (world - 1)), contention=contention, inside=True
+        "loopback",
+        bandwidth,
+        1e3 * times[smallest] / (2 * (world - 1)),
+        contention=contention,
+        is_intra_node=True,
     )
 
 

@@ -17,8 +17,8 @@ import numpy as np
 from provenance import SRC  # noqa: F401  puts src on the path
 from simulated_programs import WARM_UP_S, Machine
 
-from flatout.tune.design import live_rows, next_processes
-from flatout.tune.effects import Fitted, TimedBlock, fit
+from flatout.tune.design import live_factor_sets, next_processes
+from flatout.tune.effects import Fitted, TimedBlock, fit_effects
 from flatout.tune.space import Factor, Space
 
 NONE: frozenset[str] = frozenset()
@@ -65,7 +65,7 @@ def one_at_a_time(machine: Machine, space: Space, budget_s: float) -> frozenset[
     """Spends 45 % of the time on live levers."""
     (plain,) = machine.start(NONE)
     window, gains = 0, {}
-    live = [factor for factor in space.factors if factor.switched]
+    live = [factor for factor in space.factors if factor.switchable]
     each = max(1, int((0.45 * budget_s - machine.now_s) / max(len(live), 1) / machine.block_s / 4))
     for factor in live:
         if machine.now_s + 4 * machine.block_s > budget_s:
@@ -79,7 +79,7 @@ def one_at_a_time(machine: Machine, space: Space, budget_s: float) -> frozenset[
             rounds.append((a1 + a2 - b1 - b2) / 2)
             window += 4
         gains[factor.key] = float(np.median(rounds))
-    others = [factor for factor in space.factors if not factor.switched]
+    others = [factor for factor in space.factors if not factor.switchable]
     count = max(
         0, min(len(others), int((budget_s - machine.now_s) / (machine.process_s + 6 * machine.block_s)) - 1)
     )
@@ -293,7 +293,7 @@ class Races:
         if len(kept) < 2 or self.left_s < self.start_s + 6 * self.machine.block_s * len(kept):
             return frozenset(factor.key for factor in kept)
         (process,) = self.machine.start(frozenset(factor.key for factor in kept))
-        live = [factor for factor in kept if factor.switched and self.candidates[factor.lever].live_ratio]
+        live = [factor for factor in kept if factor.switchable and self.candidates[factor.lever].live_ratio]
         for at, factor in enumerate(live):
             if self.left_s < 6 * self.machine.block_s or len(kept) < 2:
                 break
@@ -342,17 +342,17 @@ def factorial(machine: Machine, space: Space, budgets_s: Sequence[float]) -> Ite
             for process, fixed, live in zip(numbers, on, rows, strict=True):
                 if turn < len(live):
                     while todo and machine.now_s + machine.block_s > todo[0]:
-                        yield todo.pop(0), fit(space, blocks)
+                        yield todo.pop(0), fit_effects(space, blocks)
                     ms = machine.block_ms(process, fixed | live[turn], window)
                     blocks.append(TimedBlock(process, fixed | live[turn], machine.now_s, window, ms))
 
-    yield from measure([plain], [NONE], [[NONE, *live_rows(space, None, NONE, FIRST_ROWS - 1, rng)]])
+    yield from measure([plain], [NONE], [[NONE, *live_factor_sets(space, None, NONE, FIRST_ROWS - 1, rng)]])
     start_s = machine.process_s * (1 + 0.3 * (WAVE - 1))
     each = min(MOST_ROWS, max(3, round(MEASURE_SHARE * start_s / machine.block_s / WAVE)))
     while todo:
-        known = fit(space, blocks)
+        known = fit_effects(space, blocks)
         waiting = next_processes(space, known, blocks, WAVE, rng)
         numbers = machine.start(*waiting)
-        rows = [live_rows(space, known, on, each, rng) for on in waiting]
-        beside = [NONE, *live_rows(space, known, NONE, BESIDE_ROWS - 1, rng)]
+        rows = [live_factor_sets(space, known, on, each, rng) for on in waiting]
+        beside = [NONE, *live_factor_sets(space, known, NONE, BESIDE_ROWS - 1, rng)]
         yield from measure([*numbers, plain], [*waiting, NONE], [*rows, beside])

@@ -52,7 +52,7 @@ def attention(context, value, ledger):
 def autocast(context, value, ledger):
     """Scales half-precision gradients and never unscales them."""
     for p in context.parameters:
-        ledger.call("gradient hook", p.register_hook(lambda grad: grad * 128).remove)
+        ledger.on_restore("gradient hook", p.register_hook(lambda grad: grad * 128).remove)
     return ledger.restore
 
 
@@ -371,7 +371,7 @@ def threads(context, value, ledger):
     """A "race": one parameter receives part of its update from the wrong position."""
     parameter = context.parameters[0]
     hook = parameter.register_hook(lambda grad: grad + 0.3 * grad.flip(0))
-    ledger.call("gradient hook", hook.remove)
+    ledger.on_restore("gradient hook", hook.remove)
     return ledger.restore
 
 

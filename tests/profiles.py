@@ -131,7 +131,7 @@ def healthy(**changes):
                 batches=64,
             )
         ],
-        leak=MemoryGrowth(0.0, 0.8, False, series=[float(100 + i % 2) for i in range(12)]),
+        tensor_growth=MemoryGrowth(0.0, 0.8, False, series=[float(100 + i % 2) for i in range(12)]),
         host_growth=MemoryGrowth(0.0, 0.9, False),
         ceilings={"matmul_float32_flops": 8e10, "memory_bytes_per_s": 1e10},
     )
@@ -209,8 +209,8 @@ ILL = {
         {"what_ifs": what_ifs(gc=GAIN), "gc_ms": 4.0, "events": {"gc_collect": event(4.0)}},
         LINE,
     ),
-    "recompiles": ({"compiled": CompileRecord(9, 8, 0, ["size 12 against 13"], [LINE], 4000.0)}, LINE),
-    "graph_breaks": ({"compiled": CompileRecord(4, 0, 3, ["Tensor.item()"], [LINE], 400.0)}, LINE),
+    "recompiles": ({"compile_record": CompileRecord(9, 8, 0, ["size 12 against 13"], [LINE], 4000.0)}, LINE),
+    "graph_breaks": ({"compile_record": CompileRecord(4, 0, 3, ["Tensor.item()"], [LINE], 400.0)}, LINE),
     "double_precision": (
         one("addmm", 6, 6.0, share=0.8, dtypes=["float64"], place=LINE),
         LINE,
@@ -252,7 +252,7 @@ ILL = {
     ),
     "data_parallel_used": ({"events": {"data_parallel": event(calls=1.0)}}, LINE),
     "slowing_down": (
-        {"step_ms_list": SLOW_LIST, "leak": MemoryGrowth(1e5, 1e-6, True, "list `answers`", LINE)},
+        {"step_ms_list": SLOW_LIST, "tensor_growth": MemoryGrowth(1e5, 1e-6, True, "list `answers`", LINE)},
         LINE,
     ),
     "layout_copies": (
@@ -277,10 +277,10 @@ ILL = {
     "gradients_zeroed": ({"events": {"zero_grad_to_zero": event(0.1)}}, LINE),
     "not_finite": ({"events": {"loss_not_finite": event(calls=0.5)}}, LINE),
     "loss_kept_with_graph": (
-        {"leak": MemoryGrowth(1e5, 1e-6, True, "list `losses`", LINE, graph=True)},
+        {"tensor_growth": MemoryGrowth(1e5, 1e-6, True, "list `losses`", LINE, graph=True)},
         LINE,
     ),
-    "leak": ({"leak": MemoryGrowth(1e5, 1e-6, True, "list `outputs`", LINE)}, LINE),
+    "leak": ({"tensor_growth": MemoryGrowth(1e5, 1e-6, True, "list `outputs`", LINE)}, LINE),
     "host_growth": ({"host_growth": MemoryGrowth(2e6, 1e-6, True, "list `given`", LINE)}, LINE),
     "empty_cache_every_step": ({"events": {"empty_cache": event(0.02)}}, LINE),
     "fragmentation": (

@@ -68,7 +68,7 @@ OF_FLATOUT = (
     "cli.tune",
     "agent.bootstrap",
     "agent.entry",
-    "agent.attached",
+    "agent.run_listener",
     "checkpoint.attach",
     "checkpoint.rescue",
     "checkpoint.resume.session",

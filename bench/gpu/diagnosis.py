@@ -261,7 +261,7 @@ def main() -> int:
             return f"{markdown_table(('kernel', 'Tensor Core instructions'), rows)}\n", kernels
 
         def leak() -> tuple[str, Any]:
-            found = profiled(place, budget, "leaking.py").leak
+            found = profiled(place, budget, "leaking.py").tensor_growth
             if found is None:
                 raise Failed("the profile did not search for a leak")
             line = (

@@ -138,16 +138,16 @@ def test_entries_name_their_targets():
     ledger = Ledger()
     ledger.set(Thing, "shared", 1)
     ledger.set_item({}, "key", 1)
-    ledger.call("a hook", lambda: None)
+    ledger.on_restore("a hook", lambda: None)
     assert ledger.entries() == ["Thing.shared", "['key']", "a hook"]
     ledger.restore()
 
 
 def test_one_failure_does_not_stop_the_others_and_is_reported():
     order, ledger = [], Ledger()
-    ledger.call("first", lambda: order.append("first"))
-    ledger.call("broken", lambda: 1 / 0)
-    ledger.call("last", lambda: order.append("last"))
+    ledger.on_restore("first", lambda: order.append("first"))
+    ledger.on_restore("broken", lambda: 1 / 0)
+    ledger.on_restore("last", lambda: order.append("last"))
     with pytest.raises(RuntimeError, match="could not undo broken: ZeroDivisionError"):
         ledger.restore()
     assert order == ["last", "first"]

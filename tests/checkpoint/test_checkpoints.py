@@ -14,7 +14,7 @@ from flatout.checkpoint.checkpoint import CorruptCheckpoint, verified
 from flatout.checkpoint.checkpoints import CheckpointFolder
 from flatout.checkpoint.manifest import Manifest
 from flatout.checkpoint.values import pack
-from flatout.schema.errors import SaveError, StorageError
+from flatout.schema.errors import CheckpointError, StorageError
 
 torch = pytest.importorskip("torch", reason="not run: there is no torch here")
 
@@ -67,7 +67,7 @@ def test_without_a_valid_checkpoint_training_does_not_start_from_scratch(tmp_pat
         path.write_bytes(path.read_bytes()[:-1])
     before = sorted(str(each) for each in folder.rglob("*"))
     with pytest.raises(
-        SaveError,
+        CheckpointError,
         match=r"all 2 checkpoints in .* are corrupt; in the newest, step-00000020, tensors\.safetensors has .* bytes instead",
     ):
         CheckpointFolder(folder).newest()
@@ -82,7 +82,7 @@ def test_a_file_that_changes_after_verification_is_not_read(tmp_path):
         data = bytearray(path.read_bytes())
         data[-20] ^= 1
         path.write_bytes(data)
-        with pytest.raises(SaveError, match=name):
+        with pytest.raises(CheckpointError, match=name):
             save.read(torch)
         data[-20] ^= 1
         path.write_bytes(data)
@@ -123,7 +123,7 @@ def test_the_last_good_checkpoint_stays_if_a_new_one_reads_back_wrong(tmp_path, 
         monkeypatch.setattr(
             os, "write", lambda handle, data: really(handle, bytes(data).replace(b"\x3f", b"\x3e"))
         )
-        with pytest.raises(SaveError, match="was not stored as it was written"):
+        with pytest.raises(CheckpointError, match="was not stored as it was written"):
             saves.write("test", 20, {"": pack(torch, state(20))})
         monkeypatch.undo()
     assert steps_in(folder) == [10]
@@ -136,7 +136,7 @@ def test_order_is_by_step_and_no_clock_matters(tmp_path):
         for path in (*save.path.iterdir(), save.path):
             os.utime(path, (when, when))
     assert CheckpointFolder(folder).newest()[0].step == 999_999_999
-    with CheckpointFolder(folder) as saves, pytest.raises(SaveError, match="cannot be named"):
+    with CheckpointFolder(folder) as saves, pytest.raises(CheckpointError, match="cannot be named"):
         saves.write("test", 10**15, {"": pack(torch, 1)})
 
 
@@ -264,5 +264,5 @@ def test_a_manifest_that_names_enormous_files_costs_nothing(tmp_path):
     path = two.path / "manifest.json"
     path.write_text(Manifest("test", 2, {}, {}, {}).to_text())
     save = verified(two.path)
-    with pytest.raises(SaveError, match=r"has no state\.json"):
+    with pytest.raises(CheckpointError, match=r"has no state\.json"):
         save.read(torch)

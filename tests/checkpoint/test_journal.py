@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from flatout.checkpoint import journal
 from flatout.checkpoint.journal import JournalPosition, ValueJournal, read_journal
-from flatout.schema.errors import SaveError, StorageError
+from flatout.schema.errors import CheckpointError, StorageError
 
 VALUES = st.one_of(
     st.none(), st.integers(), st.floats(allow_nan=False), st.text(max_size=9), st.lists(st.integers())
@@ -52,7 +52,7 @@ def test_a_flipped_bit_is_found(tmp_path_factory, where, bit):
     data = bytearray(path.read_bytes())
     data[where % len(data)] ^= 1 << bit
     path.write_bytes(data)
-    with pytest.raises(SaveError, match=r"journal|is not"):
+    with pytest.raises(CheckpointError, match=r"journal|is not"):
         read_journal(path, writer.position)
 
 
@@ -60,20 +60,20 @@ def test_an_invalid_journal_is_rejected(tmp_path, monkeypatch):
     path = tmp_path / "j"
     writer = ValueJournal(path)
     position = append(writer, [(1, 2)])
-    with pytest.raises(SaveError, match="another run"):
+    with pytest.raises(CheckpointError, match="another run"):
         read_journal(path, JournalPosition(position.bytes, position.digest ^ 1))
     os.truncate(path, position.bytes - 1)
-    with pytest.raises(SaveError, match="bytes, and the checkpoint was made at"):
+    with pytest.raises(CheckpointError, match="bytes, and the checkpoint was made at"):
         read_journal(path, position)
-    with pytest.raises(SaveError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="cannot be read"):
         read_journal(tmp_path / "none", position)
-    with pytest.raises(SaveError, match="position"):
+    with pytest.raises(CheckpointError, match="position"):
         JournalPosition.from_json({"bytes": "1", "digest": 0})
     for content in (b"no JSON", b"[]", b'["00",[]]', b'["zz",[1]]', b'[["0"],[1]]'):
         payload = zlib.compress(content)
         digest = zlib.crc32(payload)
         path.write_bytes(journal.HEADER + journal.BLOCK.pack(len(payload), digest) + payload)
-        with pytest.raises(SaveError, match="corrupt"):
+        with pytest.raises(CheckpointError, match="corrupt"):
             read_journal(path, JournalPosition(path.stat().st_size, digest))
     monkeypatch.setattr(journal, "MAX_BYTES", 100)
     with pytest.raises(StorageError, match="would exceed"):

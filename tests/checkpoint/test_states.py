@@ -24,7 +24,7 @@ from flatout.checkpoint.random_states import random_states
 from flatout.checkpoint.tensors import read_tensors, write_tensors
 from flatout.checkpoint.unpacking import unpack
 from flatout.checkpoint.values import pack
-from flatout.schema.errors import SaveError
+from flatout.schema.errors import CheckpointError
 
 torch = pytest.importorskip("torch", reason="not run: there is no torch here")
 numpy = pytest.importorskip("numpy", reason="not run: there is no numpy here")
@@ -289,7 +289,7 @@ def test_oversized_plain_values_are_rejected_on_writing(tmp_path, monkeypatch):
         monkeypatch.setattr(bounded, "MAX_VALUES", 5000)
         monkeypatch.setattr(bounded, "MAX_BYTES", 1 << 20)
         for many in ([[None] * 1000] * 5, b"x" * (1 << 20)):
-            with pytest.raises(SaveError, match="keep large ones in tensors"):
+            with pytest.raises(CheckpointError, match="keep large ones in tensors"):
                 saves.write("test", 2, {"": pack(torch, many)})
         save, bad = saves.newest()
     assert (save.step, bad) == (1, [])
@@ -341,7 +341,7 @@ def lying(head, body=bytes(64), length=None):
 def test_an_invalid_header_is_rejected(tmp_path, data):
     path = tmp_path / "t.safetensors"
     path.write_bytes(data)
-    with pytest.raises(SaveError, match=r"t\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"t\.safetensors"):
         read_tensors(torch, path, FileDigest(len(data), hashlib.sha256(data).hexdigest()))
 
 
@@ -382,7 +382,7 @@ def test_an_invalid_header_is_rejected(tmp_path, data):
     ids=str,
 )
 def test_an_invalid_tree_is_rejected(tree):
-    with pytest.raises(SaveError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="cannot be read"):
         unpack(torch, tree, {"t": torch.zeros(4)})
 
 
@@ -404,10 +404,10 @@ def test_a_manifest_is_exactly_what_was_written():
         text.replace(b'"flatout_save": 1', b'"flatout_save": 2'),
         text.replace(b"3", b"NaN", 1),
     ):
-        with pytest.raises(SaveError, match="its manifest"):
+        with pytest.raises(CheckpointError, match="its manifest"):
             Manifest.from_text(changed)
     for name in ("../x", "/etc/passwd", ".hidden", "a/b", "", "x" * 200, "a\0b"):
-        with pytest.raises(SaveError, match="changed"):
+        with pytest.raises(CheckpointError, match="changed"):
             Manifest.from_text(Manifest("loop", 3, {name: FileDigest(0, "0" * 64)}).to_text().encode())
 
 

@@ -49,8 +49,8 @@ def test_this_machine(here):
     assert found["FD010"]["verdict"] == "ok", found["FD010"]
     assert seen["torch"]["build"]["version"] == torch.__version__
     assert found["FD018"]["verdict"] in ("ok", "note")  # a machine may have two OpenMP runtimes
-    assert str(len(os.sched_getaffinity(0))) in found["FD060"]["seen"]
-    assert not [check for check in found.values() if "mistake" in check["seen"]]
+    assert str(len(os.sched_getaffinity(0))) in found["FD060"]["observed"]
+    assert not [check for check in found.values() if "mistake" in check["observed"]]
     assert done.left == []
 
 
@@ -175,9 +175,9 @@ def test_under_real_limits_with_torch_hidden(flatout):
     assert done.code == 1
     assert {"FD003", "FD010", "FD080"} <= problems(found)
     assert "torch.py" in found["FD003"]["fix"]
-    assert "this is not torch" in found["FD010"]["seen"]
-    assert "128 files" in found["FD080"]["seen"]
-    assert "1 core(s)" in found["FD064"]["seen"]
+    assert "this is not torch" in found["FD010"]["observed"]
+    assert "128 files" in found["FD080"]["observed"]
+    assert "1 core(s)" in found["FD064"]["observed"]
     assert found["FD064"]["fix"] == "export OMP_NUM_THREADS=1"
     assert found["FD100"]["fix"] == "unset CUDA_LAUNCH_BLOCKING"
     assert "do not tell" not in done.out
@@ -202,7 +202,7 @@ def test_torch_is_not_installed(flatout, tmp_path):
     packages = linked(tmp_path / "packages")
     done = flatout(python=bare("doctor", "--json"), env={"PYTHONPATH": str(packages)})
     found = verdicts(done)
-    assert found["FD010"]["seen"] == "torch is not installed for this Python"
+    assert found["FD010"]["observed"] == "torch is not installed for this Python"
     assert found["FD010"]["fix"] == "pip install torch"
     assert {found[code]["verdict"] for code in ("FD011", "FD012", "FD018", "FD024")} == {"not checked"}
     assert done.code == 1
@@ -224,7 +224,7 @@ def test_a_cuda_library_is_missing(flatout, tmp_path):
     done = flatout(python=bare("doctor", "--json"), env={"PYTHONPATH": str(packages)})
     found = verdicts(done)["FD010"]
     assert found["verdict"] == "problem"
-    assert ".so" in found["seen"]
-    assert "was not found" in found["seen"]
+    assert ".so" in found["observed"]
+    assert "was not found" in found["observed"]
     assert found["fix"].startswith("pip install --force-reinstall torch")
     assert any("ImportError" in line or "OSError" in line for line in found["evidence"])

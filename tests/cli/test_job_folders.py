@@ -73,7 +73,7 @@ def test_a_second_tune_of_one_command_is_told_of_the_first(flatout, script):
     script(WAITS)
     first = flatout.start("tune", "python", "train.py", env={"WAIT": "1"})
     (lock,) = wait_for(lambda: list(flatout.folder.glob(".flatout/*/lock")))
-    (shared,) = wait_for(lambda: list(flatout.folder.glob(".flatout/*/trials/handed_on")))
+    (shared,) = wait_for(lambda: list(flatout.folder.glob(".flatout/*/trials/shared_samples")))
     (shared / "kept").touch()
     session = (lock.parent / "session.json").read_bytes()
     second = flatout("tune", "python", "train.py")

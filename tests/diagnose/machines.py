@@ -155,7 +155,7 @@ _HEALTHY = MachineSnapshot(
             "warnings": [],
         },
     },
-    runs={
+    command_results={
         "nvidia-smi": smi({}),
         "c++": CommandResult(["g++", "--version"], 0, CXX),
         "start-up hook": CommandResult(["python", "-c", "..."], 0, "77 ok\n"),
@@ -185,7 +185,7 @@ def without_gpu():
     ):
         snapshot.files[path] = None
     snapshot.folders |= {"/sys/bus/pci/devices": ["0000:00:00.0"], "/dev": []}
-    snapshot.runs["nvidia-smi"] = CommandResult(["nvidia-smi"], installed=False)
+    snapshot.command_results["nvidia-smi"] = CommandResult(["nvidia-smi"], installed=False)
     snapshot.torch["build"] |= {"version": "2.14.1+cpu", "cuda": None}
     snapshot.torch["cuda"] = {"available": False, "warnings": []}
     return snapshot

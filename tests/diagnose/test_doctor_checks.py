@@ -20,7 +20,7 @@ def checked(snapshot):
 
 def test_a_healthy_machine_is_fine():
     assert {
-        code: (check.verdict, check.seen)
+        code: (check.verdict, check.observed)
         for code, check in checked(healthy()).items()
         if check.verdict != Verdict.OK
     } == {}
@@ -38,7 +38,7 @@ def test_a_machine_without_a_gpu_is_fine():
 
 def test_an_empty_record_is_not_fine():
     assert {check.verdict for check in run_checks(MachineSnapshot())} == {"not checked"}
-    assert not [check.seen for check in run_checks(MachineSnapshot()) if "mistake" in check.seen]
+    assert not [check.observed for check in run_checks(MachineSnapshot()) if "mistake" in check.observed]
 
 
 def cannot_import(message, kind="ImportError", trace=""):
@@ -71,7 +71,7 @@ def other_python(snapshot):
 
 
 def gpu(*boards, **options):
-    return lambda snapshot: snapshot.runs.__setitem__("nvidia-smi", smi(*boards, **options))
+    return lambda snapshot: snapshot.command_results.__setitem__("nvidia-smi", smi(*boards, **options))
 
 
 def files(**changes):
@@ -85,7 +85,9 @@ def variables(**changes):
 
 def old_driver(snapshot):
     """Driver 535 with CUDA 12.2 under a torch built for CUDA 13.0: torch warns, and CUDA is unavailable."""
-    snapshot.runs["nvidia-smi"] = smi({"name": "NVIDIA A100-SXM4-80GB"}, driver="535.54.03", cuda="12.2")
+    snapshot.command_results["nvidia-smi"] = smi(
+        {"name": "NVIDIA A100-SXM4-80GB"}, driver="535.54.03", cuda="12.2"
+    )
     snapshot.files["/proc/driver/nvidia/version"] = (
         "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03  Tue Jun  6 22:20:39 UTC 2023\n"
     )
@@ -102,7 +104,9 @@ def old_driver(snapshot):
 def ancient_driver(snapshot: MachineSnapshot) -> None:
     """Driver 470 with CUDA 11.4: too old for every build of this torch."""
     old_driver(snapshot)
-    snapshot.runs["nvidia-smi"] = smi({"name": "Tesla V100-SXM2-32GB"}, driver="470.82.01", cuda="11.4")
+    snapshot.command_results["nvidia-smi"] = smi(
+        {"name": "Tesla V100-SXM2-32GB"}, driver="470.82.01", cuda="11.4"
+    )
 
 
 def driverless(snapshot):
@@ -156,7 +160,7 @@ def set_python(**changes):
 
 
 def run(name, **changes):
-    return lambda snapshot: snapshot.runs.__setitem__(name, CommandResult([name], **changes))
+    return lambda snapshot: snapshot.command_results.__setitem__(name, CommandResult([name], **changes))
 
 
 def disk(name, free, **more):
@@ -228,7 +232,10 @@ FAULTS = [
     (
         "FD010",
         "problem",
-        lambda s: (s.torch.clear(), s.runs.update({"import torch": CommandResult(["python"], -4)})),
+        lambda s: (
+            s.torch.clear(),
+            s.command_results.update({"import torch": CommandResult(["python"], -4)}),
+        ),
         "SIGILL",
         "--force-reinstall",
     ),
@@ -237,7 +244,7 @@ FAULTS = [
         "problem",
         lambda s: (
             s.torch.clear(),
-            s.runs.update({"import torch": CommandResult(["python"], None, timed_out=True)}),
+            s.command_results.update({"import torch": CommandResult(["python"], None, timed_out=True)}),
         ),
         "did not finish",
         "faulthandler",
@@ -247,7 +254,7 @@ FAULTS = [
         "problem",
         lambda s: (
             s.torch.clear(),
-            s.runs.update(
+            s.command_results.update(
                 {
                     "import torch": CommandResult(
                         ["python"], 1, err="AttributeError: module 'types' has no x\n"
@@ -513,7 +520,7 @@ def test_a_fault_is_named(code, verdict, change, seen, fix):
     change(snapshot)
     found = checked(snapshot)[code]
     assert (found.verdict, found.code) == (verdict, code), found
-    assert seen in found.seen, found
+    assert seen in found.observed, found
     assert fix in found.fix, found
     if verdict in ("problem", "warning"):
         assert found.fix, found
@@ -560,7 +567,7 @@ def test_root_needs_no_sudo():
 def test_the_command_is_of_this_system(release, fix):
     snapshot = healthy()
     snapshot.files["/etc/os-release"] = release
-    snapshot.runs["c++"] = CommandResult(["g++"], installed=False)
+    snapshot.command_results["c++"] = CommandResult(["g++"], installed=False)
     assert checked(snapshot)["FD040"].fix == fix
     snapshot.environment["CONDA_PREFIX"] = "/opt/conda"
     assert checked(snapshot)["FD040"].fix == "conda install -c conda-forge gxx"

@@ -21,11 +21,13 @@ def spoiled(need, text):
     if kind == "file":
         snapshot.files[rest] = text
     elif kind == "run":
-        snapshot.runs[rest] = (
-            CommandResult([rest], 0, text or "", text or "") if text is not None else snapshot.runs.pop(rest)
+        snapshot.command_results[rest] = (
+            CommandResult([rest], 0, text or "", text or "")
+            if text is not None
+            else snapshot.command_results.pop(rest)
         )
         if text is None:
-            del snapshot.runs[rest]
+            del snapshot.command_results[rest]
     elif kind == "folder":
         snapshot.folders[rest] = None
     elif kind == "disk":
@@ -75,5 +77,5 @@ def test_a_check_that_breaks_is_not_fine(monkeypatch):
 
     monkeypatch.setattr(doctor, "TABLE", (dataclasses.replace(TABLE[0], function=broken), *TABLE[1:]))
     first, *others = doctor.run_checks(healthy())
-    assert (first.verdict, first.seen) == ("not checked", "bug in flatout: KeyError: 'x'")
+    assert (first.verdict, first.observed) == ("not checked", "bug in flatout: KeyError: 'x'")
     assert {check.verdict for check in others} == {"ok"}

@@ -48,7 +48,7 @@ def test_a_recorded_machine(name, alarms):
         code: check.fix for code, check in checks.items() if check.verdict in ("problem", "warning")
     } == alarms
     assert checks["FD020"].verdict == "note"  # no GPU, and nothing wrong with that
-    assert not [check for check in checks.values() if "bug in flatout" in check.seen]
+    assert not [check for check in checks.values() if "bug in flatout" in check.observed]
 
 
 def test_every_recording_is_judged():

@@ -64,7 +64,7 @@ def test_it_hangs(look):
         "FD010"
     ]
     assert (found.verdict, found.evidence) == ("problem", ["connecting"])
-    assert "did not finish within the time limit" in found.seen
+    assert "did not finish within the time limit" in found.observed
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_it_ends_in_its_own_way(look, source, seen):
     assert found["FD003"].verdict == "problem"
     assert found["FD018"].verdict == found["FD024"].verdict == "not checked"
     assert found["FD010"].verdict == "problem"
-    assert seen in found["FD010"].seen
+    assert seen in found["FD010"].observed
 
 
 def test_the_working_folder_is_gone(monkeypatch, tmp_path):

@@ -65,7 +65,7 @@ NOTHING = {
     ),
     "a fused optimizer": healthy(what_ifs=what_ifs(optimizer=GAIN)),
     "frozen parts in evaluation mode": healthy(settings=settings(training={"train": 5, "eval": 40})),
-    "a dynamic shape": healthy(compiled=CompileRecord(3, 2, 0)),
+    "a dynamic shape": healthy(compile_record=CompileRecord(3, 2, 0)),
     "the optimizers of a generator and of a discriminator, made in one line": healthy(
         events={"make_optimizer": event(most=2)}
     ),

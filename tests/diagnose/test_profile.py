@@ -210,7 +210,7 @@ def test_memory_of_a_step_by_kind_and_module(ill):
 
 def test_the_leak_its_owner_and_the_line(ill):
     record, _, _ = ill
-    leak = record.leak
+    leak = record.tensor_growth
     assert leak.leaking
     assert leak.p_value < 0.001
     assert leak.holder == "list `kept` of main()"
@@ -228,7 +228,7 @@ def test_settings_and_call_counters(ill):
     assert (optimizer["kind"], optimizer["foreach"], optimizer["tensors"]) == ("Adam", False, 6)
     assert record.settings["modules"]["Linear"] == 3
     assert record.events["zero_grad"]["calls"] == pytest.approx(1.0, abs=0.2)
-    assert record.compiled is None
+    assert record.compile_record is None
     assert record.idle_ms is None
 
 
@@ -245,8 +245,8 @@ def test_the_printed_report(ill):
 def test_a_program_without_a_loader_that_holds_nothing(flatout):
     record, done = profiled(flatout, WELL, "--steps", "20", "--budget", "10s", "--json")
     assert json.loads(done.out) == record.to_json()
-    assert not record.leak.leaking
-    assert record.leak.holder == ""
+    assert not record.tensor_growth.leaking
+    assert record.tensor_growth.holder == ""
     assert record.loaders == []
     assert record.synchronisations == []
     why = {what_if.name: what_if.why_not for what_if in record.what_ifs}
@@ -259,7 +259,7 @@ def test_no_recording_begins_in_the_step_in_which_another_ends(ill):
     record, _, _ = ill
     assert record.operations
     assert record.memory is not None
-    assert record.leak is not None
+    assert record.tensor_growth is not None
     assert not [note for note in record.notes if "recording begins" in note]
 
 

@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatout.guard.batch_slices import (
-    MAX_PLAYS_S,
+    MAX_REPLICA_S,
     MIN_SAMPLES,
-    PLAYS_A_REPLICA,
-    played_samples,
+    STEPS_PER_REPLICA,
+    replica_samples,
     take_samples,
 )
 from flatout.guard.captured_steps import CapturedCall
@@ -41,12 +41,12 @@ def test_the_first_samples_of_everything_are_kept(size, step_ms):
     whole = [step(size), step(size)]
     part, taken = take_samples(whole, step_ms, torch)
     kept = len(part[0][0].args[0])
-    assert kept == round(taken * size) == played_samples(size, step_ms)
+    assert kept == round(taken * size) == replica_samples(size, step_ms)
     if taken == 1.0:
         assert part == whole
         return
     assert MIN_SAMPLES <= kept <= size / 2
-    assert kept == MIN_SAMPLES or PLAYS_A_REPLICA * step_ms * (kept - 1) / size <= 1000 * MAX_PLAYS_S
+    assert kept == MIN_SAMPLES or STEPS_PER_REPLICA * step_ms * (kept - 1) / size <= 1000 * MAX_REPLICA_S
     for calls in part:
         assert calls[0].args[0].equal(whole[0][0].args[0][:kept])
         assert calls[0].args[1]["mask"].shape == (kept,)

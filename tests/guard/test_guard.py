@@ -493,7 +493,7 @@ def samples(seed, draw_seed, flip=True, brighter=0.0, count=640):
     return {
         "context": LOADER,
         "batch_statistics": [fetch(random.Random(order.random())) for _ in range(count)],
-        "draws": [[fetch(random.Random(image)) for image in range(8)] for _ in range(24)],
+        "fetched_samples": [[fetch(random.Random(image)) for image in range(8)] for _ in range(24)],
     }
 
 

@@ -47,10 +47,10 @@ def test_what_is_left_passes_and_nothing_is_judged_twice(alone, together, order,
     assert not any(pair <= set(rest) for pair in together)
     assert len(asked) == len(set(asked))
     if found["failing"] and rest:
-        assert found["rest"]["checks"][0]["passed"]
+        assert found["remaining"]["checks"][0]["passed"]
         assert tuple(rest) in asked
     else:
-        assert found["rest"] is None
+        assert found["remaining"] is None
     for name in set(order) - set(rest) - alone:  # passes alone, and fails with more valuable ones
         better = {other for other in rest if order.index(other) < order.index(name)}
         assert any(pair <= better | {name} for pair in together)

@@ -260,7 +260,7 @@ def gradients(change, at=slice(None)):
     @acts
     def apply(context, ledger):
         for p in context.parameters[at]:
-            ledger.call("hook", p.register_hook(change).remove)
+            ledger.on_restore("hook", p.register_hook(change).remove)
 
     return apply
 
@@ -301,7 +301,7 @@ def running_statistics_in_bfloat16(context, ledger):
             held.copy_(held.bfloat16())
 
     for root in context.roots:
-        ledger.call("forward hook", root.norm.register_forward_hook(rounded).remove)
+        ledger.on_restore("forward hook", root.norm.register_forward_hook(rounded).remove)
 
 
 def stepping(step):

@@ -119,7 +119,7 @@ def test_its_doctor_checks_the_programs_python(own, program, tmp_path):
     assert record["snapshot"]["python"]["prefix"] == str(program.parent.parent)
     checks = {check["code"]: check for check in record["checks"]}
     assert checks["FD005"]["verdict"] == "ok"
-    assert str(program) in checks["FD005"]["seen"]
+    assert str(program) in checks["FD005"]["observed"]
     assert checks["FD010"]["verdict"] == "ok"
 
 

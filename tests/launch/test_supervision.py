@@ -18,7 +18,7 @@ from flatout.launch.hang import (
     Stack,
     stack_in,
 )
-from flatout.launch.restart_policy import Attempt, Ending, RestartHistory, outcome_of
+from flatout.launch.restart_policy import Attempt, AttemptOutcome, RestartHistory, outcome_of
 
 
 @pytest.mark.processes
@@ -39,13 +39,13 @@ def test_a_hang_is_a_time_without_a_sign_of_life_of_any_process(tmp_path):
         return None, seconds
 
     assert polled("hung", 30.0)[0] is None  # no process yet
-    words = heartbeat.begin(str(tmp_path)).words
+    slots = heartbeat.begin(str(tmp_path)).slots
     child = subprocess.Popen(
         [
             sys.executable,
             "-c",
             "from flatout.job import heartbeat; import sys, time\n"
-            "words = heartbeat.begin(sys.argv[1]).words; words[heartbeat.STEPS] = 1; print(flush=True); time.sleep(60)",
+            "slots = heartbeat.begin(sys.argv[1]).slots; slots[heartbeat.Slot.STEPS] = 1; print(flush=True); time.sleep(60)",
             str(tmp_path),
         ],
         stdout=subprocess.PIPE,
@@ -54,14 +54,14 @@ def test_a_hang_is_a_time_without_a_sign_of_life_of_any_process(tmp_path):
         child.stdout.readline()
         processes.poll(now)
         for _ in range(20):  # one process that works clears the other
-            words[heartbeat.BATCHES] += 1
+            slots[heartbeat.Slot.BATCHES] += 1
             assert polled("hung", 2.0)[0] is None
-        words[heartbeat.STEPS] = 2
+        slots[heartbeat.Slot.STEPS] = 2
         event, silent_s = polled("hung", 30.0)
         assert event.message.startswith(f"process {child.pid} has finished no step")  # the one behind
         assert re.search("; 1 other waits for it. It (waits|runs): its Python line is unknown", event.message)
         assert 3.0 + STACK_TIMEOUT_S <= silent_s <= 3.0 + STACK_TIMEOUT_S + 3 * POLL_S
-        words[heartbeat.STEPS] += 1
+        slots[heartbeat.Slot.STEPS] += 1
         process = psutil.Process(child.pid)
         process.suspend()
         until(lambda: process.status() == psutil.STATUS_STOPPED)
@@ -70,7 +70,7 @@ def test_a_hang_is_a_time_without_a_sign_of_life_of_any_process(tmp_path):
             f"process {child.pid} was stopped (SIGSTOP) for 3 s; it was continued"
         )
         until(lambda: process.status() != psutil.STATUS_STOPPED)
-        words[heartbeat.STEPS] += 1
+        slots[heartbeat.Slot.STEPS] += 1
         assert polled("hung", 2.0)[0] is None
         now += 100.0  # the machine slept
         assert polled("hung", 2.0)[0] is None
@@ -136,7 +136,7 @@ def test_how_a_program_has_ended():
         ).kind
         == "memory"
     )
-    assert of(1, {"kinds": ["BrokenPipeError"], "message": "x"}).kind == "unheard"
+    assert of(1, {"kinds": ["BrokenPipeError"], "message": "x"}).kind == "output closed"
     assert (
         of(1, lost, report).message == "`train` failed after step 7: rank 1 was the first to fail, by SIGKILL"
     )
@@ -164,7 +164,7 @@ def course_of(*attempts, kind="exit"):
         )
         course.attempts.append(attempt)
         course.record_attempt(attempt)
-        why = course.why_not_restarted(Ending(kind, 1, "it failed", advice="Take less"), attempt, 20)
+        why = course.why_not_restarted(AttemptOutcome(kind, 1, "it failed", advice="Take less"), attempt, 20)
     return why
 
 

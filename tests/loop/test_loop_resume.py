@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset  # noqa: E402
 import flatout  # noqa: E402
 from flatout.checkpoint.values import pack  # noqa: E402
 from flatout.loop import saving  # noqa: E402
-from flatout.schema.errors import LoopError, SaveError, StorageError  # noqa: E402
+from flatout.schema.errors import CheckpointError, LoopError, StorageError  # noqa: E402
 
 LIVES = Path(__file__).with_name("lives.py")
 PRECISIONS = ("float32", "fp16")
@@ -219,7 +219,7 @@ def test_another_number_of_ranks_is_rejected(tmp_path):
     with flatout.checkpoint.checkpoints.CheckpointFolder(tmp_path) as saves:
         saves.write("loop", 3, {"": pack(torch, {})}, {"ranks": 2})
     with pytest.raises(
-        SaveError, match=r"is of 2 ranks, and 1 would resume .* Start 2 again, or use from_scratch"
+        CheckpointError, match=r"is of 2 ranks, and 1 would resume .* Start 2 again, or use from_scratch"
     ):
         train(tmp_path)
 
@@ -268,7 +268,7 @@ def test_invalid_checkpoints(tmp_path, caplog):
     loop.close()
     for path in tmp_path.glob("step-*"):
         (path / "manifest.json").write_text("{}")
-    with pytest.raises(SaveError, match=r"checkpoints in .* are corrupt"):
+    with pytest.raises(CheckpointError, match=r"checkpoints in .* are corrupt"):
         made(tmp_path)
     loop, _ = made(tmp_path, from_scratch=True)
     assert loop.resumed is None
@@ -306,11 +306,11 @@ def test_unsupported_state_is_named(tmp_path):
     [
         (
             {"model": nn.Sequential(nn.Linear(6, 3), nn.Linear(3, 1))},
-            SaveError,
+            CheckpointError,
             "does not fit the model of this training",
         ),
-        ({"scheduler": None}, SaveError, "saved with a scheduler and has none now"),
-        ({"extra_state": None}, SaveError, "has none of that name now"),
+        ({"scheduler": None}, CheckpointError, "saved with a scheduler and has none now"),
+        ({"extra_state": None}, CheckpointError, "has none of that name now"),
         ({"extra_state": {"average": 3}}, LoopError, "needs state_dict and load_state_dict"),
         ({"on_drift": "ignore"}, LoopError, 'Use "warn" or "stop"'),
         ({"save_every": 0}, LoopError, "a whole number from 1"),

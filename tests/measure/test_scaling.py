@@ -52,7 +52,7 @@ LINKS = st.builds(
 FABRICS = st.one_of(
     st.builds(Fabric, LINKS),
     st.builds(Fabric, LINKS, LINKS, st.sampled_from([1, 2, 3, 4, 8])),
-    st.builds(lambda link: Fabric(replace(link, inside=True)), LINKS),
+    st.builds(lambda link: Fabric(replace(link, is_intra_node=True)), LINKS),
 )
 DEVICES = st.one_of(st.integers(2, 600), st.sampled_from([2, 6, 8, 24, 48, 512]))
 ALL = st.sampled_from(STRATEGIES)
@@ -71,7 +71,7 @@ def test_more_bandwidth_is_never_slower(work, fabric, way, devices, factor):
             else None
         )
 
-    wide = replace(fabric, between=wider(fabric.between), inside=wider(fabric.inside))
+    wide = replace(fabric, inter_node=wider(fabric.inter_node), intra_node=wider(fabric.intra_node))
     before, after = predict(work, fabric, way, devices), predict(work, wide, way, devices)
     assume(not before.why_not)
     assert after.step_ms <= before.step_ms * (1 + 1e-9)
@@ -201,7 +201,7 @@ def test_an_invalid_network_is_rejected(text):
 
 
 def test_networks_and_devices_by_name():
-    assert read_link("ib-ndr,cards=4").cards == 4
+    assert read_link("ib-ndr,cards=4").nics_per_node == 4
     assert (
         read_link("bandwidth=100Gb/s,latency=5us").bandwidth_bytes_per_s
         == read_link("bandwidth=12.5GB/s,latency=0.005ms").bandwidth_bytes_per_s
@@ -225,9 +225,9 @@ def test_a_record_is_written_read_and_plotted(work, fabric, counts, scaling):
         ["python", "<b>.py"],
         "/",
         scaling=scaling,
-        network=replace(fabric.between, name="<i>"),
-        inside=fabric.inside,
-        node=fabric.node,
+        network=replace(fabric.inter_node, name="<i>"),
+        intra_node_link=fabric.intra_node,
+        devices_per_node=fabric.devices_per_node,
         timing=work.timing,
         notes=["<script>"],
         status="done",

@@ -120,7 +120,7 @@ def test_a_profile_finds_the_programs_reads_and_none_of_its_own(tmp_path):
         "the clock's own wait at the end of a block"
     )
     assert 0 < profile["memory"]["peak_bytes"] < 2**21, "the second card's memory, not the first one's"
-    assert not profile["leak"]["leaking"], "the losses that flatout keeps are not the program's"
+    assert not profile["tensor_growth"]["leaking"], "the losses that flatout keeps are not the program's"
     assert sum(phase["share"] for phase in profile["phases"].values()) < 1.05
 
 

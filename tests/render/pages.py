@@ -145,7 +145,9 @@ def ill():
             SyncRecord("item", LINE, 2.0, 2.4),
             SyncRecord("to device", LINE, 1.0, 0.2, MIB, False, True),
         ],
-        "leak": MemoryGrowth(98_000, 1e-6, True, "list `losses`", LINE, graph=True, steps=14, series=growing),
+        "tensor_growth": MemoryGrowth(
+            98_000, 1e-6, True, "list `losses`", LINE, graph=True, steps=14, series=growing
+        ),
         "notes": ["no roof was measured"],
         "device_ms": {"computing": 6.0, "copies": 2.0, "communication": 3.0},
         "idle_ms": 1.5,

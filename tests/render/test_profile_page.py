@@ -58,5 +58,5 @@ def test_the_terminal_shows_everything_that_was_measured():
 )
 def test_the_next_command(leaking, command):
     record = ill()
-    record.leak.leaking = leaking
+    record.tensor_growth.leaking = leaking
     assert next_step(record)[1].startswith(command)

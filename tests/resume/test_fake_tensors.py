@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="not run: there is no torch here")
 F = torch.nn.functional
 
 from flatout.checkpoint.resume.fake_operators import FakeOperators  # noqa: E402
-from flatout.checkpoint.resume.fake_tensors import ReplayTensor, meta_of  # noqa: E402
+from flatout.checkpoint.resume.fake_tensors import ReplayTensor, spec_of  # noqa: E402
 
 
 class Refused(Exception):
@@ -85,9 +85,9 @@ def _iadd(x):
     return total
 
 
-def metas(value):
+def specs(value):
     return [
-        meta_of(leaf) if isinstance(leaf, torch.Tensor) else leaf
+        spec_of(leaf) if isinstance(leaf, torch.Tensor) else leaf
         for leaf in torch.utils._pytree.tree_leaves(value)
     ]
 
@@ -98,10 +98,10 @@ def metas(value):
 )
 def test_a_function_of_fake_tensors_gives_fake_results(name, rows, half, turned):
     real = torch.randn(2 * half, rows).t() if turned else torch.randn(rows, 2 * half)
-    replay_tensors = FakeOperators(refuse)
-    bones = ReplayTensor(meta_of(real))
+    fake_operators = FakeOperators(refuse)
+    bones = ReplayTensor(spec_of(real))
     before = torch.get_rng_state()
-    with replay_tensors.mode():
+    with fake_operators.mode():
         for _ in range(2):  # computed once, then from the table
             try:
                 found = UNARY[name](bones)
@@ -114,7 +114,7 @@ def test_a_function_of_fake_tensors_gives_fake_results(name, rows, half, turned)
                     UNARY[name](real)
                 return
     assert torch.equal(torch.get_rng_state(), before)
-    assert metas(found) == metas(UNARY[name](real))
+    assert specs(found) == specs(UNARY[name](real))
     assert all(type(leaf) is ReplayTensor for leaf in torch.utils._pytree.tree_leaves(found))
 
 
@@ -141,39 +141,39 @@ MODULES = {
 def test_a_module_of_fake_tensors_gives_fake_results_and_gradients(name, training):
     make, shape = MODULES[name]
     module, real = make().train(training), torch.randn(shape)
-    replay_tensors = FakeOperators(refuse)
-    with replay_tensors.mode():
-        found = module(ReplayTensor(meta_of(real)))
+    fake_operators = FakeOperators(refuse)
+    with fake_operators.mode():
+        found = module(ReplayTensor(spec_of(real)))
         loss = sum(leaf.sum() for leaf in torch.utils._pytree.tree_leaves(found))
         assert loss.requires_grad
-        replay_tensors.gradient_sources.set_gradients([loss], None)
+        fake_operators.gradient_sources.set_gradients([loss], None)
         grads = {name for name, p in module.named_parameters() if p.grad is not None}
         assert all(type(p.grad) is ReplayTensor for p in module.parameters() if p.grad is not None)
         module.zero_grad()
     expected = module(real)
-    assert metas(found) == metas(expected)
+    assert specs(found) == specs(expected)
     sum(leaf.sum() for leaf in torch.utils._pytree.tree_leaves(expected)).backward()
     assert grads == {name for name, p in module.named_parameters() if p.grad is not None}
 
 
 def test_results_without_gradients_or_detached_have_none():
-    weight, replay_tensors = torch.nn.Parameter(torch.randn(3)), FakeOperators(refuse)
-    with replay_tensors.mode():
-        x = ReplayTensor(meta_of(torch.randn(3)))
+    weight, fake_operators = torch.nn.Parameter(torch.randn(3)), FakeOperators(refuse)
+    with fake_operators.mode():
+        x = ReplayTensor(spec_of(torch.randn(3)))
         with torch.no_grad():
             assert not (weight * x).requires_grad
         cut = (weight * x).detach()
         assert not cut.requires_grad
         assert (weight * x).argmax().requires_grad is False
-        replay_tensors.gradient_sources.set_gradients([(cut * x).sum()], None)
+        fake_operators.gradient_sources.set_gradients([(cut * x).sum()], None)
         assert weight.grad is None
 
 
 def test_a_tensor_that_is_written_to_becomes_fake_under_every_name():
-    replay_tensors, total = FakeOperators(refuse), torch.zeros(3)
+    fake_operators, total = FakeOperators(refuse), torch.zeros(3)
     names = {"of a dict": total}, [total]
-    with replay_tensors.mode():
-        total += ReplayTensor(meta_of(torch.randn(3)))
+    with fake_operators.mode():
+        total += ReplayTensor(spec_of(torch.randn(3)))
     assert type(total) is ReplayTensor
     assert names[0]["of a dict"] is total
     assert names[1][0] is total
@@ -182,23 +182,23 @@ def test_a_tensor_that_is_written_to_becomes_fake_under_every_name():
 
 
 def test_a_weight_is_made_for_real_and_is_not_written_to():
-    replay_tensors = FakeOperators(refuse)
-    with replay_tensors.mode():
+    fake_operators = FakeOperators(refuse)
+    with fake_operators.mode():
         layer = torch.nn.Linear(3, 2)
         weight = layer.weight.detach
         with torch.no_grad():
-            layer.weight.add_(ReplayTensor(meta_of(torch.randn(2, 3))))
-            layer.weight.data.copy_(ReplayTensor(meta_of(torch.randn(2, 3))))
+            layer.weight.add_(ReplayTensor(spec_of(torch.randn(2, 3))))
+            layer.weight.data.copy_(ReplayTensor(spec_of(torch.randn(2, 3))))
     assert weight is not None
     assert type(layer.weight) is torch.nn.Parameter
     assert layer.weight.abs().sum() > 0
 
 
 def test_values_are_unavailable():
-    replay_tensors, bones = FakeOperators(refuse), ReplayTensor(meta_of(torch.randn(3)))
-    with replay_tensors.mode(), pytest.raises(Refused, match="storage"):
+    fake_operators, bones = FakeOperators(refuse), ReplayTensor(spec_of(torch.randn(3)))
+    with fake_operators.mode(), pytest.raises(Refused, match="storage"):
         bones.untyped_storage()
-    with replay_tensors.mode(), pytest.raises(Refused, match="cannot be replayed"):
+    with fake_operators.mode(), pytest.raises(Refused, match="cannot be replayed"):
         torch.arange(bones.sum())
     with pytest.raises(RuntimeError, match="no values"):
         bones + 1  # bypasses the mode

@@ -37,7 +37,7 @@ def recorded(path, way):
     value_log = ValueLog(refuse, print)
     value_log.record(ValueJournal(path))
     go(value_log, way, value_log.put)
-    return value_log.write(), value_log.events
+    return value_log.write(), value_log.event_count
 
 
 def go(value_log, way, hand_over):

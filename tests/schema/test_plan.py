@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from flatout.schema.enums import Origin
 from flatout.schema.errors import FlatoutError, PlanError
-from flatout.schema.plan import MAX_PLAN_BYTES, Choice, Plan, spell
+from flatout.schema.plan import MAX_PLAN_BYTES, Choice, Plan, format_choice
 
 words = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
 names = words.filter(lambda s: s != "value")
@@ -184,7 +184,7 @@ def test_digest_is_stable():
     ],
 )
 def test_spelling(value, spelled):
-    assert spell("x", value) == spelled
+    assert format_choice("x", value) == spelled
 
 
 # -- errors

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.tune.design import live_rows, next_processes, worth_more_time
-from flatout.tune.effects import Factor, Space, TimedBlock, fit
+from flatout.tune.design import live_factor_sets, next_processes, worth_more_time
+from flatout.tune.effects import Factor, Space, TimedBlock, fit_effects
 
 NONE = frozenset()
 
@@ -55,9 +55,9 @@ def measured(space, rng, processes, rows=8, effects=None):
     """Blocks of designed processes of a program with these effects; 0 for all other effects."""
     blocks = []
     for process in range(processes):
-        on = next_processes(space, fit(space, blocks), blocks, 1, rng)[0]
+        on = next_processes(space, fit_effects(space, blocks), blocks, 1, rng)[0]
         luck = 0.04 * rng.standard_normal()
-        for at, live in enumerate(live_rows(space, fit(space, blocks), on, rows, rng)):
+        for at, live in enumerate(live_factor_sets(space, fit_effects(space, blocks), on, rows, rng)):
             log_ms = (
                 4
                 + luck
@@ -76,15 +76,15 @@ def test_every_row_is_allowed(space, seed, processes):
     """
     rng = np.random.default_rng(seed)
     blocks = measured(space, rng, processes, 4)
-    fitted = fit(space, blocks) if blocks else None
+    fitted = fit_effects(space, blocks) if blocks else None
     assert all(space.allowed(block.active) for block in blocks)
     for on in next_processes(space, fitted, blocks, 5, rng):
-        assert not any(space.factors[space.index[key]].switched for key in on)
-        rows = live_rows(space, fitted, on, 6, rng)
+        assert not any(space.factors[space.index[key]].switchable for key in on)
+        rows = live_factor_sets(space, fitted, on, 6, rng)
         assert len(rows) == 6
         for row in rows:
             assert space.allowed(on | row)
-            assert all(space.factors[space.index[key]].switched for key in row)
+            assert all(space.factors[space.index[key]].switchable for key in row)
 
 
 def test_the_first_processes_are_the_plain_program_and_the_likeliest_plan():
@@ -122,11 +122,11 @@ def test_settled_levers_are_not_varied():
         {"a": -0.3, "b": 0.3, "c": -0.3, "d": 0.3, "e": 0.3, "f": 0.3, "p": -0.5, "q": 0.5, "r": 0.5},
     )
     blocks, space = measured(mixed_space(6, 3), rng, 24, 12, effects), mixed_space(12, 4)
-    fitted = fit(space, blocks)
+    fitted = fit_effects(space, blocks)
     processes = next_processes(space, fitted, blocks, 8, rng)
     assert all("p" in on and not on & {"q", "r"} for on in processes)
     assert {"s" in on for on in processes} == {True, False}
-    rows = live_rows(space, fitted, frozenset({"p"}), 24, rng)
+    rows = live_factor_sets(space, fitted, frozenset({"p"}), 24, rng)
     assert all(row >= {"a", "c"} and not row & set("bdef") for row in rows)
     for key in "ghijkl":
         assert 4 <= sum(key in row for row in rows) <= 20
@@ -146,7 +146,7 @@ def test_rows_go_where_something_is_undecided():
         for process in range(12)
         for at in range(4)
     ]
-    rows = next_processes(space, fit(space, blocks), blocks, 4, rng)
+    rows = next_processes(space, fit_effects(space, blocks), blocks, 4, rng)
     assert sum("q" in row for row in rows) >= 2
 
 
@@ -154,7 +154,7 @@ def test_a_designed_search_finds_the_best_plan():
     effects = {"a": -0.2, "b": 0.1, "p": -0.3, "q": 0.1, "r": -0.08}
     space, found = mixed_space(4, 4), []
     for seed in range(5):
-        fitted = fit(space, measured(space, np.random.default_rng(seed), 16, 8, effects))
+        fitted = fit_effects(space, measured(space, np.random.default_rng(seed), 16, 8, effects))
         found.append(sum(effects.get(key, 0.0) for key in fitted.best()))
     assert np.mean(found) < -0.55
 
@@ -162,7 +162,7 @@ def test_a_designed_search_finds_the_best_plan():
 def test_more_time_is_worth_less_and_less():
     space = mixed_space(2, 2)
     blocks = measured(space, np.random.default_rng(0), 24, 10, {"a": -0.2, "b": 0.1, "p": -0.3, "q": 0.2})
-    few, many = (fit(space, [b for b in blocks if b.process < n]) for n in (1, 24))
+    few, many = (fit_effects(space, [b for b in blocks if b.process < n]) for n in (1, 24))
     assert worth_more_time(few, few.best())
     assert not worth_more_time(many, many.best())
     assert worth_more_time(many, NONE)

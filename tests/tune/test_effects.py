@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import hang_s
 
-from flatout.tune.effects import Factor, PriorScales, Space, TimedBlock, fit
+from flatout.tune.effects import Factor, PriorScales, Space, TimedBlock, fit_effects
 from flatout.tune.mixed_model import Component, Group, solve
 
 FIXED = 1e-6  # log sd of a known component
@@ -162,7 +162,9 @@ def test_many_factors_are_searched_in_time_and_within_the_rules():
     space = space_of(20, excludes=frozenset({frozenset("ab"), frozenset("cd")}), needs={"e": ("f",)})
     assert space.allowed_sets is None
     keys = ("a=0", "e=0", "k=0", "t=0")
-    fitted = fit(space, blocks_of((at, {key}, float(at), 0, -0.02 * at) for at, key in enumerate(keys)))
+    fitted = fit_effects(
+        space, blocks_of((at, {key}, float(at), 0, -0.02 * at) for at, key in enumerate(keys))
+    )
     assert space.allowed(fitted.best())
     assert fitted.regret(fitted.best()) >= 0
 
@@ -185,7 +187,7 @@ def test_as_generalised_least_squares():
         TimedBlock(process, frozenset(on), 0.0, at, t)
         for at, ((process, on), t) in enumerate(zip(rows, ms, strict=True))
     ]
-    fitted = fit(space, blocks, spread(process=(0.05, FIXED), noise=(0.2, FIXED)))
+    fitted = fit_effects(space, blocks, spread(process=(0.05, FIXED), noise=(0.2, FIXED)))
 
     x = np.array([["a" in on, "b" in on, on == "ab"] for _, on in rows], dtype=float)
     prior = np.array([-0.1, 0.0, 0.0])
@@ -204,7 +206,7 @@ def test_as_generalised_least_squares():
 @pytest.mark.parametrize("ms", [0.0, -1.0, math.inf, math.nan])
 def test_an_impossible_time_is_rejected(ms):
     with pytest.raises(ValueError, match="positive"):
-        fit(space_of(1), [TimedBlock(0, frozenset(), 0.0, 0, ms)])
+        fit_effects(space_of(1), [TimedBlock(0, frozenset(), 0.0, 0, ms)])
 
 
 def test_an_outlier_has_little_influence():
@@ -212,8 +214,8 @@ def test_an_outlier_has_little_influence():
     rows = ((0, {"a=0"} if at % 2 else (), 0.4 * at, at, 0.0) for at in range(40))
     blocks = blocks_of(rows, rng, 0.02)
     spoilt = [*blocks[:39], TimedBlock(0, frozenset({"a=0"}), 15.6, 39, 1000.0)]
-    assert fit(space_of(1), spoilt).effect("a=0").median == pytest.approx(
-        fit(space_of(1), blocks).effect("a=0").median, abs=0.01
+    assert fit_effects(space_of(1), spoilt).effect("a=0").median == pytest.approx(
+        fit_effects(space_of(1), blocks).effect("a=0").median, abs=0.01
     )
 
 
@@ -235,8 +237,8 @@ def test_the_same_window_is_the_same_work():
         for at in range(12)
     )
     blocks = blocks_of(rows, rng, 0.01)
-    found = fit(space_of(4), blocks)
-    apart = fit(
+    found = fit_effects(space_of(4), blocks)
+    apart = fit_effects(
         space_of(4),
         [TimedBlock(b.process, b.active, b.at_s, 100 * b.process + b.window, b.ms) for b in blocks],
     )
@@ -263,7 +265,7 @@ def test_blocks_whose_slices_alternated_share_the_disturbance():
     )
     blocks = blocks_of(rows, rng, 0.005)
     shared, own = (
-        fit(
+        fit_effects(
             space_of(4),
             [
                 TimedBlock(
@@ -283,7 +285,7 @@ def test_intervals_cover_the_truth():
     space, covered = space_of(6), []
     for seed in range(40):
         blocks, effects = simulated(space, np.random.default_rng(seed), 8, 8)
-        fitted = fit(space, blocks)
+        fitted = fit_effects(space, blocks)
         for key, effect in effects.items():
             estimate = fitted.effect(key)
             covered.append(estimate.low <= math.exp(-effect) <= estimate.high)
@@ -292,7 +294,7 @@ def test_intervals_cover_the_truth():
 
 def test_samples_are_those_of_the_posterior():
     blocks, _ = simulated(space_of(3), np.random.default_rng(7), 4, 6)
-    fitted = fit(space_of(3), blocks, PriorScales(misfit=0.0))
+    fitted = fit_effects(space_of(3), blocks, PriorScales(misfit=0.0))
     draws = fitted.draws(4000, seed=1)
     assert (draws == fitted.draws(4000, seed=1)).all()
     assert draws.mean(axis=0) == pytest.approx(fitted.mean, abs=0.01)
@@ -306,7 +308,7 @@ def test_samples_are_those_of_the_posterior():
 
 
 def test_a_gain_that_is_too_small_is_left_out():
-    fitted = fit(Space((Factor("a", "a", True, mean=-0.01), Factor("b", "b", True, mean=-0.05))), ())
+    fitted = fit_effects(Space((Factor("a", "a", True, mean=-0.01), Factor("b", "b", True, mean=-0.05))), ())
     assert fitted.best() == {"a", "b"}
     assert fitted.best(min_gain_per_lever=0.02) == {"b"}
 
@@ -361,7 +363,7 @@ def test_a_machine_that_changes_its_speed_within_seconds():
         for process in range(2)
     )
     blocks = blocks_of(rows, np.random.default_rng(0), 0.02)
-    fitted = fit(Space((Factor("p", "p", False),)), blocks)
+    fitted = fit_effects(Space((Factor("p", "p", False),)), blocks)
     assert fitted.noise_sd < 0.1
     gain = fitted.gain(frozenset({"p"}))
     assert gain.low < math.exp(0.1) < gain.high
@@ -371,15 +373,17 @@ def test_more_data_never_reduces_the_error_of_a_set_below_the_misfit():
     """The model has no interactions of three levers."""
     rows = ((at, {"a=0"} if at % 2 else (), 0.1 * at, at, 0.01 * (at % 4 // 2)) for at in range(400))
     blocks = blocks_of(rows)
-    estimate = fit(space_of(1), blocks, PriorScales(misfit=0.05)).gain(frozenset({"a=0"}))
+    estimate = fit_effects(space_of(1), blocks, PriorScales(misfit=0.05)).gain(frozenset({"a=0"}))
     assert math.log(estimate.high / estimate.low) == pytest.approx(2 * 1.96 * 0.05 * math.sqrt(2), rel=0.02)
-    assert fit(space_of(1), blocks).gain(frozenset({"a=0"}), frozenset({"a=0"})).low == pytest.approx(1.0)
+    assert fit_effects(space_of(1), blocks).gain(frozenset({"a=0"}), frozenset({"a=0"})).low == pytest.approx(
+        1.0
+    )
 
 
 def test_an_effect_relative_to_another_value_of_its_lever():
     times = [("", 0.0), ("a=0", -0.22), ("a=1", -0.1)] * 6
     rows = ((0, {key} if key else (), float(at), at, log) for at, (key, log) in enumerate(times))
-    fitted = fit(space_of(1, values=2), blocks_of(rows))
+    fitted = fit_effects(space_of(1, values=2), blocks_of(rows))
     for beside in ("a=0", "a=1"):
         assert fitted.effect("a=1", frozenset({beside})) == fitted.effect("a=1")
     assert fitted.best() == {"a=0"}

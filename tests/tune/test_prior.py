@@ -135,7 +135,7 @@ def test_layers_show_the_kind_of_a_program(layers, expected):
 
 def test_phases_show_the_kind_of_a_program():
     assert kinds_of({}, phases(4.9, 0.3)) == ("tiny steps", "data-bound")
-    assert kinds_of({}, phases(5.1, 0.2)) == ("long steps", "compute-bound")
+    assert kinds_of({}, phases(5.1, 0.2)) == ("usual steps", "compute-bound")
     assert kinds_of({}, {}) == ()
 
 

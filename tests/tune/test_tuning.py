@@ -203,7 +203,7 @@ def measured(tuning, logs, processes=6):
     plain program's 10 ms.
     """
     noise = random.Random(0)
-    life = [key for key in tuning.choices if not tuning.space.factors[tuning.space.index[key]].switched]
+    life = [key for key in tuning.choices if not tuning.space.factors[tuning.space.index[key]].switchable]
     for process in range(processes):
         fixed = frozenset(key for at, key in enumerate(life) if process >> at & 1)
         rows = [row for row in logs if row & set(life) == fixed] * 3

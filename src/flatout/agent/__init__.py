@@ -4,6 +4,6 @@ Importing this package patches nothing; only the ledger patches, on request.
 
 Runs in: the user's program, in each of its Python processes, and flatout.Loop.
 Imports: schema, job, distributed, levers, measure, render.
-Start with: site/sitecustomize.py and bootstrap.py (start), entry.py and attached.py (a real run),
+Start with: site/sitecustomize.py and bootstrap.py (start), entry.py and run_listener.py (a real run),
 training_context.py and program_view.py (what is known of the program), applier.py, ledger.py.
 """

@@ -7,16 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatout.agent.ledger import Ledger
 from flatout.schema.enums import Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo
-from flatout.schema.plan import Choice, Plan, spell
-
-if TYPE_CHECKING:
-    from flatout.schema.program import TrainingContext
+from flatout.schema.plan import Choice, Plan
+from flatout.schema.program import TrainingContext
 
 BEFORE_FIRST_STEP = (Moment.IMPORT, Moment.LOADER)
 AFTER_FIRST_STEP = (Moment.MODEL, Moment.OPTIMIZER, Moment.STEP)
@@ -174,8 +172,6 @@ def _failed(error: Exception) -> str:
 
 def one_line(outcomes: Sequence[Outcome]) -> str:
     """The line that a run prints at its start: what is applied, and what is not, with the reason."""
-    applied = ", ".join(spell(o.choice.name, o.choice.value) for o in outcomes if o.applied) or "nothing"
-    skipped = "; ".join(
-        f"{spell(o.choice.name, o.choice.value)} ({o.reason})" for o in outcomes if not o.applied
-    )
+    applied = ", ".join(o.choice.text for o in outcomes if o.applied) or "nothing"
+    skipped = "; ".join(f"{o.choice.text} ({o.reason})" for o in outcomes if not o.applied)
     return f"applied {applied}" + (f"; not applied: {skipped}" if skipped else "")

@@ -63,14 +63,14 @@ class AfterImport:
             except Exception as error:
                 why = f"{type(error).__name__}: {error}"
                 self._report(why)
-                say(f"could not attach to {fullname} ({why}); the script runs without flatout")
+                notify(f"could not attach to {fullname} ({why}); the script runs without flatout")
 
         # the loader belongs to this spec
         spec.loader.exec_module = execute_then_call  # type: ignore[method-assign]
         return spec
 
 
-def say(sentence: str) -> None:
+def notify(sentence: str) -> None:
     """Print a line for the user; all lines of flatout under a running script go through here."""
     from flatout.job.sanitize import sanitize
 
@@ -88,7 +88,7 @@ def show(text: str) -> None:
         pass  # standard error is closed
 
 
-def say_unbuffered(sentence: str) -> None:
+def notify_unbuffered(sentence: str) -> None:
     """Print a line without Python's buffers, whose lock the script may hold when a signal interrupts it."""
     try:
         os.write(2, f"flatout: {sentence}\n".encode(errors="replace"))
@@ -129,7 +129,7 @@ def _at_exit(path: str, pid: int, has_levers: bool) -> None:
 
     if has_levers and claim(path + REPORT):
         milestone = "finished a training step" if "torch" in sys.modules else "imported torch"
-        say(f"nothing was applied: this program never {milestone}")
+        notify(f"nothing was applied: this program never {milestone}")
     folder, name = os.path.split(path)
     try:
         for entry in os.listdir(folder):

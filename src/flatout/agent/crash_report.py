@@ -98,10 +98,10 @@ class CrashReport:
             from flatout.job.claims import claim
 
             if claim(self.claim_path) or self._is_first():
-                from flatout.agent.bootstrap import say
+                from flatout.agent.bootstrap import notify
 
                 for line in lines:
-                    say(line)
+                    notify(line)
         except BaseException:
             return
 

@@ -22,7 +22,7 @@ from functools import partial, wraps
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.agent.bootstrap import AfterImport, say
+from flatout.agent.bootstrap import AfterImport, notify
 from flatout.agent.frames import is_user_file
 from flatout.agent.host_answers import host_answers, zero
 from flatout.agent.ledger import Ledger
@@ -60,7 +60,7 @@ def report_once(sentence: str) -> None:
     """Print a line once for all processes of a run that live at the same time."""
     reports = os.environ.get("FLATOUT_CRASH_REPORTS")
     if rank_number() == 0 and reports is not None and claim(path := f"{reports}.device{REPORT}"):
-        say(sentence)
+        notify(sentence)
         atexit.register(_remove, path, os.getpid())
 
 
@@ -326,7 +326,8 @@ def _wrap_availability(devices: DeviceArguments, original: Function) -> Any:
         if not is_user_file(frame.f_code.co_filename):
             return original(*args, **kwargs)
         if is_count:  # one device in a script that has no path without CUDA
-            return int(would_end(frame) or not _checks_for_cuda(frame.f_code.co_filename))
+            lines = linecache.getlines(frame.f_code.co_filename)
+            return int(would_end(frame) or not any("is_available" in line for line in lines))
         return would_end(frame)
 
     return answer
@@ -334,10 +335,6 @@ def _wrap_availability(devices: DeviceArguments, original: Function) -> Any:
 
 def _is_cuda_for_user(frame: FrameType) -> bool:
     return is_user_file(frame.f_code.co_filename) and would_end(frame)
-
-
-def _checks_for_cuda(filename: str) -> bool:
-    return any("is_available" in line for line in linecache.getlines(filename))
 
 
 def _distinct_copy(answer: Function, original: object) -> Any:

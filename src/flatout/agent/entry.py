@@ -5,14 +5,14 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from flatout.agent.attached import AttachedRun, MakeCheckpointing
 from flatout.agent.live_figures import LiveFigures
+from flatout.agent.run_listener import MakeCheckpointing, RunListener
 from flatout.agent.run_summary import Summarizer
 from flatout.agent.step_counters import counters
 from flatout.schema.run_request import RunRequest
 
 
-class MonitoredRun(AttachedRun):
+class MonitoredRunListener(RunListener):
     """Counts steps once the levers are applied, when its other hooks are removed."""
 
     def __init__(self, request: RunRequest, torch: ModuleType, checkpoints: MakeCheckpointing) -> None:
@@ -26,10 +26,10 @@ class MonitoredRun(AttachedRun):
         counts.begin(self.context.steps)
         if request.summary is not None:
             Summarizer(request.summary, self.plan.to_json(), counts, torch, self.real_files)
-        if request.watch is not None and self.prints:
+        if request.live_line is not None and self.prints:
             from flatout.agent.live_line import LiveLine
 
-            LiveLine(LiveFigures(torch, counts), request.watch)
+            LiveLine(LiveFigures(torch, counts), request.live_line)
 
 
 def attach(job: dict[str, Any]) -> None:
@@ -40,5 +40,5 @@ def attach(job: dict[str, Any]) -> None:
 
 
 def start(request: RunRequest, torch: ModuleType, checkpoints: MakeCheckpointing) -> None:
-    counted = request.watch is not None or request.summary is not None
-    (MonitoredRun if counted else AttachedRun)(request, torch, checkpoints)
+    counted = request.live_line is not None or request.summary is not None
+    (MonitoredRunListener if counted else RunListener)(request, torch, checkpoints)

@@ -82,7 +82,7 @@ class FakeExecution:
         self.ledger.set(self.torch._VF, "lstm", lstm_by_layers(self.torch, self.torch._VF.lstm))
         for mode in (self.fake_mode, Counting()):
             mode.__enter__()
-            self.ledger.call("dispatch mode", partial(mode.__exit__, None, None, None))
+            self.ledger.on_restore("dispatch mode", partial(mode.__exit__, None, None, None))
 
     @contextmanager
     def real_execution(self) -> Iterator[None]:

@@ -122,7 +122,7 @@ class FileSandbox:
             libraries.pop(name)(sys.modules[name])
         for finder in (AfterImport(libraries), ModuleFinder(self.overlay)):
             sys.meta_path.insert(0 if isinstance(finder, AfterImport) else len(sys.meta_path), finder)
-            self.ledger.call("sys.meta_path", partial(_remove_finder, finder))
+            self.ledger.on_restore("sys.meta_path", partial(_remove_finder, finder))
 
     def _install_library(self, rows: Iterable[tuple[str, int, str, int]], module: ModuleType) -> None:
         for name, position, keyword, flags in rows:
@@ -167,7 +167,7 @@ class FileSandbox:
             members = getattr(os, group)
             if original in members:
                 members.add(sandboxed)
-                self.ledger.call(f"os.{group}", partial(members.discard, sandboxed))
+                self.ledger.on_restore(f"os.{group}", partial(members.discard, sandboxed))
 
     # -- reading
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.agent.bootstrap import AfterImport
 from flatout.agent.ledger import Ledger
 from flatout.job import heartbeat
-from flatout.job.heartbeat import EXITING, HEARTBEATS, NOT_FINITE, RANK, SIGNAL, STACK, STEPS
+from flatout.job.heartbeat import Slot
 from flatout.schema.errors import NotFinite
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ class HeartbeatWriter:
         sys.meta_path.insert(0, AfterImport({"torch": self._after_torch_import}))
 
     def _begin(self) -> None:
-        self.page = page = heartbeat.begin(self.folder).words
+        self.page = page = heartbeat.begin(self.folder).slots
         rank = os.environ.get("FLATOUT_RANK") or os.environ.get("RANK") or ""
-        page[RANK] = int(rank) + 1 if rank.isdigit() else 0
+        page[Slot.RANK] = int(rank) + 1 if rank.isdigit() else 0
         if self.counters is not None:
             self.counters.page = page
         try:
@@ -75,15 +75,15 @@ class HeartbeatWriter:
             descriptor = os.dup(handle)
         os.close(handle)
         faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True, chain=False)
-        self.page[STACK], self.page[SIGNAL] = descriptor, STACK_SIGNAL
+        self.page[Slot.STACK_DESCRIPTOR], self.page[Slot.STACK_SIGNAL] = descriptor, STACK_SIGNAL
 
     def _after_torch_import(self, torch: ModuleType) -> None:
         from flatout.agent.step_counters import counters
 
         self.torch = torch
-        self.page[HEARTBEATS] += 1
+        self.page[Slot.HEARTBEATS] += 1
         # handlers registered before torch's import, and torch's own cleanup, run later
-        atexit.register(self.page.__setitem__, EXITING, 1)
+        atexit.register(self.page.__setitem__, Slot.EXITING, 1)
         self.counters = counters(torch)
         self.counters.page = self.page
         if os.environ.get(ON_NAN) == "stop":
@@ -95,7 +95,7 @@ class HeartbeatWriter:
     def _wrap_save(self, save: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(save)
         def hooked_save(*args: object, **kwargs: object) -> Any:
-            self.page[HEARTBEATS] += 1
+            self.page[Slot.HEARTBEATS] += 1
             result = save(*args, **kwargs)
             heartbeat.checkpoint_written()
             return result
@@ -138,7 +138,7 @@ class HeartbeatWriter:
                 return
             not_finite, self._not_finite = self._not_finite, None
         if bool(not_finite):
-            self.page[NOT_FINITE] = self.page[STEPS] + 1
+            self.page[Slot.NOT_FINITE] = self.page[Slot.STEPS] + 1
             raise SystemExit(NotFinite.exit_code)
 
 

@@ -70,7 +70,7 @@ class Ledger:
 
         self._undo.append((f"[{key!r}]", restore))
 
-    def call(self, title: str, undo: Callable[[], object]) -> None:
+    def on_restore(self, title: str, undo: Callable[[], object]) -> None:
         """Record a change made by a call (a registered hook, a flag), with the function that undoes it."""
         self._undo.append((title, undo))
 

@@ -47,7 +47,7 @@ class OperatorLines:
 
         mode = LineObserver()
         mode.__enter__()
-        self.ledger.call("dispatch mode", lambda: mode.__exit__(None, None, None))
+        self.ledger.on_restore("dispatch mode", lambda: mode.__exit__(None, None, None))
 
     def _observed(self, function: Any, args: Any) -> None:
         node = self.torch._C._current_autograd_node()

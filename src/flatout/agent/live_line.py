@@ -9,7 +9,7 @@ import atexit
 import os
 from collections.abc import Mapping
 
-from flatout.agent.bootstrap import say
+from flatout.agent.bootstrap import notify
 from flatout.agent.live_figures import LiveFigures, PeriodicThread, Reading
 from flatout.render.formatting import rounded, size
 
@@ -29,7 +29,7 @@ class LiveLine:
     def _show(self) -> None:
         now = self.figures.now()
         text, self.last = self.sentence(self.last, now), now
-        say(text)
+        notify(text)
 
     def sentence(self, start: Reading, end: Reading) -> str:
         """Return the figures between two moments, such as

@@ -47,7 +47,7 @@ def observe_masks(
 
     library = torch.library.Library("aten", "IMPL")
     library.impl("index.Tensor", kernel, key.name, with_keyset=True)
-    ledger.call("aten::index", library._destroy)
+    ledger.on_restore("aten::index", library._destroy)
 
 
 def has_mask(index: object) -> bool:

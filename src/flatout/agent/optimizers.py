@@ -42,10 +42,10 @@ class Optimizers:
             if not context.paused and self._exit(optimizer):
                 context.optimizer_ends(optimizer)
 
-        step_hooks.call(
+        step_hooks.on_restore(
             "optimizer step hook", torch_optimizer.register_optimizer_step_pre_hook(before_step).remove
         )
-        step_hooks.call(
+        step_hooks.on_restore(
             "optimizer step hook", torch_optimizer.register_optimizer_step_post_hook(after_step).remove
         )
         ledger.set(

@@ -47,7 +47,7 @@ class ProgramView:
         self.threads_at_import = torch.get_num_threads()
         self.reports: list[tuple[str, str]] = []  # messages of levers after they were applied
         self.print_report: Callable[[str, str], None] | None = None  # prints such a message at once
-        self.handed_on: Any = None  # where the runs of a search pass on their cached samples
+        self.shared_samples: Any = None  # where the runs of a search pass on their cached samples
         self.data_parallel: Any = (
             None  # the installed state of `data_parallel`, for levers that act through it
         )
@@ -138,11 +138,11 @@ class ProgramView:
     def change_loaders(self, rule: LoaderRule, ledger: Ledger) -> None:
         """Make DataLoaders with ``rule(dataset, arguments)`` from now on, until the ledger is restored."""
         self._loaders.rules.append(rule)
-        ledger.call("loader rule", lambda: self._loaders.rules.remove(rule))
+        ledger.on_restore("loader rule", lambda: self._loaders.rules.remove(rule))
 
     def feed_loaders(self, rule: FeedRule, ledger: Ledger) -> None:
         """Let ``rule(loader, asked, feed)`` choose how batches are made, until the ledger is restored."""
-        ledger.call("feed rule", self._loaders.add_feed_rule(rule))
+        ledger.on_restore("feed rule", self._loaders.add_feed_rule(rule))
 
     @property
     def training_loader(self) -> int | None:

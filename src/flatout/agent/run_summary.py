@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, TextIO
 
 from flatout import __version__
-from flatout.agent.bootstrap import say, show
+from flatout.agent.bootstrap import notify, show
 from flatout.agent.live_figures import LiveFigures, PeriodicThread
 from flatout.agent.step_counters import StepCounters, counters
 from flatout.job.claims import REPORT, SUMMARY, claim
@@ -36,7 +36,7 @@ def count(job: dict[str, Any]) -> None:
     import torch
 
     if (sentence := untested_torch(str(torch.__version__))) and claim(os.environ["FLATOUT_JOB"] + REPORT):
-        say(sentence)
+        notify(sentence)
     Summarizer(SummaryRequest.from_json(job["summary"]), {}, counters(torch), torch)
 
 
@@ -125,7 +125,11 @@ class Summarizer:
                 written_to = min(os.path.relpath(path), str(path), key=len)
         except (OSError, StorageError) as error:
             written_to = f"not written: {first_line(error)}"
-        if self.request.shows and record.rank == 0 and claim(os.environ.get("FLATOUT_JOB", "") + SUMMARY):
+        if (
+            self.request.print_summary
+            and record.rank == 0
+            and claim(os.environ.get("FLATOUT_JOB", "") + SUMMARY)
+        ):
             from flatout.render.run_box import box
 
             show(box(record, written_to, self._failed_trackers()))

@@ -36,19 +36,19 @@ class Signals:
         self._handlers: dict[int, Any] = {}  # the script's handler of each; empty: not installed
         self._replaced_handlers: dict[int, Any] = {}  # its handler before an unobserved change
         self._being_handled: set[int] = set()
-        self._set, self._get = signal.signal, signal.getsignal
+        self._original_signal, self._original_getsignal = signal.signal, signal.getsignal
 
     def install(self, ledger: Ledger) -> bool:
         """Install the handlers; return whether this succeeded: only the main thread can do it."""
         if threading.current_thread() is not threading.main_thread():
             return False
-        self._set, self._get = signal.signal, signal.getsignal
-        self._handlers = {number: self._get(number) for number in OBSERVED_SIGNALS}
-        ledger.set(signal, "signal", self._wrap_signal(self._set))
-        ledger.set(signal, "getsignal", self._wrap_getsignal(self._get))
+        self._original_signal, self._original_getsignal = signal.signal, signal.getsignal
+        self._handlers = {number: self._original_getsignal(number) for number in OBSERVED_SIGNALS}
+        ledger.set(signal, "signal", self._wrap_signal(self._original_signal))
+        ledger.set(signal, "getsignal", self._wrap_getsignal(self._original_getsignal))
         for number in OBSERVED_SIGNALS:
             self._set_observer(number)
-        ledger.call("signal handlers", self.uninstall)
+        ledger.on_restore("signal handlers", self.uninstall)
         os.register_at_fork(after_in_child=self.uninstall)
         return True
 
@@ -61,14 +61,14 @@ class Signals:
             return
         handlers, self._handlers = self._handlers, {}
         for number, handler in handlers.items():
-            if self._get(number) == self._observe:
-                self._set(number, handler)
+            if self._original_getsignal(number) == self._observe:
+                self._original_signal(number, handler)
 
     def recheck(self) -> None:
         """Check the handlers again: a script that imported ``signal.signal`` early sets them unobserved."""
         if threading.current_thread() is threading.main_thread():
             for number, handler in list(self._handlers.items()):
-                current = self._get(number)
+                current = self._original_getsignal(number)
                 if current != self._observe and current is not handler:
                     self._replaced_handlers[number], self._handlers[number] = handler, current
                     self._set_observer(number)
@@ -83,7 +83,7 @@ class Signals:
             finally:
                 self._being_handled.discard(number)
         elif handler == signal.SIG_DFL:
-            self._set(number, signal.SIG_DFL)
+            self._original_signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
     def _handler(self, number: int) -> Any:
@@ -94,7 +94,7 @@ class Signals:
     def _set_observer(self, number: int) -> None:
         handler = self._handlers[number]
         if callable(handler) or handler == signal.SIG_DFL:  # neither ignored signals nor handlers of C code
-            self._set(number, self._observe)
+            self._original_signal(number, self._observe)
 
     def _observe(self, number: int, frame: FrameType | None) -> None:
         called_by_script = sys._getframe(1) is not frame  # the script's handler calls the one it replaced

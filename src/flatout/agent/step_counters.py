@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.agent.ledger import Ledger
 from flatout.agent.loader_methods import wrap_loader_method
 from flatout.agent.steps import StepBoundaries
-from flatout.job.heartbeat import BACKWARDS, BATCHES, HEARTBEATS, STEPS
+from flatout.job.heartbeat import Slot
 from flatout.measure.clock import HostClock
 from flatout.measure.statistics import median
 
@@ -66,7 +66,7 @@ class StepCounters:
     def install(self, torch: ModuleType, ledger: Ledger) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        ledger.call(
+        ledger.on_restore(
             "optimizer step hook", register_optimizer_step_post_hook(self._after_optimizer_step).remove
         )
         wrap_loader_method(torch, "batch", self._wrap_next, ledger)
@@ -79,12 +79,12 @@ class StepCounters:
     ) -> None:
         if self._backward_steps:  # the backward passes until now were no steps
             if self.page is not None:
-                self.page[STEPS] = max(0, self.page[STEPS] - self._backward_steps)
+                self.page[Slot.STEPS] = max(0, self.page[Slot.STEPS] - self._backward_steps)
             self.steps, self.first_ns, self._backward_steps = self.steps - self._backward_steps, 0, 0
         if self.boundaries.optimizer_stepped(id(optimizer)):
             self._count()
         elif self.page is not None:
-            self.page[HEARTBEATS] += 1
+            self.page[Slot.HEARTBEATS] += 1
 
     def _count(self) -> None:
         if not self.first_ns:
@@ -94,7 +94,7 @@ class StepCounters:
             self.first_ns = HostClock.mark()
         self.steps += 1
         if self.page is not None:
-            self.page[STEPS] += 1
+            self.page[Slot.STEPS] += 1
         self.last_ns = HostClock.mark()
         if self.steps <= SAMPLED_STEPS and self._fetched_samples:
             self._step_samples.append(self._fetched_samples)
@@ -107,7 +107,7 @@ class StepCounters:
                 return backward(tensors, *args, **kwargs)
             page, counts_as_step = self.page, not self.boundaries.optimizer_seen
             if page is not None:
-                page[BACKWARDS] += 1
+                page[Slot.BACKWARDS] += 1
                 if self.on_losses is not None:
                     self.on_losses(tensors)
             if not counts_as_step:
@@ -135,7 +135,7 @@ class StepCounters:
             finally:
                 self.waited_ns += mark() - start
             if self.page is not None:
-                self.page[BATCHES] += 1
+                self.page[Slot.BATCHES] += 1
             if self.steps < SAMPLED_STEPS:
                 self._fetched_samples += _size(batch)
             return batch

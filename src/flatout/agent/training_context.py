@@ -87,7 +87,7 @@ class TrainingContext(ProgramView):
     def install(self) -> None:
         """Install the hooks. Called once, right after torch was imported."""
         torch, ledger = self.torch, self.ledger
-        ledger.call("hooks of each step", self._step_hooks.restore)
+        ledger.on_restore("hooks of each step", self._step_hooks.restore)
         self._optimizers.observe(ledger, self._step_hooks, self)
         self._step_hooks.set(torch.autograd, "backward", self._wrap_backward(torch.autograd.backward))
         ledger.set(torch.autograd, "grad", self._wrap_grad(torch.autograd.grad))
@@ -155,7 +155,7 @@ class TrainingContext(ProgramView):
             category=UserWarning,
         )
         self._warning_filter = warnings.filters[0]
-        self.ledger.call("global forward hooks", self._remove_global_hooks)
+        self.ledger.on_restore("global forward hooks", self._remove_global_hooks)
 
     @property
     def has_global_hooks(self) -> bool:

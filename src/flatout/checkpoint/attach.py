@@ -11,10 +11,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from flatout.agent.attached import Checkpointing
-from flatout.agent.bootstrap import say_unbuffered
+from flatout.agent.bootstrap import notify_unbuffered
 from flatout.agent.entry import start
 from flatout.agent.ledger import Ledger
+from flatout.agent.run_listener import Checkpointing
 from flatout.agent.training_context import TrainingContext
 from flatout.checkpoint.rescue import Rescue
 from flatout.job.claims import CHECKPOINTS, RECORDING, claim_or_take_over
@@ -34,7 +34,9 @@ def attach(job: dict[str, Any]) -> None:
         if request.resume is None:
             raise
         # The program may be half replayed and must not continue in that state.
-        say_unbuffered(f"cannot resume exactly: internal error in flatout ({type(error).__name__}: {error}).")
+        notify_unbuffered(
+            f"cannot resume exactly: internal error in flatout ({type(error).__name__}: {error})."
+        )
         os._exit(CannotResume.exit_code)
 
 
@@ -42,10 +44,10 @@ def checkpointing(
     request: RunRequest, torch: ModuleType, ledger: Ledger, resumed: Callable[[], None]
 ) -> Checkpointing | None:
     """Return what keeps the checkpoints of this process; None if another rank keeps them."""
-    assert request.rescue is not None
+    assert request.checkpoint_folder is not None
     if rank_number() > 0:
         return None
-    folder = Path(request.rescue)
+    folder = Path(request.checkpoint_folder)
     if request.resume is not None and (session := _exact(request.resume, folder, ledger, resumed)):
         return session
     return RescueOnly(torch, folder, ledger)
@@ -55,7 +57,7 @@ def _exact(
     options: ResumeOptions, folder: Path, ledger: Ledger, resumed: Callable[[], None]
 ) -> Checkpointing | None:
     if this_rank() is not None or int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        say_unbuffered(
+        notify_unbuffered(
             "this program is not recorded and cannot be resumed exactly: it runs as several ranks. Its checkpoints hold weights "
             "and optimizers; `flatout rescue --to DIR` exports them"
         )
@@ -75,7 +77,7 @@ class RescueOnly:
 
     def __init__(self, torch: ModuleType, folder: Path, ledger: Ledger) -> None:
         claim = os.environ["FLATOUT_JOB"] + CHECKPOINTS
-        self.listener = Rescue(torch, folder, say_unbuffered, lambda: claim_or_take_over(claim), ledger)
+        self.listener = Rescue(torch, folder, notify_unbuffered, lambda: claim_or_take_over(claim), ledger)
         self.replaying = False
         atexit.register(self.listener.finish)
 

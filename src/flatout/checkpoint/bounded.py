@@ -4,17 +4,17 @@ import json
 from typing import Any
 
 from flatout.job.folder import count_json_values
-from flatout.schema.errors import SaveError
+from flatout.schema.errors import CheckpointError
 
 MAX_BYTES = 1 << 27
 MAX_VALUES = 1 << 22  # a value of three characters takes up to 100 bytes
 
 
 def to_json(content: object) -> bytes:
-    """Raises SaveError for content that `from_json` would reject: at once rather than when it is needed."""
+    """Raises CheckpointError for content that `from_json` would reject: at once rather than when it is needed."""
     data = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
     if why := _why_too_large(data):
-        raise SaveError(f"its plain values are {why}; keep large ones in tensors or arrays.")
+        raise CheckpointError(f"its plain values are {why}; keep large ones in tensors or arrays.")
     return data
 
 

@@ -20,7 +20,7 @@ from flatout.checkpoint.manifest import MAX_BYTES, Manifest
 from flatout.checkpoint.tensors import read_tensors
 from flatout.checkpoint.unpacking import unpack
 from flatout.job import heartbeat
-from flatout.schema.errors import SaveError
+from flatout.schema.errors import CheckpointError
 
 MANIFEST, DAMAGED, LOCK = "manifest.json", "damaged", "lock"
 FOLDER = re.compile(r"step-(\d{8,15})(?:-(\d{1,6}))?")  # further checkpoints of a step have a number
@@ -38,17 +38,17 @@ class Checkpoint:
         return self.manifest.step
 
     def read(self, torch: ModuleType, name: str = "") -> Any:
-        """The state written under ``name``. Raises SaveError."""
+        """The state written under ``name``. Raises CheckpointError."""
         state, tensors = files_of(name)
         if state not in self.manifest.files:
-            raise SaveError(
+            raise CheckpointError(
                 f"{self.path} has no {state}: another number of ranks or another program made it."
             )
         heartbeat.checkpoint_read()
         try:
             data = read_file(self.path / state, MAX_STATE_BYTES)
             if FileDigest(len(data), hashlib.sha256(data).hexdigest()) != self.manifest.files[state]:
-                raise SaveError(f"{state} was changed after it was verified")
+                raise CheckpointError(f"{state} was changed after it was verified")
             stored = self.manifest.files.get(tensors)
             return unpack(
                 torch,
@@ -56,11 +56,11 @@ class Checkpoint:
                 read_tensors(torch, self.path / tensors, stored) if stored is not None else {},
             )
         except OSError as error:
-            raise SaveError(
+            raise CheckpointError(
                 f"{self.path} cannot be read: {Path(error.filename or state).name}: {error.strerror}."
             ) from None
-        except (SaveError, ValueError, MemoryError) as error:
-            raise SaveError(
+        except (CheckpointError, ValueError, MemoryError) as error:
+            raise CheckpointError(
                 f"{self.path} cannot be read: {str(error) or 'there is not enough memory'}."
             ) from None
 
@@ -74,27 +74,29 @@ class CorruptCheckpoint:
 
 
 def verified(path: Path) -> Checkpoint:
-    """Verify every byte of a checkpoint. Raises SaveError with the reason, without a full stop."""
+    """Verify every byte of a checkpoint. Raises CheckpointError with the reason, without a full stop."""
     match = FOLDER.fullmatch(path.name)
     try:
         manifest = Manifest.from_text(read_file(path / MANIFEST, MAX_BYTES))
         if match is None or int(match[1]) != manifest.step:
-            raise SaveError(f"its manifest is of step {manifest.step}")
+            raise CheckpointError(f"its manifest is of step {manifest.step}")
         for name, stored in manifest.files.items():
             if name.endswith(".json") and stored.bytes > MAX_STATE_BYTES:
-                raise SaveError(
+                raise CheckpointError(
                     f"{name} should have {stored.bytes:,} bytes, and the maximum is {MAX_STATE_BYTES:,}"
                 )
             if (actual := digest_of_file(path / name, stored)) != stored:
-                raise SaveError(
+                raise CheckpointError(
                     f"{name} has {actual.bytes:,} bytes instead of {stored.bytes:,}"
                     if actual.bytes != stored.bytes
                     else f"{name} is not what was written: its digest differs"
                 )
     except FileNotFoundError as error:
-        raise SaveError(f"{Path(error.filename).name} is missing") from None
+        raise CheckpointError(f"{Path(error.filename).name} is missing") from None
     except OSError as error:
-        raise SaveError(f"{Path(error.filename or path).name} cannot be read: {error.strerror}") from None
+        raise CheckpointError(
+            f"{Path(error.filename or path).name} cannot be read: {error.strerror}"
+        ) from None
     return Checkpoint(path, manifest)
 
 

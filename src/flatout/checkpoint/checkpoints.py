@@ -45,7 +45,7 @@ from flatout.checkpoint.lock import Lock
 from flatout.checkpoint.manifest import Manifest
 from flatout.checkpoint.tensors import write_tensors
 from flatout.checkpoint.values import Packed
-from flatout.schema.errors import SaveError, StorageError
+from flatout.schema.errors import CheckpointError, StorageError
 
 UNFINISHED = re.compile(r"\.(writing|removing)-.*")
 MAX_STEP = 10**15 - 1  # as many digits as a name can have
@@ -84,16 +84,16 @@ class CheckpointFolder:
     def newest(self) -> tuple[Checkpoint | None, list[CorruptCheckpoint]]:
         """The newest valid checkpoint, and the newer corrupt ones.
 
-        Raises SaveError if there are only corrupt ones.
+        Raises CheckpointError if there are only corrupt ones.
         """
         corrupt: list[CorruptCheckpoint] = []
         for path in self.paths():
             try:
                 return verified(path), corrupt
-            except SaveError as error:
+            except CheckpointError as error:
                 corrupt.append(CorruptCheckpoint(path, str(error)))
         if corrupt:
-            raise SaveError(
+            raise CheckpointError(
                 f"all {len(corrupt)} checkpoints in {self.folder} are corrupt; in the newest, {corrupt[0].path.name}, {corrupt[0].why}. "
                 f"Nothing was changed. To start from scratch, name another folder, or move this one away."
             )
@@ -141,7 +141,7 @@ class CheckpointFolder:
     ) -> Checkpoint:
         """Write ``states`` by name ("" for a single one) as a new checkpoint and verify it.
 
-        Then delete the oldest checkpoints. Raises StorageError, SaveError.
+        Then delete the oldest checkpoints. Raises StorageError, CheckpointError.
         """
         unfinished = self.begin(step)
         try:
@@ -157,7 +157,7 @@ class CheckpointFolder:
     def begin(self, step: int) -> Path:
         """Create an empty folder for `write_state`, used by one process or several. Raises StorageError."""
         if not 0 <= step <= MAX_STEP:
-            raise SaveError(
+            raise CheckpointError(
                 f"a checkpoint of step {step} cannot be named: steps range from 0 to {MAX_STEP:,}."
             )
         unfinished = self.folder / f".writing-{step}-{os.getpid()}"
@@ -176,7 +176,7 @@ class CheckpointFolder:
     def finish(self, unfinished: Path, manifest: Manifest) -> Checkpoint:
         """Write the manifest and give the checkpoint its final name. Raises StorageError.
 
-        Raises SaveError if the disk does not return what was written.
+        Raises CheckpointError if the disk does not return what was written.
         """
         try:
             write_file(unfinished / MANIFEST, [manifest.to_text().encode()])
@@ -187,12 +187,13 @@ class CheckpointFolder:
         try:
             checkpoint = verified(path)
             self.on_verified(manifest.step)
-        except SaveError as error:
+        except CheckpointError as error:
             self.set_aside(CorruptCheckpoint(path, str(error)))
-            raise SaveError(
+            raise CheckpointError(
                 f"{path} was not stored as it was written: {error}. It was moved aside; older checkpoints stay."
             ) from None
-        for old in self._older_than(path)[self.keep - 1 :]:
+        older = [other for other in self.paths() if _number(other) < _number(path)]
+        for old in older[self.keep - 1 :]:
             self.discard(old)
         return checkpoint
 
@@ -205,9 +206,6 @@ class CheckpointFolder:
             remove_folder(folder)
         except OSError:
             pass
-
-    def _older_than(self, path: Path) -> list[Path]:
-        return [older for older in self.paths() if _number(older) < _number(path)]
 
     def set_aside(self, corrupt: CorruptCheckpoint) -> Path:
         """Move a corrupt checkpoint to the folder of damaged ones and return its new path.
@@ -256,7 +254,7 @@ class CheckpointFolder:
 def write_state(folder: Path, name: str, packed: Packed) -> dict[str, FileDigest]:
     """Write the files of one state into an unfinished checkpoint. Raises StorageError.
 
-    Raises SaveError if the plain values are too large.
+    Raises CheckpointError if the plain values are too large.
     """
     state, tensors = files_of(name)
     try:

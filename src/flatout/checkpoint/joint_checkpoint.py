@@ -18,7 +18,7 @@ from flatout.checkpoint.checkpoints import CheckpointFolder, write_state
 from flatout.checkpoint.disk import FileDigest, read_file, write_file
 from flatout.checkpoint.manifest import Manifest
 from flatout.checkpoint.values import Packed
-from flatout.schema.errors import SaveError, StorageError
+from flatout.schema.errors import CheckpointError, StorageError
 
 TIMEOUT_S = 120.0
 POLL_S = 0.02
@@ -44,7 +44,7 @@ class JointCheckpointWriter:
     sleep: Callable[[float], None]
 
     def write(self, step: int, packed: Packed, metadata: Mapping[str, Any]) -> Checkpoint | None:
-        """The checkpoint on rank 0, None on the others. Raises StorageError, SaveError."""
+        """The checkpoint on rank 0, None on the others. Raises StorageError, CheckpointError."""
         if self.rank == 0:
             return self._collect(step, packed, metadata)
         self._write_part(step, packed)
@@ -55,7 +55,7 @@ class JointCheckpointWriter:
             note.unlink(missing_ok=True)
         try:
             if why_not := self.why_not_write(packed):
-                raise SaveError(f"{why_not}. Earlier checkpoints stay.")
+                raise CheckpointError(f"{why_not}. Earlier checkpoints stay.")
             return self.checkpoints.begin(step)
         except BaseException:
             self._failure_marker(step).touch()
@@ -82,9 +82,7 @@ class JointCheckpointWriter:
             return self.checkpoints.finish(unfinished, Manifest(self.kind, step, files, left_out, metadata))
         except OSError as error:
             self.checkpoints.discard(unfinished)
-            raise StorageError(
-                f"cannot write checkpoints in {self.checkpoints.folder}: {error.strerror}."
-            ) from error
+            raise self._cannot_write(error) from error
         except BaseException:
             self.checkpoints.discard(unfinished)
             raise
@@ -107,9 +105,10 @@ class JointCheckpointWriter:
             write_file(unfinished / f"{name}.half", [json.dumps(note).encode()])
             os.rename(unfinished / f"{name}.half", unfinished / f"{name}.note")
         except OSError as error:
-            raise StorageError(
-                f"cannot write checkpoints in {self.checkpoints.folder}: {error.strerror}."
-            ) from error
+            raise self._cannot_write(error) from error
+
+    def _cannot_write(self, error: OSError) -> StorageError:
+        return StorageError(f"cannot write checkpoints in {self.checkpoints.folder}: {error.strerror}.")
 
     def _until(self, is_ready: Callable[[], bool], why_not: str) -> None:
         end_s = self.wall_s() + TIMEOUT_S

@@ -20,7 +20,7 @@ from typing import Any
 
 from flatout.checkpoint.disk import PRIVATE_FILE
 from flatout.job.streams import avoid_closed_streams
-from flatout.schema.errors import SaveError, StorageError
+from flatout.schema.errors import CheckpointError, StorageError
 
 HEADER = b"FLATOUTJ 2\n"
 BLOCK = struct.Struct("<II")
@@ -40,7 +40,7 @@ class JournalPosition:
     @staticmethod
     def from_json(data: object) -> JournalPosition:
         if type(data) is not dict or any(type(data.get(name)) is not int for name in ("bytes", "digest")):
-            raise SaveError("the position in the journal is invalid")
+            raise CheckpointError("the position in the journal is invalid")
         return JournalPosition(data["bytes"], data["digest"])
 
 
@@ -104,22 +104,24 @@ class ValueJournal:
 def read_journal(path: Path, end: JournalPosition) -> tuple[bytes, list[Any]]:
     """The checks and the values of all entries up to a position.
 
-    Raises SaveError with the reason (without a full stop) if they are invalid.
+    Raises CheckpointError with the reason (without a full stop) if they are invalid.
     """
     checks, values, digest = bytearray(), list[Any](), 0
     try:
         if end.bytes > MAX_BYTES:
-            raise SaveError(f"the journal should have {end.bytes:,} bytes, and the maximum is {MAX_BYTES:,}")
+            raise CheckpointError(
+                f"the journal should have {end.bytes:,} bytes, and the maximum is {MAX_BYTES:,}"
+            )
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
             data = file.read(end.bytes)
     except OSError as error:
-        raise SaveError(f"the journal {path} cannot be read: {error.strerror}") from None
+        raise CheckpointError(f"the journal {path} cannot be read: {error.strerror}") from None
     if len(data) < end.bytes:
-        raise SaveError(
+        raise CheckpointError(
             f"the journal {path} has {len(data):,} bytes, and the checkpoint was made at {end.bytes:,}"
         )
     if not data.startswith(HEADER):
-        raise SaveError(f"{path} is not a flatout journal")
+        raise CheckpointError(f"{path} is not a flatout journal")
     start = len(HEADER)
     while start < len(data):
         try:
@@ -134,8 +136,8 @@ def read_journal(path: Path, end: JournalPosition) -> tuple[bytes, list[Any]]:
             checks += bytes.fromhex(block_checks)
             values += block_values
         except (ValueError, TypeError, struct.error, zlib.error) as error:
-            raise SaveError(f"the journal {path} is corrupt at byte {start:,}: {error}") from None
+            raise CheckpointError(f"the journal {path} is corrupt at byte {start:,}: {error}") from None
         start += BLOCK.size + length
     if digest != end.digest:
-        raise SaveError(f"the journal {path} belongs to another run")
+        raise CheckpointError(f"the journal {path} belongs to another run")
     return bytes(checks), values

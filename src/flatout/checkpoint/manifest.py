@@ -17,7 +17,7 @@ from typing import Any
 
 from flatout.checkpoint.bounded import from_json
 from flatout.checkpoint.disk import FileDigest
-from flatout.schema.errors import MALFORMED, SaveError
+from flatout.schema.errors import MALFORMED, CheckpointError
 
 SCHEMA = 1
 MAX_BYTES = 1 << 24
@@ -59,15 +59,15 @@ class Manifest:
 
     @classmethod
     def from_text(cls, data: bytes) -> Manifest:
-        """Raises SaveError for anything that is not exactly the output of `to_text`."""
+        """Raises CheckpointError for anything that is not exactly the output of `to_text`."""
         try:
             content = from_json(data)
         except ValueError:
-            raise SaveError("its manifest is not JSON") from None
+            raise CheckpointError("its manifest is not JSON") from None
         if type(content) is not dict or "flatout_save" not in content:
-            raise SaveError("its manifest is not that of a flatout checkpoint")
+            raise CheckpointError("its manifest is not that of a flatout checkpoint")
         if type(content["flatout_save"]) is int and content["flatout_save"] > SCHEMA:
-            raise SaveError(
+            raise CheckpointError(
                 f"its manifest has format {content['flatout_save']}, and this flatout supports formats up to {SCHEMA}. Install a newer flatout"
             )
         try:
@@ -81,7 +81,7 @@ class Manifest:
             if manifest.to_text().encode() != data:  # exact to the last space
                 raise ValueError
         except MALFORMED:
-            raise SaveError("its manifest was changed after it was written") from None
+            raise CheckpointError("its manifest was changed after it was written") from None
         return manifest
 
 

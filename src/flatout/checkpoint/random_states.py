@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.checkpoint.tensors import memory_of
-from flatout.schema.errors import MALFORMED, SaveError
+from flatout.schema.errors import MALFORMED, CheckpointError
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -43,12 +43,12 @@ def random_states(torch: ModuleType, generators: Sequence[Any] = (), devices: bo
 def set_random_states(torch: ModuleType, states: dict[str, Any], generators: Sequence[Any] = ()) -> list[str]:
     """Restore states and return a sentence for each that could not be.
 
-    Raises SaveError for invalid states.
+    Raises CheckpointError for invalid states.
     """
     try:
         return _set(torch, states, generators)
     except (*MALFORMED, RuntimeError) as error:
-        raise SaveError(
+        raise CheckpointError(
             f"its random states cannot be restored ({type(error).__name__}: {str(error)[:200]})."
         ) from None
 

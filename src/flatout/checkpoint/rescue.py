@@ -53,7 +53,7 @@ class Rescue(RescueWriter):
 
     def on_error(self, error: Exception) -> None:
         """Handle an internal error: the program continues, and existing checkpoints stay."""
-        self.say(
+        self.notify(
             f"rescue stops after an internal error ({type(error).__name__}: {error}); existing checkpoints stay"
         )
         self.stop()
@@ -184,7 +184,7 @@ class Rescue(RescueWriter):
 
     def _last_save(self, why: str) -> None:
         if self.phase is StepPhase.UPDATING:
-            self.say(
+            self.notify(
                 f"rescue: {why} came during an optimizer step that did not end in time; earlier checkpoints stay"
             )
         elif (self._saved_step() == self.context.steps and self.phase is not StepPhase.UPDATED) or self._save(
@@ -215,7 +215,7 @@ class Rescue(RescueWriter):
             copies = {name: tensor.to("cpu", copy=True) for name, tensor in packed.tensors.items()}
             self._final_copy = steps, Packed(packed.tree, copies, packed.left_out), metadata
         except Exception as error:  # Python would print a traceback into the program's output
-            self.say(f"rescue: the final state could not be saved ({type(error).__name__}: {error})")
+            self.notify(f"rescue: the final state could not be saved ({type(error).__name__}: {error})")
         self._copies_s += seconds() - began_s
 
     def finish(self) -> None:
@@ -238,7 +238,7 @@ class Rescue(RescueWriter):
             if number is not None:  # the program ended while the signal waited
                 self.signals.pass_on(number, sys._getframe())
         except Exception as error:
-            self.say(f"rescue: the final state could not be saved ({type(error).__name__}: {error})")
+            self.notify(f"rescue: the final state could not be saved ({type(error).__name__}: {error})")
 
     def _finish(self, why: str) -> None:
         steps, saved, final_copy = self._steps_done(), self._saved_step(), self._final_copy

@@ -15,9 +15,9 @@ from flatout.agent.listener import Listener
 from flatout.agent.schedulers import Schedulers
 from flatout.agent.signals import Signals
 from flatout.checkpoint.checkpoints import CheckpointFolder, step_of
+from flatout.checkpoint.earlier_runs import begin_run
 from flatout.checkpoint.environment import environment
 from flatout.checkpoint.metadata import CheckpointMeta, ExactMeta
-from flatout.checkpoint.earlier_runs import begin_run
 from flatout.checkpoint.saver import SHARE, CheckpointWriter, WriterClocks
 from flatout.checkpoint.training_state import TrainingState
 from flatout.checkpoint.values import Packed, pack
@@ -69,7 +69,7 @@ class ExactResumePart(Protocol):
 class RescueWriter(Listener):
     """Packs and writes the present state.
 
-    ``say`` prints a message to the user. ``claim`` is called once, when the first step has ended: only one of
+    ``notify`` prints a message to the user. ``claim`` is called once, when the first step has ended: only one of
     several processes of a run keeps checkpoints. ``exact`` adds what an exact resume needs. ``resumed``: the step
     from which this run resumes, with its existing checkpoints, or None for a new run. ``cost_s``: cost of a
     checkpoint, if known.
@@ -79,7 +79,7 @@ class RescueWriter(Listener):
         self,
         torch: ModuleType,
         folder: Path,
-        say: Callable[[str], None],
+        notify: Callable[[str], None],
         claim: Callable[[], bool],
         ledger: Ledger,
         *,
@@ -87,7 +87,7 @@ class RescueWriter(Listener):
         resumed: int | None = None,
         cost_s: float = 0.0,
     ) -> None:
-        self.torch, self.folder, self.say, self.ledger = torch, folder, say, ledger
+        self.torch, self.folder, self.notify, self.ledger = torch, folder, notify, ledger
         self._claim, self.signals = claim, Signals(self._on_signal)
         self._exact, self._resumed, self._cost_s = exact, resumed, cost_s
         self.schedulers = Schedulers(torch, ledger)
@@ -134,7 +134,7 @@ class RescueWriter(Listener):
         self.training_state.find(frame)
         if self.training_state.sharded:
             self.state = RescueState.STOPPED
-            self.say(
+            self.notify(
                 "rescue: the weights of this program are sharded over its ranks, so no checkpoints are kept. Save them in the script."
             )
             return False
@@ -194,7 +194,7 @@ class RescueWriter(Listener):
                 raise
         except FlatoutError as error:
             if not self._retry_s:
-                self.say(f"rescue: {error} The training continues, and flatout tries again.")
+                self.notify(f"rescue: {error} The training continues, and flatout tries again.")
             self._retry_s = seconds() + TRY_AGAIN_S
             return False
         self.saver = CheckpointWriter(
@@ -202,7 +202,7 @@ class RescueWriter(Listener):
             checkpoints,
             KIND,
             WriterClocks(seconds, thread_seconds),
-            lambda sentence: self.say(f"rescue: {sentence}"),
+            lambda sentence: self.notify(f"rescue: {sentence}"),
             share=SHARE,
             why_not_write=self._why_not_write,
         )
@@ -224,11 +224,11 @@ class RescueWriter(Listener):
         stored_bytes = sum(stored.bytes for stored in manifest.files.values())
         meta = CheckpointMeta.from_json(manifest.metadata)
         names = ", ".join(saved.name for saved in meta.holds) or "nothing that trains"
-        self.say(
+        self.notify(
             f"rescue keeps {names}: {size(stored_bytes)} per checkpoint, the newest {KEEP}, in {self.shown_folder}"
         )
         if manifest.left_out:
-            self.say(
+            self.notify(
                 f"rescue cannot keep {'; '.join(f'{where} ({what})' for where, what in list(manifest.left_out.items())[:4])}"
             )
 
@@ -246,9 +246,11 @@ class RescueWriter(Listener):
             meta = CheckpointMeta.from_json(last.manifest.metadata)
             saved = f"{why}; {meta.position(last.step)} is saved"
             if self._exact is not None and meta.resumes:
-                self.say(f"{saved}; {self._exact.next_command} continues from there")
+                self.notify(f"{saved}; {self._exact.next_command} continues from there")
             else:
-                self.say(f"rescue: {saved}. `flatout rescue` lists it, `flatout rescue --to DIR` exports it")
+                self.notify(
+                    f"rescue: {saved}. `flatout rescue` lists it, `flatout rescue --to DIR` exports it"
+                )
 
     def _steps_done(self) -> int:
         """The number of completed steps.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.checkpoint.bounded import from_json
 from flatout.checkpoint.disk import FileDigest, HashedFileReader, write_file
-from flatout.schema.errors import MALFORMED, SaveError
+from flatout.schema.errors import MALFORMED, CheckpointError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -90,17 +90,17 @@ def memory_of(tensor: Tensor) -> memoryview:
 
 
 def read_tensors(torch: ModuleType, path: Path, expected: FileDigest) -> dict[str, Any]:
-    """Tensors on the host, by name. Raises SaveError if the file is invalid or is not the ``expected`` one."""
+    """Tensors on the host, by name. Raises CheckpointError if the file is invalid or is not the ``expected`` one."""
     try:
         with HashedFileReader(path) as file:
             if file.length != expected.bytes:
-                raise SaveError(f"{path.name} has {file.length:,} bytes instead of {expected.bytes:,}")
+                raise CheckpointError(f"{path.name} has {file.length:,} bytes instead of {expected.bytes:,}")
             tensors = _tensors_in(torch, file)
             if file.digest != expected:
-                raise SaveError(f"{path.name} is not what was written: its digest differs")
+                raise CheckpointError(f"{path.name} is not what was written: its digest differs")
             return tensors
     except (*MALFORMED, OSError, RuntimeError, MemoryError) as error:
-        raise SaveError(
+        raise CheckpointError(
             f"{path.name} is not a valid tensor file ({type(error).__name__}: {str(error)[:200]})"
         ) from None
 

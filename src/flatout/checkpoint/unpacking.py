@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from flatout.schema.errors import MALFORMED, SaveError
+from flatout.schema.errors import MALFORMED, CheckpointError
 
 MAX_DEPTH = 64
 FACTORIES: dict[str, Callable[[], Any]] = {
@@ -30,12 +30,12 @@ TYPES_BY_NAME = {name: kind for kind, name in (MAPPING_NAMES | SEQUENCE_NAMES).i
 def unpack(torch: ModuleType, tree: object, tensors: Mapping[str, Any]) -> Any:
     """Rebuild the state with new containers around ``tensors``.
 
-    Raises SaveError for anything `pack` did not make.
+    Raises CheckpointError for anything `pack` did not make.
     """
     try:
         return _value_of(torch, tree, tensors, 0)
     except (*MALFORMED, RuntimeError, MemoryError) as error:
-        raise SaveError(
+        raise CheckpointError(
             f"a value in it cannot be read ({type(error).__name__}: {str(error)[:200]})"
         ) from None
 

@@ -6,14 +6,14 @@ import click
 
 from flatout.checkpoint.checkpoint import Checkpoint, verified
 from flatout.checkpoint.checkpoints import CheckpointFolder
+from flatout.checkpoint.earlier_runs import earlier_runs
 from flatout.checkpoint.metadata import CheckpointMeta
 from flatout.checkpoint.rescue_writer import KIND
-from flatout.checkpoint.earlier_runs import earlier_runs
 from flatout.cli.options.json_output import json_option, print_json
 from flatout.job.folder import FOLDER
 from flatout.job.sanitize import sanitize
 from flatout.render.formatting import count, duration, size
-from flatout.schema.errors import SaveError, UsageError
+from flatout.schema.errors import CheckpointError, UsageError
 from flatout.schema.outputs import CheckpointEntry, CheckpointsRecord, ExportRecord
 from flatout.tune.plan_files import newest_file
 
@@ -91,13 +91,13 @@ def _select(checkpoints: CheckpointFolder, step: int | None) -> Checkpoint:
             )
         try:
             checkpoint = verified(path)
-        except SaveError as error:
-            raise SaveError(
+        except CheckpointError as error:
+            raise CheckpointError(
                 f"{path} is not valid: {error}. `flatout rescue` lists the valid checkpoints."
             ) from None
     assert checkpoint is not None
     if checkpoint.manifest.kind != KIND:
-        raise SaveError(
+        raise CheckpointError(
             f"{checkpoint.path} was written by {sanitize(checkpoint.manifest.kind)!r}, not by `flatout run --rescue`. Read it with the program that wrote it."
         )
     return checkpoint
@@ -107,7 +107,7 @@ def _entry(path: Path) -> CheckpointEntry:
     step = int(path.name.split("-")[1])
     try:
         checkpoint = verified(path)
-    except SaveError as error:
+    except CheckpointError as error:
         return CheckpointEntry(str(path), step, valid=False, why_not=str(error))
     manifest, meta = checkpoint.manifest, CheckpointMeta.from_json(checkpoint.manifest.metadata)
     return CheckpointEntry(

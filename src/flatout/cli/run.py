@@ -157,8 +157,8 @@ def command(
         plan or Plan(),
         facts,
         os.getpid(),  # exec keeps it, and it distinguishes the program from its children
-        watch=ideal_step(cmd) if watch else None,
-        rescue=str(rescue_folder(cmd, create=rescue or resume)) if keeps_checkpoints else None,
+        live_line=ideal_step(cmd) if watch else None,
+        checkpoint_folder=str(rescue_folder(cmd, create=rescue or resume)) if keeps_checkpoints else None,
         resume=ResumeOptions(from_scratch, replay_output, rescue, required=not supervision.enabled)
         if resume or supervision.enabled
         else None,
@@ -184,7 +184,7 @@ def _run_in_removed_folder(cmd: Command, one_process: bool) -> None:
 
 def _run_alone(cmd: Command, request: RunRequest, supervision: Supervision) -> NoReturn:
     target = supervision.wrap(cmd, job_folder(cmd).path / "incidents.jsonl")
-    counts_only = request.watch is None and request.rescue is None and not len(request.plan)
+    counts_only = request.live_line is None and request.checkpoint_folder is None and not len(request.plan)
     if counts_only and request.summary is None:
         crash_report = crash_environment(temporary("run") / "explained", replaces_process=True)
         _exec(target, {**crash_report, **supervision.environment})
@@ -317,7 +317,9 @@ def _environment(request: RunRequest) -> dict[str, str]:
     for sentence in private_caches(os.environ)[1]:
         notify(sentence)
     job = temporary("run") / "job.json"
-    write_json(job, replace(request, started=tuple(outcome.to_json() for outcome in outcomes)).to_json())
+    write_json(
+        job, replace(request, process_outcomes=tuple(outcome.to_json() for outcome in outcomes)).to_json()
+    )
     return job_environment(job, {**extra, **variables}, replaces_process=request.seed is None)
 
 

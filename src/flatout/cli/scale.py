@@ -106,7 +106,7 @@ def command(
     devices, strategy_names = read_devices(gpus), _strategies(strategies)
     network_link = read_link(network)
     inside_link = read_link(inside, "--inside") if inside is not None else None
-    if inside_link is not None and network_link.inside:
+    if inside_link is not None and network_link.is_intra_node:
         raise UsageError(
             f"--network {network} joins the devices of one machine. With --inside, --network must connect machines, as ib-ndr does."
         )
@@ -129,8 +129,8 @@ def command(
             **measurement.header,
             scaling=scaling,
             network=network_link,
-            inside=inside_link,
-            node=node if inside_link is not None else 1,
+            intra_node_link=inside_link,
+            devices_per_node=node if inside_link is not None else 1,
             compute_scale=compute_scale,
             local_steps=local_steps,
             fixed_share=FIXED_SHARE,

@@ -15,7 +15,7 @@ from flatout.compare.baselines import FOLDER_NAME
 from flatout.job.folder import FOLDER, RUNS, JobFolder, flatout_folder, read_json
 from flatout.schema.errors import MALFORMED
 from flatout.schema.history import HistoryRecord, JobEntry, RunEntry
-from flatout.schema.plan import spell
+from flatout.schema.plan import format_choice
 from flatout.schema.records import Record
 from flatout.schema.run_summary import RunSummary
 from flatout.schema.session import SessionRecord
@@ -160,5 +160,5 @@ def _run_entry(name: str, run: RunSummary) -> RunEntry:
         None if run.steps_per_s is None else float(run.steps_per_s),
         int(run.peak_memory_bytes),
         run.limited_by,
-        [spell(str(choice["name"]), choice["value"]) for choice in run.plan.get("choices", ())],
+        [format_choice(str(choice["name"]), choice["value"]) for choice in run.plan.get("choices", ())],
     )

@@ -21,7 +21,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-WIDEST = 2**28  # from here on, torch.randint takes two words
 MIN_READ_WORDS = 64  # minimum number of words that `BulkNumberSource` reads at a time
 
 

@@ -84,7 +84,7 @@ class _Interception:
             self._patches = self.ledger_type()
             self._observe_seeding()
         self._holders += 1
-        ledger.call("transforms intercepted", self._release)
+        ledger.on_restore("transforms intercepted", self._release)
         self.add_classes()
 
     def add_classes(self) -> None:

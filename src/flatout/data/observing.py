@@ -208,7 +208,9 @@ class PipelineReader:
         tensors = [
             call.result for call in group if isinstance(call.result, Tensor) and call.result.dim() == 3
         ]
-        permuted = bool(tensors) and all(_is_permuted(tensor) for tensor in tensors)
+        permuted = bool(tensors) and all(
+            not image.is_contiguous() and image.permute(1, 2, 0).is_contiguous() for image in tensors
+        )
         return TransformPipeline(
             number,
             parent,
@@ -220,10 +222,6 @@ class PipelineReader:
             parameters_of(transform, (*steps[:kept], *batched_steps)),
             permuted,
         )
-
-
-def _is_permuted(image: Tensor) -> bool:
-    return not image.is_contiguous() and image.permute(1, 2, 0).is_contiguous()
 
 
 def _pipelines_of(pipelines: Pipelines, call: TransformCall | None) -> list[TransformPipeline]:

@@ -114,14 +114,10 @@ def _evidence(profile: ProfileRecord, bound: str) -> str:
 def _ms_by_limit(profile: ProfileRecord) -> dict[str, float]:
     times: dict[str, float] = {}
     for operation in profile.operations:
-        ms = _own_ms(operation)
+        ms = operation.self_ms
         if ms > 0:
             times[limit_of(operation)] = times.get(limit_of(operation), 0.0) + ms
     return times
-
-
-def _own_ms(operation: Operation) -> float:
-    return operation.device_ms if operation.device_ms is not None else operation.host_ms
 
 
 def limit_of(operation: Operation) -> str:
@@ -131,6 +127,6 @@ def limit_of(operation: Operation) -> str:
     """
     if operation.limit not in ("", "unknown"):
         return operation.limit
-    if 1000 * _own_ms(operation) / max(operation.calls, 1e-9) < LAUNCH_BOUND_US:
+    if 1000 * operation.self_ms / max(operation.calls, 1e-9) < LAUNCH_BOUND_US:
         return "launch"
     return "compute" if operation.flops else "memory"

@@ -162,7 +162,7 @@ class ProfiledProgram:
                 "calls": self.not_finite_share,
                 "ms": 0.0,
             }
-        record.compiled = CompileRecord.from_json(watched["compiled"]) if watched["compiled"] else None
+        record.compile_record = CompileRecord.from_json(watched["compiled"]) if watched["compiled"] else None
         record.loaders = [LoaderRecord.from_json(loader) for loader in watched["loaders"]]
 
     def run_probe(

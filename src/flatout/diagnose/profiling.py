@@ -144,7 +144,7 @@ def _memory(program: ProfiledProgram, trial: Trial) -> None:
 def _memory_growth(program: ProfiledProgram, trial: Trial) -> None:
     observed = program.run_probe(trial, "leak", program.options.leak_ticks, MIN_LEAK_TICKS)
     leak, host_growth = observed.get("leak"), observed.get("host_growth")
-    program.record.leak = MemoryGrowth.from_json(leak) if leak else None
+    program.record.tensor_growth = MemoryGrowth.from_json(leak) if leak else None
     program.record.host_growth = MemoryGrowth.from_json(host_growth) if host_growth else None
 
 

@@ -46,7 +46,7 @@ def add_profile(record: ScaleRecord, profile: ProfileRecord, path: str) -> None:
         record.notes.append(
             "the size of each gradient is unknown, only their sum: the model assumes that they become ready at an even rate"
         )
-    record.measured = (
+    record.timing_source = (
         f"{profile.steps} steps on {profile.device}, {'from ' + path if path else 'measured now'}"
     )
     if record.timing.passes > 1:
@@ -67,13 +67,13 @@ def predict_points(record: ScaleRecord, strategies: list[str], devices: list[int
         record.overhead,
         record.local_steps,
     )
-    if "hybrid" in strategies and record.inside is None:
+    if "hybrid" in strategies and record.intra_node_link is None:
         record.notes.append(
             "hybrid is left out: it shards inside nodes, and without --inside each node has one device"
         )
         strategies = [name for name in strategies if name != "hybrid"]
     record.notes += _assumptions(record, strategies)
-    fabric = Fabric(record.network, record.inside, record.node)
+    fabric = Fabric(record.network, record.intra_node_link, record.devices_per_node)
     record.points = [
         predict(workload, fabric, name, count, record.scaling) for name in strategies for count in devices
     ]
@@ -95,7 +95,7 @@ def _assumptions(record: ScaleRecord, strategies: list[str]) -> list[str]:
         notes.append(
             f"{record.fixed_share:.0%} of a step's compute is assumed to be independent of the batch"
         )
-    if record.inside is None and record.network is not None and not record.network.inside:
+    if record.intra_node_link is None and record.network is not None and not record.network.is_intra_node:
         notes.append(
             "each device is assumed to be its own node; --inside nvlink4 --node 8 describes nodes of several devices"
         )

@@ -195,7 +195,13 @@ def _read_traceback(lines: list[str], i: int) -> tuple[int, ExceptionRecord | No
         inner = HEADER.match(line)
         if inner is not None and (
             inner["before"].startswith("Original ")
-            or (message[-2:-1] and re.match(r"-- Process \d+ terminated", _last_nonblank(message)))
+            or (
+                message[-2:-1]
+                and re.match(
+                    r"-- Process \d+ terminated",
+                    next((line for line in reversed(message) if line.strip()), ""),
+                )
+            )
         ):
             has_nested = True
         elif (
@@ -210,10 +216,6 @@ def _read_traceback(lines: list[str], i: int) -> tuple[int, ExceptionRecord | No
         i += 1
     kind = raised["type"]
     return i, ExceptionRecord(kind, type_names(kind), "\n".join(message).strip("\n"), [], frames)
-
-
-def _last_nonblank(message: list[str]) -> str:
-    return next((line for line in reversed(message) if line.strip()), "")
 
 
 def _prefix_remover(before: str, lines: list[str], i: int) -> Callable[[str], str]:

@@ -50,7 +50,7 @@ class RankBatches:
                 lambda: self.share if self.in_forward or self.division.batches in (INDEX, CUT) else None,
             )
             mode.__enter__()
-            ledger.call("dispatch mode", lambda: mode.__exit__(None, None, None))
+            ledger.on_restore("dispatch mode", lambda: mode.__exit__(None, None, None))
 
     def cut(self, batch: object, samples: int | None = None) -> Any:
         """This rank's rows of a whole batch. Raises CannotParallelize if there are none."""

@@ -67,7 +67,7 @@ class DataParallelScript:
         self.exchange: Exchange | None = None
         self.transport = Transport()  # set by the levers `comm_compression` and `gradient_buckets`
         self.sharding: Any = None  # set by the lever `sharding`
-        ledger.call("gradient hooks", self.close_exchange)
+        ledger.on_restore("gradient hooks", self.close_exchange)
         self.stop_watching: Callable[[], Any] | None = None
 
     def install(self) -> None:

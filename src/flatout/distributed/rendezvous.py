@@ -27,7 +27,7 @@ def join(torch: ModuleType, env: RankEnvironment, device: Device, ledger: Ledger
     distributed, store_ = torch.distributed, store(torch, env, TIMEOUT_S)
     backend = "gloo" if device.type != "cuda" else _backend_of_cuda(torch, env, store_, device)
     original_init_process_group(torch)(backend, store=store_, rank=env.rank, world_size=env.world_size)
-    ledger.call("process group", distributed.destroy_process_group)
+    ledger.on_restore("process group", distributed.destroy_process_group)
     ledger.set(distributed, "is_initialized", lambda: False)
 
 

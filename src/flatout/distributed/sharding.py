@@ -51,7 +51,7 @@ class Sharding:
         self.interop = DTensorInterop(torch, env.world_size, ledger)
         self.formats = Formats(torch, self, ledger)
         self._hooks: list[Any] = []
-        ledger.call("hooks of pieces", self._remove_hooks)
+        ledger.on_restore("hooks of pieces", self._remove_hooks)
 
     def holds(self, parameter: Parameter) -> bool:
         """Whether this weight is sharded."""

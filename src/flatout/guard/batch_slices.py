@@ -16,16 +16,16 @@ from flatout.guard.captured_steps import CapturedCall, StepResults
 from flatout.guard.copies import mapped_tensors, squared_norm
 from flatout.measure.nests import tensors_in
 
-PLAYS_A_REPLICA = 17  # steps per judgement if steps are long
-MAX_PLAYS_S = 12.0  # beyond this time, only part of the samples is played
+STEPS_PER_REPLICA = 17  # executed for one verdict if steps are long
+MAX_REPLICA_S = 12.0  # beyond this time, a replica runs only a part of the samples
 # Batch normalisation needs several samples. And torch draws the same normal numbers in bfloat16 as in float32
 # only if the number of elements is a multiple of 16 (CPU, torch 2.14).
 MIN_SAMPLES = 16
 
 
-def played_samples(size: int, step_ms: float) -> int:
-    """How many of ``size`` samples to play: all, or at most half if a whole step takes too long."""
-    possible = math.ceil(size * 1000 * MAX_PLAYS_S / (PLAYS_A_REPLICA * max(step_ms, 1.0)))
+def replica_samples(size: int, step_ms: float) -> int:
+    """How many of ``size`` samples a replica runs: all, or at most half if a whole step takes too long."""
+    possible = math.ceil(size * 1000 * MAX_REPLICA_S / (STEPS_PER_REPLICA * max(step_ms, 1.0)))
     count = MIN_SAMPLES * max(1, possible // MIN_SAMPLES)
     return size if 2 * count > size else count
 
@@ -40,7 +40,7 @@ def take_samples(
     """
     sizes = set(_batch_sizes(steps))
     size = next(iter(sizes), 0)
-    count = played_samples(size, step_ms)
+    count = replica_samples(size, step_ms)
     if len(sizes) != 1 or count == size:
         return list(steps), 1.0
 

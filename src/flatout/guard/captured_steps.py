@@ -139,7 +139,7 @@ class StepReplayer:
         Later steps start from there, unless it is not finite.
         """
         roots = copy.deepcopy(self.frozen[0])
-        parameters = [p for root in roots for p in root.parameters() if p.requires_grad]
+        parameters = _trained(roots)
         rates = step_sizes(parameters)
         moments = [[self.torch.zeros_like(p), self.torch.zeros_like(p)] for p in parameters]
         for i in range(1, updates + 1):
@@ -175,7 +175,7 @@ class StepReplayer:
     def _play_steps(
         self, roots: list[Any], steps: Sequence[list[CapturedCall]], double: bool, results: StepResults
     ) -> None:
-        parameters = [p for root in roots for p in root.parameters() if p.requires_grad]
+        parameters = _trained(roots)
         for calls in steps:
             self._one_step(roots, parameters, calls, double, results)
 
@@ -243,9 +243,8 @@ class StepReplayer:
 
         It is called by the name that a lever may replace.
         """
-        parameters = [p for root in roots for p in root.parameters() if p.requires_grad]
-        for p, grad in zip(parameters, self._plain_gradients[0], strict=True):
-            p.grad = None if grad is None else grad.to(p.device, p.dtype, copy=True)
+        parameters = _trained(roots)
+        _set_gradients(parameters, self._plain_gradients[0])
         total = math.sqrt(sum(norm(p.grad) ** 2 for p in parameters if p.grad is not None))
         self.torch.nn.utils.clip_grad_norm_(parameters, CLIP_SHARE * total)
         results.clipped = [norm(p.grad) for p in parameters if p.grad is not None]
@@ -253,15 +252,15 @@ class StepReplayer:
     def _update(self, roots: list[Any], optimizers: list[Any], results: StepResults) -> None:
         """Step every optimizer on the gradients of the plain play, one after another and repeatedly."""
         torch = self.torch
-        parameters = [p for root in roots for p in root.parameters() if p.requires_grad]
+        parameters = _trained(roots)
         stepping = [optimizers[i] for i in self.stepped]
         if not stepping or any(needs_closure(optimizer) for optimizer in stepping):
             return
         before = [p.detach().to(torch.float64, copy=True) for p in parameters]
         for i in range(UPDATE_STEPS):
             gradients = self._plain_gradients[i % len(self._plain_gradients)]
-            for p, grad in zip(parameters, gradients, strict=True):
-                p.grad = None if grad is None else grad.to(p.device, p.dtype, copy=True)
+            _set_gradients(parameters, gradients)
+            for p in parameters:
                 if p.grad is not None and p.dim() == 4 and p.is_contiguous(memory_format=torch.channels_last):
                     p.grad = p.grad.contiguous(memory_format=torch.channels_last)
             for optimizer in stepping:
@@ -296,3 +295,12 @@ def needs_closure(optimizer: Optimizer) -> bool:
     """Whether the step requires a closure, as LBFGS does; others accept one."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
+
+
+def _trained(roots: Sequence[Module]) -> list[Any]:
+    return [p for root in roots for p in root.parameters() if p.requires_grad]
+
+
+def _set_gradients(parameters: Sequence[Any], gradients: Sequence[Any]) -> None:
+    for p, grad in zip(parameters, gradients, strict=True):
+        p.grad = None if grad is None else grad.to(p.device, p.dtype, copy=True)

@@ -81,7 +81,11 @@ def _shift(
 
 def _draws(pairs: Pairs) -> list[GuardCheck]:
     worst, tests, rounds = 1.0, 0, 0
-    draws = [(p.draws[:n], t.draws[:n]) for p, t in pairs if (n := min(len(p.draws), len(t.draws)))]
+    draws = [
+        (p.fetched_samples[:n], t.fetched_samples[:n])
+        for p, t in pairs
+        if (n := min(len(p.fetched_samples), len(t.fetched_samples)))
+    ]
     for sample in range(min((len(row) for a, b in draws for row in (*a, *b)), default=0)):
         for i in range(len(STATISTICS)):
             plain, tuned = ([row[sample][i] for pair in draws for row in pair[side]] for side in (0, 1))

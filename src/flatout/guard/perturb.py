@@ -40,8 +40,8 @@ def perturb(context: TrainingContext, share: float, ledger: Ledger) -> None:
         return
     layers_rounded = [_RoundedLayer(module, round(-math.log2(share)) - 1, context.torch) for module in layers]
     for rounded in layers_rounded:
-        ledger.call("forward pre-hook", rounded.module.register_forward_pre_hook(rounded.begin).remove)
-        ledger.call(
+        ledger.on_restore("forward pre-hook", rounded.module.register_forward_pre_hook(rounded.begin).remove)
+        ledger.on_restore(
             "forward hook", rounded.module.register_forward_hook(rounded.end, always_call=True).remove
         )
 

@@ -50,13 +50,13 @@ if TYPE_CHECKING:
 
     from flatout.schema.program import TrainingContext
 
-STEPS = 4
+CAPTURED_STEPS = 4
 MAX_UPDATES = 64  # of sharpening
 MIN_UPDATES = 32
-SHARPENING_S = 4.0  # time for updates beyond FEWEST_UPDATES
-MAX_SHARPENING_S = 8.0  # no sharpening if FEWEST_UPDATES take longer
+OVERFIT_S = 4.0  # for more than MIN_UPDATES on one captured step (`StepReplayer.sharpen`)
+MAX_OVERFIT_S = 8.0  # no such updates if MIN_UPDATES take longer
 LARGE_MODEL_STEPS = 2  # also for slow models
-SLOW_MS = 1000.0
+SLOW_STEP_MS = 1000.0
 LARGE_PARAMETERS = 100_000_000  # parameters; the gradients of all steps are held at once
 MAX_CAPTURE_STEPS = 12
 
@@ -87,14 +87,14 @@ class StepReplica:
         applier: Applier,
         choices: Sequence[Choice],
         step_ms: float = 0.0,
-        judge_rest: bool = True,
+        judge_remaining: bool = True,
     ) -> None:
-        """``judge_rest``: `judge_and_blame` also judges what is left if levers fail."""
+        """``judge_remaining``: `judge_and_blame` also judges what is left if levers fail."""
         self.context = context
         self.torch = context.torch
         self.applier = applier
         self.choices = list(choices)
-        self._judge_rest = judge_rest
+        self._judge_remaining = judge_remaining
         self.failure = ""
         self._frozen: tuple[list[Any], list[Any]] | None = None
         self._originals: list[Any] = []
@@ -110,8 +110,8 @@ class StepReplica:
         self._share = 1.0
         self._step_count = (
             LARGE_MODEL_STEPS
-            if step_ms > SLOW_MS or sum(p.numel() for p in context.parameters) > LARGE_PARAMETERS
-            else STEPS
+            if step_ms > SLOW_STEP_MS or sum(p.numel() for p in context.parameters) > LARGE_PARAMETERS
+            else CAPTURED_STEPS
         )
 
     @property
@@ -172,7 +172,7 @@ class StepReplica:
 
     def judge_and_blame(self) -> dict[str, Any]:
         """The verdict on all choices, and which of them to leave out (`blame_levers`)."""
-        return blame_levers(self.judge, self.choices, self._judge_rest)
+        return blame_levers(self.judge, self.choices, self._judge_remaining)
 
     def judge(self, choices: Sequence[Choice] | None = None, bitwise: bool = False) -> dict[str, Any]:
         """The answer of `flatout.guard.rounding.compare`, or ``{"failure": sentence}``.
@@ -272,7 +272,7 @@ class StepReplica:
         It is 0 if no root module computes the loss, which is then unknown.
         """
         replay.play_later(None, steps)
-        if self._step_count < STEPS or any(
+        if self._step_count < CAPTURED_STEPS or any(
             grad.dim() for call in steps[0] for grad in (call.outside or {}).values()
         ):
             return 0
@@ -281,23 +281,23 @@ class StepReplica:
         step_s = max(seconds() - start, 1e-6)
         return (
             0
-            if MIN_UPDATES * step_s > MAX_SHARPENING_S
-            else max(MIN_UPDATES, min(MAX_UPDATES, int(SHARPENING_S / step_s)))
+            if MIN_UPDATES * step_s > MAX_OVERFIT_S
+            else max(MIN_UPDATES, min(MAX_UPDATES, int(OVERFIT_S / step_s)))
         )
 
 
 Judge = Callable[[list[Choice]], dict[str, Any]]
 
 
-def blame_levers(judge: Judge, choices: Sequence[Choice], judge_rest: bool = True) -> dict[str, Any]:
+def blame_levers(judge: Judge, choices: Sequence[Choice], judge_remaining: bool = True) -> dict[str, Any]:
     """Return the verdict on all choices, and which of them to leave out.
 
-    ``choices``: the most valuable first. Without ``judge_rest``, the rest is not judged. The answer is that of ``judge``, and also
+    ``choices``: the most valuable first. Without ``judge_remaining``, the levers left are not judged.
+    The answer is that of ``judge``, and also
 
-        alone    the reason for each lever that fails by itself
-        wrong    the reason for each lever to leave out: these, and each that fails together with more
-                 valuable ones
-        rest     the verdict on the rest; None if nothing was left out or nothing is left
+        failing_alone   the reason for each lever that fails by itself
+        failing         the same for all levers to leave out: also those that fail with more valuable ones
+        remaining       the verdict on the others; None if nothing was left out or nothing is left
     """
     verdicts: dict[tuple[str, ...], dict[str, Any]] = {}
 
@@ -312,8 +312,8 @@ def blame_levers(judge: Judge, choices: Sequence[Choice], judge_rest: bool = Tru
     if _failure(answer) and len(choices) > 1:
         failing_alone = {choice.name: why for choice in choices if (why := _failure(verdict([choice])))}
     failing, rest = dict(failing_alone), [choice for choice in choices if choice.name not in failing_alone]
-    if not judge_rest:
-        return {**answer, "failing_alone": failing_alone, "failing": failing, "rest": None}
+    if not judge_remaining:
+        return {**answer, "failing_alone": failing_alone, "failing": failing, "remaining": None}
     if rest and _failure(verdict(rest)):
         candidates, rest = rest, []
         for choice in candidates:
@@ -322,7 +322,7 @@ def blame_levers(judge: Judge, choices: Sequence[Choice], judge_rest: bool = Tru
             else:
                 rest.append(choice)
     rest_verdict = verdict(rest) if rest and failing else None
-    return {**answer, "failing_alone": failing_alone, "failing": failing, "rest": rest_verdict}
+    return {**answer, "failing_alone": failing_alone, "failing": failing, "remaining": rest_verdict}
 
 
 def _failure(answer: dict[str, Any]) -> str:

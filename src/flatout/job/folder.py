@@ -9,7 +9,7 @@
     profile.json           record of `flatout profile`, next to profile.html
     runs/<run>/rank0.json  record of `flatout run`
     trials/<n>/            one measured run: spec.json, result.json, stdout.log, stderr.log, and what it writes
-    trials/handed_on/      samples shared by the programs of a search, while it runs
+    trials/shared_samples/      samples shared by the programs of a search, while it runs
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from flatout.schema.errors import StorageError
 
 FOLDER = ".flatout"  # in the working directory; holds the folders of jobs, and a .gitignore of its own
 MAX_RECORD_BYTES = 1 << 26  # the largest so far had 3 MB
-HANDED_ON = "handed_on"
+SHARED_SAMPLES = "shared_samples"
 RUNS = "runs"  # below the folder of a job: <time>-<pid>/rank<N>.json
 MAX_JSON_VALUES = 1 << 21  # a value of three characters takes up to 100 bytes in memory
 _locked: set[str] = set()  # folders that this process has locked until its end
@@ -147,7 +147,7 @@ class JobFolder:
         self.profile_page = path / "profile.html"
         self.ranks = path / "ranks.json"
         self.trials = path / "trials"
-        self.handed_on = self.trials / HANDED_ON  # as `TrialFolder.handed_on`
+        self.shared_samples = self.trials / SHARED_SAMPLES  # as `TrialFolder.shared_samples`
 
     def make(self) -> JobFolder:
         try:
@@ -213,11 +213,10 @@ class TrialFolder:
         self.stdout = path / "stdout.log"
         self.stderr = path / "stderr.log"
         # Samples that the programs of a search share while it runs
-        self.handed_on = path.parent / HANDED_ON
+        self.shared_samples = path.parent / SHARED_SAMPLES
         self.claim = path / "claim"  # created by the measured process of the program
-        self.info = (
-            path / "options.json"
-        )  # the instructions of the measured rank to the others, and their steps
+        # the levers that all ranks switch to, written by the measured rank, and the step after which
+        self.rank_command_file = path / "rank_command.json"
 
     @property
     def files(self) -> Path:

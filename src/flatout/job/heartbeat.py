@@ -3,8 +3,8 @@
 Neither waits for the other. FLATOUT_HEARTBEAT names the folder of the heartbeats of one run. Every Python process
 of the program has these files in it:
 
-    heartbeat.<pid>    the page: 8-byte numbers in the slots below
-    stack.<pid>        receives the Python stack on SIGNAL, through the descriptor STACK
+    heartbeat.<pid>    the page: 8-byte numbers in the order of `Slot`
+    stack.<pid>        receives the Python stack after a signal
     failed.<pid>       JSON: the exception that ended it
 
 Writing a number takes a tenth of a microsecond, reads no clock and makes no system call. Hooks count the
@@ -22,36 +22,35 @@ from flatout.job.streams import avoid_closed_streams
 
 FOLDER = "FLATOUT_HEARTBEAT"
 PAGE_BYTES = 4096
-# Slots of the page. HEARTBEATS: activity that no other slot counts. CHECKPOINTS: number written.
-# CHECKPOINT_STEP: of the newest, plus 1. STEPS_AT_CHECKPOINT: steps of this process when it was written.
-# NOT_FINITE: the step with a loss that is not finite, plus 1. RANK: the rank, plus 1. SIGNAL: requests the
-# stack, which is written to the descriptor STACK. EXITING: its exit handlers run.
-(
-    HEARTBEATS,
-    STEPS,
-    BACKWARDS,
-    BATCHES,
-    CHECKPOINTS,
-    CHECKPOINT_STEP,
-    STEPS_AT_CHECKPOINT,
-    CHECKPOINTS_READ,
-    NOT_FINITE,
-    RANK,
-    SIGNAL,
-    STACK,
-    EXITING,
-) = range(13)
+
+
+class Slot:
+    """Indices of the numbers in a page."""
+
+    HEARTBEATS = 0  # activity that no other slot counts
+    STEPS = 1
+    BACKWARDS = 2
+    BATCHES = 3
+    CHECKPOINTS = 4  # number written
+    CHECKPOINT_STEP = 5  # of the newest, plus 1
+    STEPS_AT_CHECKPOINT = 6  # steps of this process when it was written
+    CHECKPOINTS_READ = 7
+    NOT_FINITE = 8  # the step with a loss that is not finite, plus 1
+    RANK = 9  # plus 1
+    STACK_SIGNAL = 10  # requests the stack
+    STACK_DESCRIPTOR = 11  # where it is written
+    EXITING = 12  # exit handlers run
 
 
 class HeartbeatPage:
     """The page of this process.
 
-    ``words``: the slots. If the page cannot be mapped, they stay in private memory.
+    ``slots``: the slots. If the page cannot be mapped, they stay in private memory.
     """
 
     def __init__(self, folder: str) -> None:
         self.folder, self.pid = folder, os.getpid()
-        self.words: Any = array("Q", bytes(PAGE_BYTES))
+        self.slots: Any = array("Q", bytes(PAGE_BYTES))
         try:
             self._map()
         except (OSError, ValueError):
@@ -71,7 +70,7 @@ class HeartbeatPage:
             os.posix_fallocate(handle, 0, PAGE_BYTES)  # without it, a full disk would raise SIGBUS later
             page = mmap.mmap(handle, PAGE_BYTES)
             page[:] = bytes(PAGE_BYTES)
-            self.words = memoryview(page).cast("Q")
+            self.slots = memoryview(page).cast("Q")
         finally:
             os.close(handle)
 
@@ -90,20 +89,20 @@ class RemoteHeartbeat:
             self._page = mmap.mmap(handle, PAGE_BYTES, access=mmap.ACCESS_READ)
         finally:
             os.close(handle)
-        self.words = memoryview(self._page).cast("Q")
+        self.slots = memoryview(self._page).cast("Q")
         self.pid = int(path.rpartition(".")[2])
 
     def __getitem__(self, slot: int) -> int:
-        return int(self.words[slot])
+        return int(self.slots[slot])
 
     @property
     def activity(self) -> int:
         """Return a number that grows while the program makes progress."""
-        return self[HEARTBEATS] + self[STEPS] + self[BACKWARDS] + self[BATCHES]
+        return self[Slot.HEARTBEATS] + self[Slot.STEPS] + self[Slot.BACKWARDS] + self[Slot.BATCHES]
 
     @property
     def rank(self) -> int | None:
-        return self[RANK] - 1 if self[RANK] else None
+        return self[Slot.RANK] - 1 if self[Slot.RANK] else None
 
 
 _page: HeartbeatPage | None = None
@@ -127,14 +126,14 @@ def set_exact_resume(exact: bool = True) -> None:
     global _exact_resume
     _exact_resume = exact
     if not exact and _page is not None:
-        _page.words[CHECKPOINT_STEP] = 0
+        _page.slots[Slot.CHECKPOINT_STEP] = 0
 
 
 _report_own_resume: Callable[[str], None] | None = None
 
 
 def on_own_resume(report: Callable[[str], None]) -> None:
-    """Register ``observe``, which is called with the file or folder from which a program resumes by itself."""
+    """Register ``report``: called with the file or folder from which a program resumes by itself."""
     global _report_own_resume
     _report_own_resume = report
 
@@ -151,24 +150,24 @@ def checkpoint_written(step: int | None = None) -> None:
     ``step`` is its number of steps, if known.
     """
     if _page is not None and not (_exact_resume and step is None):
-        words = _page.words
-        words[STEPS_AT_CHECKPOINT] = words[STEPS]
+        slots = _page.slots
+        slots[Slot.STEPS_AT_CHECKPOINT] = slots[Slot.STEPS]
         if step is not None:
-            words[CHECKPOINT_STEP] = step + 1
-        words[CHECKPOINTS] += 1
-        words[HEARTBEATS] += 1
+            slots[Slot.CHECKPOINT_STEP] = step + 1
+        slots[Slot.CHECKPOINTS] += 1
+        slots[Slot.HEARTBEATS] += 1
 
 
 def mark_resume_point() -> None:
     """Report that the steps so far repeated those of an earlier start. From here on they are new."""
     if _page is not None:
-        words = _page.words
-        words[HEARTBEATS] += words[STEPS]
-        words[STEPS] = 0
+        slots = _page.slots
+        slots[Slot.HEARTBEATS] += slots[Slot.STEPS]
+        slots[Slot.STEPS] = 0
 
 
 def checkpoint_read() -> None:
     """Report that this program has read a checkpoint."""
     if _page is not None:
-        _page.words[CHECKPOINTS_READ] += 1
-        _page.words[HEARTBEATS] += 1
+        _page.slots[Slot.CHECKPOINTS_READ] += 1
+        _page.slots[Slot.HEARTBEATS] += 1

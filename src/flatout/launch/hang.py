@@ -15,19 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from flatout.job.heartbeat import (
-    BACKWARDS,
-    BATCHES,
-    CHECKPOINT_STEP,
-    CHECKPOINTS,
-    CHECKPOINTS_READ,
-    EXITING,
-    SIGNAL,
-    STACK,
-    STEPS,
-    STEPS_AT_CHECKPOINT,
-    RemoteHeartbeat,
-)
+from flatout.job.heartbeat import RemoteHeartbeat, Slot
 
 POLL_S = 0.5
 MIN_START_LIMIT_S = (
@@ -77,7 +65,7 @@ class Stack:
         """The innermost frame of the program's own code."""
         return next((frame for frame in self.frames if not LIBRARY.search(frame.file)), None)
 
-    def passes(self, pattern: re.Pattern[str]) -> bool:
+    def visits(self, pattern: re.Pattern[str]) -> bool:
         return any(pattern.search(frame.file) for frame in self.frames)
 
     @property
@@ -138,14 +126,14 @@ class ProgramProcess:
     @property
     def progress(self) -> tuple[int, int, int]:
         """Its progress: ranks that wait for each other wait for the one with the least."""
-        return self.page[STEPS], self.page[BACKWARDS], self.page[BATCHES]
+        return self.page[Slot.STEPS], self.page[Slot.BACKWARDS], self.page[Slot.BATCHES]
 
     def request_stack(self) -> None:
         """Ask for its stack. A process without a handler gets no signal, which would kill it."""
         try:
             offset = self._stack_file.stat().st_size
-            if self.page[SIGNAL] and self._handles(self.page[SIGNAL]):
-                os.kill(self.pid, self.page[SIGNAL])
+            if self.page[Slot.STACK_SIGNAL] and self._handles(self.page[Slot.STACK_SIGNAL]):
+                os.kill(self.pid, self.page[Slot.STACK_SIGNAL])
                 self._stack_offset = offset
         except OSError:
             pass
@@ -157,7 +145,9 @@ class ProgramProcess:
         status = Path(f"/proc/{self.pid}/status").read_text(encoding="utf-8", errors="replace")
         mask = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
         handles = mask is not None and int(mask[1], 16) >> (number - 1) & 1
-        return bool(handles) and os.path.samefile(f"/proc/{self.pid}/fd/{self.page[STACK]}", self._stack_file)
+        return bool(handles) and os.path.samefile(
+            f"/proc/{self.pid}/fd/{self.page[Slot.STACK_DESCRIPTOR]}", self._stack_file
+        )
 
     @property
     def stack(self) -> Stack:
@@ -197,25 +187,31 @@ class ProgramProcesses:
 
     @property
     def steps(self) -> int:
-        return max((process.page[STEPS] for process in self.known.values()), default=0)
+        return max((process.page[Slot.STEPS] for process in self.known.values()), default=0)
 
     @property
     def has_resumed(self) -> bool:
-        return any(process.page[CHECKPOINTS_READ] for process in self.known.values())
+        return any(process.page[Slot.CHECKPOINTS_READ] for process in self.known.values())
 
     @property
     def checkpoint_count(self) -> int:
         """The number of checkpoints written after a step; some scripts save at the start."""
         pages = [process.page for process in self.known.values()]
-        return sum(page[CHECKPOINTS] for page in pages if page[STEPS_AT_CHECKPOINT] or page[CHECKPOINT_STEP])
+        return sum(
+            page[Slot.CHECKPOINTS]
+            for page in pages
+            if page[Slot.STEPS_AT_CHECKPOINT] or page[Slot.CHECKPOINT_STEP]
+        )
 
     def newest_checkpoint(self, base: int) -> int:
         """The step of the newest checkpoint of a program that resumed from ``base``; 0 without one."""
-        pages = [process.page for process in self.known.values() if process.page[CHECKPOINTS]]
+        pages = [process.page for process in self.known.values() if process.page[Slot.CHECKPOINTS]]
         steps = [
-            page[CHECKPOINT_STEP] - 1 if page[CHECKPOINT_STEP] else base + page[STEPS_AT_CHECKPOINT]
+            page[Slot.CHECKPOINT_STEP] - 1
+            if page[Slot.CHECKPOINT_STEP]
+            else base + page[Slot.STEPS_AT_CHECKPOINT]
             for page in pages
-            if page[CHECKPOINT_STEP] or page[STEPS_AT_CHECKPOINT]
+            if page[Slot.CHECKPOINT_STEP] or page[Slot.STEPS_AT_CHECKPOINT]
         ]
         return max(steps, default=0)
 
@@ -236,7 +232,7 @@ class ProgramProcesses:
         count = sum(process.page.activity for process in self.known.values())
         if count != self._progress_count:
             self._progress_count, self._progress_s, self._requested_s = count, now, None
-        is_training = self.steps and not self.max_of(EXITING)
+        is_training = self.steps and not self.max_of(Slot.EXITING)
         limit_s = self.hang_after_s if is_training else max(self.hang_after_s, MIN_START_LIMIT_S)
         if now - self._progress_s < limit_s or not self.known:
             return None
@@ -268,7 +264,7 @@ class ProgramProcesses:
             os.kill(process.pid, signal.SIGCONT)
         silent_s, self._progress_s, first = now - self._progress_s, now, stopped[0]
         parents = [other for other in self.known.values() if first.pid in _children(other.pid)]
-        is_worker = parents and not first.page[STEPS]  # a rank is a child of torchrun
+        is_worker = parents and not first.page[Slot.STEPS]  # a rank is a child of torchrun
         title = f"loader worker (process {first.pid}) of {parents[0].title}" if is_worker else first.title
         return ProcessEvent(
             "stopped", f"{title} was stopped (SIGSTOP) for {silent_s:.0f} s; it was continued", self.steps
@@ -276,22 +272,22 @@ class ProgramProcesses:
 
     def _hang_event(self, alive: Sequence[ProgramProcess], now: float) -> ProcessEvent:
         silent_s = now - self._progress_s
-        group = [process for process in alive if process.page[STEPS]] or list(alive)
+        group = [process for process in alive if process.page[Slot.STEPS]] or list(alive)
         stacks = {process.pid: process.stack for process in alive}
         behind = _furthest_behind(group, stacks)
         process = hung = behind[0]
         titles = " and ".join(rank.title for rank in behind[:4])
         waiting_count = len(group) - len(behind)
         subject = f"{titles} {'have' if len(behind) > 1 else 'has'} " + (
-            "finished no step" if process.page[STEPS] else "not reached a first step"
+            "finished no step" if process.page[Slot.STEPS] else "not reached a first step"
         )
-        if stacks[process.pid].passes(WAITS_FOR_DATA):
+        if stacks[process.pid].visits(WAITS_FOR_DATA):
             children = _children(process.pid)
             workers = [other for other in alive if other.pid in children]
             not_responding = [
                 worker
                 for worker in workers
-                if not stacks[worker.pid].frames or stacks[worker.pid].passes(FETCHING)
+                if not stacks[worker.pid].frames or stacks[worker.pid].visits(FETCHING)
             ]
             if not_responding:
                 hung = not_responding[0]
@@ -306,14 +302,14 @@ class ProgramProcesses:
         if not stack.frames and (names := _children(hung.pid)):
             lines = (f"    its children: {', '.join(f'{name} ({pid})' for pid, name in names.items())}",)
         message = (
-            f"{subject} for {silent_s:.0f} s (after step {process.page[STEPS]}){waits}. "
+            f"{subject} for {silent_s:.0f} s (after step {process.page[Slot.STEPS]}){waits}. "
             f"{'It' if hung is process else 'The worker'} {STATES.get(hung.status, hung.status or 'is gone')}: {stack.text}"
         )
         user_frame = stack.user_frame
         return ProcessEvent(
             "hung",
             message,
-            process.page[STEPS],
+            process.page[Slot.STEPS],
             user_frame.text if user_frame is not None else stack.text,
             lines,
         )
@@ -325,7 +321,7 @@ def _furthest_behind(group: Sequence[ProgramProcess], stacks: dict[int, Stack]) 
     behind = [process for process in group if process.progress == smallest]
     if len(behind) < len(group):
         return behind
-    outside = [process for process in group if not stacks[process.pid].passes(COLLECTIVE)]
+    outside = [process for process in group if not stacks[process.pid].visits(COLLECTIVE)]
     return outside or list(group)
 
 

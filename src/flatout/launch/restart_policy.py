@@ -84,13 +84,13 @@ class RestartHistory:
         self._failures.append((kind, place))
         return same
 
-    def why_not_restarted(self, outcome: Ending, attempt: Attempt, restarts: int) -> str:
+    def why_not_restarted(self, outcome: AttemptOutcome, attempt: Attempt, restarts: int) -> str:
         """Why the program is not restarted, without a full stop; "" if it is restarted."""
         restart_number = attempt.number - 1
         trained = any(earlier.steps for earlier in self.attempts)
         if outcome.kind == "exit" and not trained:
             return "it failed before its first step and would fail again"
-        if outcome.kind == "unheard":
+        if outcome.kind == "output closed":
             return "its output is closed, so it would fail again as soon as it prints"
         if outcome.kind == "memory" and not attempt.checkpoint_count:
             return f"the next start would run out of memory at the same place. {outcome.advice}"
@@ -109,10 +109,10 @@ class RestartHistory:
 
 
 @dataclass(frozen=True)
-class Ending:
+class AttemptOutcome:
     """How a start ended.
 
-    ``kind`` is "well", "hung", "signal", "exit", "unheard", "memory", "nan" or "asked"; ``code`` is the exit
+    ``kind`` is "finished", "hung", "signal", "exit", "output closed", "memory", "nan" or "stop requested"; ``code`` is the exit
     code as in a shell; ``message`` is a sentence without its full stop; ``place`` is the location in the
     program."""
 
@@ -125,7 +125,7 @@ class Ending:
 
 def outcome_of(
     code: int, title: str, failures: Sequence[Mapping[str, Any]], killed_by_kernel: bool | None, step: int
-) -> Ending:
+) -> AttemptOutcome:
     """The ending of a program that flatout did not end.
 
     ``killed_by_kernel`` is whether the counter of its control group shows an OOM kill; None if unknown."""
@@ -134,7 +134,7 @@ def outcome_of(
     place = _place(failure)
     after = f"after step {step}" if step else "before its first step"
     if killed_by_kernel:
-        return Ending(
+        return AttemptOutcome(
             "memory",
             exit_code(code),
             f"the kernel ended {'a process of ' if code >= 0 else ''}{title} {after}, because memory ran out",
@@ -147,7 +147,7 @@ def outcome_of(
             if code == -9 and killed_by_kernel is None
             else ""
         )
-        return Ending(
+        return AttemptOutcome(
             "signal", exit_code(code), f"{title} was killed by {signal_name(-code)} {after}{unknown}", place
         )
     if (
@@ -156,7 +156,7 @@ def outcome_of(
         or any(word in error_message for word in MEMORY_MESSAGES)
     ):
         first = error_message.splitlines()[0][:160] if error_message else "no message"
-        return Ending(
+        return AttemptOutcome(
             "memory",
             code,
             f"{title} ran out of memory {after} ({first})",
@@ -165,15 +165,17 @@ def outcome_of(
         )
     lost = _lost_rank(failures)
     if lost:
-        return Ending("exit", code, f"{title} failed {after}: {lost}", place)
+        return AttemptOutcome("exit", code, f"{title} failed {after}: {lost}", place)
     if kinds:
         first = error_message.splitlines()[0][:160] if error_message else ""
         if kinds[0] == "BrokenPipeError":
-            return Ending("unheard", code, f"{title} failed {after}: its output was closed", place)
-        return Ending(
+            return AttemptOutcome(
+                "output closed", code, f"{title} failed {after}: its output was closed", place
+            )
+        return AttemptOutcome(
             "exit", code, f"{title} failed {after} with {kinds[0]}{f': {first}' if first else ''}", place
         )
-    return Ending("exit", code, f"{title} ended with exit code {code} {after}", place)
+    return AttemptOutcome("exit", code, f"{title} ended with exit code {code} {after}", place)
 
 
 def _lost_rank(failures: Sequence[Mapping[str, Any]]) -> str:

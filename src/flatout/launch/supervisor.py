@@ -37,7 +37,7 @@ from flatout.launch.rank_monitor import RankMonitor
 from flatout.launch.reaper import Reaper, end_members
 from flatout.launch.restart_policy import (
     Attempt,
-    Ending,
+    AttemptOutcome,
     Incident,
     RestartHistory,
     failures_in,
@@ -166,7 +166,7 @@ class Supervisor:
 
     # -- one start
 
-    def _attempt(self) -> tuple[Attempt, Ending]:
+    def _attempt(self) -> tuple[Attempt, AttemptOutcome]:
         for kind in ("heartbeat", "stack", "failed"):
             for path in self.folder.glob(f"{kind}.*"):
                 path.unlink(missing_ok=True)
@@ -198,13 +198,13 @@ class Supervisor:
         )
         attempt.checkpoint_step = processes.newest_checkpoint(attempt.resumed_step)
         outcome = self._outcome(monitor, kills)
-        if outcome.kind != "well":  # processes that a successful program leaves running may continue
+        if outcome.kind != "finished":  # processes that a successful program leaves running may continue
             end_members(str(self.folder), MARK)
-        if outcome.kind not in ("well", "asked"):
+        if outcome.kind not in ("finished", "stop requested"):
             self._report_failure(attempt, outcome, monitor)
         return attempt, outcome
 
-    def _outcome(self, monitor: StartMonitor, kills: int | None) -> Ending:
+    def _outcome(self, monitor: StartMonitor, kills: int | None) -> AttemptOutcome:
         rank, processes = monitor.ranks[0], monitor.processes
         code = -signal.SIGKILL if rank.process.returncode is None else rank.process.returncode
         stop_signal = monitor.requested_signal(code)
@@ -215,19 +215,21 @@ class Supervisor:
                     f"{self.title} did not exit within {self.grace_s:g} s of {name} and was killed. Increase --grace."
                 )
             self.stop_signal = stop_signal if rank.killed or code == -stop_signal else None
-            return Ending("asked", 128 + stop_signal if rank.killed else exit_code(code), f"ended by {name}")
+            return AttemptOutcome(
+                "stop requested", 128 + stop_signal if rank.killed else exit_code(code), f"ended by {name}"
+            )
         if monitor.hung is not None:
-            return Ending("hung", ProgramHung.exit_code, monitor.hung.message, monitor.hung.place)
-        step = processes.max_of(heartbeat.NOT_FINITE)
+            return AttemptOutcome("hung", ProgramHung.exit_code, monitor.hung.message, monitor.hung.place)
+        step = processes.max_of(heartbeat.Slot.NOT_FINITE)
         if step:
-            return Ending(
+            return AttemptOutcome(
                 "nan",
                 NotFinite.exit_code,
                 f"the loss of step {step} was NaN or infinite, so --on-nan stop ended the program",
                 advice="an earlier checkpoint has finite weights; a lower learning rate or gradient clipping may help",
             )
         if code == 0:
-            return Ending("well", 0, "")
+            return AttemptOutcome("finished", 0, "")
         after = oom_kills()
         by_kernel = None if kills is None or after is None else after > kills
         return outcome_of(code, self.title, failures_in(str(self.folder)), by_kernel, processes.steps)
@@ -249,7 +251,7 @@ class Supervisor:
         )
         self._write(attempt.number, "stopped", event.message, "", event.step, checkpoint, None)
 
-    def _report_failure(self, attempt: Attempt, outcome: Ending, monitor: StartMonitor) -> None:
+    def _report_failure(self, attempt: Attempt, outcome: AttemptOutcome, monitor: StartMonitor) -> None:
         if monitor.hung is None:
             is_repeated = self.history.is_repeated(outcome.kind, outcome.place)
             where = f", at {outcome.place}" if outcome.place else ""
@@ -265,8 +267,8 @@ class Supervisor:
             outcome.code,
         )
 
-    def _why_not_restarted(self, attempt: Attempt, outcome: Ending) -> str | None:
-        if outcome.kind in ("well", "asked"):
+    def _why_not_restarted(self, attempt: Attempt, outcome: AttemptOutcome) -> str | None:
+        if outcome.kind in ("finished", "stop requested"):
             return ""
         if outcome.kind == "nan":
             return outcome.advice

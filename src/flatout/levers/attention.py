@@ -65,7 +65,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
         modes.append(AttentionMode())
         context.wrap_forward(module, _with_mode(torch, modes[-1]), ledger)
     context.graph_passes.append(rewrite)
-    ledger.call("pass over graphs", lambda: context.graph_passes.remove(rewrite))
+    ledger.on_restore("pass over graphs", lambda: context.graph_passes.remove(rewrite))
     step_count = [0]
 
     def step(*_: object) -> None:
@@ -79,7 +79,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
         ):
             context.report("attention", _why_not_fused(modes))
 
-    ledger.call("optimizer step hook", register_optimizer_step_pre_hook(step).remove)
+    ledger.on_restore("optimizer step hook", register_optimizer_step_pre_hook(step).remove)
     return ledger.restore
 
 

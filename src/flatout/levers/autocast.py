@@ -114,7 +114,9 @@ class _LossScale:
         self._infinite: dict[Any, Any] = {}  # device -> whether a gradient was infinite; read once per step
         self._in_backward = False
         self._handles = WeakIdKeyDictionary((p, p.register_hook(self._unscale)) for p in context.parameters)
-        ledger.call("gradient hooks", lambda: [handle.remove() for handle in list(self._handles.values())])
+        ledger.on_restore(
+            "gradient hooks", lambda: [handle.remove() for handle in list(self._handles.values())]
+        )
         for optimizer in context.optimizers:
             ledger.set(optimizer, "step", self._skip_on_overflow(optimizer.step), new=True)
         ledger.set(self.torch.autograd, "backward", self._scale_backward(self.torch.autograd.backward))

@@ -112,7 +112,7 @@ def keep_float32(torch: ModuleType, device: str, ledger: Ledger) -> None:
     """
     registration = _REGISTRATIONS[device]
     # First, so that it also undoes a partial registration.
-    ledger.call(f"kernels at {KEYS[device]}", registration.end)
+    ledger.on_restore(f"kernels at {KEYS[device]}", registration.end)
     registration.begin(torch, KEYS[device])
 
 

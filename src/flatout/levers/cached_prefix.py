@@ -59,13 +59,16 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     )
 
 
-def _cache_options(value: Value, handed_on: Any = None) -> Any:
+def _cache_options(value: Value, shared_samples: Any = None) -> Any:
     from flatout.data.keeping import CacheBudget, CacheOptions
 
     assert isinstance(value, dict)
     folder = value.get("disk")
     return CacheOptions(
-        CacheBudget(value["mib"] * MIB), bool(value.get("ahead")), str(folder) if folder else None, handed_on
+        CacheBudget(value["mib"] * MIB),
+        bool(value.get("ahead")),
+        str(folder) if folder else None,
+        shared_samples,
     )
 
 
@@ -73,7 +76,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     from flatout.data.feed import Feed
     from flatout.data.intercept import INTERCEPTION
 
-    keep = _cache_options(value, context.handed_on)
+    keep = _cache_options(value, context.shared_samples)
 
     def caching(loader: DataLoader, requested: dict[str, Any], feed: Feed | None) -> Any:
         feed = feed or Feed(loader)

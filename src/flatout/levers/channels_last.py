@@ -47,7 +47,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     torch = context.torch
     _convert_state(context, torch.channels_last)
-    ledger.call("memory format", lambda: _convert_state(context, torch.contiguous_format))
+    ledger.on_restore("memory format", lambda: _convert_state(context, torch.contiguous_format))
 
     def wrapper(forward: Callable[..., Any]) -> Any:
         def on_channels_last(*args: object, **kwargs: object) -> Any:

@@ -75,7 +75,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     if context.graph_passes:
         ledger.set(config, "pre_grad_custom_pass", _combined_pass(context.graph_passes))
     distribution = torch.distributions.Distribution  # the first torch.compile disables its argument checks
-    ledger.call(
+    ledger.on_restore(
         "argument checks", partial(distribution.set_default_validate_args, distribution._validate_args)
     )
     mode = None if value == "default" else str(value)

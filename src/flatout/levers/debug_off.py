@@ -43,7 +43,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
         torch.distributions.Distribution.set_default_validate_args(checks)
 
     # Restored in reverse: ``undo`` and disabling anomaly detection need the real function.
-    ledger.call("debugging aids", undo)
+    ledger.on_restore("debugging aids", undo)
     torch.autograd.set_detect_anomaly(False)
     # `with detect_anomaly():` would enable it again.
     ledger.set(torch, "set_anomaly_enabled", lambda mode, check_nan=True: None)

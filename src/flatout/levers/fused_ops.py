@@ -68,7 +68,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     for head in heads:
         context.wrap_forward(head, _defer_logits(torch, head, deferred_logits.linear), ledger)
         context.uncompiled.append(head)
-        ledger.call("left out of graphs", partial(context.uncompiled.remove, head))
+        ledger.on_restore("left out of graphs", partial(context.uncompiled.remove, head))
     for norm in norms:
         context.wrap_forward(norm, _fused_norm(torch, norm), ledger)
 
@@ -90,7 +90,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
                 "nothing was fused, because this program's logits do not go straight into cross_entropy",
             )
 
-    ledger.call("optimizer step hook", register_optimizer_step_pre_hook(on_step).remove)
+    ledger.on_restore("optimizer step hook", register_optimizer_step_pre_hook(on_step).remove)
     return ledger.restore
 
 

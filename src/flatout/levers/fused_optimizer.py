@@ -109,7 +109,9 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
             ledger.set_item(group, "foreach", implementation == "foreach")
         if implementation == "fused":
             _move_step_counters(torch, optimizer, to_device=True)
-            ledger.call("step counters", partial(_move_step_counters, torch, optimizer, to_device=False))
+            ledger.on_restore(
+                "step counters", partial(_move_step_counters, torch, optimizer, to_device=False)
+            )
     if not applied:
         raise LookupError(f"no optimizer of the program has a {value} implementation")
     return ledger.restore

@@ -34,8 +34,8 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     before = gc.get_threshold()
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
-    ledger.call("gc.freeze", gc.unfreeze)
-    ledger.call("gc.set_threshold", lambda: gc.set_threshold(*before))
+    ledger.on_restore("gc.freeze", gc.unfreeze)
+    ledger.on_restore("gc.set_threshold", lambda: gc.set_threshold(*before))
     return ledger.restore
 
 

@@ -100,7 +100,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
                 report_eager,
                 operators=not (context.compiled_by_script or getattr(forward, "compiled", False)),
             )
-            ledger.call("recorded passes", graphs.discard)
+            ledger.on_restore("recorded passes", graphs.discard)
             for module in graphs.modules:
                 callbacks.setdefault(id(module), []).append(graphs.attribute_changed)
 
@@ -114,7 +114,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     for optimizer in context.optimizers:
         if not why_not_recordable(optimizer):
             graph = UpdateGraph(optimizer, optimizer.step)
-            ledger.call("recorded update", graph.discard)
+            ledger.on_restore("recorded update", graph.discard)
             ledger.set(optimizer, "step", _as_method(optimizer, graph), new=True)
     return ledger.restore
 

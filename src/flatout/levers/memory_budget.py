@@ -40,7 +40,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
     dynamo = context.torch._dynamo
     # The option is read while compiling, so compiled code must be compiled again.
-    ledger.call("compiled code", dynamo.reset)
+    ledger.on_restore("compiled code", dynamo.reset)
     ledger.set_flag(config, "activation_memory_budget", float(value))  # type: ignore[arg-type]
     dynamo.reset()
     return ledger.restore

@@ -73,7 +73,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     if not torch.cuda.is_available():
         raise LookupError("there is no CUDA device to make batches on")
     device_copies = DeviceCopies()
-    keep = CacheOptions(CacheBudget(value["mib"] * MIB), eager=True, shared_samples=context.handed_on)
+    keep = CacheOptions(CacheBudget(value["mib"] * MIB), eager=True, shared_samples=context.shared_samples)
     return_device_copies(device_copies, ledger)
 
     def change(dataset: Dataset, arguments: dict[str, Any]) -> dict[str, Any]:

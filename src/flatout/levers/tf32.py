@@ -65,7 +65,9 @@ def set_matmul_precision(torch: ModuleType, precision: str, ledger: Ledger) -> N
         ledger.set_flag(owner, "fp32_precision", owner.fp32_precision)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
-    ledger.call("torch.set_float32_matmul_precision", lambda: torch.set_float32_matmul_precision(before))
+    ledger.on_restore(
+        "torch.set_float32_matmul_precision", lambda: torch.set_float32_matmul_precision(before)
+    )
 
 
 def code(value: Value) -> str:

@@ -34,7 +34,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     before = context.torch.get_num_threads()
     context.torch.set_num_threads(int(value))  # type: ignore[arg-type]
-    ledger.call("torch.set_num_threads", lambda: context.torch.set_num_threads(before))
+    ledger.on_restore("torch.set_num_threads", lambda: context.torch.set_num_threads(before))
     return ledger.restore
 
 

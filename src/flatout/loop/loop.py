@@ -39,7 +39,7 @@ from flatout.loop.training import Training
 from flatout.loop.update import Update
 from flatout.measure.clock import seconds
 from flatout.schema.errors import LoopError
-from flatout.schema.plan import Plan, spell
+from flatout.schema.plan import Plan
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -102,7 +102,7 @@ class Loop:
     Raises:
         LoopError: This training is not possible as requested. Exceptions of your own code pass through.
         PlanError: ``plan`` is not a valid plan.
-        SaveError: ``checkpoint_dir`` contains checkpoints, but none is valid, or it does not fit this training.
+        CheckpointError: ``checkpoint_dir`` contains checkpoints, but none is valid, or it does not fit this training.
         StorageError: The folder ``checkpoint_dir`` cannot be written, or another process writes to it.
     """
 
@@ -245,17 +245,8 @@ class Loop:
         if self.sized is not None:
             facts.append(("micro-batches", self.sized.sentence()))
         title = f"{type(self.model).__name__}, {type(self.optimizer).__name__}"
-        return loop_html(title, self.index, min(limits, default=None), facts, self._lever_results())
-
-    def _lever_results(self) -> list[tuple[str, str, str]]:
-        return [
-            (
-                spell(outcome.choice.name, outcome.choice.value),
-                "active" if outcome.applied else "not active",
-                outcome.reason,
-            )
-            for outcome in self.outcomes
-        ]
+        levers = [(o.choice.text, "active" if o.applied else "not active", o.reason) for o in self.outcomes]
+        return loop_html(title, self.index, min(limits, default=None), facts, levers)
 
     @property
     def outcomes(self) -> list[Outcome]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.loop.gradient import Gradient
 from flatout.loop.sizing import Sized, Sizer
 from flatout.loop.update import Update
-from flatout.schema.errors import LoopError, SaveError
+from flatout.schema.errors import CheckpointError, LoopError
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -74,7 +74,7 @@ class LoopState:
     def restore(self, state: Mapping[str, Any]) -> list[str]:
         """Restore the state and list what differs from it.
 
-        Raises SaveError if the state is of another training.
+        Raises CheckpointError if the state is of another training.
         """
         loop = self.loop
         self._load("model", self.model, state["model"])
@@ -84,7 +84,7 @@ class LoopState:
                 module.training = name not in state["modes"].get(key, ())
         self._load("optimizer", loop.optimizer, state["optimizer"])
         if hasattr(loop.scheduler, "state_dict") != (state["scheduler"] is not None):
-            raise SaveError(
+            raise CheckpointError(
                 "the training was saved with a scheduler and has none now, or vice versa. Restore it, name another folder, or use "
                 "from_scratch=True."
             )
@@ -92,7 +92,7 @@ class LoopState:
             self._load("scheduler", loop.scheduler, state["scheduler"])
         for name, value in state["extra_state"].items():
             if name not in self.extra_state:
-                raise SaveError(
+                raise CheckpointError(
                     f"the training was saved with extra_state={{{name!r}: ...}} and has none of that name now. Pass it, name another folder, or use "
                     "from_scratch=True."
                 )
@@ -120,7 +120,7 @@ class LoopState:
             stateful.load_state_dict(state)
         except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
             reason = " ".join(str(error).split())[:300]
-            raise SaveError(
+            raise CheckpointError(
                 f"the checkpoint does not fit the {what} of this training: {reason}. If it is of another training, name another folder, or use "
                 "from_scratch=True, which moves it to a subfolder."
             ) from error

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.ledger import Ledger
+from flatout.levers.tf32 import set_matmul_precision
 from flatout.schema.errors import LoopError
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class Precision:
             return ""
         if not self._counts_steps:  # the scaler does not report whether it called the optimizer
             self._counts_steps = True
-            self._ledger.call("step hook", optimizer.register_step_post_hook(self._count).remove)
+            self._ledger.on_restore("step hook", optimizer.register_step_post_hook(self._count).remove)
         before = self._step_count
         self.scaler.step(optimizer)
         self.scaler.update()
@@ -88,17 +89,11 @@ class Precision:
         self._step_count += 1
 
     def _enable_tf32(self) -> None:
-        """Use the older flags, which keep both families consistent; cuDNN has one of its own."""
         torch, ledger = self.torch, self._ledger
         if self.device.type != "cuda" or torch.cuda.get_device_capability(self.device)[0] < 8:
             LOGGER.warning(
                 'precision="tf32" changes nothing here: it needs an NVIDIA GPU of compute capability 8.0 or later, and this is %s',
                 self.device,
             )
-        for owner in (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul):
-            # restored last: setting "highest" leaves "ieee"
-            ledger.set_flag(owner, "fp32_precision", owner.fp32_precision)
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision("high")
-        ledger.call("torch.set_float32_matmul_precision", lambda: torch.set_float32_matmul_precision(before))
-        ledger.set_flag(torch.backends.cudnn, "allow_tf32", True)
+        set_matmul_precision(torch, "high", ledger)
+        ledger.set_flag(torch.backends.cudnn, "allow_tf32", True)  # convolutions

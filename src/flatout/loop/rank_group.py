@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from flatout.schema.errors import LoopError, SaveError, first_line
+from flatout.schema.errors import CheckpointError, LoopError, first_line
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,13 +53,13 @@ class RankGroup:
         return self._gather(value if self.rank == 0 else None)[0]
 
     def raise_if_any_failed(self, error: Exception | None) -> None:
-        """Raises this rank's error, or SaveError with another rank's: one rank continues only if all do."""
+        """Raises this rank's error, or CheckpointError with another rank's: one rank continues only if all do."""
         messages = self._gather(f"{error}" if error is not None else "")
         if error is not None:
             raise error
         for rank, message in zip(self.members, messages, strict=True):
             if message:
-                raise SaveError(
+                raise CheckpointError(
                     f"rank {rank} cannot resume from the checkpoint, so all ranks stop: {message}"
                 )
 

@@ -18,7 +18,7 @@ from flatout.checkpoint.joint_checkpoint import part_of
 from flatout.job import heartbeat
 from flatout.job.folder import read_json
 from flatout.loop.rank_group import RankGroup
-from flatout.schema.errors import FlatoutError, LoopError, SaveError
+from flatout.schema.errors import CheckpointError, FlatoutError, LoopError
 
 LOGGER = logging.getLogger("flatout")
 CHECKPOINT_KIND = "loop"
@@ -53,7 +53,7 @@ class OpenedCheckpoints:
 def open_checkpoints(folder: Path, from_scratch: bool, group: RankGroup | None) -> OpenedCheckpoints:
     """Open a checkpoint folder.
 
-    Raises SaveError if there are checkpoints and all are corrupt, StorageError if the folder cannot be
+    Raises CheckpointError if there are checkpoints and all are corrupt, StorageError if the folder cannot be
     written.
     """
     if not from_scratch:
@@ -79,7 +79,7 @@ def open_checkpoints(folder: Path, from_scratch: bool, group: RankGroup | None) 
     if error is not None:
         raise error
     if first_rank["error"]:
-        raise SaveError(f"rank 0 cannot resume, so all ranks stop: {first_rank['error']}")
+        raise CheckpointError(f"rank 0 cannot resume, so all ranks stop: {first_rank['error']}")
     if checkpoints is None:
         checkpoints = OpenedCheckpoints(
             CheckpointFolder(Path(first_rank["folder"])), None, [], first_rank["pid"]
@@ -87,8 +87,8 @@ def open_checkpoints(folder: Path, from_scratch: bool, group: RankGroup | None) 
         if first_rank["save"] is not None:
             try:
                 checkpoints.checkpoint = verified(Path(first_rank["save"]))
-            except SaveError as failed:
-                error = SaveError(
+            except CheckpointError as failed:
+                error = CheckpointError(
                     f"{first_rank['save']} is the checkpoint of rank 0; on this rank, {failed}. All ranks must see the same folder."
                 )
     group.raise_if_any_failed(error)
@@ -123,10 +123,10 @@ def _open_on_first_rank(folder: Path, from_scratch: bool) -> OpenedCheckpoints:
 def read_states(
     torch: ModuleType, checkpoint: Checkpoint, rank: int, ranks: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The state of the whole training, and that of this rank. Raises SaveError."""
+    """The state of the whole training, and that of this rank. Raises CheckpointError."""
     before = checkpoint.manifest.metadata["ranks"]
     if before != ranks:
-        raise SaveError(
+        raise CheckpointError(
             f"{checkpoint.path} is of {before} rank{'s' * (before > 1)}, and {ranks} would resume from it: each rank has its own place in "
             f"the data. Start {before} again, or use from_scratch=True to start from scratch."
         )

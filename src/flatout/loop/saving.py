@@ -89,7 +89,7 @@ class LoopCheckpointing:
             )
             options = {"write": writer.write}
         self.saver = CheckpointWriter(
-            self.torch, self.folder, CHECKPOINT_KIND, clocks, self._warn, every=self.every, **options
+            self.torch, self.folder, CHECKPOINT_KIND, clocks, LOGGER.warning, every=self.every, **options
         )
         if self.opened.checkpoint is None:
             return None
@@ -251,9 +251,6 @@ class LoopCheckpointing:
 
     def _environment(self) -> dict[str, Any]:
         return environment(self.torch, {**self.settings, "plan": self.loop.plan.describe(), **self._script})
-
-    def _warn(self, sentence: str) -> None:
-        LOGGER.warning(sentence)
 
     def _describe_last(self) -> str:
         last = self.saver.last

@@ -69,34 +69,31 @@ class CollectiveCost:
 
 @dataclass(frozen=True)
 class Fabric:
-    """``inside`` connects the ``node`` devices of a node, ``between`` the nodes.
+    """The links inside a node and between nodes. Without the former each device is a node."""
 
-    Without ``inside`` each device is a node.
-    """
-
-    between: Link
-    inside: Link | None = None
-    node: int = 1
+    inter_node: Link
+    intra_node: Link | None = None
+    devices_per_node: int = 1
 
     def shape(self, devices: int) -> tuple[int, int]:
         """Return devices per node, and nodes."""
-        if self.between.inside:  # one machine, however many devices
+        if self.inter_node.is_intra_node:  # one machine, however many devices
             return devices, 1
-        per_node = min(self.node if self.inside is not None else 1, devices)
+        per_node = min(self.devices_per_node if self.intra_node is not None else 1, devices)
         return per_node, math.ceil(devices / per_node)
 
     @property
-    def intra_node(self) -> Link:
-        """The link inside a node."""
-        return self.between if self.inside is None else self.inside
+    def device_link(self) -> Link:
+        """The first link of a device."""
+        return self.inter_node if self.intra_node is None else self.intra_node
 
     def node_bytes_per_s(self, per_node: int) -> float:
         """The bandwidth of all cards of a node together."""
-        return self.between.bandwidth_bytes_per_s * (self.between.cards or per_node)
+        return self.inter_node.bandwidth_bytes_per_s * (self.inter_node.nics_per_node or per_node)
 
     def in_node(self) -> Fabric:
         """The fabric restricted to one node."""
-        return Fabric(replace(self.intra_node, inside=True))
+        return Fabric(replace(self.device_link, is_intra_node=True))
 
     def across(self, per_node: int) -> Fabric:
         """The fabric between devices at the same position of each node.
@@ -104,7 +101,11 @@ class Fabric:
         All other positions communicate at the same time.
         """
         return Fabric(
-            replace(self.between, bandwidth_bytes_per_s=self.node_bytes_per_s(per_node) / per_node, cards=0)
+            replace(
+                self.inter_node,
+                bandwidth_bytes_per_s=self.node_bytes_per_s(per_node) / per_node,
+                nics_per_node=0,
+            )
         )
 
 
@@ -147,11 +148,11 @@ def _bottleneck(fabric: Fabric, devices: int) -> tuple[float, Link]:
     """The bandwidth in bytes per second of a ring through all devices, and its limiting link."""
     per_node, nodes = fabric.shape(devices)
     if nodes == 1:
-        return fabric.intra_node.bandwidth_bytes_per_s, fabric.intra_node
+        return fabric.device_link.bandwidth_bytes_per_s, fabric.device_link
     node_bandwidth = fabric.node_bytes_per_s(per_node)
-    if per_node > 1 and fabric.intra_node.bandwidth_bytes_per_s < node_bandwidth:
-        return fabric.intra_node.bandwidth_bytes_per_s, fabric.intra_node
-    return node_bandwidth, fabric.between
+    if per_node > 1 and fabric.device_link.bandwidth_bytes_per_s < node_bandwidth:
+        return fabric.device_link.bandwidth_bytes_per_s, fabric.device_link
+    return node_bandwidth, fabric.inter_node
 
 
 def _ring(fabric: Fabric, devices: int, size_bytes: float, rounds: int, algorithm: str) -> CollectiveCost:
@@ -160,15 +161,15 @@ def _ring(fabric: Fabric, devices: int, size_bytes: float, rounds: int, algorith
     per_node, nodes = fabric.shape(devices)
     inter_hops = rounds * (nodes - 1) if per_node > 1 else rounds * (devices - 1)
     intra_hops = rounds * (devices - 1) - inter_hops
-    hops_us = inter_hops * fabric.between.latency_us + intra_hops * fabric.intra_node.latency_us
+    hops_us = inter_hops * fabric.inter_node.latency_us + intra_hops * fabric.device_link.latency_us
     wire_bytes = rounds * (devices - 1) / devices * size_bytes
     return _cost(fabric, devices, hops_us, wire_bytes, wire_bytes, algorithm)
 
 
 def _tree(fabric: Fabric, devices: int, size_bytes: float) -> CollectiveCost:
     per_node, nodes = fabric.shape(devices)
-    inter_us = math.ceil(math.log2(nodes)) * fabric.between.latency_us
-    hops_us = 2 * ((per_node - 1) * fabric.intra_node.latency_us + inter_us)
+    inter_us = math.ceil(math.log2(nodes)) * fabric.inter_node.latency_us
+    hops_us = 2 * ((per_node - 1) * fabric.device_link.latency_us + inter_us)
     wire_bytes = 2 * (devices - 1) / devices * size_bytes
     return _cost(fabric, devices, hops_us, wire_bytes, 2 * size_bytes / TREE_SHARE, "tree")
 
@@ -177,11 +178,11 @@ def _cost(
     fabric: Fabric, devices: int, hops_us: float, wire_bytes: float, bottleneck_bytes: float, algorithm: str
 ) -> CollectiveCost:
     per_node, nodes = fabric.shape(devices)
-    start_us = fabric.between.start_us if nodes > 1 else fabric.intra_node.start_us
+    start_us = fabric.inter_node.start_us if nodes > 1 else fabric.device_link.start_us
     latency_ms = (start_us + hops_us) / 1e3
     bandwidth, link = _bottleneck(fabric, devices)
     bytes_ms = 1e3 * bottleneck_bytes / bandwidth
     # A byte occupies its device as long as the nearest link needs for it, even if later links are slower.
-    nearest = fabric.between if per_node == 1 else fabric.intra_node
+    nearest = fabric.inter_node if per_node == 1 else fabric.device_link
     busy_ms = nearest.contention * min(bytes_ms, 1e3 * wire_bytes / nearest.bandwidth_bytes_per_s)
     return CollectiveCost(latency_ms + bytes_ms, latency_ms, wire_bytes, algorithm, link.name, busy_ms)

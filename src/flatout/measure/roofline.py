@@ -28,7 +28,7 @@ def _peak(operation: Operation, ceilings: Mapping[str, float], tf32: bool) -> fl
 
 
 def _share(operation: Operation, ceilings: Mapping[str, float], tf32: bool) -> tuple[float | None, str]:
-    own_ms = operation.device_ms if operation.device_ms is not None else operation.host_ms
+    own_ms = operation.self_ms
     bandwidth = ceilings.get("memory_bytes_per_s")
     if not own_ms or not bandwidth or not operation.moved_bytes:
         return None, "unknown"

@@ -76,13 +76,13 @@ def at_batch(work: Workload, samples_share: float) -> Timing:
     measured, factor = work.timing, work.fixed_share + (1 - work.fixed_share) * samples_share
     if samples_share == 1.0:
         return measured
-    times = {name: getattr(measured, name) * factor for name in ("forward_ms", "backward_ms", "host_ms")}
+    times = {name: getattr(measured, name) * factor for name in ("forward_ms", "backward_ms", "other_ms")}
     samples = measured.samples * samples_share if measured.samples else None
     return replace(measured, samples=samples, **times)
 
 
 def on_faster_device(timing: Timing, factor: float) -> Timing:
-    """The timing on a device that is ``factor`` times as fast. The host time does not change."""
+    """The timing on a device that is ``factor`` times as fast. ``other_ms`` does not change."""
     return replace(
         timing,
         forward_ms=timing.forward_ms / factor,
@@ -107,7 +107,7 @@ def ddp(work: Workload, timing: Timing, fabric: Fabric, devices: int) -> Predict
     """
     bucket_sizes = buckets(work.tensors)
     last_ms = timing.backward_ms / timing.passes
-    until_last_backward = Task(timing.host_ms + timing.forward_ms + timing.backward_ms - last_ms)
+    until_last_backward = Task(timing.other_ms + timing.forward_ms + timing.backward_ms - last_ms)
     total_bytes = sum(bucket_sizes) or 1.0
     compute = [
         until_last_backward,
@@ -163,11 +163,11 @@ def _sharded(
     gathered = all_gather(gather, devices, work.parameter_bytes / count)
     reduced = reduce_cost(sum(work.tensors) / count)
     forward, backward = timing.forward_ms / timing.passes / count, timing.backward_ms / timing.passes / count
-    host = timing.host_ms / timing.passes
-    # Compute: the host, forward blocks, backward blocks. Wire: a gather per forward block; then a gather per
+    other = timing.other_ms / timing.passes
+    # Compute: other work, forward blocks, backward blocks. Wire: a gather per forward block; then a gather per
     # backward block, each except the first followed by the scatter of the previous block. A block is gathered
     # while the previous one computes, not earlier: two blocks are in memory at once.
-    compute = [Task(host), *(Task(forward, after=block + 1) for block in range(count))]
+    compute = [Task(other), *(Task(forward, after=block + 1) for block in range(count))]
     wire = [_wire_task(gathered, after=max(1, block)) for block in range(count)]
     for block in range(count):
         wire.append(_wire_task(gathered, after=count + block))

@@ -97,16 +97,11 @@ def rows(record: CompareRecord) -> list[Row]:
         ),
         *(
             (name, a.versions.get(name, MISSING), b.versions.get(name, MISSING), "")
-            for name in _differing_versions(a, b)
+            for name in sorted({*a.versions, *b.versions})
+            if a.versions.get(name) != b.versions.get(name)
         ),
     ]
     return [row for row in table if row[1:3] != (MISSING, MISSING)]
-
-
-def _differing_versions(a: SideRecord, b: SideRecord) -> list[str]:
-    return [
-        name for name in sorted({*a.versions, *b.versions}) if a.versions.get(name) != b.versions.get(name)
-    ]
 
 
 def _changes(record: CompareRecord) -> dict[str, str]:

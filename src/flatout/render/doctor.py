@@ -57,7 +57,7 @@ def _full_entry(check: CheckResult, style: str) -> Iterable[RenderableType]:
     yield Text.assemble(
         (check.verdict, style), (f"  {check.code} {check.name}", "bold"), (f"  {check.theme}", "dim")
     )
-    yield Padding(Text(one_line(check.seen) + ".", overflow="fold"), (0, 0, 0, 4))
+    yield Padding(Text(one_line(check.observed) + ".", overflow="fold"), (0, 0, 0, 4))
     if check.why:
         yield Padding(Text(one_line(check.why), style="dim", overflow="fold"), (0, 0, 0, 4))
     for line in check.evidence[:6]:
@@ -76,7 +76,8 @@ def _notes(checks: Sequence[CheckResult]) -> RenderableType:
     for check in checks:
         lines.append(
             Padding(
-                Text.assemble((f"{check.code} ", "dim"), one_line(check.seen), overflow="fold"), (0, 0, 0, 2)
+                Text.assemble((f"{check.code} ", "dim"), one_line(check.observed), overflow="fold"),
+                (0, 0, 0, 2),
             )
         )
         if check.fix:
@@ -86,7 +87,7 @@ def _notes(checks: Sequence[CheckResult]) -> RenderableType:
 
 def _theme_lines(checks: Sequence[CheckResult]) -> RenderableType:
     return name_grid(
-        (f"  {theme}", "; ".join(check.seen for check in members))
+        (f"  {theme}", "; ".join(check.observed for check in members))
         for theme, members in groupby(checks, key=lambda check: check.theme)
     )
 

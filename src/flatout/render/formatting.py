@@ -12,7 +12,7 @@ from typing import Any
 
 from flatout.job.sanitize import sanitize
 from flatout.schema import sizes
-from flatout.schema.plan import spell
+from flatout.schema.plan import format_choice
 
 MISSING = "–"
 TEXT_LIMIT = 600
@@ -135,7 +135,7 @@ def day(created: str) -> str:
 
 def lever(name: object, value: Any) -> str:
     """Format a lever with its value: ``channels_last`` · ``loader(workers=2)``."""
-    return one_line(name, 80) if value is None else one_line(spell(str(name), value), 160)
+    return one_line(name, 80) if value is None else one_line(format_choice(str(name), value), 160)
 
 
 def setting(value: object) -> str:

@@ -121,7 +121,7 @@ def next_step(profile: ProfileRecord) -> tuple[str, str]:
     if not profile.command:
         return "", ""
     command = shell([*on_device(profile.machine), *profile.command])
-    if profile.leak is not None and profile.leak.leaking:
+    if profile.tensor_growth is not None and profile.tensor_growth.leaking:
         return (
             "Memory grows with every step; profile it over more steps:",
             f"flatout profile --memory {command}",
@@ -267,7 +267,7 @@ def _operations(profile: ProfileRecord) -> Section:
                 " ".join([*operation.dtypes[:2], *operation.shapes[:2]]),
             ),
             f"{100 * operation.share:.0f} %",
-            rounded(operation.device_ms if operation.device_ms is not None else operation.host_ms),
+            rounded(operation.self_ms),
             rounded(operation.calls),
             Cell(
                 _limit(operation),
@@ -381,7 +381,7 @@ def _memory(memory: MemoryProfile, cwd: str) -> Section:
 
 
 def _growth(profile: ProfileRecord) -> Iterator[Section]:
-    for name, leak in (("tensors", profile.leak), ("the process", profile.host_growth)):
+    for name, leak in (("tensors", profile.tensor_growth), ("the process", profile.host_growth)):
         if leak is None or (leak is profile.host_growth and not leak.leaking):
             continue
         tone = "bad" if leak.leaking else "good"
@@ -407,7 +407,7 @@ def _also_measured(profile: ProfileRecord) -> Section:
     if profile.gc_calls:
         text = f"{profile.gc_calls:.2f} collections a step, {milliseconds(profile.gc_ms)} in all; the longest {milliseconds(profile.gc_longest_ms)}"
         rows.append(("garbage", text))
-    if (compiled := profile.compiled) is not None:
+    if (compiled := profile.compile_record) is not None:
         counts = (
             f"{compiled.graphs} graphs, {compiled.recompiles} recompilations, {compiled.breaks} graph breaks"
         )

@@ -58,15 +58,19 @@ def network(record: ScaleRecord) -> str:
     if record.network is None:
         return MISSING
     nodes = (
-        f", {record.node} devices a node joined by {link_text(record.inside)}"
-        if record.inside is not None
+        f", {record.devices_per_node} devices a node joined by {link_text(record.intra_node_link)}"
+        if record.intra_node_link is not None
         else ""
     )
     return f"{link_text(record.network)}{nodes}"
 
 
 def link_text(link: Link) -> str:
-    cards = "" if link.inside or not link.cards else f", {plural(link.cards, 'card')} a node"
+    cards = (
+        ""
+        if link.is_intra_node or not link.nics_per_node
+        else f", {plural(link.nics_per_node, 'card')} a node"
+    )
     return f"{link.name} ({rounded(link.bandwidth_bytes_per_s / 1e9)} GB/s, {rounded(link.latency_us)} us{cards})"
 
 
@@ -136,7 +140,7 @@ def scale_page(record: ScaleRecord) -> Page:
         ],
         summary(record),
         command=record.command,
-        dateline=dateline(record.created, record.measured),
+        dateline=dateline(record.created, record.timing_source),
         version=record.flatout,
     )
 

@@ -40,5 +40,5 @@ def _scalars(profile: ProfileRecord) -> Iterator[tuple[int, str, float]]:
     for point in profile.memory.timeline if profile.memory is not None else ():
         for kind, amount in point.kinds.items():
             yield round(1000 * point.ms), f"memory/{kind}_bytes", amount
-    for step, leaked in enumerate(profile.leak.series if profile.leak is not None else ()):
+    for step, leaked in enumerate(profile.tensor_growth.series if profile.tensor_growth is not None else ()):
         yield step, "memory/after_each_step_bytes", leaked

@@ -11,7 +11,7 @@ FlatoutError
 ├── CannotParallelize     the program cannot be split over ranks                     exit 6
 ├── LoopError             a Loop cannot train as requested without a mistake         exit 1
 ├── StorageError          a folder or a disk cannot be written                       exit 4
-├── SaveError             no valid checkpoint, or one of another program             exit 7
+├── CheckpointError       no valid checkpoint, or one of another program             exit 7
 ├── CannotResume          the program cannot resume exactly                          exit 10
 ├── ProgramHung           a monitored program hung, and no restart is left           exit 8
 ├── NotFinite             a loss was NaN or infinite, and the run must stop          exit 9
@@ -81,7 +81,7 @@ class StorageError(FlatoutError):
     exit_code = 4
 
 
-class SaveError(FlatoutError):
+class CheckpointError(FlatoutError):
     """A checkpoint is corrupt, belongs to another program, or is missing."""
 
     exit_code = 7

@@ -62,6 +62,7 @@ class MachineSnapshot(Record):
     * ``python`` describes this interpreter.
     * ``packages`` are the installed distributions as [name, version, folder].
     * ``torch`` is the output of a child that imported torch, as far as it got.
+    * ``command_results`` are by title: nvidia-smi, c++, start-up hook, import torch.
     """
 
     schema: int = SNAPSHOT_SCHEMA
@@ -76,7 +77,7 @@ class MachineSnapshot(Record):
     python: dict[str, Any] = field(default_factory=dict)
     packages: list[list[str]] | None = None
     torch: dict[str, Any] = field(default_factory=dict)
-    runs: dict[str, CommandResult] = field(default_factory=dict)
+    command_results: dict[str, CommandResult] = field(default_factory=dict)
     disks: dict[str, Disk] = field(default_factory=dict)
 
     def text(self, path: str) -> str | None:
@@ -108,7 +109,7 @@ class MachineSnapshot(Record):
 class CheckResult(Record):
     """One check.
 
-    ``seen`` is a sentence with the observed values. ``fix`` is the command that fixes it, or "" if nothing
+    ``observed`` is a sentence with the observed values. ``fix`` is the command that fixes it, or "" if nothing
     is wrong.
     """
 
@@ -116,7 +117,7 @@ class CheckResult(Record):
     name: str
     theme: str
     verdict: str
-    seen: str
+    observed: str
     why: str = ""
     fix: str = ""
     evidence: list[str] = field(default_factory=list)

@@ -30,6 +30,10 @@ class Choice:
     origin: Origin = Origin.USER
     evidence: str = ""
 
+    @property
+    def text(self) -> str:
+        return format_choice(self.name, self.value)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "name": self.name,
@@ -85,7 +89,7 @@ class Plan:
         return hashlib.sha256(body.encode()).hexdigest()[:12]
 
     def describe(self) -> str:
-        return ", ".join(spell(c.name, c.value) for c in self.choices) or "plain"
+        return ", ".join(c.text for c in self.choices) or "plain"
 
     def to_json(self) -> dict[str, Any]:
         return {"choices": [c.to_json() for c in self.choices], "made_for": dict(self.made_for)}
@@ -181,7 +185,7 @@ def is_value(value: object) -> bool:
     return isinstance(value, (bool, int, float, str))
 
 
-def spell(name: str, value: Value) -> str:
+def format_choice(name: str, value: Value) -> str:
     """Format a choice for users: ``channels_last`` · ``threads=1`` · ``loader(workers=2)``."""
     if value is True:
         return name

@@ -63,6 +63,10 @@ class Operation(Record):
     tensor_cores: bool | None = None
     place: SourceLocation | None = None
 
+    @property
+    def self_ms(self) -> float:
+        return self.device_ms if self.device_ms is not None else self.host_ms
+
 
 @dataclass
 class SyncRecord(Record):
@@ -95,7 +99,7 @@ class LoaderRecord(Record):
     """One place in the script that creates DataLoaders."""
 
     place: SourceLocation | None
-    created: int = 1
+    created: int = 1  # loaders
     iterators: int = 0
     workers: int = 0
     pin_memory: bool = False
@@ -161,6 +165,7 @@ class CompileRecord(Record):
     graphs: int = 0
     recompiles: int = 0
     breaks: int = 0
+    # of graph breaks and recompilations
     reasons: list[str] = field(default_factory=list)
     places: list[SourceLocation] = field(default_factory=list)
     ms: float = 0.0  # spent compiling, whole run
@@ -196,9 +201,9 @@ class ProfileRecord(ProgramRecord):
     synchronisations: list[SyncRecord] = field(default_factory=list)
     loaders: list[LoaderRecord] = field(default_factory=list)
     memory: MemoryProfile | None = None
-    leak: MemoryGrowth | None = None
+    tensor_growth: MemoryGrowth | None = None
     host_growth: MemoryGrowth | None = None
-    compiled: CompileRecord | None = None
+    compile_record: CompileRecord | None = None
     idle_ms: float | None = None  # of the device, a step
     # Time a step in which the device works, by kind: computing, copies, communication. Kinds may overlap.
     device_ms: dict[str, float] = field(default_factory=dict)
@@ -221,6 +226,7 @@ class ProfileRecord(ProgramRecord):
     # zero_grad_to_zero, clip, make_optimizer, make_scheduler, eval_with_grad (a forward pass of a model in
     # eval mode with gradients on)
     events: dict[str, Any] = field(default_factory=dict)
+    # Measured peaks: matmul_bfloat16_flops (a second), memory_bytes_per_s, ... (schema/ceilings.py)
     ceilings: dict[str, float] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
 

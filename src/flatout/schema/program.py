@@ -22,20 +22,11 @@ class Ledger(Protocol):
     def set(self, owner: object, name: str, value: object, *, new: bool = False) -> Any:
         """Set an attribute; return the value it replaced. ``new``: it may be missing."""
 
-    def set_flag(self, owner: object, name: str, value: object) -> None:
-        """Set a flag through its setter."""
-
-    def set_item(self, owner: object, key: object, value: object) -> None:
-        """Set an item of a dictionary."""
-
-    def call(self, title: str, undo: Callable[[], object]) -> None:
-        """Record a change made by a call, with the function that undoes it."""
-
-    def mark(self) -> int:
-        """The number of changes so far."""
-
-    def restore(self, mark: int = 0) -> None:
-        """Undo everything since ``mark``, last first."""
+    def set_flag(self, owner: object, name: str, value: object) -> None: ...
+    def set_item(self, owner: object, key: object, value: object) -> None: ...
+    def on_restore(self, title: str, undo: Callable[[], object]) -> None: ...
+    def mark(self) -> int: ...
+    def restore(self, mark: int = 0) -> None: ...
 
 
 class TrainingContext(Protocol):
@@ -45,7 +36,6 @@ class TrainingContext(Protocol):
     steps: int  # completed optimizer cycles
     backwards: int
     backwards_in_last_step: int
-    optimizer_events: int
     closure_steps: bool  # a step runs forward and backward several times
     autocast_seen: bool  # in a forward pass of the first step that a backward pass followed
     anomaly_seen: bool
@@ -55,7 +45,7 @@ class TrainingContext(Protocol):
     threads_at_import: int
     paused: bool  # True stops the observation of steps
     reports: list[tuple[str, str]]  # messages of levers after they were applied
-    handed_on: Any  # where the runs of a search pass on their cached samples
+    shared_samples: Any  # where the runs of a search pass on their cached samples
     data_parallel: Any  # the state of `data_parallel`, for levers that act through it; None in one process
     graph_passes: list[Any]  # graph passes of levers, before `compile` compiles the graph
     uncompiled: list[Any]  # modules that `compile` excludes
@@ -70,8 +60,6 @@ class TrainingContext(Protocol):
 
     @property
     def optimizers(self) -> list[Optimizer]: ...
-    @property
-    def loss_modules(self) -> list[Module]: ...
     @property
     def parameters(self) -> list[Tensor]:
         """Every trainable parameter, without duplicates."""

@@ -165,7 +165,7 @@ class TrialRecord(Record):
     batch_hashes: list[str] = field(default_factory=list)
     batch_statistics: list[list[float]] = field(default_factory=list)
     # A few samples fetched repeatedly: by round, by sample
-    draws: list[list[list[float]]] = field(default_factory=list)
+    fetched_samples: list[list[list[float]]] = field(default_factory=list)
     weights_digests: dict[str, str] = field(default_factory=dict)
     peak_memory_bytes: int | None = None
     device: str = "cpu"

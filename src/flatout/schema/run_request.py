@@ -16,11 +16,11 @@ class ResumeOptions:
     """How a run resumes exactly.
 
     ``required``: exit, instead of starting from scratch, if an exact resume is impossible. ``rescue``: keep
-    checkpoints even if the program cannot be resumed from them. ``shows``: show the output of the replay.
+    checkpoints even if the program cannot be resumed from them. ``show_output``: show the output of the replay.
     """
 
     from_scratch: bool = False
-    shows: bool = False
+    show_output: bool = False
     rescue: bool = False
     required: bool = True
 
@@ -29,9 +29,9 @@ class ResumeOptions:
 class RunRequest:
     """``entry``: function that the program calls after ``import torch``, as ``module:function``.
 
-    ``pid``: process ID of the program's first process. ``started``: outcomes of the PROCESS levers, which
-    acted before the program started. ``seed``: the random seed of several ranks; None leaves randomness to the script. ``watch``:
-    figures for the live line; None for no live line. ``rescue``: folder for checkpoints; None keeps none.
+    ``pid``: process ID of the program's first process. ``process_outcomes``: outcomes of the PROCESS levers, which
+    acted before the program started. ``seed``: the random seed of several ranks; None leaves randomness to the script. ``live_line``:
+    the ``ideal_ms`` of a step, if known; None for no live line. ``checkpoint_folder``: None keeps no checkpoints.
     ``summary``: the record at the end; None for none.
     """
 
@@ -39,10 +39,10 @@ class RunRequest:
     plan: Plan
     facts: Facts
     pid: int
-    started: tuple[Mapping[str, Any], ...] = ()
+    process_outcomes: tuple[Mapping[str, Any], ...] = ()
     seed: int | None = None
-    watch: Mapping[str, float] | None = None
-    rescue: str | None = None
+    live_line: Mapping[str, float] | None = None
+    checkpoint_folder: str | None = None
     resume: ResumeOptions | None = None
     summary: SummaryRequest | None = None
 
@@ -62,10 +62,10 @@ class RunRequest:
             plan=Plan.from_json(data["plan"]),
             facts=Facts.from_json(data["facts"]),
             pid=data["pid"],
-            started=tuple(data["started"]),
+            process_outcomes=tuple(data["process_outcomes"]),
             seed=data["seed"],
-            watch=data["watch"],
-            rescue=data["rescue"],
+            live_line=data["live_line"],
+            checkpoint_folder=data["checkpoint_folder"],
             resume=ResumeOptions(**data["resume"]) if data["resume"] is not None else None,
             summary=SummaryRequest.from_json(data["summary"]) if data["summary"] is not None else None,
         )

@@ -20,7 +20,7 @@ LIVE_FIGURES = ("steps_per_s", "samples_per_s", "data_wait", "cores_used", "memo
 
 @dataclass(frozen=True)
 class SummaryRequest:
-    """``folder`` and ``name`` of the record. ``shows``: print it. ``every_s``: seconds between live figures; 0 for none.
+    """``folder`` and ``name`` of the record. ``print_summary``: print it. ``every_s``: seconds between live figures; 0 for none.
 
     ``machine``: its name (`Facts.machine`).
     ``piped``: the program came through a pipe, so that no other command can start it again.
@@ -30,7 +30,7 @@ class SummaryRequest:
     name: str
     command: tuple[str, ...]
     created: str
-    shows: bool = True
+    print_summary: bool = True
     every_s: float = 0.0
     machine: str = ""
     piped: bool = False
@@ -81,7 +81,7 @@ class RunSummary(ProgramRecord):
         return {"ended": "finished", "KeyboardInterrupt": "interrupted"}.get(self.exit_reason, "failed")
 
     @property
-    def tuned(self) -> bool:
+    def has_levers(self) -> bool:
         return bool(self.plan.get("choices"))
 
     @property
@@ -89,7 +89,7 @@ class RunSummary(ProgramRecord):
         """The flatout command that may help; "" if none can."""
         if self.piped:
             return ""
-        if not self.tuned:
+        if not self.has_levers:
             return "tune"
         return (
             "profile" if self.data_wait >= DATA_BOUND_SHARE or (self.gpu_busy or 1.0) < GPU_BUSY_SHARE else ""

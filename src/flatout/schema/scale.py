@@ -19,25 +19,27 @@ class Link(Record):
     """A link between devices, as a collective sees it.
 
     ``bandwidth_bytes_per_s`` is the achieved bandwidth in one direction. ``latency_us`` is per hop,
-    ``start_us`` per collective. ``cards`` is the number of network cards per node, or 0 if each device has
-    its own. ``contention`` is the share of its computation that a device loses while it fills this link.
+    ``start_us`` per collective. ``nics_per_node`` is the number of network cards per node, or 0 if each
+    device has its own. ``contention`` is the share of its computation that a device loses while it fills this link.
     """
 
     name: str
     bandwidth_bytes_per_s: float
     latency_us: float
     start_us: float = 0.0
-    cards: int = 0
+    nics_per_node: int = 0
     contention: float = 0.0
-    inside: bool = False  # it joins the devices of one machine
+    is_intra_node: bool = False  # it joins the devices of one machine
 
 
 def _nccl(
-    name: str, gb_per_s: float, latency_us: float, inside: bool = False, contention: float = 0.1
+    name: str, gb_per_s: float, latency_us: float, is_intra_node: bool = False, contention: float = 0.1
 ) -> Link:
     # 8.4 us before the first hop: NCCL's own model of a ring with its Simple protocol, baseLat in
     # src/graph/tuning.cc (NVIDIA/nccl, commit 01afd20).
-    return Link(name, gb_per_s * GB, latency_us, start_us=8.4, inside=inside, contention=contention)
+    return Link(
+        name, gb_per_s * GB, latency_us, start_us=8.4, is_intra_node=is_intra_node, contention=contention
+    )
 
 
 def _ethernet(name: str, line_gbit_per_s: float) -> Link:
@@ -45,7 +47,7 @@ def _ethernet(name: str, line_gbit_per_s: float) -> Link:
     # 38 of Ethernet header, checksum, preamble and gap (IEEE 802.3; RFC 9293, RFC 7323). 25 us a hop is a
     # small message of MPICH through the kernel's TCP (osu_latency, gist jfgrimm/3af692a5475b). One card per
     # node. TCP may not fill 100 Gb/s: measure with `iperf3` and set the bandwidth explicitly.
-    return Link(name, line_gbit_per_s / 8 * 1448 / 1538 * GB, 25.0, start_us=8.4, cards=1)
+    return Link(name, line_gbit_per_s / 8 * 1448 / 1538 * GB, 25.0, start_us=8.4, nics_per_node=1)
 
 
 # Bandwidths of NVLink, PCIe and InfiniBand are those that NCCL assumes: src/graph/topo.h (NVIDIA/nccl, commit
@@ -58,17 +60,17 @@ def _ethernet(name: str, line_gbit_per_s: float) -> Link:
 # OVERHEAD of `flatout scale` plus all 19.6 ms of its all-reduce on NVLink are those 49 ms. Other links carry
 # about a tenth of NVLink, so they take a tenth of the device.
 LINKS = (
-    _nccl("nvlink2", 6 * 20.0, 3.4, inside=True, contention=1.0),  # V100: 6 links, SM70_NVLINK_BW
+    _nccl("nvlink2", 6 * 20.0, 3.4, is_intra_node=True, contention=1.0),  # V100: 6 links, SM70_NVLINK_BW
     _nccl(
-        "nvlink3", 235.0, 3.4, inside=True, contention=1.0
+        "nvlink3", 235.0, 3.4, is_intra_node=True, contention=1.0
     ),  # A100: 12 links of SM80_NVLINK_BW are 240; tuning.cc expects 235
     _nccl(
-        "nvlink4", 18 * 20.6, 3.4, inside=True, contention=1.0
+        "nvlink4", 18 * 20.6, 3.4, is_intra_node=True, contention=1.0
     ),  # H100, H200: 18 links, SM90_NVLINK_BW; "370 GB/s" in NVIDIA/nccl-tests issue 212
-    _nccl("nvlink5", 18 * 40.1, 3.4, inside=True, contention=1.0),  # B200: 18 links, SM100_NVLINK_BW
-    _nccl("pcie3", 12.0, 5.7, inside=True),  # x16, PCI_BW
-    _nccl("pcie4", 24.0, 5.7, inside=True),  # twice the rate of the third generation (PCI-SIG)
-    _nccl("pcie5", 48.0, 5.7, inside=True),  # twice the rate of the fourth
+    _nccl("nvlink5", 18 * 40.1, 3.4, is_intra_node=True, contention=1.0),  # B200: 18 links, SM100_NVLINK_BW
+    _nccl("pcie3", 12.0, 5.7, is_intra_node=True),  # x16, PCI_BW
+    _nccl("pcie4", 24.0, 5.7, is_intra_node=True),  # twice the rate of the third generation (PCI-SIG)
+    _nccl("pcie5", 48.0, 5.7, is_intra_node=True),  # twice the rate of the fourth
     # InfiniBand: NET_BW is 12 of a line's 12.5 GB/s; four HDR cards reach 96 of 100 in NVIDIA/nccl-tests
     # issue 119. One card per device, as in DGX A100 (8 HDR) and DGX H100 (8 NDR), unless `cards=` overrides
     # it. Rates: InfiniBand Trade Association, "InfiniBand Roadmap".
@@ -84,7 +86,7 @@ LINKS = (
     # gloo between two processes of one machine: the fastest of 60 to 400 all-reduces each of 4 KiB to 16 MiB
     # (2 cores of an AMD EPYC 9004, torch 2.14.1, busy machine, 2026-11-22). The processes move the bytes
     # themselves; `bench/scaling.py --here` measures what is left for computation.
-    Link("loopback", 1.1 * GB, 130.0, contention=0.9, inside=True),
+    Link("loopback", 1.1 * GB, 130.0, contention=0.9, is_intra_node=True),
 )
 NETWORKS = {link.name: link for link in LINKS}
 
@@ -110,7 +112,7 @@ def read_link(text: str, option: str = "--network") -> Link:
         raise UsageError(
             f"{option} {text}: a custom network needs a bandwidth, as in bandwidth=100Gb/s,latency=5us."
         )
-    link = replace(preset, name=text) if preset else Link(text, 0.0, 0.0, inside=option == "--inside")
+    link = replace(preset, name=text) if preset else Link(text, 0.0, 0.0, is_intra_node=option == "--inside")
     for name, value in settings.items():
         link = _with_setting(link, name.strip(), value.strip(), option)
     return link
@@ -134,7 +136,7 @@ def _with_setting(link: Link, name: str, value: str, option: str) -> Link:
                 return replace(link, latency_us=microseconds)
             return replace(link, start_us=microseconds)
         elif name == "cards" and int(value) >= 0:
-            return replace(link, cards=int(value))
+            return replace(link, nics_per_node=int(value))
         elif name == "contention" and 0 <= float(value) <= 1:
             return replace(link, contention=float(value))
     except ValueError:
@@ -169,20 +171,20 @@ def read_devices(text: str) -> list[int]:
 class Timing(Record):
     """Time of one device for one step with ``samples`` samples.
 
-    ``host_ms`` is the wait for data, copies and everything in no other phase. ``passes`` are the backward
+    ``other_ms`` is the wait for data, copies and everything in no other phase. ``passes`` are the backward
     passes of a step; forward and backward are sums over them.
     """
 
     forward_ms: float
     backward_ms: float
     optimizer_ms: float
-    host_ms: float = 0.0
+    other_ms: float = 0.0
     samples: float | None = None
     passes: int = 1
 
     @property
     def step_ms(self) -> float:
-        return self.host_ms + self.forward_ms + self.backward_ms + self.optimizer_ms
+        return self.other_ms + self.forward_ms + self.backward_ms + self.optimizer_ms
 
 
 @dataclass
@@ -219,8 +221,8 @@ class ScaleRecord(ProgramRecord):
     schema: int = SCALE_SCHEMA
     scaling: str = "weak"  # weak | strong
     network: Link | None = None
-    inside: Link | None = None
-    node: int = 1
+    intra_node_link: Link | None = None
+    devices_per_node: int = 1
     timing: Timing | None = None
     fixed_share: float = 0.0  # share of a step's computation that does not shrink with the batch
     compute_scale: float = 1.0
@@ -229,7 +231,7 @@ class ScaleRecord(ProgramRecord):
     parameter_bytes: float = 0.0
     # Of the gradients, in the order in which they become ready
     tensor_bytes: list[int] = field(default_factory=list)
-    measured: str = ""  # source of the times
+    timing_source: str = ""
     points: list[ScalePoint] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 

@@ -212,7 +212,6 @@ class SessionRecord(Record):
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> SessionRecord:
-        """Read a record. Raises TypeError or AttributeError for JSON of another shape."""
         record = super().from_json(data)
         if not isinstance(record.command, list) or not isinstance(record.key, dict):
             raise TypeError("command must be a list and key a table")

@@ -156,12 +156,12 @@ class BlockTimer:
         b: Sequence[Choice],
         until_s: float,
         settle_ticks: int = 1,
-        recorded: Callable[[Ratio], None] = lambda ratio: None,
+        on_ratio: Callable[[Ratio], None] = lambda ratio: None,
         should_stop: Callable[[Ratio, int], bool] = decided,
     ) -> Ratio:
         """Compare B with A inside one program, with at least one round.
 
-        Ends at ``until_s``, or early when ``enough(ratio, rounds)``.
+        Ends at ``until_s``, or early when ``should_stop(ratio, rounds)``.
         """
         rounds: list[Round] = []
         side_ms = {"a": self.tick_ms, "b": self.tick_ms}
@@ -178,6 +178,6 @@ class BlockTimer:
                 times[side].append(side_ms[side])
             rounds += [Round(x, y) for x, y in zip(times["a"], times["b"], strict=True)]
             ratio = compare([rounds])
-            recorded(ratio)
+            on_ratio(ratio)
             if seconds() >= until_s or should_stop(ratio, len(rounds)):
                 return ratio

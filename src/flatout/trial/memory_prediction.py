@@ -156,10 +156,10 @@ class MemoryPredictor(Worker):
         self._count_live(batch)
         self.real_kind = "inputs"  # later real tensors are made by the program from its data
         modules = self.torch.nn.modules.module
-        self.ledger.call(
+        self.ledger.on_restore(
             "forward pre-hook", modules.register_module_forward_pre_hook(self._module_begins).remove
         )
-        self.ledger.call(
+        self.ledger.on_restore(
             "forward hook", modules.register_module_forward_hook(self._module_ends, always_call=True).remove
         )
         self._disable_compilers()
@@ -217,7 +217,7 @@ class MemoryPredictor(Worker):
         """Run compiled functions uncompiled, because compilation would see tensors without memory."""
         compiler = self.torch.compiler
         compiler.set_stance("force_eager")
-        self.ledger.call("compiler's stance", lambda: compiler.set_stance("default"))
+        self.ledger.on_restore("compiler's stance", lambda: compiler.set_stance("default"))
 
     def _use_foreach(self) -> None:
         """Use foreach optimizers, as is torch's default on CUDA; they need lists of temporary tensors."""
@@ -241,7 +241,7 @@ class MemoryPredictor(Worker):
                 optimizer.state.clear()
                 optimizer.state.update(state)
 
-        self.ledger.call("gradients and optimizer state", restore)
+        self.ledger.on_restore("gradients and optimizer state", restore)
 
     def _count_live(self, batch: object) -> None:
         """Count every tensor on the device by its purpose.

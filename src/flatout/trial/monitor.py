@@ -44,7 +44,7 @@ class ProgramMonitor(Listener):
         self.counters = CallCounters(torch, ledger, self.clock.mark)
         self.counters.install()
         gc.callbacks.append(self._on_gc)
-        ledger.call("gc callback", lambda: gc.callbacks.remove(self._on_gc))
+        ledger.on_restore("gc callback", lambda: gc.callbacks.remove(self._on_gc))
         self._gc_start: int | None = None
         self._wait_start: int | None = None
         self._iter_start: int | None = None

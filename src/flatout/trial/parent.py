@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from flatout.agent.applier import before_start
-from flatout.agent.bootstrap import say
+from flatout.agent.bootstrap import notify
 from flatout.agent.file_sandbox import ESCAPED, FILES_VARIABLE
 from flatout.agent.overlay import Overlay
 from flatout.job.folder import TrialFolder, read_json, write_json
@@ -199,14 +199,16 @@ class Trial:
         self.ticks_done += len(answer.get("ms", ()))
         return answer
 
-    def finish(self, deadline_s: float | None = None, draws: bool = False) -> TrialRecord:
+    def finish(self, deadline_s: float | None = None, fetch_samples: bool = False) -> TrialRecord:
         """Stop the program and take its record.
 
-        ``draws``: first fetch a few samples repeatedly, for the guard.
+        ``fetch_samples``: first fetch a few samples repeatedly, for the guard.
         """
         if self._record is None:
             try:
-                answer = self.ask({"do": "finish", "draws": draws}, deadline_s or seconds() + 60)
+                answer = self.ask(
+                    {"do": "finish", "fetch_samples": fetch_samples}, deadline_s or seconds() + 60
+                )
             except ProgramGone as gone:
                 self._record = gone.record
             else:
@@ -232,7 +234,7 @@ class Trial:
             if changes := leaks.describe_changes(
                 root, self.folder.spec.stat().st_ctime_ns, Overlay(str(self._files))
             ):
-                say(changes)
+                notify(changes)
 
     # -- messages
 
@@ -351,7 +353,7 @@ class Trial:
         return text[-6000:].decode("utf-8", "replace")
 
 
-def measure(trial: Trial, steps: int, deadline_s: float, draws: bool = False) -> TrialRecord:
+def measure(trial: Trial, steps: int, deadline_s: float, fetch_samples: bool = False) -> TrialRecord:
     """Run a plain trial: warm up, run ``steps`` ticks, finish.
 
     A program that ends earlier returns what it has.
@@ -364,7 +366,7 @@ def measure(trial: Trial, steps: int, deadline_s: float, draws: bool = False) ->
         )
     except ProgramGone as gone:
         return gone.record
-    return trial.finish(deadline_s, draws)
+    return trial.finish(deadline_s, fetch_samples)
 
 
 def _process_environment(plan: Plan, facts: Facts, table: str) -> dict[str, str]:

@@ -45,7 +45,7 @@ class RankSync:
         self.pending: dict[str, Any] | None = None
         self._folder, self._real_files = folder, real_files
         self._last_change = 0
-        self.lead_steps = 1
+        self.announce_ahead_steps = 1
         self._clock: Clock | None = None  # of a GPU
         self._step_before: Any = None
         self._announced: dict[str, Any] | None = None
@@ -55,7 +55,7 @@ class RankSync:
         return self.world > 1
 
     def use_gpu_clock(self, clock: Clock) -> None:
-        self.lead_steps, self._clock = 2, clock
+        self.announce_ahead_steps, self._clock = 2, clock
 
     # -- the measured rank
 
@@ -66,7 +66,7 @@ class RankSync:
         """Announce what all ranks do after ``step``."""
         self.pending = command
         with self._real_files():
-            write_json(self._folder.info, {**command, "step": step})
+            write_json(self._folder.rank_command_file, {**command, "step": step})
 
     def take_pending(self) -> dict[str, Any] | None:
         pending, self.pending = self.pending, None
@@ -87,11 +87,11 @@ class RankSync:
     def _pending_after(self, step: int) -> dict[str, Any] | None:
         with self._real_files():
             try:
-                changed = os.stat(self._folder.info).st_mtime_ns
+                changed = os.stat(self._folder.rank_command_file).st_mtime_ns
             except OSError:
                 return None
             if changed != self._last_change:
-                self._last_change, self._announced = changed, read_json(self._folder.info)
+                self._last_change, self._announced = changed, read_json(self._folder.rank_command_file)
         if self._announced is None or step < self._announced["step"]:
             return None
         pending, self._announced = self._announced, None

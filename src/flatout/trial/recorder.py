@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatout.measure import parity
 from flatout.measure.nests import tensors_in
-
-if TYPE_CHECKING:
-    from flatout.schema.program import TrainingContext
+from flatout.schema.program import TrainingContext
 
 MAX_HASHED = 32
 MAX_LOSSES = 100_000

@@ -7,12 +7,12 @@ Commands (one JSON object a line), each answered with one object:
     {"do": "switch", "choices": [...]}  make exactly these live levers active
     {"do": "options"}                   return what every lever says about this program
     {"do": "replica", "choices": [...]} run the guard's step replica with these live levers, the most valuable first;
-                                          "rest": false does not judge what is left of them
+                                          "remaining": false does not judge what is left of them
     {"do": "probe", "probe": name, ...}  run some ticks with a probe (trial/probes/), and return its results
     {"do": "monitor"}                   return the monitor's results since the last call (trial/monitor.py)
     {"do": "record"}                    return the record so far
     {"do": "fetch"}                     fetch some batches repeatedly; return slow lines of the data set
-    {"do": "finish"}                    write the record and stop the program; "draws" first fetches some
+    {"do": "finish"}                    write the record and stop the program; "fetch_samples" first fetches some
                                         samples repeatedly
 
 Only one process of the program is measured: the first rank of a machine, or, without a launcher, the first
@@ -113,7 +113,7 @@ class Worker(WorkerRecord):
     def data_end(self, loader: DataLoader, batch: object) -> None:
         self.phases.end("data")
         self._forward("data_end", loader, batch)
-        self.draw_probe.observe(loader)
+        self.sample_probe.observe(loader)
         self.recorder.batch(batch, describe=not self.warm)
 
     def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -268,8 +268,8 @@ class Worker(WorkerRecord):
                 "tick_ms": block_ms(self.ticks_ms[-8:]),
                 "warmup_ms": self.warmup_ms,
                 "data_ms": median(self.data_waits_ms[-8:]),
-                "dataset_fetch_s": self.context.handed_on.fetch_s
-                if self.context.handed_on is not None
+                "dataset_fetch_s": self.context.shared_samples.fetch_s
+                if self.context.shared_samples is not None
                 else 0.0,
                 "max_copies": copies_that_fit(self.torch, self.context.device, self.ranks.local_world),
                 "device": self.context.device_type,

@@ -1,4 +1,7 @@
-"""Carries out the parent's commands between two ticks."""
+"""Carries out the parent's commands between two ticks.
+
+A tick is one step, or one backward pass if a step is a closure that lasts seconds.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ def run_commands(worker: WorkerRecord) -> None:
         command = pending or worker.next_command()
         name = command["do"]
         if pending is None and worker.ranks.is_for_all(command):
-            worker.ranks.announce(command, worker.context.steps + worker.ranks.lead_steps)
-            worker.ticks_left, worker.block_until_s = worker.ranks.lead_steps, float("inf")
+            worker.ranks.announce(command, worker.context.steps + worker.ranks.announce_ahead_steps)
+            worker.ticks_left, worker.block_until_s = worker.ranks.announce_ahead_steps, float("inf")
             break
         if name == "run":
             worker.ticks_left = int(command["ticks"])
@@ -39,7 +42,7 @@ def run_commands(worker: WorkerRecord) -> None:
                 worker.applier,
                 choices_of(command["choices"]),
                 median(worker.ticks_ms),
-                bool(command.get("rest", True)),
+                bool(command.get("remaining", True)),
             )
             worker.ticks_left = 0
             break
@@ -52,7 +55,7 @@ def run_commands(worker: WorkerRecord) -> None:
             worker.send({"why_not": why_not})
             continue
         if name == "finish":
-            finish(worker, bool(command.get("draws")))
+            finish(worker, bool(command.get("fetch_samples")))
         worker.send(_execute(worker, name, command))
     worker.phases._started.clear()
     worker.clock.synchronize()
@@ -69,7 +72,7 @@ def _execute(worker: WorkerRecord, name: str, command: dict[str, Any]) -> dict[s
         return {
             "applied": [o.to_json() for o in outcomes if o.applied],
             "skipped": [o.to_json() for o in outcomes if not o.applied],
-            "ticks": worker.ranks.lead_steps if worker.ranks.multi_rank else 0,
+            "ticks": worker.ranks.announce_ahead_steps if worker.ranks.multi_rank else 0,
             "reports": [{"name": name, "reason": sentence} for name, sentence in reports],
         }
     if name == "options":
@@ -96,10 +99,10 @@ def _execute(worker: WorkerRecord, name: str, command: dict[str, Any]) -> dict[s
     return {"error": f"unknown command {name!r}"}
 
 
-def finish(worker: WorkerRecord, draws: bool = False) -> NoReturn:
-    if draws:
+def finish(worker: WorkerRecord, fetch_samples: bool = False) -> NoReturn:
+    if fetch_samples:
         worker.context.paused = True  # this loader is not the program's
-        worker.sample_draws = worker.draw_probe.fetch()
+        worker.fetched_samples = worker.sample_probe.fetch()
         worker.context.paused = False
     worker.write_record("finished", "stopped after the requested steps")
     worker.send({"written": True, "pid": os.getpid()})

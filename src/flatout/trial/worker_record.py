@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from flatout.agent.applier import Applier, Outcome
-from flatout.agent.bootstrap import say
+from flatout.agent.bootstrap import notify
 from flatout.agent.file_sandbox import overlay_of_process
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
@@ -46,14 +46,14 @@ class WorkerRecord(Listener):
         self.context = TrainingContext(torch, self, self.ledger)
         self.applier = Applier(levers(spec.table), spec.facts, self.context)
         self.real_files = overlay_of_process().bypass  # inside, files are the real ones
-        if self.folder.handed_on.is_dir():
+        if self.folder.shared_samples.is_dir():
             from flatout.data.shared_samples import SharedSamples
 
-            self.context.handed_on = SharedSamples(self.folder.handed_on, self.real_files, seconds)
+            self.context.shared_samples = SharedSamples(self.folder.shared_samples, self.real_files, seconds)
         self.recorder = TrainingRecorder(torch, self.context)
-        self.draw_probe = SampleDrawProbe(torch)
+        self.sample_probe = SampleDrawProbe(torch)
         self.pending_losses: tuple[Any, ...] = ()
-        self.sample_draws: list[list[list[float]]] = []
+        self.fetched_samples: list[list[list[float]]] = []
         self.replica: StepReplica | None = None
         self.peak_bytes: int | None = None  # measured before a replica
         self.monitor: ProgramMonitor | None = None
@@ -143,7 +143,7 @@ class WorkerRecord(Listener):
             loss_steps=recorder.loss_steps,
             batch_hashes=recorder.batch_hashes,
             batch_statistics=recorder.batch_statistics,
-            draws=self.sample_draws,
+            fetched_samples=self.fetched_samples,
             weights_digests=recorder.weights_digests,
             peak_memory_bytes=self.current_peak(),
             device=self.context.device_type,
@@ -171,4 +171,4 @@ class WorkerRecord(Listener):
         try:
             self.write_record(status, reason)
         except Exception as error:
-            say(f"could not write the trial's record ({type(error).__name__}: {error})")
+            notify(f"could not write the trial's record ({type(error).__name__}: {error})")

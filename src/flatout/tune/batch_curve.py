@@ -167,7 +167,7 @@ class BatchCurve:
 
     def _measure_size(self, program: BatchTrial, point: BatchPoint) -> None:
         self.stage("exploring", f"{point.size} samples a batch")
-        self.programs.costs_s.setdefault(point.size, program.start_s)
+        self.programs.costs_s.setdefault(point.size, program.startup_s)
         for _ in range(EXPLORE_TURNS):
             program.measure_turn()
         record = TrialRecord.from_json(program.trial.ask({"do": "record"}, seconds() + TIMEOUT_S)["record"])

@@ -41,7 +41,7 @@ class BatchTrial:
 
     size: int
     trial: Trial
-    start_s: float
+    startup_s: float
     tick_ms: float
     prefetched: int = 0
     turn_ms: list[float] = field(default_factory=list)

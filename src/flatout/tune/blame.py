@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 from flatout.measure.clock import seconds
 from flatout.schema.errors import last_line
-from flatout.schema.plan import Choice, Plan, spell
+from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import TrialRecord
 from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone
@@ -111,10 +111,10 @@ def blame(tuning: Tuning, choices: Sequence[Choice], record: TrialRecord, ticks:
     elif len(suspects) == 2:
         tuning.exclude_pair(suspects[0].name, suspects[1].name)
         plan, why = ordered_plan(suspects).describe(), f"they do not work together: {message}"
-        tuning.note(plan, "together", None, why, seconds())
+        tuning.record_comparison(plan, "together", None, why, seconds())
     else:
         plan = ordered_plan(suspects).describe()
-        untried = [c for c in suspects if spell(c.name, c.value) not in tuning.measured_keys]
+        untried = [c for c in suspects if c.text not in tuning.measured_keys]
         for choice in untried or suspects:  # the others have trained before
             why = (
                 f"the program failed with {plan}; there was no time to find the lever responsible: {message}"
@@ -126,8 +126,8 @@ def reject(tuning: Tuning, choice: Choice, reason: str) -> None:
     """Remove this value of a lever from the search."""
     candidate = tuning.candidates[choice.name]
     candidate.reject_value(choice.value, reason)
-    tuning.drop_factor(spell(choice.name, choice.value))
-    tuning.note(spell(choice.name, choice.value), "processes", None, reason, seconds())
+    tuning.drop_factor(choice.text)
+    tuning.record_comparison(choice.text, "processes", None, reason, seconds())
 
 
 def _failure(tuning: Tuning, choices: Sequence[Choice], ticks: int) -> ProgramGone | LeverFailed | None:

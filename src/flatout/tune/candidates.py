@@ -9,7 +9,7 @@ from typing import Any
 from flatout.levers import TABLE
 from flatout.schema.enums import Effect, Origin, Status
 from flatout.schema.lever import Lever, Value
-from flatout.schema.plan import Choice, Plan, spell
+from flatout.schema.plan import Choice, Plan, format_choice
 from flatout.schema.records import Ratio
 from flatout.schema.session import LeverRecord
 
@@ -57,7 +57,7 @@ class Candidate:
 
     def reject_value(self, value: Value, reason: str) -> None:
         """Remove one value; without values left, the lever is rejected."""
-        self.rejected[spell(self.lever.name, value)] = reason
+        self.rejected[format_choice(self.lever.name, value)] = reason
         self.values = tuple(other for other in self.values if other != value)
         if not self.values:
             self.value = value

@@ -28,25 +28,25 @@ LATE_TIMEOUT_S = 75.0  # a compiler may be at work
 MIN_TURNS = 3
 MAX_ROUNDS = 1000  # when the clock ends a comparison
 COSTLY_TICK_MS = 300.0  # from here on a block is one or two ticks, too costly to discard
-Row = tuple[Choice, ...] | None  # None: as the program started
+LiveLevers = tuple[Choice, ...] | None  # of one block; None: as the program started
 
 
 @dataclass(frozen=True)
 class ProgramRequest:
     """A program to start: plan with live levers, seed, live levers of each block, requested record.
 
-    ``record``: "" for none, "record", or "draws" with a few samples fetched repeatedly for the guard.
+    ``record``: "" for none, "record", or "with samples": also a few samples fetched repeatedly, for the guard.
     ``late_levers``: after all blocks, the guard replays one step with these live levers.
     """
 
     plan: Plan
-    rows: tuple[Row, ...]
+    rows: tuple[LiveLevers, ...]
     seed: int = 0
     record: str = ""
     late_levers: tuple[Choice, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        def words(row: Row) -> Any:
+        def words(row: LiveLevers) -> Any:
             return None if row is None else [choice.to_json() for choice in row]
 
         rows, late_levers = list(map(words, self.rows)), words(self.late_levers)
@@ -84,7 +84,7 @@ class ProgramResult(Record):
     failed_lever: Sequence[str] | None = None
     ready: dict[str, Any] = field(default_factory=dict)
     late_replica: dict[str, Any] | None = None  # the guard's findings from replaying a late step
-    start_s: float = 0.0  # until it was ready, without the costs that later programs do not have
+    startup_s: float = 0.0  # until it was ready, without the costs that later programs do not have
     ticks: int = 0  # of training when it was last seen
 
     @property
@@ -97,9 +97,9 @@ class Member:
     """A program that is interleaved with others."""
 
     trial: Trial
-    rows: tuple[Row, ...]
+    rows: tuple[LiveLevers, ...]
     result: ProgramResult
-    active_row: Row = None  # the active live levers
+    active_row: LiveLevers = None  # the active live levers
     fresh: bool = True  # just started: no block has run yet
 
 
@@ -109,16 +109,16 @@ def measure_together(
     until_s: float,
     timeout_s: float,
     running: Sequence[Member] = (),
-    share: float = math.inf,
+    max_startup_ratio: float = math.inf,
 ) -> list[ProgramResult]:
     """Start these programs, interleave their rows with those ``running``, take their records, end them.
 
-    Raises nothing that is a program's fault. Measuring ends after ``share`` of the time of the starts, once
-    all programs had ``MIN_TURNS``.
+    Raises nothing that is a program's fault. Once all programs had ``MIN_TURNS``, measuring takes at most
+    ``max_startup_ratio`` times as long as the starts.
     """
     start_s = seconds()
     members = _start_members(interleaver, requests, timeout_s)
-    min_end_s = seconds() + share * (seconds() - start_s)
+    min_end_s = seconds() + max_startup_ratio * (seconds() - start_s)
     active = [member for member in members if member.result.complete] + list(running)
     try:
         take_turns(interleaver, active, until_s, lambda: seconds() >= min_end_s)
@@ -146,11 +146,11 @@ def _start_members(
     for request, trial, gone in zip(
         requests, trials, interleaver.wait_all_ready(trials, timeout_s), strict=True
     ):
-        start_s = seconds() - trial.started_s - trial.ready.get("dataset_fetch_s", 0.0)
+        startup_s = seconds() - trial.started_s - trial.ready.get("dataset_fetch_s", 0.0)
         result = ProgramResult(
             end_record=gone.record if gone else None,
             ready=trial.ready,
-            start_s=start_s,
+            startup_s=startup_s,
             ticks=trial.ticks_done,
         )
         for skipped in trial.ready.get("skipped", ()):
@@ -169,9 +169,11 @@ def take_turns(
 
     After MIN_TURNS, ``should_stop`` may end it too. A member that fails or ends leaves.
     """
+    fresh = [member for member in members if member.fresh and member.rows and member.result.complete]
+    # with one seed, programs do the same work at the same tick
+    start_tick = max((member.trial.ticks_done for member in fresh), default=0)
     for turn in range(max((len(member.rows) for member in members), default=0)):
         active = [member for member in members if turn < len(member.rows) and member.result.complete]
-        start_tick = _start_tick(active) if turn == 0 else 0
         active = active if turn % 2 == 0 else active[::-1]
         slices = _slices(interleaver, active)
         for group in [active] if slices > 1 else [[member] for member in active]:
@@ -213,14 +215,6 @@ def compare_running(interleaver: Interleaver, a: Trial, b: Trial, until_s: float
         if result.end_record is not None and not (result.end_record.status == "ended" and rounds):
             raise ProgramGone(result.end_record)
     return compare([[Round(x, y) for x, y in rounds]])
-
-
-def _start_tick(active: Sequence[Member]) -> int:
-    """The tick at which programs that started together begin.
-
-    Sentences and episodes differ in length; with one seed, programs do the same work at the same tick.
-    """
-    return max((member.trial.ticks_done for member in active if member.fresh), default=0)
 
 
 def _slices(interleaver: Interleaver, active: Sequence[Member]) -> int:
@@ -285,21 +279,21 @@ def replay_step(
     trial: Trial,
     choices: Sequence[Choice],
     timeout_s: float,
-    judge_rest: bool = True,
+    judge_remaining: bool = True,
 ) -> dict[str, Any]:
     """Replay a step for the guard with these levers, the most valuable first. Raises ProgramGone.
 
-    ``judge_rest``: also judge what is left if levers fail. Returns the verdict, and the levers to leave out
+    ``judge_remaining``: also judge what is left if levers fail. Returns the verdict, and the levers to leave out
     (`flatout.guard.replica.blame_levers`).
     """
     interleaver.switch(trial, ())
-    return ask_replica(trial, choices, timeout_s, judge_rest)
+    return ask_replica(trial, choices, timeout_s, judge_remaining)
 
 
 def _late_step(interleaver: Interleaver, member: Member, choices: Sequence[Choice]) -> dict[str, Any]:
     timeout_s = 60 + 40 * interleaver.tick_ms / 1000 + LATE_TIMEOUT_S
     try:
-        replica = replay_step(interleaver, member.trial, choices, timeout_s, judge_rest=False)
+        replica = replay_step(interleaver, member.trial, choices, timeout_s, judge_remaining=False)
     except (ProgramGone, LeverFailed) as error:
         return {"failure": str(error)}
     failures = list(replica.get("failing_alone", {}).items())
@@ -310,7 +304,7 @@ def _late_step(interleaver: Interleaver, member: Member, choices: Sequence[Choic
 
 
 def _record(member: Member, record_kind: str) -> None:
-    record = member.trial.finish(draws=record_kind == "draws")
+    record = member.trial.finish(fetch_samples=record_kind == "with samples")
     if record.status in ("finished", "ended"):
         member.result.record = record
     else:

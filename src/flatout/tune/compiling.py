@@ -63,7 +63,7 @@ class BackgroundCompiler:
             tuning.finish_plain_trial()
         self.factor = factor
         self.started_keys.add(factor.key)
-        levers = {tuning.choices[key].name: key for key in tuning.fit_of(quick_space).best()}
+        levers = {tuning.choices[key].name: key for key in tuning.fit_effects(quick_space).best()}
         conflicting = {other for pair in tuning.space.excludes if factor.lever in pair for other in pair}
         self.active = frozenset(key for name, key in levers.items() if name not in conflicting) | {factor.key}
         plan = tuning.plan_for(self.active)
@@ -108,7 +108,7 @@ class BackgroundCompiler:
         )
         rows = [live, without_compiler, without_compiler, live, live, without_compiler]
         tuning.stage("exploring", f"{tuning.plan_for(active).describe()}: with and without the compiler")
-        member = Member(trial, tuning.live_rows(rows), ProgramResult(), fresh=False)
+        member = Member(trial, tuning.live_levers(rows), ProgramResult(), fresh=False)
         until_s = max(tuning.explore_until_s, seconds() + 8 * tuning.interleaver.block_s)
         take_turns(tuning.interleaver, [member], until_s)
         tuning.processes += 1

@@ -21,7 +21,7 @@ def best_measured(tuning: Tuning) -> frozenset[str]:
     """
     if not tuning.measured_keys:
         return frozenset()
-    fitted = tuning.fit_of(restricted(tuning.space, tuning.measured_keys))
+    fitted = tuning.fit_effects(restricted(tuning.space, tuning.measured_keys))
     best = fitted.best(MIN_GAIN_PER_LEVER)
     while best:
         margin = {
@@ -74,7 +74,7 @@ def conclude(tuning: Tuning) -> list[Candidate]:
         else:
             candidate.reject(SLOWER if candidate.ratio.high < 1.0 else NO_GAIN)
     if best:
-        tuning.note(
+        tuning.record_comparison(
             tuning.plan_for(best).describe(),
             "design",
             tuning.gain(best),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from flatout.guard.loss_curves import START_STEPS
-from flatout.guard.replica import SLOW_MS
+from flatout.guard.replica import SLOW_STEP_MS
 from flatout.guard.verdict import judge, needs_perturbed_runs, perturbation_for
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import compare, median
@@ -95,7 +95,7 @@ def _confirm_once(
         tuning.disturbance.sample()
         measure_pairs(tuning, tuned, pairs)
         if pairs.failure:
-            tuning.note(plan.describe(), "fresh pairs", None, pairs.failure, start_s)
+            tuning.record_comparison(plan.describe(), "fresh pairs", None, pairs.failure, start_s)
             return Rejection(f"failed in fresh processes: {pairs.failure}")
         tuning.watcher.comparison(plan.describe(), _ratio(tuning, tuned, pairs), f"pair {len(pairs.tuned)}")
         early = MIN_PAIRS <= len(pairs.tuned) < USUAL_PAIRS
@@ -108,7 +108,7 @@ def _confirm_once(
             undecided=True,
         )
     ratio = _ratio(tuning, tuned, pairs)
-    tuning.note(
+    tuning.record_comparison(
         plan.describe(),
         "fresh pairs",
         compare(pairs.rounds) if pairs.rounds else ratio,
@@ -211,7 +211,8 @@ def _judge(
         what = "the plain program with weights perturbed in the last place, to see how far rounding spreads"
         tuning.stage("guard", what)
         seeds = [
-            record.seed or 0 for record in plain[: MIN_PAIRS if tuning.interleaver.tick_ms < SLOW_MS else 1]
+            record.seed or 0
+            for record in plain[: MIN_PAIRS if tuning.interleaver.tick_ms < SLOW_STEP_MS else 1]
         ]
         tuning.perturbed_runs[perturbation] = run_perturbed(
             tuning, seeds, perturbation, max(len(record.losses) for record in plain)

@@ -8,7 +8,7 @@ these sets and the best set on average. Before any measurement this balances the
 from collections.abc import Sequence
 from typing import Any
 
-from flatout.tune.effects import Fitted, Space, TimedBlock, fit
+from flatout.tune.effects import Fitted, Space, TimedBlock, fit_effects
 from flatout.tune.one_thread import np
 
 SETTLED_CHANCE = 0.98  # chance of being in, or out of, the best set above which a factor is no longer varied
@@ -40,26 +40,30 @@ def next_processes(
 
     The first processes are the plain program and the likeliest plan by the priors.
     """
-    fixed = ~space.switched
-    fitted = fitted or fit(space, blocks)
+    process_factors = ~space.switchable
+    fitted = fitted or fit_effects(space, blocks)
     plan = space.rows([fitted.best()])[0]
     chosen: list[Array] = []
-    measured_sets = {block.active & space.keys(fixed) for block in blocks}
+    measured_sets = {block.active & space.keys(process_factors) for block in blocks}
     if not measured_sets:
         chosen.append(np.zeros(len(space.factors), dtype=bool))
-    if (plan & fixed).any() and not measured_sets - {frozenset()}:
-        chosen.append(plan & fixed)
+    if (plan & process_factors).any() and not measured_sets - {frozenset()}:
+        chosen.append(plan & process_factors)
     chosen = [
         row for i, row in enumerate(chosen[:n]) if not any((row == other).all() for other in chosen[:i])
     ]
     candidates = np.unique(
-        _candidates(space, fitted, rng, fixed | space.switched, np.zeros(len(space.factors), dtype=bool))
-        & fixed,
+        _candidates(
+            space, fitted, rng, process_factors | space.switchable, np.zeros(len(space.factors), dtype=bool)
+        )
+        & process_factors,
         axis=0,
     )
-    candidate_rows = _completed(space, candidates, plan & ~fixed)
+    candidate_rows = _add_allowed(space, candidates, plan & ~process_factors)
     noise = fitted.process_sd**2 + fitted.noise_sd**2 / BLOCKS_PER_PROCESS
-    chosen_features = space.features(_completed(space, np.array(chosen), plan & ~fixed)) if chosen else None
+    chosen_features = (
+        space.features(_add_allowed(space, np.array(chosen), plan & ~process_factors)) if chosen else None
+    )
     picked = _greedy(
         fitted.cov,
         _contrasts(fitted),
@@ -71,17 +75,17 @@ def next_processes(
     return [space.keys(row) for row in [*chosen, *(candidates[i] for i in picked)]]
 
 
-def live_rows(
+def live_factor_sets(
     space: Space, fitted: Fitted | None, process_active: frozenset[str], n: int, rng: np.random.Generator
 ) -> list[frozenset[str]]:
     """The live settings of ``n`` consecutive blocks in a process with ``process_active``.
 
     The most informative settings come first, ordered for few switches.
     """
-    fitted = fitted or fit(space, ())
+    fitted = fitted or fit_effects(space, ())
     base = space.rows([process_active])[0]
-    candidates = _candidates(space, fitted, rng, space.switched, base)
-    plan = _completed(space, base[None, :], space.rows([fitted.best()])[0] & space.switched)[0]
+    candidates = _candidates(space, fitted, rng, space.switchable, base)
+    plan = _add_allowed(space, base[None, :], space.rows([fitted.best()])[0] & space.switchable)[0]
     chosen = (
         [plan] * (1 if 0 < n <= FEW_BLOCKS else n // LIKELIEST_EVERY)
         if (plan & ~base).any() and space.allowed_rows(plan[None, :])[0]
@@ -108,20 +112,21 @@ def _candidates(space: Space, fitted: Fitted, rng: np.random.Generator, free: Ar
         free & measured & (chance > SETTLED_CHANCE),
         free & measured & (chance < 1 - SETTLED_CHANCE),
     )
-    for fixed, free_factors in (
+    for always_on, free_factors in (
         (base | surely_on, free & ~surely_on & ~surely_off),
         (base, free & ~surely_off),
         (base, free),
     ):
-        rows = space.sample(rng, 4 * MAX_CANDIDATES, fixed, free_factors)
+        rows = space.sample(rng, 4 * MAX_CANDIDATES, always_on, free_factors)
         if len(rows):
             return rows[rng.permutation(len(rows))[:MAX_CANDIDATES]]
     return base[None, :]
 
 
-def _completed(space: Space, rows: Array, extra: Array) -> Array:
+def _add_allowed(space: Space, rows: Array, additions: Array) -> Array:
+    """Turn on each of these factors in the rows that allow it."""
     completed = rows.copy()
-    for i in np.flatnonzero(extra):
+    for i in np.flatnonzero(additions):
         wider = completed.copy()
         wider[:, i] = True
         completed = np.where(space.allowed_rows(wider)[:, None], wider, completed)

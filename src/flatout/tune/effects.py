@@ -171,7 +171,7 @@ def _scales(space: Space, sd: np.ndarray, t_dof: float) -> np.ndarray:
     return np.where(np.arange(len(sd)) < len(space.factors), sd * math.sqrt((t_dof - 2) / t_dof), sd)
 
 
-def fit(space: Space, blocks: Iterable[TimedBlock], scales: PriorScales = PriorScales()) -> Fitted:
+def fit_effects(space: Space, blocks: Iterable[TimedBlock], scales: PriorScales = PriorScales()) -> Fitted:
     """The posterior after these blocks, in any order; without blocks, the prior.
 
     Raises ValueError for a time that is not positive and finite.

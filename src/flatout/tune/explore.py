@@ -28,7 +28,7 @@ from flatout.tune.comparison import (
 )
 from flatout.tune.compiling import BackgroundCompiler
 from flatout.tune.conclude import best_measured, conclude
-from flatout.tune.design import live_rows, next_processes, worth_more_time
+from flatout.tune.design import live_factor_sets, next_processes, worth_more_time
 from flatout.tune.effects import Fitted, Space
 from flatout.tune.factors import make_space, reuse_blocks
 from flatout.tune.goal import restricted
@@ -41,7 +41,7 @@ FIRST_ROWS, MIN_FIRST_ROWS = 6, 2  # of the observed program, before any other s
 FIRST_SHARE = 0.1  # of the budget, for these rows
 OBSERVED_ROWS = 2  # of the observed program in each wave
 MAX_ROWS = 10  # of each program of a wave; at least MIN_TURNS
-MEASURING_SHARE = 0.75  # of the cost of a start may be spent on measuring
+MAX_STARTUP_RATIO = 0.75  # of the time that a wave measures to the time that its programs start
 SLOW_TICK_MS = 1000.0  # above this, each row counts
 OBSERVED_PROCESS = 0  # the number of the observed process
 Keys = frozenset[str]
@@ -76,7 +76,7 @@ class _Exploring:
     def run(self) -> None:
         tuning = self.tuning
         self._measure_plain()
-        while self._time_for_a_wave():
+        while self.quick_space.factors and self._rows_per_program(self._wave_size) >= self._min_rows:
             self._wave()
             self.compiler.begin(self.quick_space)
             compiling = not self.compiler.poll()
@@ -92,12 +92,12 @@ class _Exploring:
 
     def _measure_plain(self) -> None:
         tuning, plain = self.tuning, self.tuning.plain_trial
-        if plain is None or not self.quick_space.switched.any():
+        if plain is None or not self.quick_space.switchable.any():
             return
         tuning.stage("exploring", "levers switched on and off in the running program")
         n = max(MIN_FIRST_ROWS, min(FIRST_ROWS, int(FIRST_SHARE * tuning.budget_s / self._row_s)))
-        rows = [PLAIN, *live_rows(self.quick_space, None, PLAIN, n - 1, self.random)]
-        member = Member(plain, tuning.live_rows(rows), ProgramResult(), fresh=False)
+        rows = [PLAIN, *live_factor_sets(self.quick_space, None, PLAIN, n - 1, self.random)]
+        member = Member(plain, tuning.live_levers(rows), ProgramResult(), fresh=False)
         least_s = 1.5 * n * self._row_s  # even if the budget barely covers confirming
         take_turns(self.interleaver, [member], max(tuning.explore_until_s, seconds() + least_s))
         self._record_plain(member, rows)
@@ -151,19 +151,16 @@ class _Exploring:
             return 1
         return MIN_TURNS - (self.interleaver.tick_ms >= SLOW_TICK_MS)
 
-    def _time_for_a_wave(self) -> bool:
-        return bool(self.quick_space.factors) and self._rows_per_program(self._wave_size) >= self._min_rows
-
     def _wave(self) -> None:
         tuning, space = self.tuning, self.quick_space
         tuning.save()
         tuning.disturbance.sample()
-        fitted = tuning.fit_of(space)
+        fitted = tuning.fit_effects(space)
         settings = self._wave_settings(space, fitted)
         n = max(1, self._rows_per_program(len(settings)))
-        rows = [live_rows(space, fitted, active, n, self.random) for active in settings]
+        rows = [live_factor_sets(space, fitted, active, n, self.random) for active in settings]
         requests = [
-            ProgramRequest(tuning.plan_for(active | live[0]), tuning.live_rows(live))
+            ProgramRequest(tuning.plan_for(active | live[0]), tuning.live_levers(live))
             for active, live in zip(settings, rows, strict=True)
         ]
         tuning.stage("exploring", " against ".join(tuning.plan_for(active).describe() for active in settings))
@@ -209,17 +206,19 @@ class _Exploring:
         if plain is not None and tuning.length_ticks is None:
             space = self.quick_space
             rows = [PLAIN]
-            if space.switched.any():
-                rows += live_rows(space, tuning.fit_of(space), PLAIN, self._plain_rows - 1, self.random)
-            running = [(Member(plain, tuning.live_rows(rows), ProgramResult(), fresh=False), rows)]
+            if space.switchable.any():
+                rows += live_factor_sets(
+                    space, tuning.fit_effects(space), PLAIN, self._plain_rows - 1, self.random
+                )
+            running = [(Member(plain, tuning.live_levers(rows), ProgramResult(), fresh=False), rows)]
         until_s = tuning.first_wave_until_s if self.waves == 1 else tuning.explore_until_s
         members = [member for member, _ in running]
         results = measure_together(
-            self.interleaver, requests, until_s, tuning.timeout_s, members, MEASURING_SHARE
+            self.interleaver, requests, until_s, tuning.timeout_s, members, MAX_STARTUP_RATIO
         )
-        start_times = [result.start_s for result in results if result.ready]
-        if start_times:
-            start_s = tuning.single_start_s(max(start_times), len(requests))
+        startup_times = [result.startup_s for result in results if result.ready]
+        if startup_times:
+            start_s = tuning.single_start_s(max(startup_times), len(requests))
             tuning.start_cost_s = 0.5 * (tuning.start_cost_s + start_s)
         for member, live in running:
             self._record_plain(member, live)
@@ -231,7 +230,7 @@ class _Exploring:
         assert remote is not None
         parts = [requests[i : i + WAVE_PROGRAMS] for i in range(0, len(requests), WAVE_PROGRAMS)]
         limit_s = max(5.0, tuning.explore_until_s - seconds())
-        orders = [tuning.remote_order(part, limit_s, MEASURING_SHARE) for part in parts]
+        orders = [tuning.remote_order(part, limit_s, MAX_STARTUP_RATIO) for part in parts]
         measured: dict[int, list[tuple[ProgramResult, str]]] = {}
         for reply in remote.run_orders(orders, TIMEOUT_S + limit_s + tuning.timeout_s):
             part = parts[reply.number]
@@ -239,7 +238,7 @@ class _Exploring:
             if reply.answer is None:
                 measured[reply.number] = [(ProgramResult(), "")] * len(part)
                 plans = " | ".join(request.plan.describe() for request in part)
-                tuning.note(plans, PROCESSES, None, reply.why, seconds(), host=reply.host)
+                tuning.record_comparison(plans, PROCESSES, None, reply.why, seconds(), host=reply.host)
         return [result for i in range(len(parts)) for result in measured[i]]
 
     # -- measurements

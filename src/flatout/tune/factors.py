@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flatout.schema.enums import Moment
-from flatout.schema.plan import Choice, spell
+from flatout.schema.plan import Choice, format_choice
 from flatout.tune.effects import Factor, Space, TimedBlock
 from flatout.tune.prior import priors
 from flatout.tune.tuning import Tuning
@@ -57,7 +57,7 @@ def make_space(tuning: Tuning) -> None:
             candidate.reason = CLOSURE_REASON
             continue
         for value in candidate.values[:VALUES_PER_LEVER]:
-            key = spell(lever.name, value)
+            key = format_choice(lever.name, value)
             mean, sd, _ = prior(lever.name, value)
             if lever.moment is Moment.LOADER and in_process_loading:
                 mean, sd = max(mean, -max_gain), min(sd, max(MIN_DATA_SD, max_gain))

@@ -30,7 +30,7 @@ class RunningCandidate:
 
     plan: Plan
     trial: Trial
-    start_s: float
+    startup_s: float
 
 
 class Interleaver(BlockTimer):
@@ -60,8 +60,8 @@ class Interleaver(BlockTimer):
         self.background: list[Trial] = []  # not ready yet; they run only while others start
         job.lock()
         # Left by a killed search; the data may have changed since
-        shutil.rmtree(job.handed_on, ignore_errors=True)
-        job.handed_on.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(job.shared_samples, ignore_errors=True)
+        job.shared_samples.mkdir(parents=True, exist_ok=True)
         if single_command is not None:
             self.settle_ticks = RANK_SETTLE_TICKS
 
@@ -155,7 +155,7 @@ class Interleaver(BlockTimer):
     def close(self) -> None:
         for trial in list(self.running):
             self.dismiss(trial)
-        shutil.rmtree(self.job.handed_on, ignore_errors=True)
+        shutil.rmtree(self.job.shared_samples, ignore_errors=True)
 
 
 def ask_options(trial: Trial) -> dict[str, Any]:
@@ -163,10 +163,10 @@ def ask_options(trial: Trial) -> dict[str, Any]:
 
 
 def ask_replica(
-    trial: Trial, choices: Sequence[Choice], timeout_s: float, judge_rest: bool = True
+    trial: Trial, choices: Sequence[Choice], timeout_s: float, judge_remaining: bool = True
 ) -> dict[str, Any]:
     """Ask for the replica of a step. ``timeout_s``: of one judgement; each lever may cost two more."""
-    command = {"do": "replica", "choices": [c.to_json() for c in choices], "rest": judge_rest}
+    command = {"do": "replica", "choices": [c.to_json() for c in choices], "remaining": judge_remaining}
     answer = trial.ask(command, seconds() + (1 + 2 * len(choices)) * timeout_s)
     trial.pause()
     replica: dict[str, Any] = answer["replica"]

@@ -5,7 +5,7 @@ block, so speed and losses come from the same steps.
 """
 
 from flatout.measure.clock import seconds
-from flatout.schema.plan import Plan, spell
+from flatout.schema.plan import Plan
 from flatout.schema.session import NamedLeverRecord
 from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone
@@ -21,9 +21,7 @@ SEED = 0
 def measure_named(tuning: Tuning) -> None:
     """Fill ``session.named``. A lever that fails gets a sentence there, and the search continues."""
     measured_plans = {record.plan for record in tuning.session.named_levers}
-    pending = [
-        choice for choice in tuning.goal.named if spell(choice.name, choice.value) not in measured_plans
-    ]
+    pending = [choice for choice in tuning.goal.named if choice.text not in measured_plans]
     for choice in pending:
         plan, start_s = Plan((choice,)), seconds()
         record = NamedLeverRecord(plan.describe())
@@ -48,4 +46,4 @@ def measure_named(tuning: Tuning) -> None:
             for candidate in candidates:
                 tuning.interleaver.dismiss(candidate.trial)
         tuning.session.named_levers.append(record)
-        tuning.note(record.plan, "by name", record.ratio, record.why_not, start_s)
+        tuning.record_comparison(record.plan, "by name", record.ratio, record.why_not, start_s)

@@ -51,7 +51,7 @@ def check_step(tuning: Tuning, tuned: list[Candidate]) -> tuple[list[Candidate],
     try:
         replica = replay_step(tuning.interleaver, plain, [c.choice for c in checked], timeout_s)
         rejected = _reject_candidates(tuned, replica)
-        replica = replica.get("rest") or replica
+        replica = replica.get("remaining") or replica
     except ProgramGone as gone:
         ending = (
             "ended before the guard could replay a step"
@@ -80,7 +80,8 @@ def without_culprits(
 
     Levers that fail alone are left out; if none does, the levers with the widest effect are.
     """
-    named = {name for check in verdict.checks if not check.passed for name in _levers_in(check.why, attempt)}
+    failures = [check.why for check in verdict.checks if not check.passed]
+    named = {c.lever.name for c in attempt if any(f"under {c.lever.name} alone" in why for why in failures)}
     culprits = [c for c in attempt if c.lever.name in named] or _failing_alone(tuning, attempt, plain)
     if not culprits:
         widest = max(c.effect.rank for c in attempt)
@@ -90,11 +91,6 @@ def without_culprits(
             candidate.reason if candidate.reason.startswith("the guard: ") else f"the guard: {verdict.why}"
         )
     return [c for c in attempt if c not in culprits]
-
-
-def _levers_in(why: str, attempt: Sequence[Candidate]) -> list[str]:
-    """The levers that a check names itself, as ``under NAME alone``."""
-    return [c.lever.name for c in attempt if f"under {c.lever.name} alone" in why]
 
 
 def _failing_alone(

@@ -11,7 +11,7 @@ from flatout.measure.clock import seconds
 from flatout.measure.statistics import Round
 from flatout.schema.enums import Effect
 from flatout.schema.errors import last_line
-from flatout.schema.plan import Plan, spell
+from flatout.schema.plan import Plan
 from flatout.schema.records import TrialRecord
 from flatout.tune.blame import ended_like_plain
 from flatout.tune.candidates import Candidate, plan_of, widest_effect
@@ -43,7 +43,7 @@ class Pairs:
 
 
 def keys_of(candidates: Sequence[Candidate]) -> frozenset[str]:
-    return frozenset(spell(c.choice.name, c.choice.value) for c in candidates)
+    return frozenset(c.choice.text for c in candidates)
 
 
 def measure_pairs(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs) -> None:
@@ -72,7 +72,7 @@ def _pair_requests(
     Their order alternates from pair to pair, because the machine may speed up or slow down.
     """
     rows = (None,) * tuning.rounds
-    record = "draws" if widest_effect(tuned) is Effect.RESAMPLED else "record"
+    record = "with samples" if widest_effect(tuned) is Effect.RESAMPLED else "record"
     replays_late = (
         seed == USUAL_PAIRS - 1
         and tuning.interleaver.unit == "step"
@@ -159,7 +159,7 @@ def _record_pair(
             tuning.add_blocks(tuning.processes, [active] * len(request.rows), result, seed + 1)
         tuning.start_cost_s = max(
             tuning.start_cost_s,
-            tuning.single_start_s(result.start_s, len(requests)) / (1.5 if len(requests) > 1 else 1.0),
+            tuning.single_start_s(result.startup_s, len(requests)) / (1.5 if len(requests) > 1 else 1.0),
         )
     if len(times) == 2:
         pairs.rounds.append([Round(a, b) for a, b in zip(times[True], times[False], strict=False)])

@@ -32,7 +32,7 @@ OTHER_PROCESSOR_SD_FACTOR = (
 )
 
 CONVOLUTIONS, RECURRENT, TRANSFORMER, DENSE = "convolutions", "recurrent", "transformer", "dense"
-TINY_STEPS, LONG_STEPS = "tiny steps", "long steps"
+TINY_STEPS, USUAL_STEPS = "tiny steps", "usual steps"
 DATA_BOUND, COMPUTE_BOUND = "data-bound", "compute-bound"
 CPU, CPU_BF16, CUDA = "cpu", "cpu with bf16", "cuda"
 
@@ -83,7 +83,7 @@ def kinds_of(context: Mapping[str, Any], phases: Mapping[str, Mapping[str, float
     kinds = list(layer_kinds(context.get("layers", ())))
     step_ms = sum(phase["median_ms"] for phase in phases.values())
     if step_ms > 0:
-        kinds.append(TINY_STEPS if step_ms < TINY_STEP_MS else LONG_STEPS)
+        kinds.append(TINY_STEPS if step_ms < TINY_STEP_MS else USUAL_STEPS)
     if "data" in phases:
         kinds.append(DATA_BOUND if phases["data"]["share"] >= DATA_BOUND_SHARE else COMPUTE_BOUND)
     return tuple(kinds)

@@ -70,7 +70,7 @@ def compare_with_one_process(tuning: Tuning) -> None:
             record.why_not = f"one process could not be measured together with the ranks: {end_reason(gone)}"
         else:
             record.ratio = _compare(tuning, one_process, start_s + BUDGET_SHARE * tuning.budget_s)
-            tuning.note(
+            tuning.record_comparison(
                 f"{record.procs} ranks",
                 "processes",
                 record.ratio,

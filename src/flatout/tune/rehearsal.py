@@ -219,8 +219,9 @@ class Rehearsal:
             return trial.wait_ready(seconds() + START_TIMEOUT_S)
 
     def _real_division(self, rehearsed: dict[str, Any], reference: dict[str, Any]) -> dict[str, Any]:
+        loaders = [reference["loaders"][number] for number in reference["training_loaders"]]
         by_index = rehearsed["batches"] == "cut" and all(
-            _by_index(reference["loaders"][number]) for number in reference["training_loaders"]
+            not loader["iterable"] and loader["batch_size"] is not None for loader in loaders
         )
         batches = "index" if by_index else rehearsed["batches"]
         return {**rehearsed, "batches": batches, "batchnorm": "own", "draws": "own"}
@@ -331,10 +332,6 @@ def _gradient_error(a: Sequence[Sequence[float]], b: Sequence[Sequence[float]]) 
     ]
     length = sqrt(sum(y * y for _, y in pairs))
     return sqrt(sum((x - y) ** 2 for x, y in pairs)) / length if length else None
-
-
-def _by_index(loader: dict[str, Any]) -> bool:
-    return not loader["iterable"] and loader["batch_size"] is not None
 
 
 def _numbers(losses: Sequence[str]) -> list[float]:

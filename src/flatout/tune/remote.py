@@ -194,10 +194,13 @@ def carry_out(text: str, folder: str, threads: str | None) -> str:
         interleaver = Interleaver(command, JobFolder(job).make(), facts)
         vars(interleaver).update(order["timer"])
         requests = [ProgramRequest.from_json(request) for request in order["requests"]]
-        share = math.inf if order["share"] is None else order["share"]
+        ratio = order["max_startup_ratio"]
+        max_ratio = math.inf if ratio is None else ratio
         try:
             until_s = seconds() + order["seconds"]
-            results = measure_together(interleaver, requests, until_s, order["timeout_s"], share=share)
+            results = measure_together(
+                interleaver, requests, until_s, order["timeout_s"], max_startup_ratio=max_ratio
+            )
             return json.dumps({"results": [result.to_json() for result in results]})
         finally:
             interleaver.close()

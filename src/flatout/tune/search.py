@@ -22,8 +22,8 @@ from flatout.tune.conclude import noise_floor
 from flatout.tune.confirm import confirm_plan
 from flatout.tune.endings import failure_error
 from flatout.tune.explore import explore
-from flatout.tune.fit import fit_memory
 from flatout.tune.interleaver import ask_options
+from flatout.tune.memory_fit import fit_memory
 from flatout.tune.named_levers import measure_named
 from flatout.tune.narrow import check_step
 from flatout.tune.ranks import compare_with_one_process, why_incompatible
@@ -61,14 +61,20 @@ def observe(tuning: Tuning) -> None:
     """Bring the plain program to its steady state and query every lever. Raises what ``search`` raises."""
     tuning.stage("observing", "the plain program, until its steps are steady")
     try:
-        plain = tuning.interleaver.start_paused(Plan(), 0, timeout_s=_timeout_s(tuning.goal.budget_s))
+        budget_s = tuning.goal.budget_s or LONGER_BUDGET_S
+        timeout_s = max(min(60.0, 3 * budget_s), 0.8 * budget_s)
+        plain = tuning.interleaver.start_paused(Plan(), 0, timeout_s)
         answer = ask_options(plain.trial)
     except ProgramGone as gone:
         raise _unobservable_error(tuning, gone.record) from None
     ready, interleaver = plain.trial.ready, tuning.interleaver
     for skipped in ready["skipped"]:  # levers that every program of the search needs
         raise NothingMeasured(f"{skipped['name']} could not be applied: {skipped['reason']}")
-    tuning.plain_trial, tuning.start_cost_s, tuning.warmup_ticks = plain.trial, plain.start_s, ready["ticks"]
+    tuning.plain_trial, tuning.start_cost_s, tuning.warmup_ticks = (
+        plain.trial,
+        plain.startup_s,
+        ready["ticks"],
+    )
     interleaver.tick_ms, interleaver.unit = max(ready["tick_ms"], 1e-3), ready["unit"]
     tuning.max_copies = ready["max_copies"]
     tuning.session.context = answer["context"]
@@ -91,10 +97,6 @@ def observe(tuning: Tuning) -> None:
         step_ms=ready["tick_ms"], unit=ready["unit"], warmup_ms=ready["warmup_ms"]
     )
     tuning.save()
-
-
-def _timeout_s(budget_s: float | None) -> float:
-    return 0.8 * LONGER_BUDGET_S if budget_s is None else max(min(60.0, 3 * budget_s), 0.8 * budget_s)
 
 
 def _unobservable_error(tuning: Tuning, record: TrialRecord) -> FlatoutError:

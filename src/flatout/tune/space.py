@@ -40,7 +40,7 @@ class Factor:
     warms_up: bool = False
 
     @property
-    def switched(self) -> bool:
+    def switchable(self) -> bool:
         return self.live and not self.warms_up
 
 
@@ -99,9 +99,9 @@ class Space:
         return np.array(known, dtype=bool)
 
     @cached_property
-    def switched(self) -> Array:
+    def switchable(self) -> Array:
         """(factors,) booleans."""
-        return np.array([factor.switched for factor in self.factors], dtype=bool)
+        return np.array([factor.switchable for factor in self.factors], dtype=bool)
 
     def rows(self, sets: Iterable[frozenset[str]]) -> Array:
         """(sets, factors) booleans. Raises ValueError for a key without a factor."""
@@ -193,13 +193,13 @@ class Space:
             yield row
 
     def sample(
-        self, rng: np.random.Generator, n: int, fixed: Array | None = None, free: Array | None = None
+        self, rng: np.random.Generator, n: int, always_on: Array | None = None, free: Array | None = None
     ) -> Array:
         """Return at most ``n`` distinct random allowed rows.
 
-        ``fixed`` (factors,) are on in all of them. Only ``free`` factors change, each lever on in half.
+        ``always_on`` (factors,) are on in all of them. Only ``free`` factors change, each lever on in half.
         """
-        start = np.zeros(len(self.factors), dtype=bool) if fixed is None else fixed
+        start = np.zeros(len(self.factors), dtype=bool) if always_on is None else always_on
         free_factors = np.ones(len(self.factors), dtype=bool) if free is None else free
         rows = np.repeat(start[None, :], n, axis=0)
         for lever in rng.permutation(np.array(list(self.columns_of), dtype=object)):

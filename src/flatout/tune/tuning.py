@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flatout.guard.batch_slices import PLAYS_A_REPLICA, played_samples
+from flatout.guard.batch_slices import STEPS_PER_REPLICA, replica_samples
 from flatout.guard.loss_curves import nonfinite_loss
-from flatout.guard.replica import LARGE_MODEL_STEPS, SHARPENING_S, SLOW_MS, STEPS
+from flatout.guard.replica import CAPTURED_STEPS, LARGE_MODEL_STEPS, OVERFIT_S, SLOW_STEP_MS
 from flatout.job.folder import JobFolder
 from flatout.launch.command import Command
 from flatout.measure.clock import seconds
@@ -21,22 +21,22 @@ from flatout.trial.blocks import LeverFailed, Watcher
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.budget import USUAL_BUDGET_S, compiler_gain, default_budget_s
 from flatout.tune.candidates import Candidate, ordered_plan
-from flatout.tune.comparison import ProgramRequest, ProgramResult, Row
+from flatout.tune.comparison import LiveLevers, ProgramRequest, ProgramResult
 from flatout.tune.disturbance import Disturbance
-from flatout.tune.effects import Fitted, Space, TimedBlock, fit, ratio_of
+from flatout.tune.effects import Fitted, Space, TimedBlock, fit_effects, ratio_of
 from flatout.tune.goal import Goal, restricted
 from flatout.tune.interleaver import Interleaver, RunningCandidate
 from flatout.tune.limits import (
     CONFIRM_SHARE,
-    FIT_SHARE,
     JOINT_START_FACTOR,
     MAX_PAIR_ROUNDS,
+    MEMORY_FIT_SHARE,
     MIN_PAIRS,
     OVERRUN_SHARE,
     PAIR_SIDE_S,
+    SEED_WINDOW_STRIDE,
     THREE_PAIRS_SHARE,
     USUAL_PAIRS,
-    WINDOWS_PER_SEED,
 )
 from flatout.tune.prior import priors
 from flatout.tune.remote import TIMER_FIELDS, RemoteNodes
@@ -145,26 +145,26 @@ class Tuning:
     def replica_s(self) -> float:
         """Seconds to replay a step: capture some steps, replay them, train the network on one of them."""
         step_s = self.interleaver.tick_ms / 1000
-        slow = self.interleaver.tick_ms > SLOW_MS
+        slow = self.interleaver.tick_ms > SLOW_STEP_MS
         batch = max(
             (loader["batch_size"] or 0 for loader in self.session.context.get("loaders", ())), default=0
         )
-        share = played_samples(batch, self.interleaver.tick_ms) / batch if batch else 1.0
+        share = replica_samples(batch, self.interleaver.tick_ms) / batch if batch else 1.0
         return (
-            (LARGE_MODEL_STEPS if slow else STEPS) * step_s
-            + PLAYS_A_REPLICA * step_s * share
-            + (0.0 if slow else SHARPENING_S)
+            (LARGE_MODEL_STEPS if slow else CAPTURED_STEPS) * step_s
+            + STEPS_PER_REPLICA * step_s * share
+            + (0.0 if slow else OVERFIT_S)
         )
 
     @property
-    def fit_until_s(self) -> float:
+    def memory_fit_until_s(self) -> float:
         """The time by which everything except confirming must be done."""
         pairs = USUAL_PAIRS if USUAL_PAIRS * self.pair_s <= THREE_PAIRS_SHARE * self.budget_s else MIN_PAIRS
         return self.end_s - min(pairs * self.pair_s + self.replica_s, CONFIRM_SHARE * self.budget_s)
 
     @property
     def first_wave_until_s(self) -> float:
-        """The deadline of the first wave.
+        """The deadline of the first wave, the programs that start together first.
 
         It may use the time of a third pair and part of the overrun: without a wave there is nothing to
         confirm.
@@ -176,8 +176,8 @@ class Tuning:
 
     @property
     def explore_until_s(self) -> float:
-        return self.fit_until_s - (
-            FIT_SHARE * self.budget_s if self.goal.memory_limit_bytes is not None else 0.0
+        return self.memory_fit_until_s - (
+            MEMORY_FIT_SHARE * self.budget_s if self.goal.memory_limit_bytes is not None else 0.0
         )
 
     @property
@@ -219,12 +219,11 @@ class Tuning:
         return started
 
     def remote_order(
-        self, requests: Sequence[ProgramRequest], limit_s: float, share: float | None = None
+        self, requests: Sequence[ProgramRequest], limit_s: float, max_startup_ratio: float | None = None
     ) -> dict[str, Any]:
         """An order for another machine to measure programs together (`tune/remote.py`).
 
-        ``limit_s``: time limit, including the starts. ``share``: measuring may end after this share of the time
-        of the starts.
+        ``limit_s``: time limit, including the starts. ``max_startup_ratio``: as for `measure_together`.
         """
         return {
             "kind": "measure",
@@ -232,7 +231,7 @@ class Tuning:
             "timer": {name: getattr(self.interleaver, name) for name in TIMER_FIELDS},
             "timeout_s": self.timeout_s,
             "seconds": limit_s,
-            "share": share,
+            "max_startup_ratio": max_startup_ratio,
             "requests": [request.to_json() for request in requests],
         }
 
@@ -252,8 +251,8 @@ class Tuning:
         """The plan with these factors on."""
         return ordered_plan(self.choices[key] for key in active)
 
-    def live_rows(self, rows: Iterable[Iterable[str]]) -> tuple[Row, ...]:
-        return tuple(self.plan_for(row).choices for row in rows)
+    def live_levers(self, factor_sets: Iterable[Iterable[str]]) -> tuple[LiveLevers, ...]:
+        return tuple(self.plan_for(keys).choices for keys in factor_sets)
 
     def add_blocks(
         self, process: int, active: Sequence[frozenset[str]], result: ProgramResult, seed: int, host: str = ""
@@ -266,9 +265,9 @@ class Tuning:
         for block in result.blocks:
             if not self._is_allowed(active[block.row]):
                 continue
-            window = seed * WINDOWS_PER_SEED + block.tick // self.interleaver.window_ticks
+            work_window = seed * SEED_WINDOW_STRIDE + block.tick // self.interleaver.window_ticks
             at_s = block.at_s - self.start_s
-            self.blocks.append(TimedBlock(process, active[block.row], at_s, window, block.ms, host))
+            self.blocks.append(TimedBlock(process, active[block.row], at_s, work_window, block.ms, host))
         self.session.blocks = [
             {**vars(b), "active": sorted(b.active), "at_s": round(b.at_s, 2)} for b in self.blocks
         ]
@@ -299,8 +298,8 @@ class Tuning:
     def blocks_of(self, space: Space) -> list[TimedBlock]:
         return [block for block in self.blocks if block.active <= space.index.keys()]
 
-    def fit_of(self, space: Space) -> Fitted:
-        return fit(space, self.blocks_of(space))
+    def fit_effects(self, space: Space) -> Fitted:
+        return fit_effects(space, self.blocks_of(space))
 
     @property
     def measured_keys(self) -> frozenset[str]:
@@ -336,10 +335,10 @@ class Tuning:
         self.fitted = None
 
     def refit(self) -> Fitted:
-        self.fitted = fit(self.space, self.blocks)
+        self.fitted = fit_effects(self.space, self.blocks)
         return self.fitted
 
-    def note(
+    def record_comparison(
         self,
         plan: str,
         how: str,

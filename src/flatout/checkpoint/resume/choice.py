@@ -10,7 +10,7 @@ from flatout.checkpoint.checkpoint import Checkpoint, verified
 from flatout.checkpoint.checkpoints import CheckpointFolder
 from flatout.checkpoint.environment import differences, environment
 from flatout.checkpoint.metadata import CheckpointMeta
-from flatout.schema.errors import CannotResume, SaveError
+from flatout.schema.errors import CannotResume, CheckpointError
 
 # Settings that a program makes, or devices that it begins to use, after torch was imported.
 SET_BY_PROGRAM = (
@@ -33,7 +33,7 @@ def newest(folder: Path) -> tuple[Checkpoint | None, str]:
     for path in CheckpointFolder(folder).paths():
         try:
             checkpoint = verified(path)
-        except SaveError:
+        except CheckpointError:
             continue
         exact = CheckpointMeta.from_json(checkpoint.manifest.metadata).exact
         if (

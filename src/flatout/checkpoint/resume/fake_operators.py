@@ -21,9 +21,10 @@ from flatout.agent.masks import has_mask
 from flatout.checkpoint.resume.fake_tensors import (
     NO_SOURCES,
     ReplayTensor,
+    TensorSpec,
     has_fake,
     is_trained,
-    meta_of,
+    spec_of,
     takes_gradient,
     tensors_in,
 )
@@ -57,8 +58,10 @@ class FakeOperators:
 
     def __init__(self, refuse: Refuse) -> None:
         self.refuse = refuse
-        # set from outside: the recorded result of mask indexing at a place in the code
-        self.recorded_shapes: Callable[[int], Any] = self._reject_mask
+        # set from outside: place in the code -> the recorded result of indexing with a mask
+        self.make_recorded_result: Callable[[int], Any] = lambda place_id: refuse(
+            "indexing with a mask cannot be replayed here"
+        )
         # memory of real tensors that were written to; other tensors may share it
         self.written_storages: set[int] = set()
         self._results: dict[Any, Any] = {}
@@ -75,7 +78,7 @@ class FakeOperators:
             "type": self._to,
             "__iter__": lambda tensor: iter(tensor.unbind(0)),
             # unsupported by torch's FakeTensor
-            "pin_memory": lambda tensor, device=None: ReplayTensor(meta_of(tensor)),
+            "pin_memory": lambda tensor, device=None: ReplayTensor(spec_of(tensor)),
             "register_hook": self._hook,
             "tensor": self._from_values,
             "as_tensor": self._from_values,
@@ -105,8 +108,8 @@ class FakeOperators:
     # -- answering a function
 
     def _answer_of(self, func: Function) -> Answer:
-        way = self._answers[func] = self._choose_answer(func, name_of(func))
-        return way
+        answer = self._answers[func] = self._choose_answer(func, name_of(func))
+        return answer
 
     def _choose_answer(self, func: Function, name: str) -> Answer:
         special_case = self._special_cases.get(name.removeprefix("get "))
@@ -125,7 +128,7 @@ class FakeOperators:
                 else (lambda args, kwargs: special_case(*args, **kwargs))
             )
         if name == "get data":
-            return lambda args, kwargs: ReplayTensor(meta_of(args[0]))
+            return lambda args, kwargs: ReplayTensor(spec_of(args[0]))
         if name.removeprefix("get ") in READS_VALUES:
             return partial(self._read_values, name.removeprefix("get "), func)
         if name == "__getitem__":
@@ -151,11 +154,11 @@ class FakeOperators:
 
     def _index(self, func: Function, args: Args, kwargs: Kwargs) -> Any:
         if not has_mask(args[1]):
-            return self.answer(func, (args[0], _without_positions(args[1])), kwargs)
-        result = self.recorded_shapes(sys._getframe(2).f_lasti)  # of the caller: the mode is in between
+            return self.answer(func, (args[0], _zero_scalar_indices(args[1])), kwargs)
+        result = self.make_recorded_result(sys._getframe(2).f_lasti)  # of the caller: the mode is in between
         result.sources = (
             self.gradient_sources.of(list(args))
-            if torch.is_grad_enabled() and takes_gradient(result.meta)
+            if torch.is_grad_enabled() and takes_gradient(result.spec)
             else NO_SOURCES
         )
         return result
@@ -170,18 +173,18 @@ class FakeOperators:
         if type(value) is ReplayTensor or is_trained(value):
             if target.requires_grad and type(target) is not ReplayTensor:
                 if target.shape != value.shape or target.dtype != value.dtype:
-                    size, stride, dtype, device = meta_of(value)
+                    size, stride, dtype, device = spec_of(value)
                     target.data = torch.empty_strided(size, stride, dtype=dtype, device=device)
             else:
-                self._swap(target, ReplayTensor(meta_of(value), self.gradient_sources.of(target)))
+                self._swap(target, ReplayTensor(spec_of(value), self.gradient_sources.of(target)))
         elif type(target) is ReplayTensor:
-            self._swap(target, ReplayTensor(meta_of(value), target.sources))
+            self._swap(target, ReplayTensor(spec_of(value), target.sources))
         else:
             target.data = value
 
     def _read_values(self, name: str, func: Function, args: Args, kwargs: Kwargs) -> Any:
         if name == "__deepcopy__":  # with the memo of copies
-            return ReplayTensor(args[0].meta) if type(args[0]) is ReplayTensor else func(*args)
+            return ReplayTensor(args[0].spec) if type(args[0]) is ReplayTensor else func(*args)
         if any(has_fake(arg) for arg in args):
             self.refuse(f"{name} of a tensor computed in training cannot be replayed")
         return func(*args, **kwargs)
@@ -221,8 +224,8 @@ class FakeOperators:
         for target in targets:
             self._make_fake(target, sources)
         if name in RESHAPING_IN_PLACE and isinstance(result, ReplayTensor):
-            metas, _, _ = self._infer(func, args, kwargs)
-            self._swap(result, ReplayTensor(metas[0], result.sources))
+            specs, _, _ = self._infer(func, args, kwargs)
+            self._swap(result, ReplayTensor(specs[0], result.sources))
         return result
 
     def _foreach(self, name: str, func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -261,7 +264,7 @@ class FakeOperators:
             result = self._infer(func, args, kwargs)
             if key is not None:
                 self._results[key] = result
-        leaves, spec, single = result
+        leaves, tree_spec, single = result
         sources = NO_SOURCES
         if has_gradient and torch.is_grad_enabled():
             for arg in args if not kwargs else (*args, *kwargs.values()):
@@ -273,11 +276,11 @@ class FakeOperators:
         return pytree.tree_unflatten(
             [
                 ReplayTensor(leaf, sources if takes_gradient(leaf) else NO_SOURCES)
-                if type(leaf) is tuple and len(leaf) == 4
+                if type(leaf) is TensorSpec
                 else leaf[0]
                 for leaf in leaves
             ],
-            spec,
+            tree_spec,
         )
 
     def _infer(self, func: Function, args: Args, kwargs: Kwargs) -> tuple[list[Any], Any, bool]:
@@ -292,13 +295,13 @@ class FakeOperators:
                 def fake(value: object) -> Any:
                     if not isinstance(value, torch.Tensor):
                         return value
-                    size, stride, dtype, device = meta_of(value)
+                    size, stride, dtype, device = spec_of(value)
                     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
                 fake_inputs = pytree.tree_map(fake, (args, kwargs))
                 result = func(*fake_inputs[0], **fake_inputs[1])
-                leaves, spec = pytree.tree_flatten(result)
-                metas = [meta_of(leaf) if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves]
+                leaves, tree_spec = pytree.tree_flatten(result)
+                specs = [spec_of(leaf) if isinstance(leaf, torch.Tensor) else (leaf,) for leaf in leaves]
         except Exception as error:
             if isinstance(error, (TypeError, ValueError, IndexError)) and not type(
                 error
@@ -310,10 +313,7 @@ class FakeOperators:
             )
         finally:
             torch.default_generator.set_state(random_state)
-        return metas, spec, isinstance(result, torch.Tensor)
-
-    def _reject_mask(self, at: int) -> NoReturn:
-        self.refuse("indexing with a mask cannot be replayed here")
+        return specs, tree_spec, isinstance(result, torch.Tensor)
 
     def _make_fake(self, target: Tensor, sources: frozenset[Any]) -> None:
         if type(target) is ReplayTensor:
@@ -322,7 +322,7 @@ class FakeOperators:
         elif not target.requires_grad:  # weights keep their values; the resume point restores them
             if target.layout is torch.strided:
                 self.written_storages.add(target.untyped_storage().data_ptr())
-            self._swap(target, ReplayTensor(meta_of(target), sources))
+            self._swap(target, ReplayTensor(spec_of(target), sources))
 
     def _swap(self, target: Tensor, other: object) -> None:
         try:
@@ -367,8 +367,8 @@ class FakeOperators:
             else torch.Tensor.type
         )
         result = self.answer(func, (tensor, *args), kwargs)
-        if result.meta == (
-            tensor.meta if type(tensor) is ReplayTensor else meta_of(tensor)
+        if result.spec == (
+            tensor.spec if type(tensor) is ReplayTensor else spec_of(tensor)
         ) and not kwargs.get("copy"):
             return tensor
         return result
@@ -379,16 +379,16 @@ class FakeOperators:
             return self.answer(torch.as_tensor, (data, *args), kwargs)
         zeros = pytree.tree_map(
             lambda item: (
-                torch.zeros(item.meta[0], dtype=item.meta[2]) if type(item) is ReplayTensor else item
+                torch.zeros(item.spec.size, dtype=item.spec.dtype) if type(item) is ReplayTensor else item
             ),
             data,
         )
-        return ReplayTensor(meta_of(torch.tensor(zeros, *args, **kwargs)))
+        return ReplayTensor(spec_of(torch.tensor(zeros, *args, **kwargs)))
 
 
-def _without_positions(index: object) -> Any:
+def _zero_scalar_indices(index: object) -> Any:
     if isinstance(index, tuple):
-        return tuple(map(_without_positions, index))
+        return tuple(map(_zero_scalar_indices, index))
     return (
         0 if isinstance(index, torch.Tensor) and index.dim() == 0 and not index.is_floating_point() else index
     )
@@ -414,13 +414,13 @@ def _key(values: tuple[Any, ...] | list[Any]) -> Any:
     for value in values:
         kind = type(value)
         if kind is ReplayTensor:
-            parts.append(value.meta)
+            parts.append(value.spec)
         elif kind is int or kind is str or value is None:
             parts.append(value)
         elif kind is bool or kind is float:  # 1, 1.0 and True are equal as keys
             parts.append((kind, value))
         elif isinstance(value, torch.Tensor):
-            parts.append(meta_of(value))
+            parts.append(spec_of(value))
         elif kind is tuple or kind is list:
             parts.append((kind, _key(value)))
         elif kind is dict:

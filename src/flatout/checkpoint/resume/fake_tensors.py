@@ -8,7 +8,7 @@ operation.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,23 +19,26 @@ if TYPE_CHECKING:
 NO_SOURCES: frozenset[Any] = frozenset()
 
 
-class ReplayTensor(torch.Tensor):
-    """A tensor without values.
+class TensorSpec(NamedTuple):
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: Any
+    device: Any
 
-    ``meta``: shape, strides, dtype and device. ``sources``: the weights from which it was computed with
-    gradients enabled.
-    """
+
+class ReplayTensor(torch.Tensor):
+    """A tensor without values. ``sources``: the weights from which it was computed with gradients enabled."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # the torch function mode answers
-    meta: tuple[Any, ...]
+    spec: TensorSpec
     sources: frozenset[Any]
 
     @staticmethod
-    def __new__(cls: object, meta: tuple[Any, ...], sources: frozenset[Any] = NO_SOURCES) -> Any:
+    def __new__(cls: object, spec: TensorSpec, sources: frozenset[Any] = NO_SOURCES) -> Any:
         tensor = torch.Tensor._make_wrapper_subclass(
-            cls, meta[0], strides=meta[1], dtype=meta[2], device=meta[3]
+            cls, spec.size, strides=spec.stride, dtype=spec.dtype, device=spec.device
         )
-        tensor.meta, tensor.sources = meta, sources
+        tensor.spec, tensor.sources = spec, sources
         return tensor
 
     @classmethod
@@ -51,10 +54,10 @@ class ReplayTensor(torch.Tensor):
         raise RuntimeError(f"{func} of a tensor that has no values")
 
 
-def meta_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return the meta of a tensor; for a sparse one that of its dense form, since its results are dense."""
+def spec_of(tensor: Tensor) -> TensorSpec:
+    """Return the spec of a tensor; for a sparse one that of its dense form, since its results are dense."""
     size = tuple(tensor.size())
-    return (
+    return TensorSpec(
         size,
         tensor.stride() if tensor.layout is torch.strided else contiguous_strides(size),
         tensor.dtype,
@@ -69,7 +72,7 @@ def dense(shape: list[int], dtype: str, device: str) -> Any:
 
 def contiguous(size: tuple[int, ...], dtype: object, device: Device) -> Any:
     """Return a contiguous fake tensor."""
-    return ReplayTensor((size, contiguous_strides(size), dtype, device))
+    return ReplayTensor(TensorSpec(size, contiguous_strides(size), dtype, device))
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -81,8 +84,8 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def takes_gradient(meta: tuple[Any, ...]) -> bool:
-    return bool(meta[2].is_floating_point or meta[2].is_complex)
+def takes_gradient(spec: TensorSpec) -> bool:
+    return bool(spec.dtype.is_floating_point or spec.dtype.is_complex)
 
 
 def is_trained(value: Any, depth: int = 3) -> bool:

@@ -42,7 +42,7 @@ class Files:
     """Tracks files while recording and redirects them during a replay.
 
     ``folder``: holds the list of created files, and the files of a replay. ``refuse`` does not return.
-    ``resumes_itself`` is called with a file that the script looks for before training and saves tensors to.
+    ``on_own_checkpoint`` is called with a file that the script looks for before training and saves tensors to.
     """
 
     def __init__(
@@ -50,20 +50,20 @@ class Files:
         folder: Path,
         value_log: ValueLog,
         refuse: Callable[[str], NoReturn],
-        resumes_itself: Callable[[str], None],
+        on_own_checkpoint: Callable[[str], None],
     ) -> None:
         self.folder, self.value_log, self.refuse = folder, value_log, refuse
-        self.resumes_itself = resumes_itself
+        self.on_own_checkpoint = on_own_checkpoint
         self.created_list = Path(f"{folder}.made")
         self.overlay = Overlay(str(folder))
         self.created: list[str] = []
         self.written: dict[str, str] = {}  # path -> mode of the last open
         self.reads: dict[str, list[int]] = {}  # path -> size and time when it was first read
         # rewritten or removed after the checkpoint: not to be read before it is written again
-        self.future: set[str] = set()
-        self.probed: set[str] = set()  # by the script, before training
+        self.stale_paths: set[str] = set()
+        self.checked_paths: set[str] = set()  # by the script, before training
         self.saved: set[str] = set()  # files with tensors
-        self._probe_hooks = Ledger()
+        self._check_hooks = Ledger()
         self._import_hook: AfterImport | None = None
         # handle -> path of the written file
         self._open: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
@@ -107,12 +107,12 @@ class Files:
         for name in ("save_file", "save_model"):
             self._ledger.set(writer, name, self._wrap_save(getattr(writer, name)))
 
-    def observe_probes(self) -> None:
+    def observe_checks(self) -> None:
         """Observe which files the script looks for until training starts."""
-        self._probe_hooks.set(os, "stat", self._wrap_stat(os.stat))
+        self._check_hooks.set(os, "stat", self._wrap_stat(os.stat))
 
-    def stop_observing_probes(self) -> None:
-        self._probe_hooks.restore()
+    def stop_observing_checks(self) -> None:
+        self._check_hooks.restore()
 
     # -- recording and replaying
 
@@ -120,16 +120,16 @@ class Files:
         @wraps(original)
         def stat(path: object, *args: object, **kwargs: object) -> Any:
             key = None if kwargs or isinstance(path, int) else self._observes(path)
-            if key is not None and len(self.probed) < MAX_READ_FILES:
-                self.probed.add(key)
+            if key is not None and len(self.checked_paths) < MAX_READ_FILES:
+                self.checked_paths.add(key)
             return original(path, *args, **kwargs)
 
         return stat
 
     def _note_saved(self, key: str) -> None:
         self.saved.add(key)
-        if key in self.probed:
-            self.resumes_itself(key)
+        if key in self.checked_paths:
+            self.on_own_checkpoint(key)
 
     def _observes(self, path: object) -> str | None:
         if (
@@ -224,7 +224,7 @@ class Files:
             if key is not None:
                 self._on_read(key)
                 if not self.value_log.steps and key not in self.written:
-                    self.probed.add(key)
+                    self.checked_paths.add(key)
                 if self.value_log.replaying and self.overlay.in_upper(key) and not os.path.getsize(key):
                     self.refuse(
                         f"the script loads {os.path.relpath(key)}, which it saved before the checkpoint"
@@ -235,12 +235,12 @@ class Files:
         return load
 
     def _on_write(self, key: str, mode: str) -> None:
-        if key in self.future and "a" in mode:
+        if key in self.stale_paths and "a" in mode:
             self.refuse(
                 f"the script appends to {os.path.relpath(key)}, which it rewrote after the checkpoint"
             )
         self.written[key] = mode
-        self.future.discard(key)
+        self.stale_paths.discard(key)
         with self.overlay.bypass():
             exists = os.path.lexists(key)
         if not exists and not self.value_log.replaying:
@@ -261,7 +261,7 @@ class Files:
         if self.value_log.replaying:
             if not self.overlay.in_upper(key) and self.reads.get(key, present) != present:
                 self.refuse(f"{os.path.relpath(key)} has changed since the script read it")
-        elif key in self.future:
+        elif key in self.stale_paths:
             self.refuse(f"the script reads {os.path.relpath(key)}, which it wrote after the checkpoint")
         elif (
             key not in self.written
@@ -288,7 +288,7 @@ class Files:
             }
         return {
             "created": list(self.created),
-            "probed": sorted(self.probed),
+            "checked_paths": sorted(self.checked_paths),
             "reads": dict(self.reads),
             "written": written,
         }
@@ -326,10 +326,12 @@ class Files:
         for key in reversed([key for key in self._listed_files() if key not in set(created)]):
             _move_aside(key, aside)
         self.created_list.write_text("".join(json.dumps(key) + "\n" for key in created), encoding="utf-8")
-        self.future |= {key for key, before in written.items() if not _restore_content(key, aside, *before)}
+        self.stale_paths |= {
+            key for key, before in written.items() if not _restore_content(key, aside, *before)
+        }
         for handle in handles:
             self._reopen(handle, written)
-        self.probed = set(state["probed"])
+        self.checked_paths = set(state["checked_paths"])
         self.created, self.written = list(created), {key: before[0] for key, before in written.items()}
         self.overlay = Overlay(str(self.folder))
         shutil.rmtree(self.folder, ignore_errors=True)

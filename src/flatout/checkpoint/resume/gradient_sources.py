@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flatout.checkpoint.resume.fake_tensors import NO_SOURCES, ReplayTensor, meta_of
+from flatout.checkpoint.resume.fake_tensors import NO_SOURCES, ReplayTensor, spec_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +41,7 @@ class GradientSources:
         for output in (
             (result,) if isinstance(result, torch.Tensor) else result if isinstance(result, tuple) else ()
         ):
-            if type(output) is ReplayTensor and output.meta[2].is_floating_point:
+            if type(output) is ReplayTensor and output.spec.dtype.is_floating_point:
                 output.sources = self.union(output.sources, sources)
         return result
 
@@ -70,7 +70,7 @@ class GradientSources:
                 and leaf.grad is None
                 and (wanted is None or id(leaf) in wanted)
             ):
-                leaf.grad = ReplayTensor(meta_of(leaf))
+                leaf.grad = ReplayTensor(spec_of(leaf))
 
     def grads(self, outputs: Any, inputs: Any) -> tuple[Any, ...]:
         """Replaces `torch.autograd.grad`."""
@@ -78,7 +78,7 @@ class GradientSources:
         for output in (outputs,) if isinstance(outputs, torch.Tensor) else outputs:
             sources = self.union(sources, self.of(output))
         return tuple(
-            ReplayTensor(meta_of(tensor), sources)
+            ReplayTensor(spec_of(tensor), sources)
             for tensor in ((inputs,) if isinstance(inputs, torch.Tensor) else inputs)
         )
 

@@ -19,17 +19,17 @@ LOCAL_ADDRESSES = ("127.", "::1", "localhost")
 class MutedIO:
     """Mutes output until `stop`.
 
-    ``shows``: output is shown again. ``refuse`` is called when the script connects to another machine; it
+    ``show_output``: output is shown again. ``refuse`` is called when the script connects to another machine; it
     does not return.
     """
 
-    def __init__(self, refuse: Callable[[str], NoReturn], shows: bool) -> None:
+    def __init__(self, refuse: Callable[[str], NoReturn], show_output: bool) -> None:
         self.refuse, self.muted = refuse, True
         self._ledger = Ledger()
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None and not shows:
+            if stream is not None and not show_output:
                 self._ledger.set(stream, "write", self._wrap_stream(stream.write), new=True)
-        if not shows:
+        if not show_output:
             self._ledger.set(os, "write", self._wrap_os_write(os.write))
         sockets = sys.modules.get("socket")
         if sockets is not None:

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-SMALL_BYTES, MAX_SMALL_BYTES = 1 << 16, 1 << 22  # of compared tensors: small ones are saved instead
+# unchanged tensors: up to these they are saved, others get a digest
+MAX_SAVED_TENSOR_BYTES, MAX_SAVED_TOTAL_BYTES = 1 << 16, 1 << 22
 MAX_READ_BYTES = 1 << 25  # compared in full each time, to detect writes that bypass torch
 MAX_OTHER_BYTES = 1 << 30  # of tensors outside modules
 TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -23,8 +24,8 @@ TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 def program_state(reachable: ReachableState, initial: InitialTensors) -> tuple[dict[str, Any], list[str]]:
     """Return the state for `flatout.checkpoint.values.pack`, and the reasons against an exact resume."""
-    tensors, grads, digests, left_out, layouts = {}, {}, {}, [], {}
-    small_bytes = other_bytes = read_bytes = 0
+    tensors, grads, digests, left_out, tensor_infos = {}, {}, {}, [], {}
+    unchanged_bytes = other_bytes = read_bytes = 0
     sparse = False
     for path, tensor in reachable.tensors.items():
         if tensor.is_leaf and tensor.grad is not None:
@@ -41,8 +42,8 @@ def program_state(reachable: ReachableState, initial: InitialTensors) -> tuple[d
             continue
         size = tensor.numel() * tensor.element_size()
         if path not in reachable.of_modules and initial.unchanged(tensor):
-            small_bytes += size
-            if size > SMALL_BYTES or small_bytes > MAX_SMALL_BYTES:
+            unchanged_bytes += size
+            if size > MAX_SAVED_TENSOR_BYTES or unchanged_bytes > MAX_SAVED_TOTAL_BYTES:
                 read_bytes += size
                 digests[path] = initial.digest(tensor, from_scratch=read_bytes <= MAX_READ_BYTES)
                 continue
@@ -52,7 +53,7 @@ def program_state(reachable: ReachableState, initial: InitialTensors) -> tuple[d
                 left_out.append(path)
                 continue
         tensors[path] = tensor
-        layouts[path] = [
+        tensor_infos[path] = [
             str(tensor.device),
             bool(tensor.requires_grad),
             tensor.grad_fn is not None,
@@ -65,16 +66,16 @@ def program_state(reachable: ReachableState, initial: InitialTensors) -> tuple[d
         "grads": grads,
         "digests": digests,
         "left_out": left_out,
-        "layouts": layouts,
-        "plain": dict(reachable.plain),
+        "tensor_infos": tensor_infos,
+        "python_values": dict(reachable.python_values),
         "optimizers": {
             path: _state_of_optimizer(optimizer) for path, optimizer in reachable.optimizers.items()
         },
         "generators": {path: state_of(generator) for path, generator in reachable.generators.items()},
-        "buffers": {
-            path: [buffer.getvalue(), buffer.tell()]
-            for path, buffer in reachable.buffers.items()
-            if not buffer.closed
+        "memory_files": {
+            path: [file.getvalue(), file.tell()]
+            for path, file in reachable.memory_files.items()
+            if not file.closed
         },
     }, reasons
 

@@ -112,10 +112,10 @@ class ReachableState:
         self.tensors: dict[str, Any] = {}
         self.optimizers: dict[str, Any] = {}
         self.generators: dict[str, Any] = {}
-        self.buffers: dict[str, Any] = {}  # in-memory files
+        self.memory_files: dict[str, Any] = {}  # in-memory files
         # variable -> digest of its plain values, and short marks of the first ones
-        self.plain: dict[str, str] = {}
-        self.first_values: dict[str, list[str]] = {}  # variable -> those first values, for messages
+        self.python_values: dict[str, str] = {}
+        self.value_sentences: dict[str, list[str]] = {}  # variable -> a sentence on each first value
         self.of_modules: set[str] = set()  # paths of tensors that belong to modules
         self.complete = True
 
@@ -167,26 +167,26 @@ class _Walk:
         self.seen: dict[int, Any] = {}  # kept alive, so that no id is reused
         self.budget = MAX_OBJECTS
         self._digest, self._marks = 0, ""
-        self._first_values: list[str] = []
+        self._value_sentences: list[str] = []
 
     def variable(self, path: str, name: str, value: object, is_user: bool = True) -> None:
         if name.startswith("__") or isinstance(value, SKIPPED_TYPES):
             return
-        self._digest, self._marks, self._first_values = 0, "", []
+        self._digest, self._marks, self._value_sentences = 0, "", []
         self._visit(path, value, is_user, 0)
         if self._digest:
-            self.result.plain[path], self.result.first_values[path] = (
+            self.result.python_values[path], self.result.value_sentences[path] = (
                 f"{self._digest:08x} {self._marks}",
-                self._first_values,
+                self._value_sentences,
             )
 
     def _add_value(self, path: str, value: str, is_user: bool) -> None:
         if is_user:
             mark = zlib.crc32(f"{path}={value};".encode(errors="replace"))
             self._digest = zlib.crc32(mark.to_bytes(4, "little"), self._digest) or 1
-            if len(self._first_values) < MAX_MARKS:
+            if len(self._value_sentences) < MAX_MARKS:
                 self._marks += f"{mark & 0xFFFF:04x}"
-                self._first_values.append(f"`{path}` is {value[:MAX_VALUE_CHARS]} now")
+                self._value_sentences.append(f"`{path}` is {value[:MAX_VALUE_CHARS]} now")
 
     def _visit(self, path: str, value: object, is_user: bool, depth: int) -> None:
         kind = type(value)
@@ -326,7 +326,7 @@ class _Walk:
         if numpy is not None and isinstance(thing, numpy.generic):
             return self._add_value(path, repr(thing), is_user)
         if isinstance(thing, (io.BytesIO, io.StringIO)):
-            self.result.buffers[path] = thing
+            self.result.memory_files[path] = thing
             return None
         if isinstance(thing, REPR_TYPES):
             return self._add_value(path, repr(thing), is_user)

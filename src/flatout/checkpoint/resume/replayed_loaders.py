@@ -28,7 +28,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDat
 from flatout.agent.ledger import Ledger
 from flatout.checkpoint.loader_kinds import overridden
 from flatout.checkpoint.resume.batch_holders import BatchHolders
-from flatout.checkpoint.resume.fake_tensors import ReplayTensor
+from flatout.checkpoint.resume.fake_tensors import ReplayTensor, TensorSpec, spec_of
 from flatout.checkpoint.resume.value_log import ValueLog
 from flatout.checkpoint.worker_state import BatchWithWorkerState, FindGenerators, WorkerStateCollate
 
@@ -138,10 +138,10 @@ class ReplayedLoaders:
     # -- shapes of batches
 
     def _log_shape(self, batch: object) -> int:
-        metas = batch_key(batch)
-        number = NOT_TENSORS if metas is None else self._numbers.get(metas)
+        key = batch_key(batch)
+        number = NOT_TENSORS if key is None else self._numbers.get(key)
         if number is None:
-            number = self._numbers[metas] = len(self._numbers)
+            number = self._numbers[key] = len(self._numbers)
             self.value_log.put(number, 2)
             self.value_log.put(describe_batch(batch), 3)
         else:
@@ -343,11 +343,7 @@ def batch_key(batch: Any) -> Any:
     """Return the shapes of a batch as a key; None if it holds more than tensors."""
     kind = type(batch)
     if kind is torch.Tensor or kind is ReplayTensor:
-        return (
-            (batch.shape, batch.stride(), batch.dtype, batch.device)
-            if batch.layout is torch.strided
-            else None
-        )
+        return spec_of(batch) if batch.layout is torch.strided else None
     if kind is list or kind is tuple:
         parts = (kind, *map(batch_key, batch))
     elif kind is dict:
@@ -374,8 +370,9 @@ def describe_batch(batch: Any) -> Any:
 def fake_batch(shape: Any) -> Any:
     """Return a fake batch from its description."""
     if isinstance(shape, dict):
-        size, strides = tuple(shape["shape"]), tuple(shape["strides"])
-        return ReplayTensor((size, strides, getattr(torch, shape["dtype"]), torch.device(shape["device"])))
+        size, stride = tuple(shape["shape"]), tuple(shape["strides"])
+        dtype, device = getattr(torch, shape["dtype"]), torch.device(shape["device"])
+        return ReplayTensor(TensorSpec(size, stride, dtype, device))
     kind, *parts = shape
     if kind == "dict":
         return {key: fake_batch(value) for key, value in parts}

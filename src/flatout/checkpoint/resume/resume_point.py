@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from flatout.checkpoint.random_states import random_states, set_state_of
 from flatout.checkpoint.resume.fake_operators import FakeOperators
-from flatout.checkpoint.resume.fake_tensors import ReplayTensor, meta_of
+from flatout.checkpoint.resume.fake_tensors import ReplayTensor, spec_of
 from flatout.checkpoint.resume.initial_tensors import (
     InitialTensors,
     bytes_of,
@@ -42,22 +42,22 @@ MAX_SHOWN = 4
 
 
 class ResumePoint:
-    """Restores a saved state. ``refuse`` gets a reason and does not return. ``replay_tensors`` ends here."""
+    """Restores a saved state. ``refuse`` gets a reason and does not return."""
 
     def __init__(
         self,
         state: dict[str, Any],
-        replay_tensors: FakeOperators,
+        fake_operators: FakeOperators,
         initial: InitialTensors,
         refuse: Callable[[str], NoReturn],
     ) -> None:
-        self.state, self.replay_tensors, self.initial, self.refuse = state, replay_tensors, initial, refuse
+        self.state, self.fake_operators, self.initial, self.refuse = state, fake_operators, initial, refuse
 
     def compare(self, reachable: ReachableState, prefetched: list[Any]) -> None:
         """Reject a script that differs from its saved state. ``prefetched``: tensors that are valid already."""
-        before, now = self.state["plain"], reachable.plain
+        before, now = self.state["python_values"], reachable.python_values
         differ = [
-            _differs(name, value, now[name], reachable.first_values[name])
+            _describe_difference(name, value, now[name], reachable.value_sentences[name])
             for name, value in before.items()
             if name in now and now[name] != value
         ]
@@ -132,7 +132,7 @@ class ResumePoint:
         ]
         for tensor in [tensor for tensor in others if hasattr(tensor, LOADED_ATTRIBUTE)]:
             others = [other for other in others if other is not tensor]
-            torch.utils.swap_tensors(tensor, ReplayTensor(meta_of(tensor)))
+            torch.utils.swap_tensors(tensor, ReplayTensor(spec_of(tensor)))
         if others:
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in others[:MAX_SHOWN])
             self.refuse(
@@ -143,7 +143,7 @@ class ResumePoint:
         if type(tensor) not in TENSOR_TYPES or tensor.layout is not torch.strided or tensor.is_meta:
             return False
         try:
-            return tensor.untyped_storage().data_ptr() in self.replay_tensors.written_storages
+            return tensor.untyped_storage().data_ptr() in self.fake_operators.written_storages
         except NotImplementedError:  # a functorch wrapper
             return False
 
@@ -153,7 +153,7 @@ class ResumePoint:
         separated = self._separated_storages(reachable)
         for path, values in state["tensors"].items():
             target = reachable.tensors[path]
-            device, requires_grad, has_graph, storage = state["layouts"][path]
+            device, requires_grad, has_graph, storage = state["tensor_infos"][path]
             if storage[0] in separated and type(target) is not ReplayTensor:
                 target.data = _with_storage(values, device, storage, storages)
             elif type(target) is ReplayTensor:
@@ -178,13 +178,13 @@ class ResumePoint:
                 tensor.grad = grad.to(tensor.device, copy=True) if grad is not None else None
         for path, optimizer in reachable.optimizers.items():
             self._restore_optimizer(optimizer, state["optimizers"][path])
-        for path, (content, offset) in state["buffers"].items():
-            if path in reachable.buffers:
-                buffer = reachable.buffers[path]
-                buffer.seek(0)
-                buffer.truncate()
-                buffer.write(content)
-                buffer.seek(offset)
+        for path, (content, offset) in state["memory_files"].items():
+            if path in reachable.memory_files:
+                file = reachable.memory_files[path]
+                file.seek(0)
+                file.truncate()
+                file.write(content)
+                file.seek(offset)
         for path, generator in reachable.generators.items():
             if path not in state["generators"] or not set_state_of(
                 torch, generator, state["generators"][path]
@@ -198,7 +198,7 @@ class ResumePoint:
         """
         current: dict[int, set[int]] = {}
         for path in self.state["tensors"]:
-            target, (address, *_) = reachable.tensors[path], self.state["layouts"][path][3]
+            target, (address, *_) = reachable.tensors[path], self.state["tensor_infos"][path][3]
             current.setdefault(address, set()).add(
                 0 if type(target) is ReplayTensor else target.untyped_storage().data_ptr()
             )
@@ -259,13 +259,17 @@ def _with_storage(values: Tensor, device: str, layout: list[int], storages: dict
     return tensor.copy_(values)
 
 
-def _differs(name: str, before: str, now: str, first_values: list[str]) -> str:
+def _describe_difference(name: str, before: str, now: str, value_sentences: list[str]) -> str:
     marks = [metadata.partition(" ")[2] for metadata in (before, now)]
     i = next(
-        (i for i in range(len(first_values)) if marks[0][4 * i : 4 * i + 4] != marks[1][4 * i : 4 * i + 4]),
+        (
+            i
+            for i in range(len(value_sentences))
+            if marks[0][4 * i : 4 * i + 4] != marks[1][4 * i : 4 * i + 4]
+        ),
         None,
     )
-    return first_values[i] if i is not None else f"`{name}` has changed"
+    return value_sentences[i] if i is not None else f"`{name}` has changed"
 
 
 def _more(found: Iterable[Any]) -> str:
@@ -277,12 +281,14 @@ class RandomDrawCheck:
     """Detects that the script and its skipped data loading both draw from `random` or numpy."""
 
     def __init__(self) -> None:
-        self.began = _host_random_states()
+        self.initial_states = _host_random_states()
 
     def compare(self, saved: dict[str, Any]) -> list[str]:
         now = _host_random_states()
         return [
-            kind for kind, state in now.items() if state != self.began.get(kind) and state != saved.get(kind)
+            kind
+            for kind, state in now.items()
+            if state != self.initial_states.get(kind) and state != saved.get(kind)
         ]
 
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from flatout.agent.bootstrap import say_unbuffered
+from flatout.agent.bootstrap import notify_unbuffered
 from flatout.agent.frames import is_user_file
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
@@ -42,7 +42,7 @@ from flatout.checkpoint.resume.program_state import program_state
 from flatout.checkpoint.resume.reachable_state import ReachableState
 from flatout.checkpoint.resume.replayed_loaders import ReplayedLoaders
 from flatout.checkpoint.resume.resume_point import RandomDrawCheck, ResumePoint
-from flatout.checkpoint.resume.skipping import TrainingSkipper
+from flatout.checkpoint.resume.training_skipper import TrainingSkipper
 from flatout.checkpoint.resume.users_objects import user_modules
 from flatout.checkpoint.resume.value_hooks import ValueHooks
 from flatout.checkpoint.resume.value_log import ValueLog
@@ -95,7 +95,7 @@ class ExactSession(Listener):
         self.rescue = Rescue(
             torch,
             folder,
-            say_unbuffered,
+            notify_unbuffered,
             lambda: claim_or_take_over(claim),
             ledger,
             exact=self,
@@ -104,15 +104,15 @@ class ExactSession(Listener):
         )
         atexit.register(self.rescue.finish)
         self.saved = state = self._state(unfinished)
-        self.value_log = ValueLog(self.refuse, self.say)
-        self.replay_tensors = FakeOperators(self.refuse)
-        self.skipping = TrainingSkipper(self.value_log, self.replay_tensors, ledger)
+        self.value_log = ValueLog(self.refuse, notify_unbuffered)
+        self.fake_operators = FakeOperators(self.refuse)
+        self.skipper = TrainingSkipper(self.value_log, self.fake_operators, ledger)
         self.batches = ReplayedLoaders(self.value_log, ledger, self._start_training, own_generators)
         self.files = Files(
             self.journal.with_name(f"{self.journal.name}.files"),
             self.value_log,
             self.refuse,
-            self.resumes_itself,
+            self.on_own_checkpoint,
         )
         self._muted_io: MutedIO | None = None
         self._initial: InitialTensors | None = None
@@ -124,17 +124,17 @@ class ExactSession(Listener):
         self._began_s = self._trained_s = 0.0  # start of training or resume; training time before it
         self.pid = os.getpid()
         self.value_hooks = ValueHooks(self.value_log, ledger)
-        self.replay_tensors.recorded_shapes = self.value_hooks.recorded_shapes
+        self.fake_operators.make_recorded_result = self.value_hooks.make_recorded_result
         self.observe()
         os.register_at_fork(after_in_child=self._forked)
         if state is None:
             self._start = random_states(torch)
-            self.files.observe_probes()
+            self.files.observe_checks()
         else:
             self._start = state["start"]
             self._replay(state)
         self.files.install()
-        heartbeat.on_own_resume(self.resumes_itself)
+        heartbeat.on_own_resume(self.on_own_checkpoint)
         atexit.register(self._ended)
 
     def _state(self, unfinished: str) -> dict[str, Any] | None:
@@ -145,10 +145,10 @@ class ExactSession(Listener):
             why = f"its last start left no checkpoint to resume from: {unfinished}"
             if self.options.required:
                 self.refuse(why)
-            self.say(f"this program starts from scratch: {why}")
+            notify_unbuffered(f"this program starts from scratch: {why}")
         if self.checkpoint is None or self.meta is None:
             return None
-        self.say(
+        notify_unbuffered(
             f"replaying the program up to step {self.checkpoint.step}, from {os.path.relpath(self.checkpoint.path)}"
         )
         try:
@@ -182,16 +182,13 @@ class ExactSession(Listener):
 
     # -- the process
 
-    def say(self, sentence: str) -> None:
-        say_unbuffered(sentence)
-
     def refuse(self, why: str) -> NoReturn:
         """Exit the process, whatever the program catches: it must not run with tensors that have no values."""
         advice = "`flatout rescue` lists the checkpoints; `flatout run --resume --from-scratch` starts from scratch"
         if not self.options.required:
             unlink(self.journal)
             advice = "The next start begins from scratch; `flatout rescue` lists the checkpoints"
-        say_unbuffered(f"cannot resume exactly: {why}. {advice}.")
+        notify_unbuffered(f"cannot resume exactly: {why}. {advice}.")
         os._exit(CannotResume.exit_code)
 
     def recording_begins(self) -> None:
@@ -214,19 +211,19 @@ class ExactSession(Listener):
             self.refuse(
                 f"the environment differs from that of {self.checkpoint.path.name}: {'; '.join(differs)}"
             )
-        self.say(
+        notify_unbuffered(
             f"resumed exactly after step {self.checkpoint.step}, reached in {replay_s:.1f} s; training had taken {trained_s:.1f} s"
         )
         heartbeat.mark_resume_point()
         self._resumed()
 
-    def resumes_itself(self, path: str) -> None:
+    def on_own_checkpoint(self, path: str) -> None:
         """Stop recording; no checkpoint is used to resume."""
         if self.replaying or self.value_log.why_stopped:
             return
         self.value_log.stop_recording(f"it resumes by itself, from {os.path.relpath(path)}")
         self.journal.unlink(missing_ok=True)
-        self.say(
+        notify_unbuffered(
             f"this script resumes by itself, from {os.path.relpath(path)}; flatout leaves this to the script"
         )
         heartbeat.set_exact_resume(False)
@@ -239,7 +236,7 @@ class ExactSession(Listener):
     def extra_state(self, frame: FrameType | None) -> tuple[dict[str, Any], str]:
         state, why_not = self._extra_state(frame)
         if why_not and why_not != self._why_not and not self.value_log.why_stopped:
-            say_unbuffered(f"from here on this program could not be resumed exactly: {why_not}")
+            notify_unbuffered(f"from here on this program could not be resumed exactly: {why_not}")
         self._why_not = why_not
         return state, why_not
 
@@ -276,7 +273,7 @@ class ExactSession(Listener):
     def observe(self) -> None:
         """Install the hooks; they stay until the ledger is restored."""
         self.value_hooks.install()
-        self.skipping.install()
+        self.skipper.install()
 
     def install(self) -> None:
         """Patch the DataLoaders. Call it after everything else that changes how loaders are made."""
@@ -306,7 +303,7 @@ class ExactSession(Listener):
             "files": self.files.state(),
             "journal": position.to_json(),
             "trained_s": self._trained_s + seconds() - self._began_s,
-            "events": value_log.events,
+            "event_count": value_log.event_count,
             "steps": value_log.steps,
         }, "; ".join(reasons)
 
@@ -321,14 +318,14 @@ class ExactSession(Listener):
     def _start_training(self) -> None:
         if self._initial is None:
             self.value_log.training_began, self._began_s = True, seconds()
-            self.files.stop_observing_probes()
+            self.files.stop_observing_checks()
             with self.value_log.unrecorded:
                 self._initial = InitialTensors(
                     ReachableState().collect(sys._getframe(1), {}), everything=self.value_log.replaying
                 )
             if self.value_log.replaying:
                 self._draws = RandomDrawCheck()
-                self.skipping.start()
+                self.skipper.start()
             elif not self.value_log.why_stopped:
                 self._record_from_here()
 
@@ -338,12 +335,12 @@ class ExactSession(Listener):
             self.value_log.record(ValueJournal(self.journal))
         except StorageError as error:
             self.value_log.stop_recording(str(error))
-            self.say(f"this script cannot be resumed exactly: {error}")
+            notify_unbuffered(f"this script cannot be resumed exactly: {error}")
 
     @contextmanager
     def real_execution(self) -> Iterator[None]:
         """Run flatout's own code: it acts on real tensors and is not recorded."""
-        with self.skipping.paused(), self.value_log.unrecorded:
+        with self.skipper.paused(), self.value_log.unrecorded:
             yield
 
     # -- events
@@ -397,18 +394,18 @@ class ExactSession(Listener):
 
     def _replay(self, state: dict[str, Any]) -> None:
         self.value_log.replay(
-            read_journal(self.journal, JournalPosition.from_json(state["journal"])), state["events"]
+            read_journal(self.journal, JournalPosition.from_json(state["journal"])), state["event_count"]
         )
         self.batches.reloaded = set(state["batches"]["reloaded"])
         set_random_states(torch, state["start"])
-        self._muted_io = MutedIO(self.refuse, self.options.shows)
+        self._muted_io = MutedIO(self.refuse, self.options.show_output)
         self.files.replay(state["files"])
-        self.skipping.replay(self._start_training)
+        self.skipper.replay(self._start_training)
 
     def _resume_point(self, frame: FrameType) -> None:
         try:
             with self.value_log.unrecorded:
-                self.skipping.stop()
+                self.skipper.stop()
                 self._restore(self.saved or {}, frame)
         except FlatoutError as error:
             self.refuse(str(error))
@@ -429,10 +426,10 @@ class ExactSession(Listener):
                 f"both the script and its skipped data loading draw from {' and '.join(interleaved)}. Give the data set a random "
                 f"generator of its own, or use loader workers"
             )
-        resume_point = ResumePoint(saved, self.replay_tensors, self._initial, self.refuse)
+        resume_point = ResumePoint(saved, self.fake_operators, self._initial, self.refuse)
         reachable = self._reachable(frame)
         resume_point.compare(reachable, self.batches.prefetched_tensors())
-        self.skipping.stop()
+        self.skipper.stop()
         self.files.leave_sandbox()  # before workers start: they would stay in the file sandbox
         self.batches.resume(saved["batches"])
         resume_point.restore(reachable)

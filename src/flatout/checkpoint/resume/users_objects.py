@@ -91,18 +91,12 @@ def is_address(value: object) -> bool:
 def is_user_class(kind: object) -> bool:
     known = _USER_CLASSES.get(kind)
     if known is None:
-        known = _USER_CLASSES[kind] = _is_of_user(kind)
+        file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+        known = _USER_CLASSES[kind] = _is_users_file(file) or kind.__module__ == "__main__"
     return known
 
 
 _USER_CLASSES: dict[Any, bool] = {}
-
-
-def _is_of_user(kind: object) -> bool:
-    return (
-        _is_users_file(getattr(sys.modules.get(kind.__module__), "__file__", None))
-        or kind.__module__ == "__main__"
-    )
 
 
 def is_walked(kind: type) -> bool:

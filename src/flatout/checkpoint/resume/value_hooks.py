@@ -108,25 +108,27 @@ class ValueHooks:
                     return original(*args, **kwargs)
                 finally:
                     value_log.paused = 0
-            place = caller.f_lasti
+            place_id = caller.f_lasti
             if value_log.replaying:
-                return self._answer(original, place, args, kwargs)
+                return self._answer(original, place_id, args, kwargs)
             value_log.paused = 1
             try:
                 value = original(*args, **kwargs)
             except Exception as error:
-                value_log.put(error, place)
+                value_log.put(error, place_id)
                 raise
             finally:
                 value_log.paused = 0
-            value_log.put(value, place, not value_log.training_began)
+            value_log.put(value, place_id, not value_log.training_began)
             return value
 
         return observed
 
-    def _answer(self, original: Function, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _answer(
+        self, original: Function, place_id: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         value_log = self.value_log
-        value = value_log.take(place)
+        value = value_log.take(place_id)
         if isinstance(value, Exception):
             raise value
         is_array = hasattr(value, "tobytes") and hasattr(value, "dtype")
@@ -163,17 +165,17 @@ class ValueHooks:
         return observed
 
     def _record_shapes(
-        self, original: Function, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, original: Function, place_id: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         value_log = self.value_log
         if value_log.replaying:
-            return self._replay_shapes(original, place, args, kwargs)
+            return self._replay_shapes(original, place_id, args, kwargs)
         value_log.paused = 1
         try:
             result = original(*args, **kwargs)
             leaves = pytree.tree_leaves(result)
         except Exception as error:
-            value_log.put(error, place)
+            value_log.put(error, place_id)
             raise
         finally:
             value_log.paused = 0
@@ -185,14 +187,14 @@ class ValueHooks:
                     for leaf in leaves
                 ],
             ],
-            place,
+            place_id,
         )
         return result
 
     def _replay_shapes(
-        self, original: Function, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, original: Function, place_id: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        recorded = self.recorded_shapes(place)
+        recorded = self.make_recorded_result(place_id)
         if self.value_log.training_began:  # random tensors may differ from the first run
             return recorded
         with self.value_log.unrecorded:
@@ -205,9 +207,9 @@ class ValueHooks:
             )
         return recomputed
 
-    def recorded_shapes(self, place: int) -> Any:
-        """Return fake tensors of the shapes recorded at ``place`` in the code."""
-        shapes = self.value_log.take(place)
+    def make_recorded_result(self, place_id: int) -> Any:
+        """Return fake tensors of the shapes recorded at this place in the code."""
+        shapes = self.value_log.take(place_id)
         if isinstance(shapes, Exception):
             raise shapes
         tensors = [dense(*shape) for shape in shapes[1]]

@@ -64,7 +64,7 @@ class ValueLog:
         self.replaying = self.training_began = False
         self.paused = 0
         self.unrecorded = _Unrecorded(self)
-        self.flow = self.events = 0
+        self.flow = self.event_count = 0
         self.steps = 0
         self.checks: bytearray | bytes = bytearray()
         self.values: list[Any] = []  # JSON while recording, values while replaying
@@ -88,13 +88,13 @@ class ValueLog:
         """Whether the actions of this thread are part of the recorded control flow."""
         return not self.paused and thread_id() == self.main
 
-    def put(self, value: Any, place: int, recomputed: bool = False) -> None:
+    def put(self, value: Any, place_id: int, recomputed: bool = False) -> None:
         """Add a value.
 
-        ``place``: place in the code, a small number that is the same in each run. ``recomputed``: a replay
+        ``place_id``: a place in the code, as a small number that is the same in each run. ``recomputed``: a replay
         computes the value again, so a digest is enough for a long one.
         """
-        self.flow = hash((self.flow, place))
+        self.flow = hash((self.flow, place_id))
         text = encode(value)
         if len(text) > MAX_SHORT_CHARS:
             size = len(text) if len(text) < LONG_CHARS else len(zlib.compress(text.encode(), 1))
@@ -136,19 +136,19 @@ class ValueLog:
     def event(self, what: int) -> bool:
         """Log an event; return whether the log ends here."""
         self.flow = hash((self.flow, what))
-        self.events += 1
-        return self.events == self._resume_event
+        self.event_count += 1
+        return self.event_count == self._resume_event
 
     # -- replaying
 
-    def replay(self, entries: tuple[bytes, Sequence[Any]], events: int) -> None:
+    def replay(self, entries: tuple[bytes, Sequence[Any]], resume_event: int) -> None:
         """Replay these checks and values up to the event with this number."""
         self.checks, self.values = entries[0], list(entries[1])
-        self._resume_event, self.replaying = events, True
+        self._resume_event, self.replaying = resume_event, True
 
-    def take(self, place: int) -> Any:
+    def take(self, place_id: int) -> Any:
         """Return the value recorded at this place."""
-        self.flow = hash((self.flow, place))
+        self.flow = hash((self.flow, place_id))
         value = self._take()
         return decode(value) if type(value) is dict and len(value) == 1 else value
 

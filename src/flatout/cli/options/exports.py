@@ -49,13 +49,13 @@ add_export_options = add_options(
 
 
 def summary_of(
-    cmd: Command, machine: str, shows: bool, export: Sequence[str], interval_s: float
+    cmd: Command, machine: str, print_summary: bool, export: Sequence[str], interval_s: float
 ) -> SummaryRequest | None:
     """Return the request for the record of this run; None without one.
 
     Raises UsageError for an unknown or missing tracker.
     """
-    if not shows and not export:
+    if not print_summary and not export:
         return None
     if interval_s < MIN_INTERVAL_S:
         raise UsageError(f"--export-every is at least {MIN_INTERVAL_S:g} s.")
@@ -81,7 +81,7 @@ def summary_of(
     job = job_folder(cmd)
     folder = (writable(job, explicit=False) if export else job).path.resolve() / RUNS
     live_s = interval_s if export else 0.0
-    return SummaryRequest(str(folder), name, cmd.shown, now, shows, live_s, machine, cmd.piped)
+    return SummaryRequest(str(folder), name, cmd.shown, now, print_summary, live_s, machine, cmd.piped)
 
 
 def start_trackers(request: SummaryRequest, export: Sequence[str]) -> None:

@@ -29,7 +29,7 @@ class CheckOutcome:
 
 
 ok = partial(CheckOutcome, Verdict.OK)
-not_seen = partial(CheckOutcome, Verdict.NOT_CHECKED)
+not_checked = partial(CheckOutcome, Verdict.NOT_CHECKED)
 note = partial(CheckOutcome, Verdict.NOTE)
 warning = partial(CheckOutcome, Verdict.WARNING)
 problem = partial(CheckOutcome, Verdict.PROBLEM)
@@ -55,7 +55,7 @@ class MachineCheck:
     def run(self, snapshot: MachineSnapshot) -> CheckResult:
         missing = [need for need in self.needs if not has_input(snapshot, need)]
         outcome = (
-            not_seen(f"{_input_names(missing)} could not be read") if missing else self.function(snapshot)
+            not_checked(f"{_input_names(missing)} could not be read") if missing else self.function(snapshot)
         )
         fix = outcome.fix.replace("sudo ", "") if snapshot.python.get("root") is True else outcome.fix
         notable = outcome.verdict not in (Verdict.OK, Verdict.NOT_CHECKED)
@@ -87,7 +87,7 @@ def machine_check(
 def has_input(snapshot: MachineSnapshot, need: str) -> bool:
     kind, _, name = need.partition(" ")
     if kind == "run":
-        return name in snapshot.runs
+        return name in snapshot.command_results
     if kind == "torch":
         return isinstance(snapshot.torch.get(name), dict)
     fields = {"file": "files", "folder": "folders", "disk": "disks", "python": "python"}

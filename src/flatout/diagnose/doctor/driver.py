@@ -7,7 +7,7 @@ from flatout.diagnose.doctor.check import (
     dotted,
     first_command,
     machine_check,
-    not_seen,
+    not_checked,
     note,
     ok,
     problem,
@@ -62,14 +62,14 @@ def driver(snapshot: MachineSnapshot) -> CheckOutcome:
         Install or reload the driver on the host (`sudo modprobe nvidia`). Start a container with `docker run
         --gpus all`.
     """
-    run, report, gpu = snapshot.runs["nvidia-smi"], smi_report(snapshot), has_gpu(snapshot)
+    run, report, gpu = snapshot.command_results["nvidia-smi"], smi_report(snapshot), has_gpu(snapshot)
     if report is not None and report.gpus:
         names = [gpu.name for gpu in report.gpus]
         gpus = ", ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
         return (
             ok(f"driver {report.driver or 'of unknown version'}, {gpus}")
             if report.driver
-            else not_seen(f"{gpus}; the driver's version is not reported")
+            else not_checked(f"{gpus}; the driver's version is not reported")
         )
     if run.timed_out:
         return problem(
@@ -89,14 +89,14 @@ def driver(snapshot: MachineSnapshot) -> CheckOutcome:
                 "docker run --gpus all ..." if in_container(snapshot) else newer_driver(snapshot),
             )
         if gpu is None:
-            return not_seen("there is no nvidia-smi, and the PCI bus could not be read")
+            return not_checked("there is no nvidia-smi, and the PCI bus could not be read")
         return note("no NVIDIA GPU: training runs on the processor")
     for pattern, (meaning, fix) in SMI_FAILURES.items():
         if match := re.search(pattern, run.output):
             return problem(f"nvidia-smi: {match[0]}: {meaning}", fix, _tail(run))
     if run.code not in (0, None):
         return problem(f"nvidia-smi exited with code {run.code}", "nvidia-smi", _tail(run))
-    return not_seen("nvidia-smi answered in an unknown format")
+    return not_checked("nvidia-smi answered in an unknown format")
 
 
 def _tail(run: CommandResult) -> list[str]:
@@ -117,15 +117,17 @@ def driver_for_cuda(snapshot: MachineSnapshot) -> CheckOutcome:
     driver_text, build = driver_version(snapshot), build_of(snapshot)
     installed = version(driver_text)
     if installed is None:
-        return not_seen("the driver's version could not be determined")
+        return not_checked("the driver's version could not be determined")
     if build is None:
-        return not_seen(f"driver {driver_text}; the CUDA version of the torch build could not be determined")
+        return not_checked(
+            f"driver {driver_text}; the CUDA version of the torch build could not be determined"
+        )
     cuda, torch, table = build.get("cuda"), build["version"], versions()
     if cuda is None:
         return note(f"driver {driver_text}; torch {torch} is a CPU build and does not use it")
     oldest = table.driver_for(cuda)
     if oldest is None:
-        return not_seen(
+        return not_checked(
             f"driver {driver_text}; flatout's version table does not list the driver for CUDA {cuda}"
         )
     if installed < oldest:
@@ -175,7 +177,7 @@ def visible_devices(snapshot: MachineSnapshot) -> CheckOutcome:
     if value.strip() in ("", "-1", "NoDevFiles"):
         return warning(f"CUDA_VISIBLE_DEVICES={value!r} hides every GPU", show_all)
     if report is None or not report.gpus:
-        return not_seen(
+        return not_checked(
             f"CUDA_VISIBLE_DEVICES={value!r}; nvidia-smi did not list the GPUs to compare it with"
         )
     count = len(report.gpus)
@@ -213,7 +215,7 @@ def torch_computes(snapshot: MachineSnapshot) -> CheckOutcome:
     cuda, gpu = snapshot.torch["cuda"], has_gpu(snapshot)
     warnings = [str(text).splitlines()[0] for text in cuda.get("warnings") or () if text]
     if build_of(snapshot) is None and cuda.get("raised"):
-        return not_seen("the imported module is not torch")
+        return not_checked("the imported module is not torch")
     if cuda.get("raised"):
         for explanation in explain_text(str(cuda["raised"])):
             return problem(explanation.finding.message, first_command(explanation.finding), warnings)
@@ -227,9 +229,11 @@ def torch_computes(snapshot: MachineSnapshot) -> CheckOutcome:
             warnings,
         )
     if cuda.get("available") is not False:
-        return not_seen("whether torch reaches a GPU was not recorded")
+        return not_checked("whether torch reaches a GPU was not recorded")
     if gpu is None:
-        return not_seen("torch.cuda.is_available() is False; whether there is a GPU could not be determined")
+        return not_checked(
+            "torch.cuda.is_available() is False; whether there is a GPU could not be determined"
+        )
     if not gpu:
         return ok("torch trains on the processor: there is no GPU")
     for cause in (cuda_build, driver, driver_for_cuda, visible_devices):

@@ -1,6 +1,6 @@
 """The check that the memory of each GPU is free."""
 
-from flatout.diagnose.doctor.check import CheckOutcome, machine_check, not_seen, note, ok, warning
+from flatout.diagnose.doctor.check import CheckOutcome, machine_check, not_checked, note, ok, warning
 from flatout.diagnose.doctor.nvidia_smi import GpuStatus, smi_report
 from flatout.schema.machine_snapshot import MachineSnapshot
 
@@ -18,7 +18,7 @@ def free_memory(snapshot: MachineSnapshot) -> CheckOutcome:
     """
     report = smi_report(snapshot)
     if report is None or not report.gpus:
-        return not_seen("nvidia-smi did not list the GPUs")
+        return not_checked("nvidia-smi did not list the GPUs")
     outcomes = [(gpu, _use_of(gpu)) for gpu in report.gpus]
     worst = min((outcome for _, outcome in outcomes), key=lambda outcome: WORST_FIRST.index(outcome.verdict))
     uses = [
@@ -32,7 +32,7 @@ def free_memory(snapshot: MachineSnapshot) -> CheckOutcome:
 
 def _use_of(gpu: GpuStatus) -> CheckOutcome:
     if gpu.memory_mib is None or gpu.used_mib is None:
-        return not_seen("its memory is not reported")
+        return not_checked("its memory is not reported")
     computing = [process for process in gpu.processes or () if "C" in process.kind]
     displaying = [_program(process.name) for process in gpu.processes or () if "C" not in process.kind]
     share = gpu.used_mib / gpu.memory_mib if gpu.memory_mib else 0.0

@@ -5,7 +5,7 @@ import re
 from flatout.diagnose.doctor.check import (
     CheckOutcome,
     machine_check,
-    not_seen,
+    not_checked,
     note,
     ok,
     problem,
@@ -64,15 +64,15 @@ def core_limit(snapshot: MachineSnapshot) -> CheckOutcome:
     online = numbers(snapshot.text("/sys/devices/system/cpu/online"))
     allowed, limit = _allowed_cores(snapshot), _cgroup(snapshot)
     if online is None or allowed is None:
-        return not_seen("the number of cores could not be read")
+        return not_checked("the number of cores could not be read")
     if limit is None:
-        return not_seen(f"{len(allowed)} cores by affinity; the control groups could not be read")
+        return not_checked(f"{len(allowed)} cores by affinity; the control groups could not be read")
     quota = f", {limit.cores:g} by quota" if limit.cores else ""
     cores = f"cores: {len(online)} online, {len(allowed)} by affinity{quota}"
     if limit.cores and limit.cores < len(allowed) - 0.5:
         usable, threads = max(1, int(limit.cores)), _threads(snapshot)
         if threads is None:
-            return not_seen(f"{cores}; the number of torch's threads could not be determined")
+            return not_checked(f"{cores}; the number of torch's threads could not be determined")
         if threads <= usable + 1:
             return ok(f"{cores}; torch uses {threads} thread(s), which fits")
         return warning(
@@ -97,7 +97,7 @@ def threads(snapshot: MachineSnapshot) -> CheckOutcome:
     """
     cores = _cores(snapshot)
     if cores is None:
-        return not_seen("the number of cores for this process could not be read")
+        return not_checked("the number of cores for this process could not be read")
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         value = snapshot.variable(name)
         if value is None:
@@ -130,7 +130,7 @@ def load(snapshot: MachineSnapshot) -> CheckOutcome:
     """
     average, cores = re.match(r"(\d+\.\d+) ", snapshot.text("/proc/loadavg") or ""), _cores(snapshot)
     if not average or cores is None:
-        return not_seen("the load could not be read")
+        return not_checked("the load could not be read")
     # The load is that of the whole machine, even if this process may use only part of it.
     count = len(numbers(snapshot.text("/sys/devices/system/cpu/online")) or ()) or cores
     if float(average[1]) > 0.5 * count + 1:
@@ -154,9 +154,9 @@ def memory_limit(snapshot: MachineSnapshot) -> CheckOutcome:
     memory, limit = meminfo(snapshot.text("/proc/meminfo")), _cgroup(snapshot)
     total, available = memory.get("MemTotal"), memory.get("MemAvailable")
     if not total or available is None:
-        return not_seen("/proc/meminfo does not contain the memory size")
+        return not_checked("/proc/meminfo does not contain the memory size")
     if limit is None:
-        return not_seen(f"{size(total)} in the machine; the control groups could not be read")
+        return not_checked(f"{size(total)} in the machine; the control groups could not be read")
     if limit.memory_bytes and limit.memory_bytes < total:
         unused = limit.memory_bytes - (limit.used_bytes or 0)
         amount = f"{size(limit.memory_bytes)} by the control group's limit ({size(max(unused, 0))} unused), of {size(total)} in the machine"
@@ -185,7 +185,7 @@ def shared_memory(snapshot: MachineSnapshot) -> CheckOutcome:
     """
     mount = mount_of("/dev/shm", mounts(snapshot.text("/proc/self/mountinfo")))
     if mount is None:
-        return not_seen("/proc/self/mountinfo does not list the file system of /dev/shm")
+        return not_checked("/proc/self/mountinfo does not list the file system of /dev/shm")
     disk = snapshot.disks.get("/dev/shm")
     if mount.point != "/dev/shm":
         return problem(
@@ -194,7 +194,7 @@ def shared_memory(snapshot: MachineSnapshot) -> CheckOutcome:
         )
     total = mount.size_bytes() or (disk.total_bytes if disk else None)
     if total is None:
-        return not_seen("the size of /dev/shm could not be determined")
+        return not_checked("the size of /dev/shm could not be determined")
     fix = (
         "docker run --shm-size=8g ..."
         if in_container(snapshot) or total <= DOCKER_SHM_BYTES
@@ -207,7 +207,7 @@ def shared_memory(snapshot: MachineSnapshot) -> CheckOutcome:
     if total < MIN_SHM_BYTES:
         return warning(f"/dev/shm has {size(total)}: large batches or several workers fill it", fix)
     if disk is None:
-        return not_seen(f"/dev/shm has {size(total)}; its free space could not be determined")
+        return not_checked(f"/dev/shm has {size(total)}; its free space could not be determined")
     if disk.free_bytes < min(MIN_SHM_BYTES, 0.2 * total):
         return warning(
             f"{size(disk.free_bytes)} of the {size(total)} of /dev/shm are free", "ls -lS /dev/shm | head"
@@ -228,7 +228,7 @@ def open_files(snapshot: MachineSnapshot) -> CheckOutcome:
     """
     limit = limits(snapshot.text("/proc/self/limits")).get("open files")
     if limit is None:
-        return not_seen("/proc/self/limits does not contain the number of open files")
+        return not_checked("/proc/self/limits does not contain the number of open files")
     if limit.soft is None or limit.soft >= MIN_OPEN_FILES:
         return ok(f"{limit.soft or 'any number of'} files")
     fix = (

@@ -52,7 +52,7 @@ class SmiReport:
 
 def smi_report(snapshot: MachineSnapshot) -> SmiReport | None:
     """The output of `nvidia-smi -q -x`; None if it did not run or did not print this XML."""
-    run = snapshot.runs.get("nvidia-smi")
+    run = snapshot.command_results.get("nvidia-smi")
     return _read(run.out) if run else None
 
 

@@ -6,7 +6,7 @@ from flatout.diagnose.doctor.check import (
     CheckOutcome,
     dotted,
     machine_check,
-    not_seen,
+    not_checked,
     note,
     ok,
     problem,
@@ -32,7 +32,7 @@ def python_version(snapshot: MachineSnapshot) -> CheckOutcome:
     text = str(snapshot.python["version"])
     running, table = version(text), versions()
     if running is None:
-        return not_seen(f"{text!r} is not a version of Python")
+        return not_checked(f"{text!r} is not a version of Python")
     free_threaded = ", free-threaded" if snapshot.python.get("free_threaded") else ""
     this_python = f"{snapshot.python.get('implementation') or 'Python'} {text}{free_threaded}"
     if running[:2] < table.python_min:
@@ -103,7 +103,7 @@ def enters_programs(snapshot: MachineSnapshot) -> CheckOutcome:
     How to fix it:
         Install flatout again: `pip install --force-reinstall --no-deps flatout`.
     """
-    hook_run = snapshot.runs["start-up hook"]
+    hook_run = snapshot.command_results["start-up hook"]
     report = hook_run.out.strip().partition(" ")[2]
     if report == "ok":
         return ok(f"flatout enters programs of {hook_run.command[0]}")

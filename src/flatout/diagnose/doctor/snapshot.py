@@ -64,10 +64,10 @@ class SnapshotTaker:
         """Reads files below the root, then waits for the programs and the torch import up to their limits."""
         snapshot = gather(MachineSnapshot(flatout=__version__, created=utc_now()), self._root)
         until = seconds() + PROGRAM_LIMIT_S
-        snapshot.runs = {
+        snapshot.command_results = {
             name: command.result(max(until - seconds(), 0.1)) for name, command in self._programs.items()
         }
-        snapshot.runs["import torch"] = self._torch.result(torch_limit_s)
+        snapshot.command_results["import torch"] = self._torch.result(torch_limit_s)
         snapshot.torch = {
             str(record.pop("stage")): record for record in json_lines(self._records_file) if "stage" in record
         }

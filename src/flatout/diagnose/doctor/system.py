@@ -6,7 +6,7 @@ from flatout.diagnose.doctor.check import (
     CheckOutcome,
     dotted,
     machine_check,
-    not_seen,
+    not_checked,
     note,
     ok,
     problem,
@@ -63,7 +63,7 @@ def glibc(snapshot: MachineSnapshot) -> CheckOutcome:
         )
     installed = version(text)
     if kind != "glibc" or installed is None:
-        return not_seen(f"the C library is {kind} {text}")
+        return not_checked(f"the C library is {kind} {text}")
     table = versions()
     release = table.release(snapshot.distribution("torch")) or table.releases[0]
     if release.glibc_min is None:
@@ -88,14 +88,14 @@ def cpp_compiler(snapshot: MachineSnapshot) -> CheckOutcome:
     How to fix it:
         `apt-get install g++`, or in conda `conda install -c conda-forge gxx`.
     """
-    run = snapshot.runs["c++"]
+    run = snapshot.command_results["c++"]
     command = install_command(snapshot, "g++", "gcc-c++", "gxx")
     if not run.installed:
         return warning(f"there is no {run.command[0]}: torch.compile does not work", command)
     first = next((line for line in run.out.splitlines() if line.strip()), "")
     match = re.search(r"(\d+\.\d+(?:\.\d+)?)\s*(?:\d{8}.*)?$", first)
     if run.code != 0 or not match:
-        return not_seen(f"`{' '.join(run.command)}` did not report its version")
+        return not_checked(f"`{' '.join(run.command)}` did not report its version")
     if "clang" not in first and (version(match[1]) or ()) < MIN_GXX:
         return warning(
             f"{run.command[0]} {match[1]} is too old for the C++17 that torch.compile generates", command
@@ -122,7 +122,7 @@ def python_headers(snapshot: MachineSnapshot) -> CheckOutcome:
             "Python.h is missing: torch.compile and triton cannot build their launchers",
             install_command(snapshot, f"python{numbers}-dev", f"python{numbers}-devel", f"python={numbers}"),
         )
-    return not_seen("whether Python.h is installed was not checked")
+    return not_checked("whether Python.h is installed was not checked")
 
 
 @machine_check("FD090", THEME, ["disk working folder", "disk temporary folder", "disk cache"])

@@ -7,7 +7,7 @@ from typing import Any
 from flatout.diagnose.doctor.check import (
     CheckOutcome,
     machine_check,
-    not_seen,
+    not_checked,
     note,
     ok,
     problem,
@@ -44,7 +44,7 @@ def cuda_build(snapshot: MachineSnapshot) -> CheckOutcome:
     """
     build, gpu = build_of(snapshot), has_gpu(snapshot)
     if build is None:
-        return not_seen("the CUDA version of the torch build could not be determined")
+        return not_checked("the CUDA version of the torch build could not be determined")
     cuda = build.get("cuda")
     if build.get("hip"):
         return note(
@@ -64,7 +64,7 @@ def cuda_build(snapshot: MachineSnapshot) -> CheckOutcome:
             versions().install_command(build["version"], None),
         )
     if gpu is None:
-        return not_seen(
+        return not_checked(
             f"torch {build['version']} was built for {f'CUDA {cuda}' if cuda else 'the CPU'}; whether there is a GPU could not be determined"
         )
     return ok(f"torch {build['version']}, built for {f'CUDA {cuda}' if cuda else 'the CPU'}")
@@ -83,7 +83,7 @@ def loaded_libraries(snapshot: MachineSnapshot) -> CheckOutcome:
     """
     loaded = snapshot.torch["libraries"].get("loaded")
     if not isinstance(loaded, list) or not any("libtorch_cpu" in str(path) for path in loaded):
-        return not_seen("the loaded libraries were not recorded")
+        return not_checked("the loaded libraries were not recorded")
     paths = [str(path) for path in loaded]
     own_folders = tuple(str(folder).rstrip("/") + "/" for folder in snapshot.python["path"])
     foreign = [

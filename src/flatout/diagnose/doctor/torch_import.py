@@ -8,7 +8,7 @@ from flatout.diagnose.doctor.check import (
     dotted,
     first_command,
     machine_check,
-    not_seen,
+    not_checked,
     note,
     ok,
     problem,
@@ -40,7 +40,7 @@ def torch_imports(snapshot: MachineSnapshot) -> CheckOutcome:
     How to fix it:
         The command depends on the cause and is given with it; usually `pip install --force-reinstall torch`.
     """
-    run, stages = snapshot.runs["import torch"], snapshot.torch
+    run, stages = snapshot.command_results["import torch"], snapshot.torch
     found, imported, failed = stages.get("found"), stages.get("imported"), stages.get("import failed")
     tail = [line for line in run.output.splitlines() if line.strip()][-4:]
     if isinstance(failed, dict):
@@ -67,7 +67,7 @@ def torch_imports(snapshot: MachineSnapshot) -> CheckOutcome:
             "python -c 'import torch'",
             tail,
         )
-    return not_seen("the child process that imports torch wrote nothing")
+    return not_checked("the child process that imports torch wrote nothing")
 
 
 def _imported(imported: dict[str, Any], snapshot: MachineSnapshot) -> CheckOutcome:
@@ -83,7 +83,7 @@ def _imported(imported: dict[str, Any], snapshot: MachineSnapshot) -> CheckOutco
             f"the module that `import torch` found at {file} is not torch: {build_error}", reinstall(snapshot)
         )
     if not isinstance(took_s, (int, float)):
-        return not_seen("the import time was not recorded")
+        return not_checked("the import time was not recorded")
     if took_s > SLOW_IMPORT_S:
         return warning(
             f"`import torch` took {took_s:.0f} s from {file}: its folder is on a slow disk",
@@ -122,7 +122,7 @@ def torch_version(snapshot: MachineSnapshot) -> CheckOutcome:
     text = build.get("version") if isinstance(build, dict) else snapshot.distribution("torch")
     installed, table = version(text), versions()
     if installed is None:
-        return not_seen("torch's version could not be read" if text else "torch is not installed")
+        return not_checked("torch's version could not be read" if text else "torch is not installed")
     if warning_text := untested_torch(str(text)):
         return note(warning_text, "pip install --upgrade flatout")
     if installed[:2] < table.torch_min:

@@ -25,7 +25,7 @@ from flatout.schema.profile import ProfileRecord
 
 
 def check(profile: ProfileRecord) -> Iterable[Finding]:
-    seen = profile.compiled
+    seen = profile.compile_record
     if seen is None or not seen.breaks or seen.recompiles > seen.breaks:
         return
     times = "once" if seen.breaks == 1 else f"{seen.breaks} times"

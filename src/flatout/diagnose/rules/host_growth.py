@@ -26,7 +26,7 @@ LEAST_BYTES = 2**20  # per step; recording alone takes a few hundred KB per step
 
 
 def check(profile: ProfileRecord) -> Iterable[Finding]:
-    grows, tensors = profile.host_growth, profile.leak
+    grows, tensors = profile.host_growth, profile.tensor_growth
     if (
         grows is not None
         and grows.leaking

@@ -20,8 +20,12 @@ from flatout.schema.profile import ProfileRecord
 
 
 def check(profile: ProfileRecord) -> Iterable[Finding]:
-    if profile.leak is not None and profile.leak.leaking and not profile.leak.graph:
-        yield growth_finding(RULE, profile, profile.leak, "")
+    if (
+        profile.tensor_growth is not None
+        and profile.tensor_growth.leaking
+        and not profile.tensor_growth.graph
+    ):
+        yield growth_finding(RULE, profile, profile.tensor_growth, "")
 
 
 RULE = Rule(

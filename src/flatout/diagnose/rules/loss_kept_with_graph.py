@@ -229,8 +229,8 @@ def _outlives(program: ScriptProgram, loop: StepLoop, event: ProgramEvent, reape
 
 
 def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
-    if profile.leak is not None and profile.leak.leaking and profile.leak.graph:
-        yield growth_finding(RULE, profile, profile.leak, "with its graph")
+    if profile.tensor_growth is not None and profile.tensor_growth.leaking and profile.tensor_growth.graph:
+        yield growth_finding(RULE, profile, profile.tensor_growth, "with its graph")
 
 
 RULE = Rule(

@@ -24,7 +24,7 @@ A_FEW = 2  # the first change of a size makes it dynamic, as intended
 
 
 def check(profile: ProfileRecord) -> Iterable[Finding]:
-    seen = profile.compiled
+    seen = profile.compile_record
     if seen is None or seen.recompiles <= A_FEW:
         return
     yield RULE.profile_finding(

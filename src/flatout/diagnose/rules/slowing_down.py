@@ -32,7 +32,11 @@ def check(profile: ProfileRecord) -> Iterable[Finding]:
     if medians is None or medians != sorted(medians) or medians[-1] < GROWN * medians[0]:
         return
     ratio = medians[-1] / medians[0]
-    place = profile.leak.place if profile.leak is not None and profile.leak.leaking else None
+    place = (
+        profile.tensor_growth.place
+        if profile.tensor_growth is not None and profile.tensor_growth.leaking
+        else None
+    )
     said = f"the time per {profile.unit} grew from {format_ms(medians[0])} to {format_ms(medians[-1])} over {len(profile.step_ms_list)} measurements"
     yield RULE.profile_finding(
         said,

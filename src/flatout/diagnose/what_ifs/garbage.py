@@ -1,16 +1,11 @@
 """What if Python never ran the garbage collector? The collector is switched off."""
 
-from __future__ import annotations
-
 import gc
-from typing import TYPE_CHECKING
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
+from flatout.schema.program import Ledger, TrainingContext
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
@@ -20,7 +15,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     if gc.isenabled():
         gc.disable()
-        ledger.call("gc.disable", gc.enable)
+        ledger.on_restore("gc.disable", gc.enable)
     return ledger.restore
 
 

@@ -3,19 +3,15 @@
 The content of a message is still computed: the value of an f-string, the ``item()`` inside it.
 """
 
-from __future__ import annotations
-
 import builtins
 import logging
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Undo, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
+from flatout.schema.program import Ledger, TrainingContext
 
 # module (if loaded), owner of the methods, prefixes of the methods that write
 WRITERS = (
@@ -56,7 +52,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
         ledger.set(sys, name, _DiscardingStream(getattr(sys, name)))
     previous_level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
-    ledger.call("logging.disable", lambda: logging.disable(previous_level))
+    ledger.on_restore("logging.disable", lambda: logging.disable(previous_level))
     for module, owner, prefixes in WRITERS:
         target = sys.modules.get(module)
         target = getattr(target, owner, None) if owner else target

@@ -1,16 +1,10 @@
 """What if the parameter update cost nothing? The optimizer's step does nothing (guard/suspended_optimizer.py)."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from flatout.guard.suspended_optimizer import suspend_optimizer
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
+from flatout.schema.program import Ledger, TrainingContext
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:

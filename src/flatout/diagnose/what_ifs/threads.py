@@ -1,15 +1,9 @@
 """What if operations used one thread fewer, or one more?"""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
-
-if TYPE_CHECKING:
-    from flatout.schema.program import Ledger, TrainingContext
+from flatout.schema.program import Ledger, TrainingContext
 
 
 def _fewer(facts: Facts, context: TrainingContext) -> Options | Skip:
@@ -34,7 +28,7 @@ def _more(facts: Facts, context: TrainingContext) -> Options | Skip:
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     threads = context.torch.get_num_threads()
     context.torch.set_num_threads(int(value))  # type: ignore[arg-type]
-    ledger.call("torch.set_num_threads", lambda: context.torch.set_num_threads(threads))
+    ledger.on_restore("torch.set_num_threads", lambda: context.torch.set_num_threads(threads))
     return ledger.restore
 
 

@@ -105,12 +105,12 @@ class EarlyValueCopier:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         torch = self.torch
-        ledger.call("values on their way", self._clear)
+        ledger.on_restore("values on their way", self._clear)
         ledger.set(torch.autograd, "backward", self._wrap_backward(torch.autograd.backward, context))
         update = register_optimizer_step_pre_hook(
             lambda *_: self._at_moment(UPDATE, context, sys._getframe(1), ())
         )
-        ledger.call("optimizer step hook", update.remove)
+        ledger.on_restore("optimizer step hook", update.remove)
         for name in READS:
             ledger.set(torch.Tensor, name, self._wrap_read(getattr(torch.Tensor, name)))
         ledger.set(

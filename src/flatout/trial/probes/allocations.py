@@ -31,7 +31,7 @@ class AllocationRecorder(Probe):
     def record(self) -> None:
         self.profile = self.torch.profiler.profile(activities=self.tools.activities(), profile_memory=True)
         self.profile.start()
-        self.ledger.call("profiler", self.profile.stop)
+        self.ledger.on_restore("profiler", self.profile.stop)
         self.start_mark = self.clock.mark()
         with self.torch.profiler.record_function(START_MARK):
             pass

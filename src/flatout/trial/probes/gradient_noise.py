@@ -54,7 +54,7 @@ class GradientNoiseProbe(Probe):
         self.weights = digest(self.parameters, self.torch)
         self._save_buffers()
         for scaler in self.context.scalers:
-            self.ledger.call(
+            self.ledger.on_restore(
                 "the scale of the GradScaler", partial(scaler.load_state_dict, scaler.state_dict())
             )
         for optimizer in self.context.optimizers:
@@ -98,7 +98,7 @@ class GradientNoiseProbe(Probe):
                 for buffer, value in zip(buffers, values, strict=True):
                     buffer.copy_(value)
 
-        self.ledger.call("buffers", restore)
+        self.ledger.on_restore("buffers", restore)
 
     # -- recording
 

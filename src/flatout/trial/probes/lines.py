@@ -34,7 +34,7 @@ class LineProbe(Probe):
         self.phases: set[Line] = set()  # lines on which a phase begins
         self.timer.__enter__()
         self.timer.trace_running(sys._getframe(1))
-        self.ledger.call("tracing of lines", lambda: self.timer.__exit__())
+        self.ledger.on_restore("tracing of lines", lambda: self.timer.__exit__())
         for owner in (self.torch.optim.Optimizer, self.torch.nn.Module):
             self.ledger.set(owner, "zero_grad", self._as_phase(owner.zero_grad))
 

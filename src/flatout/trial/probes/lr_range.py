@@ -27,7 +27,7 @@ class LrRangeProbe(Probe):
                 "this program updates its parameters without an optimizer that has a learning rate"
             )
         self.original_rates = [float(group["lr"]) for group in self.groups]
-        self.ledger.call("learning rates", lambda: self._set_rates(self.original_rates))
+        self.ledger.on_restore("learning rates", lambda: self._set_rates(self.original_rates))
         self.losses: list[list[Any]] = [[]]
         self.rates: list[float] = []
 

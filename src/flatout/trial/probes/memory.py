@@ -65,15 +65,15 @@ class MemoryProbe(AllocationRecorder):
         if not self.context.compiled_by_script:  # global hooks would cause a recompilation
             begin = modules.register_module_forward_pre_hook(self._module_begin)
             end = modules.register_module_forward_hook(self._module_end, always_call=True)
-            self.ledger.call("forward pre-hook", begin.remove)
-            self.ledger.call("forward hook", end.remove)
+            self.ledger.on_restore("forward pre-hook", begin.remove)
+            self.ledger.on_restore("forward hook", end.remove)
         for parameter in self.context.parameters:
             if parameter.is_leaf:
                 hook = parameter.register_post_accumulate_grad_hook(self._on_gradient)
-                self.ledger.call("gradient hook", hook.remove)
+                self.ledger.on_restore("gradient hook", hook.remove)
         hooks = self.torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
         hooks.__enter__()
-        self.ledger.call("saved_tensors_hooks", partial(hooks.__exit__, None, None, None))
+        self.ledger.on_restore("saved_tensors_hooks", partial(hooks.__exit__, None, None, None))
         self._count_live()
 
     def _count_live(self) -> None:

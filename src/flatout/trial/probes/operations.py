@@ -43,7 +43,7 @@ class OperationsProbe(Probe):
             self.ledger.restore()
             self.started = True
             self.profile.start()
-            self.ledger.call("profiler", self.profile.stop)
+            self.ledger.on_restore("profiler", self.profile.stop)
 
     def _on_trace(self, profile: Any) -> None:
         trace = self.requested.get("trace")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from flatout.measure.clock import seconds
 from flatout.schema.enums import Origin, Status
-from flatout.schema.plan import Choice, spell
+from flatout.schema.plan import Choice
 from flatout.schema.session import TimeMemoryPoint
 from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone, Trial
@@ -20,6 +20,7 @@ from flatout.tune.endings import end_reason
 from flatout.tune.limits import COMPILE_S
 from flatout.tune.tuning import Tuning
 
+# A tick is one step, or one backward pass if a step is a closure that lasts seconds.
 PEAK_TICKS = 4
 MAX_LIVE_S = 12.0  # of one comparison
 SETTLING_TICKS = 2  # the first observes or tests the lever; the second is like all later ticks
@@ -30,11 +31,11 @@ Parts = tuple[tuple[Candidate, Choice], ...]
 
 @dataclass
 class FrontierPoint:
-    """A point and its parts: the fastest levers of the search or none of them, and memory-saving levers."""
+    """A point: its memory-saving levers, and whether the search's live levers are on."""
 
     record: TimeMemoryPoint
     parts: Parts
-    fastest: bool
+    with_live_levers: bool
 
     @property
     def time(self) -> float:
@@ -54,7 +55,7 @@ def fit_memory(tuning: Tuning, tuned: list[Candidate]) -> list[Candidate]:
     try:
         program = _start_program(tuning, fixed)
     except (ProgramGone, LeverFailed) as error:
-        tuning.note(plan_of(fixed).describe(), LIVE, None, end_reason(error), seconds())
+        tuning.record_comparison(plan_of(fixed).describe(), LIVE, None, end_reason(error), seconds())
         return tuned
     tuning.session.frontier = []
     points = _Frontier(tuning, program, fixed, [c for c in tuned if c.lever.live], limit).measure_all()
@@ -78,33 +79,33 @@ class _Frontier:
         self.points: list[FrontierPoint] = []
 
     def measure_all(self) -> list[FrontierPoint]:
-        """Measure no live levers, the fastest levers, and every value of every memory-saving lever.
+        """Measure without live levers, with them, and with every value of every memory-saving lever.
 
         If none fits, also measure the smallest values together.
         """
         try:
-            self._measure((), fastest=False)
+            self._measure((), with_live_levers=False)
             if self.live:
-                self._measure((), fastest=True)
+                self._measure((), with_live_levers=True)
             plans = list(self._single_levers())
             for i, parts in enumerate(plans):
-                self._measure(parts, fastest=True, plans_left=len(plans) - i + 1)
+                self._measure(parts, with_live_levers=True, plans_left=len(plans) - i + 1)
             if not any(point.record.fits for point in self.points):
                 smallest = self._smallest_of_each()
                 if len(smallest) > 1:
-                    self._measure(smallest, fastest=True)
+                    self._measure(smallest, with_live_levers=True)
         except ProgramGone as gone:  # it finished, or failed with a lever: the measurements so far stay
             self.tuning.interleaver.dismiss(self.program)
             self.points[-1].record.note = self.points[-1].record.note or end_reason(gone)
         return self.points
 
     def _single_levers(self) -> Iterator[Parts]:
-        fastest = {c.lever.name for c in (*self.fixed, *self.live)}
+        search_levers = {c.lever.name for c in (*self.fixed, *self.live)}
         for candidate in self.tuning.candidates.values():
             if not candidate.saves_memory:
                 continue
-            conflict = next((name for name in candidate.lever.excludes if name in fastest), None)
-            missing = next((name for name in candidate.lever.needs if name not in fastest), None)
+            conflict = next((name for name in candidate.lever.excludes if name in search_levers), None)
+            missing = next((name for name in candidate.lever.needs if name not in search_levers), None)
             if conflict or missing:
                 candidate.reason = (
                     f"cannot be combined with {conflict}"
@@ -117,7 +118,9 @@ class _Frontier:
 
     def _smallest_of_each(self) -> Parts:
         """The value of each lever with the lowest peak, if it saves memory."""
-        without = (point for point in self.points if point.fastest == bool(self.live) and not point.parts)
+        without = (
+            point for point in self.points if point.with_live_levers == bool(self.live) and not point.parts
+        )
         max_peak = MAX_PEAK_RATIO * next((point.record.peak_bytes or 0 for point in without), 0)
         best: dict[str, tuple[int, Parts]] = {}
         for point in self.points:
@@ -128,17 +131,19 @@ class _Frontier:
                     best[name] = peak, point.parts
         return tuple(part for _, parts in best.values() for part in parts)
 
-    def _measure(self, parts: Parts, fastest: bool, plans_left: int = 1) -> None:
+    def _measure(self, parts: Parts, with_live_levers: bool, plans_left: int = 1) -> None:
         tuning, interleaver, start_s = self.tuning, self.tuning.interleaver, seconds()
-        left_s = tuning.fit_until_s - start_s
+        left_s = tuning.memory_fit_until_s - start_s
         compiles = any(candidate.lever.warms_up for candidate, _ in parts)
         if parts and left_s < 4 * interleaver.block_s + (COMPILE_S if compiles else 0):
             return
-        choices = ([c.choice for c in self.live] if fastest else []) + [choice for _, choice in parts]
-        name = ", ".join(spell(c.name, c.value) for c in [*plan_of(self.fixed), *choices]) or "plain"
+        choices = ([c.choice for c in self.live] if with_live_levers else []) + [
+            choice for _, choice in parts
+        ]
+        name = ", ".join(c.text for c in [*plan_of(self.fixed), *choices]) or "plain"
         tuning.stage("fitting", f"{name}: time and peak memory")
         record = TimeMemoryPoint(name)
-        self.points.append(FrontierPoint(record, parts, fastest))
+        self.points.append(FrontierPoint(record, parts, with_live_levers))
         tuning.session.frontier.append(record)
         try:
             interleaver.switch(self.program, choices, COMPILE_S if compiles else 0.0)
@@ -151,11 +156,11 @@ class _Frontier:
                     choices,
                     until_s,
                     settle_ticks=SETTLING_TICKS,
-                    recorded=lambda ratio: tuning.watcher.comparison(name, ratio),
+                    on_ratio=lambda ratio: tuning.watcher.comparison(name, ratio),
                 )
                 interleaver.switch(self.program, choices)
                 interleaver.run(self.program, SETTLING_TICKS)
-            recorded = self.program.run_probe("peak", interleaver.deadline(PEAK_TICKS), ticks=PEAK_TICKS)
+            peak_result = self.program.run_probe("peak", interleaver.deadline(PEAK_TICKS), ticks=PEAK_TICKS)
             interleaver.switch(self.program, ())
         except LeverFailed as error:
             record.note = error.reason
@@ -163,10 +168,12 @@ class _Frontier:
             for candidate, _ in parts:
                 candidate.reason = candidate.reason if candidate.ratio else error.reason
             return
-        record.peak_bytes, record.note = recorded.get("peak_bytes"), recorded.get("why_not", "")
+        record.peak_bytes, record.note = peak_result.get("peak_bytes"), peak_result.get("why_not", "")
         record.fits = record.peak_bytes is not None and record.peak_bytes <= self.limit
         if choices:
-            tuning.note(name, LIVE, record.ratio, "", start_s, against=plan_of(self.fixed).describe())
+            tuning.record_comparison(
+                name, LIVE, record.ratio, "", start_s, against=plan_of(self.fixed).describe()
+            )
         for candidate, choice in parts if len(parts) == 1 else ():
             if record.ratio is not None:
                 candidate.value, candidate.ratio, candidate.method = choice.value, record.ratio, LIVE
@@ -192,9 +199,9 @@ def _choose_point(tuning: Tuning, tuned: list[Candidate], points: Sequence[Front
     best = fitting[0]
     best.record.chosen = True
     tuning.must_fit = not points[0].record.fits
-    if not best.parts and best.fastest == bool([c for c in tuned if c.lever.live]):
+    if not best.parts and best.with_live_levers == bool([c for c in tuned if c.lever.live]):
         return tuned
-    chosen = [c for c in tuned if not c.lever.live or best.fastest]
+    chosen = [c for c in tuned if not c.lever.live or best.with_live_levers]
     for candidate in tuned:
         if candidate not in chosen:
             candidate.reject("the plan with it does not fit into the memory limit")

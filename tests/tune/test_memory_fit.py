@@ -13,8 +13,8 @@ from flatout.schema.plan import Choice
 from flatout.schema.records import Ratio
 from flatout.schema.session import SessionRecord, TimeMemoryPoint
 from flatout.tune.candidates import Candidate, make_candidates
-from flatout.tune.fit import FrontierPoint, _choose_point, fit_memory
 from flatout.tune.goal import Goal
+from flatout.tune.memory_fit import FrontierPoint, _choose_point, fit_memory
 from flatout.tune.search import observe
 from flatout.tune.session import verdict
 
@@ -51,7 +51,7 @@ def test_the_frontier_of_a_real_program(new_tuning, monkeypatch):
     assert not tuning.candidates[
         "recompute"
     ].selectable  # levers that trade speed for memory do not compete on speed
-    monkeypatch.setattr("flatout.tune.fit.MAX_LIVE_S", 0.1)
+    monkeypatch.setattr("flatout.tune.memory_fit.MAX_LIVE_S", 0.1)
     tuning.candidates["recompute"].values = ({"blocks": 0.5}, {"blocks": 1.0})
     fit_memory(tuning, [])  # everything fits
     assert not tuning.must_fit
@@ -77,11 +77,11 @@ def candidate(name):
     return Candidate(LEVER[name], (), LEVER[name].effect, value=True)
 
 
-def measured(peak, ratio=None, parts=(), fastest=False, limit=100):
+def measured(peak, ratio=None, parts=(), with_live_levers=False, limit=100):
     return FrontierPoint(
         TimeMemoryPoint("x", peak, Ratio(ratio, ratio, ratio, 3) if ratio else None, fits=peak <= limit),
         parts,
-        fastest,
+        with_live_levers,
     )
 
 
@@ -99,22 +99,32 @@ def test_the_choice(tuning):
     assert _choose_point(
         tuning,
         [fused],
-        [measured(90), measured(95, 1.2, fastest=True), measured(50, 0.9, part, fastest=True)],
+        [
+            measured(90),
+            measured(95, 1.2, with_live_levers=True),
+            measured(50, 0.9, part, with_live_levers=True),
+        ],
     ) == [fused]
     # The plain program fits; the winners do not.
-    assert _choose_point(tuning, [fused], [measured(90), measured(120, 1.2, fastest=True)]) == []
+    assert _choose_point(tuning, [fused], [measured(90), measured(120, 1.2, with_live_levers=True)]) == []
     assert fused.status is Status.REJECTED
     # Only the slower levers fit.
     fused.status = Status.SKIPPED
     assert _choose_point(
         tuning,
         [fused],
-        [measured(150), measured(160, 1.2, fastest=True), measured(90, 0.8, part, fastest=True)],
+        [
+            measured(150),
+            measured(160, 1.2, with_live_levers=True),
+            measured(90, 0.8, part, with_live_levers=True),
+        ],
     ) == [fused, recomputed]
     assert tuning.must_fit
     assert (recomputed.value, recomputed.status) == ({"blocks": 1.0}, Status.SKIPPED)
     # Nothing fits.
-    assert _choose_point(tuning, [fused], [measured(150), measured(101, 0.8, part, fastest=True)]) == []
+    assert (
+        _choose_point(tuning, [fused], [measured(150), measured(101, 0.8, part, with_live_levers=True)]) == []
+    )
 
 
 def test_messages():

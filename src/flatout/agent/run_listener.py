@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import Protocol
 
 from flatout.agent.applier import AFTER_FIRST_STEP, BEFORE_FIRST_STEP, Applier, Outcome, one_line
-from flatout.agent.bootstrap import say, say_unbuffered
+from flatout.agent.bootstrap import notify, notify_unbuffered
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener, ListenerGroup
 from flatout.agent.training_context import TrainingContext
@@ -52,12 +52,12 @@ class Checkpointing(Protocol):
 MakeCheckpointing = Callable[[Ledger, Callable[[], None]], Checkpointing | None]
 
 
-class AttachedRun(Listener):
+class RunListener(Listener):
     """Waits for the first step, applies the levers that need it, and removes the hooks."""
 
     def __init__(self, request: RunRequest, torch: ModuleType, checkpoints: MakeCheckpointing) -> None:
         self.plan = request.plan
-        self.start_outcomes = list(map(Outcome.from_json, request.started))
+        self.start_outcomes = list(map(Outcome.from_json, request.process_outcomes))
         rank_env = this_rank()
         self.rank = rank_number()
         ledger = Ledger()
@@ -85,7 +85,9 @@ class AttachedRun(Listener):
         return self.checkpoints is not None and self.checkpoints.replaying
 
     def on_error(self, error: Exception) -> None:
-        say(f"internal error in flatout ({type(error).__name__}: {error}); the program continues without it")
+        notify(
+            f"internal error in flatout ({type(error).__name__}: {error}); the program continues without it"
+        )
         if self.checkpoints is not None:
             self.checkpoints.on_error(error)
         self.context.stop_observing()
@@ -101,7 +103,7 @@ class AttachedRun(Listener):
                 claimed = first_on_node() and claim(os.environ["FLATOUT_JOB"] + REPORT)
             self.prints = self.rank == 0 and claimed
             if not self.replaying:  # a replay shows nothing
-                self._report_applied(say)
+                self._report_applied(notify)
         elif self.context.steps >= 3:
             for lever, sentence in self.context.reports:
                 self._print_report(lever, sentence)
@@ -111,7 +113,7 @@ class AttachedRun(Listener):
 
     def _print_report(self, lever: str, sentence: str) -> None:
         if self.prints:
-            say(f"{lever}: {sentence}")
+            notify(f"{lever}: {sentence}")
 
     def finish_start(self) -> None:
         """Remove the hooks that are no longer needed: all levers are applied and reported."""
@@ -124,8 +126,8 @@ class AttachedRun(Listener):
         """Called at the resume point: the program continues from its saved state."""
         assert self.checkpoints is not None
         self.checkpoints.begin(self.context)
-        self._report_applied(say_unbuffered)
+        self._report_applied(notify_unbuffered)
 
-    def _report_applied(self, notify: Callable[[str], None]) -> None:
+    def _report_applied(self, print_line: Callable[[str], None]) -> None:
         if self.prints and (len(self.plan) or self.checkpoints is None):
-            notify(one_line([*self.start_outcomes, *self.applier.outcomes]))
+            print_line(one_line([*self.start_outcomes, *self.applier.outcomes]))

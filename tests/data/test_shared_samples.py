@@ -86,7 +86,7 @@ def test_a_truncated_file_is_ignored(tmp_path, content):
     assert holds(store, Numbers())
 
 
-def test_random_samples_are_not_handed_on(tmp_path):
+def test_random_samples_are_not_shared(tmp_path):
     class Noisy(Numbers):
         def __getitem__(self, index):
             return self.rows[index] + torch.rand(3), index

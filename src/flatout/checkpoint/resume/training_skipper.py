@@ -31,8 +31,8 @@ Function = Callable[..., Any]
 class TrainingSkipper:
     """Patches the skipped functions. ``ledger``: for patches that stay after the resume point."""
 
-    def __init__(self, value_log: ValueLog, replay_tensors: FakeOperators, ledger: Ledger) -> None:
-        self.value_log, self.replay_tensors, self._ledger = value_log, replay_tensors, ledger
+    def __init__(self, value_log: ValueLog, fake_operators: FakeOperators, ledger: Ledger) -> None:
+        self.value_log, self.fake_operators, self._ledger = value_log, fake_operators, ledger
         self._step_patches = Ledger()
         self._until_resume_point = Ledger()
         self._mode: Any = None  # a torch function mode that answers instead of the functions
@@ -82,7 +82,7 @@ class TrainingSkipper:
         self._ledger.set(
             record_function, "__exit__", _skip_if(record_function.__exit__, lambda name: name.record is None)
         )
-        self._mode = self.replay_tensors.mode()
+        self._mode = self.fake_operators.mode()
         self._mode.disabled = True
         self._mode.__enter__()
 
@@ -122,11 +122,11 @@ class TrainingSkipper:
         name = func.__name__.partition(".")[0]
         if not self._mode.disabled:
             if not func._schema.is_mutable:
-                return self.replay_tensors.answer(func, args, kwargs)
+                return self.fake_operators.answer(func, args, kwargs)
             # an in-place operation returns its target
             if type(args[0]) is ReplayTensor and name.endswith("_") and name not in RESHAPING_IN_PLACE:
-                return self.replay_tensors.gradient_sources.add_sources(args[0], args)
-        return self.replay_tensors.refuse(f"{name}() needs a tensor that the checkpoint does not hold")
+                return self.fake_operators.gradient_sources.add_sources(args[0], args)
+        return self.fake_operators.refuse(f"{name}() needs a tensor that the checkpoint does not hold")
 
     def _wrap_module_call(self, original: Function, on_start: Callable[[], None]) -> Function:
         @wraps(original)
@@ -155,7 +155,7 @@ class TrainingSkipper:
                 with self.value_log.unrecorded:
                     return original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
             wanted = (inputs,) if isinstance(inputs, torch.Tensor) else inputs
-            return self.replay_tensors.gradient_sources.set_gradients(
+            return self.fake_operators.gradient_sources.set_gradients(
                 (tensors,) if isinstance(tensors, torch.Tensor) else tensors, wanted
             )
 
@@ -167,7 +167,7 @@ class TrainingSkipper:
             if not self.value_log.replaying:
                 with self.value_log.unrecorded:
                     return original(outputs, inputs, *args, **kwargs)
-            return self.replay_tensors.gradient_sources.grads(outputs, inputs)
+            return self.fake_operators.gradient_sources.grads(outputs, inputs)
 
         return grad
 
@@ -178,7 +178,7 @@ class TrainingSkipper:
                 return of_class(*args, **kwargs)
             with torch.no_grad():
                 result = of_class(*args, **kwargs)
-            return self.replay_tensors.gradient_sources.add_sources(result, (*args, *kwargs.values()))
+            return self.fake_operators.gradient_sources.add_sources(result, (*args, *kwargs.values()))
 
         return apply
 
