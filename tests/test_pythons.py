@@ -37,6 +37,7 @@ def vermin(*paths):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.processes
 def test_the_source_needs_nothing_newer_than_the_oldest_python():

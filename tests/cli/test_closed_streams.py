@@ -33,7 +33,7 @@ sys.exit(7)
 """
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("streams", ["<&- >&-", ">&- 2>&-", "<&- 2>&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize("how", ["--supervise", "--rescue"])
 def test_a_run_is_as_plain(flatout, script, streams, how):

@@ -113,6 +113,30 @@ def test_batches_are_taken_ahead_and_come_in_order(depth, workers):
             del iterator._next_data  # a persistent iterator is the same one in the next epoch
 
 
+class Ends(Dataset):
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        if index == 9:
+            raise OSError("the file of sample 9 is damaged")
+        return torch.tensor([float(index)])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_error_of_a_batch_comes_after_the_batches_before_it(workers):
+    def epoch(ahead):
+        iterator, found = iter(DataLoader(Ends(), batch_size=2, num_workers=workers)), []
+        if ahead:
+            targets = {0: CPU}  # known, so batches are taken ahead from the start
+            iterator._next_data = DevicePrefetcher(iterator, 3, DeviceCopies(), targets)
+        with pytest.raises(OSError, match="sample 9 is damaged"):
+            found.extend(batch.flatten().tolist() for batch in iterator)
+        return found
+
+    assert epoch(ahead=True) == epoch(ahead=False) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
 class Drawn(Dataset):
     def __init__(self, draws):
         self.draws = draws

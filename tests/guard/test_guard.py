@@ -19,14 +19,18 @@ EFFECTS = st.sampled_from([Effect.EXACT, Effect.ROUNDING, Effect.PRECISION, Effe
 LOADER = {"loaders": [{"dataset": "D"}]}
 
 
+def weights(seed, **others):
+    """Digests of the weights after some steps; ``s2="other"`` for another one after step 2."""
+    return {str(step): others.get(f"s{step}", f"{seed} {step}") for step in (1, 2, 4, 8, 16)}
+
+
 def record(losses, seed=0, **more):
     return TrialRecord(
         "finished",
         losses=[x.hex() for x in losses],
         loss_steps=list(range(len(losses))),
         seed=seed,
-        weights_digests={"1": f"{seed}a", "2": f"{seed}b"},
-        **more,
+        **{"weights_digests": weights(seed), "batch_statistics": [[0.0, 1.0, 0.5, 0.25]] * 4, **more},
     )
 
 
@@ -69,8 +73,11 @@ any_losses = st.lists(st.floats(), min_size=2, max_size=30)
 @given(EFFECTS, st.lists(finite_losses, min_size=1, max_size=3))
 def test_identical_finite_records_are_always_accepted(effect, curves):
     runs = [record(losses, seed) for seed, losses in enumerate(curves)]
-    verdict = judge(effect, runs, runs).verdict
-    assert verdict == ("same" if effect is Effect.EXACT else "equivalent")
+    found = judge(effect, runs, runs)
+    if effect is Effect.EXACT and sum(map(len, curves)) < 32:
+        assert (found.verdict, "equal bits are claimed from 32" in found.why) == ("not checked", True)
+    else:
+        assert found.verdict == ("same" if effect is Effect.EXACT else "equivalent")
 
 
 @given(EFFECTS, st.lists(finite_losses, min_size=1, max_size=3), st.data())
@@ -137,10 +144,28 @@ def test_hardly_any_losses_are_not_judged():
 
 
 def test_other_weights_break_an_exact_claim_though_every_loss_agrees():
-    tuned = [replace(run, weights_digests={**run.weights_digests, "2": "other"}) for run in seeds()]
+    tuned = [replace(run, weights_digests=weights(run.seed, s2="other")) for run in seeds()]
     found = judge(Effect.EXACT, seeds(), tuned)
     assert names(found, passed=False) == {"weights"}
     assert "after step 2" in found.why
+
+
+@pytest.mark.parametrize("recorded", [(), ("1", "2"), ("1", "2", "4", "8"), ("1", "16")])
+def test_bits_are_not_claimed_from_too_few_weights(recorded):
+    runs = [
+        replace(run, weights_digests={step: run.weights_digests[step] for step in recorded})
+        for run in seeds()
+    ]
+    found = judge(Effect.EXACT, runs, runs)
+    assert (found.verdict, names(found, passed=None)) == ("not checked", {"weights"})
+    assert "equal bits are claimed from 3 and step 16" in found.why
+
+
+def test_a_claim_of_equal_bits_says_what_was_compared():
+    found = judge(Effect.EXACT, seeds(), seeds())
+    assert found.why == (
+        "bit for bit: 180 losses, and the weights after 5 steps, the last of them step 16 (3 seeds)"
+    )
 
 
 def test_a_nondeterministic_program_gets_a_message_and_is_judged_by_its_curves():
@@ -153,10 +178,8 @@ def test_a_nondeterministic_program_gets_a_message_and_is_judged_by_its_curves()
 
 def test_nondeterministic_weights_rule_out_a_bitwise_comparison_even_if_losses_repeat():
     """Atomic additions sum in a different order each time; a loss need not show it at once."""
-    repeat = replace(seeds()[0], weights_digests={"1": "0a", "2": "rounded otherwise"})
-    tuned = [
-        replace(run, weights_digests={"1": f"{run.seed}a", "2": "and otherwise again"}) for run in seeds()
-    ]
+    repeat = replace(seeds()[0], weights_digests=weights(0, s2="rounded otherwise"))
+    tuned = [replace(run, weights_digests=weights(run.seed, s2="and otherwise again")) for run in seeds()]
     found = judge(Effect.EXACT, seeds(), tuned, repeat=repeat)
     assert found.verdict == "equivalent"
     assert "is not repeatable" in found.why
@@ -166,18 +189,17 @@ def test_nondeterministic_weights_rule_out_a_bitwise_comparison_even_if_losses_r
 
 
 def diverging(change=lambda t, x: x):
-    """The weights after step 1 are numbers, those after step 2 are not."""
-    return seeds(lambda t, x: change(t, x) if t < 2 else math.nan)
+    return seeds(lambda t, x: change(t, x) if t < 20 else math.nan)
 
 
 def test_what_is_nan_on_both_sides_is_not_claimed_to_be_equal():
-    assert nonfinite_loss(diverging()[0]) == "the program's own loss is NaN from step 2"
+    assert nonfinite_loss(diverging()[0]) == "the program's own loss is NaN from step 20"
     assert (
         nonfinite_loss(seeds(lambda t, x: math.inf if t == 5 else x)[0]) == ""
     )  # a GradScaler skips such a step
     found = judge(Effect.EXACT, diverging(), diverging())
     assert found.verdict == "same"
-    assert "(2 losses, 3 seeds)" in found.why
+    assert "60 losses, and" in found.why
     never = seeds(lambda t, x: math.nan)
     for effect in (Effect.EXACT, Effect.ROUNDING):
         found = judge(effect, never, never, smooth(1e-6))
@@ -187,11 +209,14 @@ def test_what_is_nan_on_both_sides_is_not_claimed_to_be_equal():
 
 def test_weights_after_a_nan_prove_nothing():
     """NaN has many bit patterns, and equal ones would prove nothing either."""
-    tuned = [replace(run, weights_digests={"3": "another NaN"}) for run in diverging()]
-    plain = [replace(run, weights_digests={"3": "a NaN"}) for run in diverging()]
-    found = judge(Effect.EXACT, plain, tuned)
-    assert found.verdict == "same"
-    assert found.why.startswith("losses are bitwise equal")
+    before = {"32": "a NaN"}, {"32": "another NaN"}
+    plain, tuned = (
+        [replace(run, weights_digests={**weights(run.seed), **after}) for run in diverging()]
+        for after in before
+    )
+    assert judge(Effect.EXACT, plain, tuned).verdict == "same"
+    alone = [replace(run, weights_digests={"32": "a NaN"}) for run in diverging()]
+    assert judge(Effect.EXACT, alone, alone).verdict == "not checked"
 
 
 @pytest.mark.parametrize("effect", [Effect.EXACT, Effect.ROUNDING, Effect.RESAMPLED])
@@ -443,10 +468,21 @@ def test_other_batches_fail_where_there_is_a_loader():
     assert "batch 1" in found.why
 
 
-def test_a_missing_replica_is_reported():
-    found = judge(Effect.ROUNDING, seeds(), seeds(), {"failure": "no module was called"})
-    assert found.verdict == "equivalent"
-    assert "no module was called" in found.why
+@pytest.mark.parametrize("answer", [{"failure": "no module was called"}, {"checks": []}, {}])
+def test_a_replica_without_an_answer_is_no_check(answer):
+    found = judge(Effect.ROUNDING, seeds(), seeds(), answer)
+    assert (found.verdict, names(found, passed=None)) == ("not checked", {"gradient"})
+    assert answer.get("failure", "no answer") in found.why
+
+
+def test_a_late_replica_without_an_answer_is_said_and_decides_nothing():
+    found = judge(Effect.ROUNDING, seeds(), seeds(), smooth(1e-6), late_replica={"failure": "out of memory"})
+    assert (found.verdict, names(found, passed=None)) == ("equivalent", {"late gradient"})
+
+
+def test_another_distribution_is_not_excluded_without_batches():
+    runs = [replace(run, batch_statistics=[]) for run in seeds()]
+    assert judge(Effect.RESAMPLED, runs, runs).verdict == "not checked"
 
 
 def test_one_seed_alone_is_measured_by_its_own_movement():
@@ -517,6 +553,13 @@ def test_other_samples_from_the_same_distribution_pass():
 )
 def test_another_distribution_fails(change, seen_by):
     assert names(judge(Effect.RESAMPLED, resampled(1), resampled(2, **change)), passed=False) >= seen_by
+
+
+def test_a_batch_with_nan_fails():
+    """After many batches without one."""
+    tuned = resampled(2)
+    tuned[-1].batch_statistics[-1][2] = math.nan
+    assert "distribution" in names(judge(Effect.RESAMPLED, resampled(1), tuned), passed=False)
 
 
 def test_a_transform_drawn_once_per_batch_does_not_count_as_many_samples():

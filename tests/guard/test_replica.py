@@ -338,6 +338,7 @@ def eight_bits(g):
         (gradients(lambda g: g * 0, slice(-1, None)), "parameters"),  # one bias
         (gradients(lambda g: g + 0.3 * g.flip(0), slice(0, 1)), "parameters"),  # one tensor
         (gradients(lambda g: g * float("nan"), slice(0, 1)), "gradient"),
+        (gradients(lambda g: g * float("nan"), slice(0, 1)), "parameters"),  # and the later ones are right
         (group(lr=2e-3), "update"),
         (group(weight_decay=0.0), "update"),
         (group(betas=(0.9, 0.99)), "update"),
@@ -361,6 +362,27 @@ def test_lost_clipping_fails():
         ledger.set(torch.nn.utils, "clip_grad_norm_", lambda parameters, *args, **kwargs: torch.zeros(()))
 
     assert failed(judged(lever(apply))) == {"clipping"}
+
+
+def test_a_nan_in_the_last_clipped_gradient_fails():
+    clip = torch.nn.utils.clip_grad_norm_
+
+    @acts
+    def apply(context, ledger):
+        def with_nan(parameters, *args, **kwargs):
+            parameters = list(parameters)
+            norm = clip(parameters, *args, **kwargs)
+            parameters[-1].grad.fill_(float("nan"))
+            return norm
+
+        ledger.set(torch.nn.utils, "clip_grad_norm_", with_nan)
+
+    assert failed(judged(lever(apply))) == {"clipping"}
+
+
+def test_an_output_more_than_in_the_plain_step_fails():
+    more = around_forward(lambda output: (output, output.detach().sum()))
+    assert "outputs" in failed(judged(lever(more)))
 
 
 # Exact levers are compared bit for bit, and levers that are not live get no replica.
@@ -705,6 +727,43 @@ def test_running_out_of_memory_in_the_replica_blames_no_lever(where):
     verdict = judged(lever(apply))
     assert "checks" not in verdict
     assert "too little memory" in verdict["failure"]
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_with_too_little_memory_part_of_the_batch_is_judged(right):
+    def apply(context, value, ledger):
+        def full(module, args):
+            if len(args[0]) > 16:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+        handles = [root.register_forward_pre_hook(full) for root in context.roots]
+        if not right:
+            handles += [p.register_hook(lambda grad: 1.05 * grad) for p in context.parameters]
+        return lambda: [handle.remove() for handle in handles]
+
+    def program():
+        torch.manual_seed(0)
+        learns_classes(nn.Linear(8, 5), lambda: (torch.randn(64, 8), torch.randint(5, (64,))))
+
+    assert ("gradient" in failed(judged(lever(apply), program))) is not right
+
+
+def test_a_module_that_keeps_its_last_loss_is_judged():
+    """A tensor with a graph, which torch does not copy: as an attribute, and deep in an object of the module."""
+
+    class Keeps(nn.Linear):
+        def forward(self, x):
+            output = super().forward(x)
+            self.last = output.square().mean()
+            self.kept = {"losses": [self.last * 2]}
+            return output
+
+    def program():
+        torch.manual_seed(0)
+        learns_classes(Keeps(8, 5), lambda: (torch.randn(32, 8), torch.randint(5, (32,))))
+
+    assert not failed(judged(SHELF["fused_optimizer"], program))
+    assert "update" in failed(judged(lever(group(lr=2e-3)), program))
 
 
 def test_a_program_whose_module_is_never_called_gets_an_explanation():

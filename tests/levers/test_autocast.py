@@ -137,6 +137,34 @@ def test_overflow_skips_the_step_and_halves_the_scale(program):
     assert INITIAL_SCALE == 2.0**14
 
 
+def test_an_overflow_skips_the_step_of_its_own_optimizer_alone(program):
+    """A GAN's two optimizers: the gradient of one overflows, and the other steps first."""
+    live = program(optimizer="SGD")
+    other = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    live.context.optimizers.append(optimizer)
+    live.context.roots.append(other)
+    LEVER.apply(live.context, "float16", live.ledger)
+
+    def step(network, optimizer, loss):
+        before = [p.detach().clone() for p in network.parameters()]
+        loss()
+        return lambda: (
+            optimizer.step(),
+            any(not torch.equal(a, b) for a, b in zip(before, network.parameters(), strict=True)),
+        )[1]
+
+    x = torch.randn(8, 3, 12, 12)
+    overflows = step(
+        live.model,
+        live.optimizer,
+        lambda: (functional.cross_entropy(live.model(x), torch.randint(5, (8,))) * 1e8).backward(),
+    )
+    sound = step(other, optimizer, lambda: other(torch.randn(8, 3)).square().mean().backward())
+    assert sound()
+    assert not overflows()
+
+
 class Reads(TorchDispatchMode):
     """Counts the values that Python reads from tensors: on a device, each is a wait."""
 

@@ -161,9 +161,13 @@ def test_the_cache_does_not_return_graphs_of_another_policy():
     assert seen == [torch.bfloat16, torch.float32]
 
 
-def test_a_shorter_last_batch_leaves_the_graph_of_whole_batches_alone(program, monkeypatch):
-    """A counting compiler shows which graph each call runs."""
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_shorter_last_batch_leaves_the_graph_of_whole_batches_alone(program, monkeypatch, nested):
+    """A counting compiler shows which graph each call runs. A batch may be a tensor in a dictionary."""
     live, graphs, calls = program(), [], []
+    if nested:
+        plain = live.model.forward
+        monkeypatch.setattr(live.model, "forward", lambda batch: plain(batch["images"][0]))
     really = torch.compile
 
     def counting(graph, example):
@@ -184,7 +188,8 @@ def test_a_shorter_last_batch_leaves_the_graph_of_whole_batches_alone(program, m
     undo = LEVER.apply(live.context, "default", Ledger())
     live.model.eval()
     for size in (8, 8, 5, 8, 3, 8):
-        live.model(torch.ones(size, 3, 12, 12))
+        images = torch.ones(size, 3, 12, 12)
+        live.model({"images": [images]} if nested else images)
     undo()
     whole = calls[0]
     assert [graph == whole for graph in calls] == [True, True, False, True, False, True]

@@ -59,7 +59,7 @@ def plain(chosen, tmp_path_factory):
     return found
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", [name for name in RUNS if name not in ("gan", "second card")])
 def test_attaching_changes_no_line(name, plain, tmp_path):
     if name in MISSING:

@@ -24,7 +24,8 @@ class Noisy(torch.utils.data.Dataset):
         return 4000
     def __getitem__(self, at):
         return torch.full((8,), float(at)) + torch.rand(8) + random.random()
-torch.manual_seed(7)
+random.seed(a=3)
+torch.manual_seed(seed=7)
 model = torch.nn.Linear(8, 1)
 for epoch in range(9):
     for batch in torch.utils.data.DataLoader(Noisy(), batch_size=8, shuffle=True, num_workers=2):

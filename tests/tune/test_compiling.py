@@ -86,6 +86,7 @@ def test_a_compiler_without_enough_time_is_not_started(make):
     assert compiling.trial is None
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_search_measures_compiled_programs(make, by_hand):
     tuning = make(by_hand, 600.0)  # it ends as soon as the compiled program is measured

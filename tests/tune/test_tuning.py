@@ -116,7 +116,8 @@ def test_without_time_to_check_rounding_only_exact_levers_continue(make):
     assert exact.status is Status.SKIPPED
     assert rounding.status is Status.REJECTED
     assert (
-        rounding.reason == "not checked numerically and not confirmed: the budget ran out; give --budget 8m"
+        rounding.reason
+        == "not kept, because its gradient could not be checked: the budget ran out; give --budget 8m"
     )
 
 

@@ -143,7 +143,7 @@ def compare_losses(
         cause += "; A does not repeat itself either: a second run with its seed has other losses"
     curves = list(map(common_losses, a, b))
     checks = [finite_losses(curves), curves_within_spread(curves)]
-    failed = [check.why for check in checks if not check.passed]
+    failed = [check.why for check in checks if check.passed is not True]
     if failed:
         return LossVerdict("different", f"{'; '.join(failed)}; {difference}{cause}", first)
     return LossVerdict("within the spread", f"{checks[-1].why}; {difference}{cause}", first)

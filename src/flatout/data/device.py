@@ -166,12 +166,18 @@ class DevicePrefetcher:
             except StopIteration:
                 self._ended = True
                 break
+            except Exception as error:  # raised in its turn: the batches before it come first
+                self._ready.append(error)
+                break
             self._start_copies(batch)
             self._ready.append(batch)
         if not self._ready:
             self._ended = False  # a persistent iterator is asked again in the next epoch
             raise StopIteration
-        return self._ready.popleft()
+        batch = self._ready.popleft()
+        if isinstance(batch, Exception):
+            raise batch
+        return batch
 
     def _start_copies(self, batch: object) -> None:
         for index, tensor in enumerate(host_tensors(batch)):

@@ -31,19 +31,17 @@ def replica_samples(size: int, step_ms: float) -> int:
 
 
 def take_samples(
-    steps: Sequence[list[CapturedCall]], step_ms: float, torch: ModuleType
+    steps: Sequence[list[CapturedCall]], step_ms: float, max_samples: int, torch: ModuleType
 ) -> tuple[list[list[CapturedCall]], float]:
     """The same steps with their first samples, as many as the step time allows, and the share taken.
 
     The share is 1.0 if the steps stay whole. Inputs and output gradients must agree in the size of their
     first dimension, the batch size. Scalars stay as they are.
     """
-    sizes = set(_batch_sizes(steps))
-    size = next(iter(sizes), 0)
-    count = replica_samples(size, step_ms)
-    if len(sizes) != 1 or count == size:
+    size = batch_size(steps)
+    count = min(replica_samples(size, step_ms), max_samples)
+    if not size or count == size:
         return list(steps), 1.0
-
     return first_samples(steps, count, torch), count / size
 
 
@@ -56,14 +54,21 @@ def first_samples(
         return mapped_tensors(nest, lambda tensor: tensor[:count] if tensor.dim() else tensor)
 
     def shortened(call: CapturedCall) -> CapturedCall:
-        return replace(call, args=first(call.args), kwargs=first(call.kwargs), grads=first(call.grads))
+        parts = {name: first(getattr(call, name)) for name in ("args", "kwargs", "grads")}
+        return replace(call, **parts, outside=None)
 
     return [list(map(shortened, calls)) for calls in steps]
 
 
 def half_samples(steps: Sequence[list[CapturedCall]], torch: ModuleType) -> list[list[CapturedCall]]:
     """The first half of the samples of steps that `take_samples` has cut."""
-    return first_samples(steps, next(_batch_sizes(steps)) // 2, torch)
+    return first_samples(steps, batch_size(steps) // 2, torch)
+
+
+def batch_size(steps: Sequence[list[CapturedCall]]) -> int:
+    """The size of the batches, or 0 if the steps do not agree in one."""
+    sizes = set(_batch_sizes(steps))
+    return sizes.pop() if len(sizes) == 1 else 0
 
 
 def _batch_sizes(steps: Sequence[list[CapturedCall]]) -> Iterator[int]:

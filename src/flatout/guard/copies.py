@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from flatout.agent.ledger import Ledger
 from flatout.measure.nests import mapped
 
 if TYPE_CHECKING:
@@ -95,6 +97,22 @@ def adam(p: Tensor, grad: Tensor, rate: float, moments: list[Any], step: int, to
         moments[1].lerp_(grad.square(), 0.05)
         size = (moments[1] / (1 - 0.95**step)).sqrt_().add_(1e-30)
         p.sub_(rate / (1 - 0.9**step) * moments[0] / size)
+
+
+def deep_copy(value: Any, torch: ModuleType) -> Any:
+    """A deep copy. torch copies no tensor with a graph, such as a loss that a module keeps: it is copied without."""
+    ledger, original = Ledger(), torch.Tensor.__deepcopy__
+
+    def copy_detached(tensor: Tensor, memo: dict[int, Any]) -> Any:
+        if tensor.is_leaf:
+            return original(tensor, memo)
+        return memo.setdefault(id(tensor), tensor.detach().clone())
+
+    ledger.set(torch.Tensor, "__deepcopy__", copy_detached)
+    try:
+        return copy.deepcopy(value)
+    finally:
+        ledger.restore()
 
 
 def clone(nest: object) -> Any:

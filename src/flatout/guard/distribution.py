@@ -37,6 +37,12 @@ def same_distribution(pairs: Pairs) -> list[GuardCheck]:
     rows = [(p.batch_statistics, t.batch_statistics) for p, t in pairs]
     plain, tuned = [row for a, _ in rows for row in a], [row for _, b in rows for row in b]
     checks = []
+    if _finite(plain) and not _finite(tuned):
+        return [
+            GuardCheck(
+                "distribution", False, "a batch has values that are NaN or infinite, and no plain one has"
+            )
+        ]
     if plain and tuned:
         p, name = min(
             (two_sample_ks([r[i] for r in plain], [r[i] for r in tuned]), name)
@@ -52,6 +58,10 @@ def same_distribution(pairs: Pairs) -> list[GuardCheck]:
         )
         checks += _shift(rows, plain)
     return checks + _draws(pairs)
+
+
+def _finite(rows: Sequence[list[float]]) -> bool:
+    return all(math.isfinite(x) for row in rows for x in row)
 
 
 def _shift(

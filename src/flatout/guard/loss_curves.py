@@ -83,8 +83,10 @@ def start_check(
     length = common_length(curves)
     losses = [x for p, t in curves for x in (*p[:length], *t[:length])]
     unit = max(map(abs, losses), default=0.0)
-    if not 0 < unit < math.inf:
-        return []
+    if not length:
+        return [GuardCheck("start", None, "the first loss is not finite")]
+    if not unit:
+        return [GuardCheck("start", True, "the first losses coincide", 0.0, START_LIMIT)]
     plain_units, tuned_units = (
         [[x / unit for x in side[:length]] for side in sides] for sides in zip(*curves, strict=True)
     )
@@ -160,14 +162,10 @@ def curves_within_spread(curves: Curves) -> GuardCheck:
     length = common_length(curves)
     plain, tuned = ([side[:length] for side in sides] for sides in zip(*curves, strict=True))
     unit = max((abs(x) for curve in (*plain, *tuned) for x in curve), default=0.0)
-    if not length or unit == 0:
-        return GuardCheck(
-            "curve",
-            True,
-            "the loss curves coincide" if length else "the first loss is not finite",
-            0.0,
-            CURVE_LIMIT,
-        )
+    if not length:
+        return GuardCheck("curve", None, "the first loss is not finite")
+    if unit == 0:
+        return GuardCheck("curve", True, "the loss curves coincide", 0.0, CURVE_LIMIT)
     plain, tuned = ([_windows(curve, unit) for curve in side] for side in (plain, tuned))
     gaps = [y - x for p, t in zip(plain, tuned, strict=True) for x, y in zip(p, t, strict=True)]
     distance, shift = _rms(gaps), abs(sum(gaps) / len(gaps))

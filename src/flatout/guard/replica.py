@@ -3,19 +3,7 @@
 The replica records a few steps of a running script: a copy of the root modules and optimizers, then for each
 step the inputs of each root's first forward, the random state, and the gradient that returns to each output.
 From these it repeats the steps without the script's code: forward, vector-Jacobian product, optimizer. It
-compares (`flatout.guard.rounding`)
-
-    outputs      the outputs of the root modules
-    gradient     of all parameters together, relative to the script's own gradient noise from batch to batch
-    parameters   the same for each parameter tensor: a small one may be wrong without showing in the total
-    clipping     the result of clip_grad_norm_ for the same gradients
-    update       the updates of the optimizers from the same gradients over some steps
-    buffers      the changes of running statistics
-    resolution   the significant bits of a loss that a root module computes
-    flushed      gradient elements that are zero although the plain ones are not
-    bits         gradient elements with fewer bits than half-precision products leave
-    saturated    elements of outputs and gradients that all equal one largest or smallest value
-    later ...    gradient and resolution of the first step once more, after the updates of the optimizers
+compares them (`flatout.guard.rounding`; docs/explanation/guard.md lists the checks).
 
 A root module that computes its own loss is first trained on one captured step. The network of the later step
 is then confident of its samples: only there do a vanishing gradient p - 1 and a saturated softmax show. For
@@ -29,16 +17,23 @@ whose gradient vanishes late, nor a lever that breaks after more updates than th
 
 from __future__ import annotations
 
-import copy
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.applier import Applier
-from flatout.guard.batch_slices import gradients_are_sums, half_samples, take_samples, whole_batch_factor
+from flatout.guard.batch_slices import (
+    MIN_SAMPLES,
+    batch_size,
+    gradients_are_sums,
+    half_samples,
+    take_samples,
+    whole_batch_factor,
+)
 from flatout.guard.captured_steps import CapturedCall, StepReplayer, StepResults
-from flatout.guard.copies import clone, random_state, set_random_state
+from flatout.guard.copies import clone, deep_copy, random_state, set_random_state
 from flatout.guard.rounding import HALF_NUDGE, NUDGE, check, compare, compare_bitwise, later_checks
 from flatout.measure.clock import seconds
 from flatout.measure.nests import tensors_in
@@ -107,7 +102,7 @@ class StepReplica:
         self._sliced_steps: list[
             list[CapturedCall]
         ] = []  # the captured steps, with ``_share`` of their samples
-        self._share = 1.0
+        self._share, self._max_samples = 1.0, sys.maxsize
         self._step_count = (
             LARGE_MODEL_STEPS
             if step_ms > SLOW_STEP_MS or sum(p.numel() for p in context.parameters) > LARGE_PARAMETERS
@@ -136,7 +131,7 @@ class StepReplica:
             if self._frozen is None:
                 self._originals, self._optimizers = self.context.roots, self.context.optimizers
                 roots = [self.context.unwrap_ddp(root) for root in self._originals]
-                self._frozen = copy.deepcopy((roots, self._optimizers))
+                self._frozen = deep_copy((roots, self._optimizers), self.torch)
             root_number = next((i for i, original in enumerate(self._originals) if original is root), None)
             calls = self._steps.setdefault(step, [])
             if root_number is not None and all(call.root != root_number for call in calls):
@@ -191,7 +186,18 @@ class StepReplica:
         state, parallel = random_state(self.context), self.context.data_parallel
         try:
             with parallel.single_rank() if parallel is not None else nullcontext():
-                return self._judge(steps, bitwise)
+                while True:
+                    try:
+                        return self._judge(steps, bitwise)
+                    except (
+                        self.torch.OutOfMemoryError
+                    ):  # the copies need memory too: this says nothing of the levers
+                        half = min(self._max_samples, batch_size(self._sliced_steps)) // 2
+                        self._max_samples, self._reference = half - half % MIN_SAMPLES, None
+                        if not self._max_samples:
+                            return {
+                                "failure": "there is too little memory to run a step again next to the program"
+                            }
         except Exception as error:
             return {"failure": f"the replica of a step failed ({type(error).__name__}: {str(error)[:200]})"}
         finally:
@@ -200,11 +206,13 @@ class StepReplica:
 
     def _judge(self, steps: list[list[CapturedCall]], bitwise: bool) -> dict[str, Any]:
         if self._reference is None:
-            self._sliced_steps, self._share = take_samples(steps, self._step_ms, self.torch)
+            self._sliced_steps, self._share = take_samples(
+                steps, self._step_ms, self._max_samples, self.torch
+            )
             try:
                 self._reference = self._plain_plays(self._sliced_steps)
-            except Exception:  # a module that rejects fewer samples
-                if self._share == 1.0:
+            except Exception as error:  # a module that rejects fewer samples
+                if self._share == 1.0 or isinstance(error, self.torch.OutOfMemoryError):
                     raise
                 self._sliced_steps, self._share = steps, 1.0
                 self._reference = self._plain_plays(self._sliced_steps)
@@ -215,8 +223,8 @@ class StepReplica:
             return {"checks": [check("gradient", 1.0, 0.0, why)]}
         try:
             levers = reference.replay.play(steps, self.applier.in_order(self.choices))
-        except self.torch.OutOfMemoryError:  # the copies need memory too: this says nothing of the levers
-            return {"failure": "there is too little memory to run a step again next to the program"}
+        except self.torch.OutOfMemoryError:
+            raise
         except Exception as error:  # the plain play has just succeeded
             levers = StepResults(failure=f"{type(error).__name__}: {str(error)[:160]}")
         if levers.failure:

@@ -9,7 +9,7 @@ model to ResNet-50. The figures are next to the constants.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -88,15 +88,16 @@ def compare(
     ]
     if plain.updates:
         checks.append(_updates(plain, levers, double, torch))
-    clipping = max(
-        (abs(x - y) / y for x, y in zip(levers.clipped, plain.clipped, strict=True) if y), default=0.0
+    clipping = largest(
+        abs(x - y) / y if y else (math.inf if x else 0.0)
+        for x, y in zip(levers.clipped, plain.clipped, strict=True)
     )
     why = f"gradients after clip_grad_norm_ differ by {clipping:.2g} (relative) from those of the plain step"
     checks.append(check("clipping", clipping, MIN_LIMIT, why))
     if all(any(bool((move != 0).any()) for move in changes) for changes in plain.buffer_changes):
         checks.append(_buffers(plain, levers, double, max(HALF_ULP, BUFFER_FACTOR * error), share, torch))
-    response = max(
-        (_relative_error(a, b) for a, b in zip(nudged.outputs[0], plain.outputs[0], strict=True)), default=0.0
+    response = largest(
+        _relative_error(a, b) for a, b in zip(nudged.outputs[0], plain.outputs[0], strict=True)
     )
     smooth = relative_distance(nudged.gradients[0], plain.gradients[0], torch) <= SMOOTH_FACTOR * response
     return {"checks": checks, "noise": noise, "smooth": smooth}
@@ -134,7 +135,18 @@ def later_checks(
 
 
 def _max_distance(plain: Sequence[list[Any]], other: Sequence[list[Any]], torch: ModuleType) -> float:
-    return max(relative_distance(x, y, torch) for x, y in zip(other, plain, strict=True))
+    return largest(relative_distance(x, y, torch) for x, y in zip(other, plain, strict=True))
+
+
+def largest(values: Iterable[float]) -> float:
+    """The largest value, or 0 if there is none. It is NaN if one is: `max` returns NaN only if that comes first."""
+    found = list(values)
+    return math.nan if any(map(math.isnan, found)) else max(found, default=0.0)
+
+
+def _exceeds(ratio: float, worst: float) -> bool:
+    """Whether a ratio of error and limit is worse than the worst so far. Nothing is worse than NaN."""
+    return not (ratio <= worst or math.isnan(worst))
 
 
 def compare_bitwise(plain: StepResults, levers: StepResults, torch: ModuleType) -> dict[str, Any]:
@@ -178,11 +190,16 @@ def check(name: str, value: float, limit: float, why: str) -> dict[str, Any]:
 def _outputs(plain: StepResults, levers: StepResults, double: StepResults) -> tuple[dict[str, Any], float]:
     """The check, and the largest error over steps and outputs, as a share of the output's own spread."""
     reference = [*(double.outputs or plain.outputs[:1]), *plain.outputs[1:]]
-    f32_error = max(
-        (_relative_error(a, b) for a, b in zip(plain.outputs[0], reference[0], strict=True)), default=0.0
+    f32_error = largest(_relative_error(a, b) for a, b in zip(plain.outputs[0], reference[0], strict=True))
+    if [len(step) for step in levers.outputs] != [len(step) for step in reference]:
+        return check(
+            "outputs", math.inf, 0.0, "the levers change the number of tensors that a step returns"
+        ), 0.0
+    error = largest(
+        _relative_error(a, b)
+        for x, y in zip(levers.outputs, reference, strict=True)
+        for a, b in zip(x, y, strict=True)
     )
-    pairs = [pair for x, y in zip(levers.outputs, reference, strict=True) for pair in zip(x, y, strict=True)]
-    error = max((_relative_error(a, b) for a, b in pairs), default=0.0)
     limit = max(OUTPUT_TOLERANCE, HALF_PER_FLOAT32 * f32_error) if double.outputs else OUTPUT_CAP
     why = f"the outputs differ by {error:.2g} (of their spread) from {_reference_name(double)}{_f32_note(double, f32_error)}"
     return check("outputs", error, min(OUTPUT_CAP, limit), why), error
@@ -250,7 +267,7 @@ def _parameters(
         error = _size([_minus(a, b) for a, b in zip(lever_grads, plain_grads, strict=True)]) / size
         noise /= batch_factor
         limit = max(_arithmetic_limit(f32_error), min(NOISE_CAP * noise, kink_limit))
-        if not error / limit <= worst[0]:
+        if _exceeds(error / limit, worst[0]):
             worst = (error / limit, error, limit, noise)
     return check(
         "parameters",
@@ -271,7 +288,7 @@ def _updates(
         reference = double.updates[i] if double.updates else update
         limit = _arithmetic_limit(relative_distance([update], [reference], torch))
         error = relative_distance([levers.updates[i]], [reference], torch)
-        if not error / limit <= worst[0]:
+        if _exceeds(error / limit, worst[0]):
             worst = (error / limit, error, limit)
     why = f"from the same gradients, the relative update error against {_reference_name(double)} is {worst[1]:.2g}"
     return check("update", worst[1], worst[2], why)

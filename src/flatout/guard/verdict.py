@@ -13,6 +13,8 @@ Pure functions over records; nothing runs here.
 For every effect, the losses must have the resolution of the plain program's: a loss in half precision has
 only 8 or 11 significant bits. A script that is not repeatable is judged by the loss curves alone, and the
 verdict says so.
+
+A check passes, fails, or could not be made. The weakest of the checks that an effect needs (``NEEDED``) decides.
 """
 
 import math
@@ -35,8 +37,19 @@ from flatout.schema.enums import Effect
 from flatout.schema.records import TrialRecord
 from flatout.schema.session import GuardCheck, GuardRecord
 
+# Effect -> the checks without which nothing is claimed. Live levers that round also need the replica's.
+NEEDED = {
+    Effect.EXACT: ("losses", "weights"),
+    Effect.ROUNDING: ("start", "curve"),
+    Effect.PRECISION: ("start", "curve"),
+    Effect.RESAMPLED: ("distribution", "curve"),
+}
+NEEDED_IF_UNREPEATABLE = ("curve",)
+# Bits are claimed from so many losses, and weights after so many steps, the last of them at least this step
+MIN_EXACT_LOSSES, MIN_EXACT_WEIGHTS, MIN_EXACT_STEP = 32, 3, 16
 MIN_LOSSES = 2
 MIN_FIRST_LOSSES = 8
+LATE = "late "  # prefix of the checks of the later replica, which are made where there is time
 # Share of every weight: four units in float32's last place, about the total rounding of one step.
 PERTURBATION = 2.0**-21
 HALF_PERTURBATION = 2.0**-9  # bfloat16 rounds by up to this share, in every product (flatout.guard.perturb)
@@ -69,7 +82,7 @@ def judge(
         raise ValueError("the guard needs as many tuned runs as plain ones, and at least one")
     curves = [common_losses(p, t) for p, t in zip(plain, tuned, strict=True)]
     record = GuardRecord(
-        "failed",
+        "not checked",
         "",
         seeds=[p.seed or 0 for p in plain],
         plain_losses=[p for p, _ in curves],
@@ -82,7 +95,6 @@ def judge(
     lengths = [min(finite_count(p.losses), len(c)) for p, (c, _) in zip(plain, curves, strict=True)]
     shortest = min(lengths) if exact else min(*lengths, common_length([(p, p) for p, _ in curves]))
     if shortest < MIN_LOSSES:
-        record.verdict = "not checked"
         record.why = f"only {shortest} finite losses were recorded, too few to compare"
         return record
     checks += [finite_losses(curves), _resolution(curves)]
@@ -97,32 +109,41 @@ def judge(
             growth = _max_growth(effect, one_run=len(perturbed) == 1)
             checks += start_check(plain, tuned, replica or {}, perturbed, growth)
         checks += _replica_checks(replica)
-        checks += _replica_checks(late_replica, "late ", "after a stretch of training ")
+        checks += _replica_checks(late_replica, LATE, "after a stretch of training ")
         checks.append(curves_within_spread(curves))
-    failed = [c for c in checks if not c.passed]
-    if failed:
-        record.why = "; ".join(c.why for c in failed)
+    if undone := _weakest(checks, NEEDED[effect] if repeatable else NEEDED_IF_UNREPEATABLE):
+        record.verdict, record.why = undone
         return record
+    seeds = _count(len(plain), "seed")
     if exact:
+        losses, weights = checks[-2], checks[-1]
         record.verdict = "same"
-        record.why = f"{'losses and weights' if checks[-1].value else 'losses'} are bitwise equal to those of the plain program ({shortest} losses, {_count(len(plain), 'seed')})"
+        record.why = f"bit for bit: {losses.value:.0f} losses, and {weights.why.removesuffix(', are bitwise equal')} ({seeds})"
         return record
     record.verdict = "equivalent"
-    record.why = f"the loss stays within the spread of the program's own seeds ({shortest} losses, {_count(len(plain), 'seed')})"
+    record.why = f"the loss stays within the spread of the program's own seeds ({shortest} losses, {seeds})"
     if not repeatable:
         record.why += (
             "; the program is not repeatable even with one seed, so only this weaker comparison is possible"
         )
-    elif replica is not None and "checks" in replica:
-        record.why = next((c.why for c in checks if c.name == "gradient"), "") + "; " + record.why
     elif replica is not None:
-        record.why += f"; the gradient could not be checked: {replica.get('failure', 'no answer')}"
+        record.why = next((c.why for c in checks if c.name == "gradient"), "") + "; " + record.why
     return record
+
+
+def _weakest(checks: Sequence[GuardCheck], needed: Sequence[str]) -> tuple[str, str] | None:
+    """The verdict, and why, if a check failed, or if one that is needed could not be made."""
+    if failed := [c.why for c in checks if c.passed is False]:
+        return "failed", "; ".join(failed)
+    undone = [c.why for c in checks if c.passed is None and not c.name.startswith(LATE)]
+    names = {c.name for c in checks}
+    undone += [f"nothing was recorded for the check of the {name}" for name in needed if name not in names]
+    return ("not checked", "; ".join(undone)) if undone else None
 
 
 def needs_perturbed_runs(record: GuardRecord) -> bool:
     """Whether only the first losses fail: perturbed runs of the plain program then decide."""
-    return [check.name for check in record.checks if not check.passed] == ["start"]
+    return [check.name for check in record.checks if check.passed is False] == ["start"]
 
 
 def perturbation_for(effect: Effect) -> float:
@@ -148,7 +169,7 @@ def start_agrees(
     if length < MIN_FIRST_LOSSES or not same_batches or not all(map(math.isfinite, first[0])):
         return None
     for check in (finite_losses([first]), _resolution([first])):
-        if not check.passed:
+        if check.passed is False:
             return check
     if effect is Effect.EXACT:
         return _bitwise_losses([plain], [lever_run])
@@ -165,20 +186,26 @@ def _max_growth(effect: Effect, one_run: bool = False) -> float:
 
 
 def _replica_checks(replica: dict[str, Any] | None, prefix: str = "", when: str = "") -> list[GuardCheck]:
+    if replica is None:
+        return []
+    if not replica.get("checks"):
+        why = f"{when}the gradient could not be checked: {replica.get('failure', 'no answer')}"
+        return [GuardCheck(f"{prefix}gradient", None, why)]
     return [
         GuardCheck(prefix + c["name"], c["passed"], when + c["why"], c["value"], c["limit"])
-        for c in (replica or {}).get("checks", ())
+        for c in replica["checks"]
     ]
 
 
-def _count(n: int, noun: str) -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+def _count(n: int, noun: str, nouns: str = "") -> str:
+    return f"{n} {noun}" if n == 1 else f"{n} {nouns or noun + 's'}"
 
 
 def repeats_itself(plain: TrialRecord, repeat: TrialRecord) -> bool:
     """Whether a second plain run with the same seed has the same losses and weights, as far as both ran."""
     length = min(len(plain.losses), len(repeat.losses))
-    return plain.losses[:length] == repeat.losses[:length] and _bitwise_weights([plain], [repeat]).passed
+    weights = _bitwise_weights([plain], [repeat])
+    return plain.losses[:length] == repeat.losses[:length] and weights.passed is not False
 
 
 def _resolution(curves: Curves) -> GuardCheck:
@@ -188,28 +215,36 @@ def _resolution(curves: Curves) -> GuardCheck:
 
 
 def _bitwise_losses(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord]) -> GuardCheck:
+    compared = 0
     for p, t in zip(plain, tuned, strict=True):
         for i, (x, y) in enumerate(zip(p.losses, t.losses, strict=False)):
             if x != y:
                 why = f"loss {i} is {float.fromhex(y):.9g}, and {float.fromhex(x):.9g} in the plain program (seed {p.seed})"
                 return GuardCheck("losses", False, why)
-    return GuardCheck("losses", True, "every loss is bitwise equal")
+        compared += min(finite_count(p.losses), len(t.losses))
+    if compared < MIN_EXACT_LOSSES:
+        why = f"{_count(compared, 'loss', 'losses')} could be compared; equal bits are claimed from {MIN_EXACT_LOSSES}"
+        return GuardCheck("losses", None, why)
+    return GuardCheck("losses", True, "every loss is bitwise equal", float(compared))
 
 
 def _bitwise_weights(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord]) -> GuardCheck:
-    compared = 0
+    compared: set[int] = set()
     for p, t in zip(plain, tuned, strict=True):
         steps = p.loss_steps[finite_count(p.losses) :]  # the weights after these are NaN
         for step, digest in p.weights_digests.items():
             if step in t.weights_digests and not (steps and int(step) > steps[0]):
-                compared += 1
+                compared.add(int(step))
                 if t.weights_digests[step] != digest:
                     why = f"the weights after step {step} differ from the plain program's (seed {p.seed})"
                     return GuardCheck("weights", False, why)
-    why = f"the weights are bitwise equal after {compared} common steps"
-    return GuardCheck(
-        "weights", True, why if compared else "no common step recorded weights", float(compared)
+    after = (
+        f"the weights after {_count(len(compared), 'step')}, the last of them step {max(compared, default=0)}"
     )
+    if len(compared) < MIN_EXACT_WEIGHTS or max(compared) < MIN_EXACT_STEP:
+        why = f"{after}, could be compared; equal bits are claimed from {MIN_EXACT_WEIGHTS} and step {MIN_EXACT_STEP}"
+        return GuardCheck("weights", None, why)
+    return GuardCheck("weights", True, f"{after}, are bitwise equal", float(len(compared)))
 
 
 def _same_batches(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord]) -> list[GuardCheck]:

@@ -18,8 +18,9 @@ Sources: torch.amp documentation, "CUDA Ops that can autocast to float32"; Micik
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
+from collections.abc import Callable, Sequence
+from functools import partial, wraps
+from itertools import chain
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -111,14 +112,21 @@ class _LossScale:
         self.torch = context.torch
         self.scale = INITIAL_SCALE
         self.good_steps = 0
-        self._infinite: dict[Any, Any] = {}  # device -> whether a gradient was infinite; read once per step
+        # optimizer, device -> whether a gradient was infinite; read once per step of that optimizer
+        self._infinite: dict[tuple[int, Any], Any] = {}
         self._in_backward = False
-        self._handles = WeakIdKeyDictionary((p, p.register_hook(self._unscale)) for p in context.parameters)
+        owners: dict[int, list[int]] = {}
+        for number, optimizer in enumerate(context.optimizers):
+            for p in chain.from_iterable(group["params"] for group in optimizer.param_groups):
+                owners.setdefault(id(p), []).append(number)
+        self._handles = WeakIdKeyDictionary(
+            (p, p.register_hook(partial(self._unscale, owners.get(id(p), ())))) for p in context.parameters
+        )
         ledger.on_restore(
             "gradient hooks", lambda: [handle.remove() for handle in list(self._handles.values())]
         )
-        for optimizer in context.optimizers:
-            ledger.set(optimizer, "step", self._skip_on_overflow(optimizer.step), new=True)
+        for number, optimizer in enumerate(context.optimizers):
+            ledger.set(optimizer, "step", self._skip_on_overflow(number, optimizer.step), new=True)
         ledger.set(self.torch.autograd, "backward", self._scale_backward(self.torch.autograd.backward))
 
     def _scale_backward(self, backward: Callable[..., Any]) -> Any:
@@ -161,20 +169,22 @@ class _LossScale:
                     and tensor.requires_grad
                     and tensor not in self._handles
                 ):
-                    self._handles[tensor] = tensor.register_hook(self._unscale)
+                    self._handles[tensor] = tensor.register_hook(partial(self._unscale, ()))
 
-    def _unscale(self, grad: Tensor) -> Any:
+    def _unscale(self, owners: Sequence[int], grad: Tensor) -> Any:
+        """``owners``: the optimizers that have this parameter."""
         grad = grad / self.scale
         infinite = ~self.torch.isfinite(grad).all()
-        previous = self._infinite.get(grad.device)
-        self._infinite[grad.device] = infinite if previous is None else previous | infinite
+        for key in ((owner, grad.device) for owner in owners):
+            previous = self._infinite.get(key)
+            self._infinite[key] = infinite if previous is None else previous | infinite
         return grad.masked_fill(infinite, 0.0)
 
-    def _skip_on_overflow(self, step: Callable[..., Any]) -> Any:
+    def _skip_on_overflow(self, number: int, step: Callable[..., Any]) -> Any:
         @wraps(step)  # keeps the mark of learning-rate schedulers, which warn if it is missing
         def step_unless_overflow(*args: object, **kwargs: object) -> Any:
-            overflow, self._infinite = any(bool(infinite) for infinite in self._infinite.values()), {}
-            if overflow:
+            flags = [self._infinite.pop(key) for key in list(self._infinite) if key[0] == number]
+            if any(map(bool, flags)):
                 self.scale, self.good_steps = self.scale / 2, 0
                 return None
             self.good_steps += 1

@@ -165,7 +165,8 @@ def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any], torch: ModuleType) ->
     The shapes of the first call keep their own graph. Otherwise a shorter last batch would replace it
     permanently by a graph for any shape.
     """
-    return tuple(tensor.shape for tensor in (*args, *kwargs.values()) if isinstance(tensor, torch.Tensor))
+    leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+    return tuple(leaf.shape for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def code(value: Value) -> str:

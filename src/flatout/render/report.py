@@ -33,6 +33,11 @@ EFFECTS = {
     "resampled": "The same distribution, different random draws.",
     "changes_math": "Changes the maths.",
 }
+GUARD_OUTCOMES = {  # text, note and kind of a cell
+    True: ("passed", "", "applied"),
+    False: ("failed", "", "rejected"),
+    None: ("not made", "", "skipped"),
+}
 METHODS = {"live": "switched live", "processes": "interleaved processes"}
 GOOD_OUTCOMES = (SessionOutcome.FASTER, SessionOutcome.FITS)
 BAD_OUTCOMES = (SessionOutcome.FAILED, SessionOutcome.CHANGED)
@@ -250,7 +255,7 @@ def _guard(session: SessionRecord) -> Section:
     rows = [
         (
             check.name,
-            Cell("passed", kind="applied") if check.passed else Cell("failed", kind="rejected"),
+            Cell(*GUARD_OUTCOMES[check.passed]),
             formatting.short(check.value),
             formatting.short(check.limit),
             check.why,

@@ -1,22 +1,4 @@
-"""Exceptions of flatout and their exit codes. A message says what happened, why, and the next command.
-
-FlatoutError
-├── UsageError            the command line cannot be understood                      exit 2
-│   └── NoBaseline        the named baseline is missing, or of another machine       exit 11
-├── PlanError             a flatout.toml that is broken, hostile or too new           exit 2
-├── ProgramNotFound       there is no such program or script                         exit 127
-├── ProgramFailed         the user's program failed by itself                        its own exit code
-├── NothingMeasured       the program ran, but no training step could be measured    exit 3
-├── TrialFailed           a trial died, hung or lost its program                     exit 3
-├── CannotParallelize     the program cannot be split over ranks                     exit 6
-├── LoopError             a Loop cannot train as requested without a mistake         exit 1
-├── StorageError          a folder or a disk cannot be written                       exit 4
-├── CheckpointError       no valid checkpoint, or one of another program             exit 7
-├── CannotResume          the program cannot resume exactly                          exit 10
-├── ProgramHung           a monitored program hung, and no restart is left           exit 8
-├── NotFinite             a loss was NaN or infinite, and the run must stop          exit 9
-└── NodesUnreachable      the machines of a job cannot find or lost each other       exit 5
-"""
+"""Exceptions of flatout and their exit codes. A message says what happened, why, and the next command."""
 
 from __future__ import annotations
 
@@ -31,6 +13,8 @@ class FlatoutError(Exception):
 
 
 class UsageError(FlatoutError):
+    """The command line cannot be understood."""
+
     exit_code = 2
 
 
@@ -41,10 +25,14 @@ class NoBaseline(UsageError):
 
 
 class PlanError(FlatoutError):
+    """A flatout.toml that is broken, hostile or too new."""
+
     exit_code = 2
 
 
 class ProgramNotFound(FlatoutError):
+    """There is no such program or script."""
+
     exit_code = 127
 
 
@@ -57,10 +45,14 @@ class ProgramFailed(FlatoutError):
 
 
 class NothingMeasured(FlatoutError):
+    """The program ran, but no training step could be measured."""
+
     exit_code = 3
 
 
 class TrialFailed(FlatoutError):
+    """A trial died, hung or lost its program."""
+
     exit_code = 3
 
 
@@ -78,6 +70,8 @@ class LoopError(FlatoutError):
 
 
 class StorageError(FlatoutError):
+    """A folder or a disk cannot be written."""
+
     exit_code = 4
 
 
@@ -88,14 +82,20 @@ class CheckpointError(FlatoutError):
 
 
 class NodesUnreachable(FlatoutError):
+    """The machines of a job cannot find or lost each other."""
+
     exit_code = 5
 
 
 class ProgramHung(FlatoutError):
+    """A monitored program hung, and no restart is left."""
+
     exit_code = 8
 
 
 class NotFinite(FlatoutError):
+    """A loss was NaN or infinite, and the run must stop."""
+
     exit_code = 9
 
 

@@ -32,10 +32,12 @@ class LeverRecord(Record):
 
 @dataclass
 class GuardCheck(Record):
-    """One check of the guard: what was compared, the value, and the limit that it must stay below."""
+    """One check of the guard: what was compared, the value, and the limit that it must stay below.
+
+    ``passed`` is None if the check could not be made; ``why`` is then the reason."""
 
     name: str
-    passed: bool
+    passed: bool | None
     why: str
     value: float | None = None
     limit: float | None = None

@@ -93,10 +93,16 @@ class Worker(WorkerRecord):
         for owner, name in owners:
             original = getattr(owner, name)
 
-            def shifted(seed: object = None, *args: object, original: Callable[..., Any] = original) -> Any:
+            def shifted(*args: Any, original: Callable[..., Any] = original, **kwargs: Any) -> Any:
+                name = next(iter(kwargs.keys() & {"a", "seed"}), None)
+                seed = kwargs.get(name) if name else next(iter(args), None)
                 if isinstance(seed, int) and not is_torch(sys._getframe(1).f_code.co_filename):
-                    seed += offset
-                return original(seed, *args)
+                    args, kwargs = (
+                        (args, {**kwargs, name: seed + offset})
+                        if name
+                        else ((seed + offset, *args[1:]), kwargs)
+                    )
+                return original(*args, **kwargs)
 
             self.ledger.set(owner, name, shifted)
 

@@ -36,7 +36,8 @@ class ProgramRequest:
     """A program to start: plan with live levers, seed, live levers of each block, requested record.
 
     ``record``: "" for none, "record", or "with samples": also a few samples fetched repeatedly, for the guard.
-    ``late_levers``: after all blocks, the guard replays one step with these live levers.
+    ``late_levers``: after all blocks, the guard replays one step with these live levers. ``min_ticks``: train at
+    least so long before the record is taken, if the time allows.
     """
 
     plan: Plan
@@ -44,6 +45,7 @@ class ProgramRequest:
     seed: int = 0
     record: str = ""
     late_levers: tuple[Choice, ...] = ()
+    min_ticks: int = 0
 
     def to_json(self) -> dict[str, Any]:
         def words(row: LiveLevers) -> Any:
@@ -123,6 +125,13 @@ def measure_together(
     try:
         take_turns(interleaver, active, until_s, lambda: seconds() >= min_end_s)
         for request, member in zip(requests, members, strict=True):
+            with _catch_end(member):
+                while (
+                    member.result.complete
+                    and member.trial.ticks_done < request.min_ticks
+                    and seconds() < until_s
+                ):
+                    interleaver.run(member.trial, 1)
             if request.late_levers and member.result.complete:
                 member.result.late_replica = _late_step(interleaver, member, request.late_levers)
         finishing = [

@@ -131,10 +131,8 @@ def _confirm_once(
             f"one pair of processes ({ratio.sentence()}) does not confirm a speed-up, and the budget ran out; {hint}",
             undecided=True,
         )
-    if session.guard.verdict == "failed":
-        return Rejection(f"the guard: {session.guard.why}", session.guard)
-    if session.guard.verdict == "not checked":
-        return Rejection(f"not kept, because its results could not be checked: {session.guard.why}")
+    if rejection := _rejected_by_guard(tuning):
+        return rejection
     if not tuning.must_fit and (ratio.low < MIN_RATIO_LOW or ratio.median < MIN_SPEEDUP):
         return _reject_as_noise(tuning, ratio)
     if not tuning.must_fit and not _pays_off(tuning):
@@ -145,6 +143,15 @@ def _confirm_once(
     for candidate in tuned:
         candidate.status, candidate.reason = Status.APPLIED, _skip_reasons(candidate, tuned_records[0])
     session.best.plan = _with_evidence(tuned, ratio, session.key).to_json()
+    return None
+
+
+def _rejected_by_guard(tuning: Tuning) -> Rejection | None:
+    guard, hint = tuning.session.guard, tuning.budget_hint(2 * tuning.budget_s)
+    if guard.verdict == "failed":
+        return Rejection(f"the guard: {guard.why}", guard)
+    if guard.verdict == "not checked":
+        return Rejection(f"not kept, because its results could not be checked: {guard.why}; {hint}")
     return None
 
 
@@ -197,36 +204,21 @@ def _judge(
     tuning: Tuning, tuned: Sequence[Candidate], replica: dict[str, Any] | None, pairs: Pairs
 ) -> GuardRecord:
     effect, (plain, tuned_records) = widest_effect(tuned), pairs.common_runs()
-    perturbation = perturbation_for(effect)
-    verdict = judge(
-        effect,
-        plain,
-        tuned_records,
-        replica,
-        tuning.first_record,
-        tuning.perturbed_runs.get(perturbation, ()),
-        pairs.late_replica,
-    )
-    if perturbation not in tuning.perturbed_runs and needs_perturbed_runs(verdict):
-        what = "the plain program with weights perturbed in the last place, to see how far rounding spreads"
-        tuning.stage("guard", what)
-        seeds = [
-            record.seed or 0
-            for record in plain[: MIN_PAIRS if tuning.interleaver.tick_ms < SLOW_STEP_MS else 1]
-        ]
-        tuning.perturbed_runs[perturbation] = run_perturbed(
-            tuning, seeds, perturbation, max(len(record.losses) for record in plain)
-        )
-        verdict = judge(
-            effect,
-            plain,
-            tuned_records,
-            replica,
-            tuning.first_record,
-            tuning.perturbed_runs[perturbation],
-            pairs.late_replica,
-        )
-    return verdict
+    perturbation, known = perturbation_for(effect), tuning.perturbed_runs
+
+    def verdict() -> GuardRecord:
+        perturbed, repeat = known.get(perturbation, ()), tuning.first_record
+        return judge(effect, plain, tuned_records, replica, repeat, perturbed, pairs.late_replica)
+
+    record = verdict()
+    if perturbation in known or not needs_perturbed_runs(record):
+        return record
+    what = "the plain program with weights perturbed in the last place, to see how far rounding spreads"
+    tuning.stage("guard", what)
+    count = MIN_PAIRS if tuning.interleaver.tick_ms < SLOW_STEP_MS else 1
+    seeds, losses = [run.seed or 0 for run in plain[:count]], max(len(run.losses) for run in plain)
+    known[perturbation] = run_perturbed(tuning, seeds, perturbation, losses)
+    return verdict()
 
 
 def run_perturbed(

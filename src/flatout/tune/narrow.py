@@ -34,14 +34,10 @@ def check_step(tuning: Tuning, tuned: list[Candidate]) -> tuple[list[Candidate],
     expected_s = tuning.replica_s + MIN_PAIRS * tuning.pair_s
     # Levers that need no check can still be confirmed
     if len(checked) < len(tuned) and tuning.remaining_s(overrun=True) < expected_s:
-        for candidate in checked:
-            candidate.reject(
-                f"not checked numerically and not confirmed: the budget ran out; {tuning.budget_hint(expected_s)}"
-            )
-        return [c for c in tuned if c not in checked], None
+        return _without(tuned, checked, f"the budget ran out; {tuning.budget_hint(expected_s)}")
     plain = tuning.ensure_plain_trial()
     if plain is None:
-        return tuned, {"failure": "there was no time to start the plain program"}
+        return _without(tuned, checked, "there was no time to start the plain program")
     tuning.stage("guard", "replaying one step plainly, with the levers, and in float64")
     timeout_s = (
         60
@@ -50,7 +46,9 @@ def check_step(tuning: Tuning, tuned: list[Candidate]) -> tuple[list[Candidate],
     )
     try:
         replica = replay_step(tuning.interleaver, plain, [c.choice for c in checked], timeout_s)
-        rejected = _reject_candidates(tuned, replica)
+        rejected = [c for c in tuned if c.lever.name in replica.get("failing", {})]
+        for candidate in rejected:
+            candidate.reject(f"the guard: {replica['failing'][candidate.lever.name]}")
         replica = replica.get("remaining") or replica
     except ProgramGone as gone:
         ending = (
@@ -58,19 +56,20 @@ def check_step(tuning: Tuning, tuned: list[Candidate]) -> tuple[list[Candidate],
             if gone.record.status == "ended"
             else f"failed while the guard replayed a step ({end_reason(gone)})"
         )
-        return tuned, {"failure": f"the program {ending}"}
+        return _without(tuned, checked, f"the program {ending}")
+    if "failure" in replica:
+        return _without(tuned, checked, replica["failure"])
     remaining = [c for c in tuned if c not in rejected]
     return remaining, replica if any(c in remaining for c in checked) else None
 
 
-def _reject_candidates(tuned: Sequence[Candidate], replica: Mapping[str, Any]) -> list[Candidate]:
-    rejected = []
-    for candidate in tuned:
-        why = replica.get("failing", {}).get(candidate.lever.name)
-        if why:
-            candidate.reject(f"the guard: {why}")
-            rejected.append(candidate)
-    return rejected
+def _without(
+    tuned: list[Candidate], unchecked: Sequence[Candidate], why: str
+) -> tuple[list[Candidate], None]:
+    """The rest: what could not be checked is left out."""
+    for candidate in unchecked:
+        candidate.reject(f"not kept, because its gradient could not be checked: {why}")
+    return [c for c in tuned if c not in unchecked], None
 
 
 def without_culprits(
@@ -80,7 +79,7 @@ def without_culprits(
 
     Levers that fail alone are left out; if none does, the levers with the widest effect are.
     """
-    failures = [check.why for check in verdict.checks if not check.passed]
+    failures = [check.why for check in verdict.checks if check.passed is False]
     named = {c.lever.name for c in attempt if any(f"under {c.lever.name} alone" in why for why in failures)}
     culprits = [c for c in attempt if c.lever.name in named] or _failing_alone(tuning, attempt, plain)
     if not culprits:
@@ -119,7 +118,7 @@ def _failing_alone(
                 if result.record is not None
                 else None
             )
-            if check is not None and not check.passed:
+            if check is not None and check.passed is False:
                 candidate.reject(f"the guard: under {candidate.lever.name} alone, {check.why}")
                 rejected.append(candidate)
     return rejected

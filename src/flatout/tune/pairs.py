@@ -16,7 +16,7 @@ from flatout.schema.records import TrialRecord
 from flatout.tune.blame import ended_like_plain
 from flatout.tune.candidates import Candidate, plan_of, widest_effect
 from flatout.tune.comparison import ProgramRequest, ProgramResult, measure_together
-from flatout.tune.limits import USUAL_PAIRS
+from flatout.tune.limits import EXACT_TICKS, USUAL_PAIRS
 from flatout.tune.remote import TIMEOUT_S, RemoteResult
 from flatout.tune.tuning import Tuning
 
@@ -83,9 +83,13 @@ def _pair_requests(
         if replays_late
         else ()
     )
+    # An end that was seen before comes no sooner
+    min_ticks = (
+        min(EXACT_TICKS, tuning.length_ticks or EXACT_TICKS) if widest_effect(tuned) is Effect.EXACT else 0
+    )
     sides = [
-        ProgramRequest(Plan(), rows, seed, record, late_replica),
-        ProgramRequest(plan, rows, seed, record),
+        ProgramRequest(Plan(), rows, seed, record, late_replica, min_ticks),
+        ProgramRequest(plan, rows, seed, record, min_ticks=min_ticks),
     ]
     sides = sides if with_plain else sides[1:]
     return sides if seed % 2 == 0 else sides[::-1]
