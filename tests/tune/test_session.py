@@ -4,12 +4,13 @@ import dataclasses
 
 import pytest
 
+from flatout.job.trust import file_digest
 from flatout.launch.command import parse_command
 from flatout.schema.facts import Facts, Gpu
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import Ratio
 from flatout.schema.session import GuardRecord, TimeMemoryPoint
-from flatout.tune.plan_files import differences, job_folder, plan_key
+from flatout.tune.plan_files import differences, find_plan, job_folder, plan_key, sources_key
 from flatout.tune.session import (
     load_session,
     made_for_another,
@@ -55,6 +56,46 @@ def test_the_key_names_what_a_plan_depends_on(command, tmp_path):
     assert differences(key, other) == ["another machine ('Z80, 1 cores')", "other versions ('torch 2.14.1')"]
     assert differences(key, changed) == ["the script has changed"]
     assert "unknown" in differences({}, key)[0]
+
+
+def with_source(job, command, folder):
+    """A session whose program imported a file."""
+    (folder / "sub" / "net.py").write_text("WIDTH = 1\n")
+    session = begin(job, command)
+    session.key["sources"] = sources_key({"sub/net.py": file_digest(folder / "sub" / "net.py")})
+    return session
+
+
+def test_a_plan_fits_only_the_files_that_the_program_imported(job, command, tmp_path):
+    session = with_source(job, command, tmp_path)
+    session.best.plan = Plan((Choice("threads", 1),)).to_json()
+    write_plan(job, session, command, write_beside=True)
+    assert find_plan(command, FACTS).plan is not None
+    (tmp_path / "sub" / "net.py").write_text("WIDTH = 2\n")
+    found = find_plan(command, FACTS)
+    assert found.plan is None
+    assert {skipped.why for skipped in found.skipped} == {"sub/net.py has changed"}
+    (tmp_path / "sub" / "net.py").unlink()
+    assert find_plan(command, FACTS).plan is None
+
+
+def test_a_search_starts_anew_if_an_imported_file_has_changed(job, command, tmp_path):
+    session = with_source(job, command, tmp_path)
+    session.message = "old"
+    save_session(job, session)
+    assert begin(job, command).message == "old"
+    (tmp_path / "sub" / "net.py").write_text("WIDTH = 2\n")
+    assert begin(job, command).message == ""
+
+
+def test_the_files_of_a_command_that_is_no_python_count(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.sh").write_text("python train.py\n")
+    command = parse_command(["bash", "train.sh"])
+    before = plan_key(command, FACTS)
+    assert differences(before, plan_key(command, FACTS)) == []
+    (tmp_path / "train.sh").write_text("python train.py --fast\n")
+    assert differences(before, plan_key(command, FACTS)) == ["the script has changed"]
 
 
 def test_an_interrupted_session_continues(job, command):

@@ -4,9 +4,11 @@ import linecache
 import os
 import sys
 import sysconfig
+from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType, FrameType, ModuleType
+from typing import Any
 
 from flatout.schema.findings import SourceLocation
 
@@ -31,6 +33,27 @@ def is_user_file(filename: str) -> bool:
         or filename.startswith(STDLIB_DIRS)
         or is_installed(filename)
     )
+
+
+def user_modules() -> Iterator[ModuleType]:
+    """The imported modules of the user, the script included."""
+    for name, module in list(sys.modules.items()):
+        entry = _MODULES.get(name)
+        if entry is None or entry[0] is not module:  # cached: there are thousands, and saving must be fast
+            file = getattr(module, "__file__", None)
+            users = isinstance(file, str) and os.path.isabs(file) and is_user_file(file)
+            entry = _MODULES[name] = module, isinstance(module, ModuleType) and (name == "__main__" or users)
+        if entry[1]:
+            yield module
+
+
+_MODULES: dict[str, tuple[Any, bool]] = {}
+
+
+def user_sources() -> set[str]:
+    """The absolute paths of the user's own files that are imported, the script included."""
+    files = {os.path.abspath(getattr(module, "__file__", None) or "") for module in user_modules()}
+    return set(filter(is_user_file, files))
 
 
 def is_installed(filename: str) -> bool:

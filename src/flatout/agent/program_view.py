@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from flatout.agent.batches import rows, samples_in
 from flatout.agent.compilers import compiler_off
+from flatout.agent.frames import user_sources
 from flatout.agent.loader_methods import wrap_loader_method
 from flatout.agent.loaders import FeedRule, LoaderRule, Loaders, loader_key
 from flatout.agent.names import variables_of
@@ -17,6 +19,7 @@ from flatout.agent.optimizers import Optimizers
 from flatout.agent.pickles import without_hooks
 from flatout.agent.scalers import Scalers
 from flatout.agent.steps import StepBoundaries
+from flatout.job.trust import file_digest
 from flatout.schema.program import Ledger
 
 if TYPE_CHECKING:
@@ -216,6 +219,7 @@ class ProgramView:
             "device_index": self.device.index,
             "backwards_per_step": self.backwards_in_last_step,
             "closure_steps": self.closure_steps,
+            "sources": {os.path.relpath(file): file_digest(file) for file in sorted(user_sources())},
             "boundaries": "backward" if self.boundaries.by_backward else "optimizer",
         }
 

@@ -4,6 +4,7 @@ A file that anyone could have written must not decide what runs.
 """
 
 import grp
+import hashlib
 import os
 import pwd
 import stat
@@ -33,6 +34,14 @@ def distrusted(path: Path | str, owner_of: Path | None = None, group: bool = Fal
     if group and stats.st_mode & stat.S_IWGRP and not _own_group(stats.st_gid):
         return "a group can write to it"
     return ""
+
+
+def file_digest(path: Path | str) -> str:
+    """Return a digest of the file's content, in 16 characters; "" if it cannot be read."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+    except OSError:
+        return ""
 
 
 def private_folder(path: Path) -> Path:

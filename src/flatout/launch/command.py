@@ -13,6 +13,7 @@ from pathlib import Path
 
 from flatout.job.interpreter import program_python
 from flatout.job.secrets import masked
+from flatout.job.trust import file_digest
 from flatout.schema.errors import NothingMeasured, ProgramNotFound, UsageError
 
 FLAG_LETTERS = "bBdEiIOPqRsStuvx"  # options of the interpreter without an argument that run something
@@ -27,6 +28,9 @@ class PythonLine:
     kind: str = ""
     words: tuple[str, ...] = ()
     disables: str | None = None  # the first option that disables flatout: -I, -E or -S
+
+
+MAX_SCRIPT_BYTES = 1 << 20  # larger files among the words of a command are data
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,10 @@ class Command:
 
     @property
     def script_digest(self) -> str:
-        try:
-            return hashlib.sha256(self.script.read_bytes()).hexdigest()[:16] if self.script else ""
-        except OSError:
-            return ""
+        """A digest of the script, or of the files among the words of another command (`bash train.sh`)."""
+        folder = self.folder or Path()
+        files = [self.script] if self.script else [folder / word for word in self.typed[1:] if word]
+        return " ".join(file_digest(f) for f in files if f.is_file() and f.stat().st_size <= MAX_SCRIPT_BYTES)
 
 
 def parse_command(typed: Sequence[str], folder: Path | None = None) -> Command:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from flatout.job.folder import FOLDER, JobFolder, flatout_folder
 from flatout.job.plan_file import read_plan
-from flatout.job.trust import distrusted
+from flatout.job.trust import distrusted, file_digest
 from flatout.launch.command import Command
 from flatout.levers import checked
 from flatout.schema.errors import FlatoutError
@@ -45,8 +46,13 @@ def plan_key(command: Command, facts: Facts, ranks: str = "") -> dict[str, str]:
     }
 
 
+def sources_key(sources: Mapping[str, str]) -> str:
+    """The user's imported files and their digests, as `differences` reads them."""
+    return ", ".join(f"{name} {digest}" for name, digest in sources.items())
+
+
 def differences(made_for: dict[str, str], key: dict[str, str]) -> list[str]:
-    """Describe how a Plan's origin differs from the present command, machine and versions."""
+    """Describe how a Plan's origin differs from the present command, machine, versions and imported files."""
     sentences = []
     for name, label in KEY_LABELS.items():
         if made_for.get(name, "") != key.get(name, ""):
@@ -55,6 +61,10 @@ def differences(made_for: dict[str, str], key: dict[str, str]) -> list[str]:
                 if name == "script"
                 else f"{label} ({made_for.get(name, DEFAULT_LABELS.get(name, 'unknown'))!r})"
             )
+    parts = [part.rpartition(" ") for part in made_for.get("sources", "").split(", ") if part]
+    changed = [name for name, _, digest in parts if file_digest(name) != digest]
+    if changed and KEY_LABELS["script"] not in sentences:
+        sentences.append(f"{', '.join(changed[:3])} {'has' if len(changed) == 1 else 'have'} changed")
     return sentences
 
 

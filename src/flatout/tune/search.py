@@ -26,6 +26,7 @@ from flatout.tune.interleaver import ask_options
 from flatout.tune.memory_fit import fit_memory
 from flatout.tune.named_levers import measure_named
 from flatout.tune.narrow import check_step
+from flatout.tune.plan_files import sources_key
 from flatout.tune.ranks import compare_with_one_process, why_incompatible
 from flatout.tune.tuning import Tuning
 
@@ -77,7 +78,8 @@ def observe(tuning: Tuning) -> None:
     )
     interleaver.tick_ms, interleaver.unit = max(ready["tick_ms"], 1e-3), ready["unit"]
     tuning.max_copies = ready["max_copies"]
-    tuning.session.context = answer["context"]
+    tuning.session.context = context = answer["context"]
+    tuning.session.key["sources"] = sources_key(context.pop("sources"))
     interleaver.prefetched_ticks = PREFETCHED_BATCHES * max(
         (loader["num_workers"] for loader in answer["context"]["loaders"]), default=0
     )

@@ -16,7 +16,7 @@ from flatout.schema.facts import Facts, untested_torch
 from flatout.schema.plan import Plan
 from flatout.schema.session import SESSION_SCHEMA, SessionRecord
 from flatout.schema.sizes import size
-from flatout.tune.plan_files import plan_beside_script, plan_key
+from flatout.tune.plan_files import differences, plan_beside_script, plan_key
 
 RESULT_WORDS = {"same": "with bitwise identical results", "equivalent": "with the same results up to {}"}
 
@@ -38,7 +38,7 @@ def open_session(
     if (
         unfinished is not None
         and not from_scratch
-        and unfinished.key == key
+        and not differences(unfinished.key, key)
         and unfinished.status == "running"
         and unfinished.effects == effects
         and unfinished.memory_limit_bytes == memory_limit_bytes

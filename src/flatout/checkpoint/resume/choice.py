@@ -1,6 +1,5 @@
 """Chooses the checkpoint to resume from, and checks that it can be used."""
 
-import hashlib
 import os
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from flatout.checkpoint.checkpoint import Checkpoint, verified
 from flatout.checkpoint.checkpoints import CheckpointFolder
 from flatout.checkpoint.environment import differences, environment
 from flatout.checkpoint.metadata import CheckpointMeta
+from flatout.job.trust import file_digest
 from flatout.schema.errors import CannotResume, CheckpointError
 
 # Settings that a program makes, or devices that it begins to use, after torch was imported.
@@ -50,7 +50,7 @@ def newest(folder: Path) -> tuple[Checkpoint | None, str]:
 def check(torch: ModuleType, checkpoint: Checkpoint, meta: CheckpointMeta) -> None:
     """Raise CannotResume if something that affects the bits has changed, before the program has begun."""
     sources = meta.exact.sources if meta.exact is not None else {}
-    changed = [name for name, digest in sources.items() if digest_of(name) != digest]
+    changed = [name for name, digest in sources.items() if file_digest(name) != digest]
     if changed:
         raise CannotResume(
             f"{', '.join(os.path.relpath(name) for name in changed[:4])} has changed since {checkpoint.path.name} was saved"
@@ -64,10 +64,3 @@ def check(torch: ModuleType, checkpoint: Checkpoint, meta: CheckpointMeta) -> No
         raise CannotResume(
             f"the environment differs from that of {checkpoint.path.name}: {'; '.join(differs)}"
         )
-
-
-def digest_of(file: str) -> str:
-    try:
-        return hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    except OSError:
-        return ""

@@ -9,9 +9,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from flatout.agent.frames import is_user_file
+from flatout.agent.frames import is_user_file, user_modules
 from flatout.agent.ledger import Ledger
-from flatout.checkpoint.resume.users_objects import user_modules
 from flatout.checkpoint.resume.value_log import ValueLog
 
 CLOCKS = (

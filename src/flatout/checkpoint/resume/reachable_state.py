@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from flatout.agent.frames import FLATOUT_DIR, is_user_file, qualified_name
+from flatout.agent.frames import FLATOUT_DIR, is_user_file, qualified_name, user_modules
 from flatout.agent.names import variables_of
 from flatout.checkpoint.resume.users_objects import (
     CHECKPOINT_FILE,
@@ -43,7 +43,6 @@ from flatout.checkpoint.resume.users_objects import (
     is_user_class,
     is_walked,
     repr_of,
-    user_modules,
 )
 
 if TYPE_CHECKING:

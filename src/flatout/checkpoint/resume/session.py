@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from flatout.agent.bootstrap import notify_unbuffered
-from flatout.agent.frames import is_user_file
+from flatout.agent.frames import is_user_file, user_sources
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
@@ -33,7 +33,7 @@ from flatout.checkpoint.journal import JournalPosition, ValueJournal, read_journ
 from flatout.checkpoint.metadata import CheckpointMeta, ExactMeta
 from flatout.checkpoint.random_states import random_states, set_random_states
 from flatout.checkpoint.rescue import Rescue
-from flatout.checkpoint.resume.choice import check, digest_of, newest
+from flatout.checkpoint.resume.choice import check, newest
 from flatout.checkpoint.resume.fake_operators import FakeOperators
 from flatout.checkpoint.resume.files import Files
 from flatout.checkpoint.resume.initial_tensors import InitialTensors
@@ -43,12 +43,12 @@ from flatout.checkpoint.resume.reachable_state import ReachableState
 from flatout.checkpoint.resume.replayed_loaders import ReplayedLoaders
 from flatout.checkpoint.resume.resume_point import RandomDrawCheck, ResumePoint
 from flatout.checkpoint.resume.training_skipper import TrainingSkipper
-from flatout.checkpoint.resume.users_objects import user_modules
 from flatout.checkpoint.resume.value_hooks import ValueHooks
 from flatout.checkpoint.resume.value_log import ValueLog
 from flatout.data.streams import own_generators
 from flatout.job import heartbeat
 from flatout.job.claims import CHECKPOINTS, claim_or_take_over
+from flatout.job.trust import file_digest
 from flatout.measure.clock import seconds
 from flatout.schema.errors import CannotResume, FlatoutError, StorageError
 from flatout.schema.run_request import ResumeOptions
@@ -241,11 +241,8 @@ class ExactSession(Listener):
         return state, why_not
 
     def metadata(self, why_not: str, cost_s: float) -> ExactMeta:
-        for module in user_modules():
-            file = os.path.abspath(getattr(module, "__file__", None) or "")
-            if file not in self._sources and is_user_file(file):
-                # at first sight: later edits do not affect the running program
-                self._sources[file] = digest_of(file)
+        # at first sight: later edits do not affect the running program
+        self._sources |= {file: file_digest(file) for file in user_sources() if file not in self._sources}
         return ExactMeta(self.journal.name, tuple(sys.orig_argv[1:]), dict(self._sources), why_not, cost_s)
 
     def on_verified(self, step: int) -> None:

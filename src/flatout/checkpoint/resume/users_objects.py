@@ -3,9 +3,8 @@
 import os
 import random
 import sys
-import types
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -41,26 +40,6 @@ WALKED_TORCH_MODULES = (
 CHECKPOINT_FILE = "/torch/utils/checkpoint.py"  # torch functions that keep state for later: random states
 
 
-def user_modules() -> Iterator[types.ModuleType]:
-    for name, module in list(sys.modules.items()):
-        entry = _MODULES.get(name)
-        if entry is None or entry[0] is not module:  # cached: there are thousands, and saving must be fast
-            entry = _MODULES[name] = (
-                module,
-                isinstance(module, types.ModuleType)
-                and (name == "__main__" or _is_users_file(getattr(module, "__file__", None))),
-            )
-        if entry[1]:
-            yield module
-
-
-_MODULES: dict[str, tuple[Any, bool]] = {}
-
-
-def _is_users_file(file: object) -> bool:
-    return isinstance(file, str) and os.path.isabs(file) and is_user_file(file)
-
-
 def is_torch_file(file: str) -> bool:
     return is_torch(file) and not file.endswith(CHECKPOINT_FILE)
 
@@ -92,7 +71,9 @@ def is_user_class(kind: object) -> bool:
     known = _USER_CLASSES.get(kind)
     if known is None:
         file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-        known = _USER_CLASSES[kind] = _is_users_file(file) or kind.__module__ == "__main__"
+        known = _USER_CLASSES[kind] = (
+            isinstance(file, str) and os.path.isabs(file) and is_user_file(file)
+        ) or kind.__module__ == "__main__"
     return known
 
 
