@@ -71,7 +71,7 @@ def test_the_session_has_every_promised_field(session):
     assert session["status"] == "done"
     assert session["message"]
     assert session["command"] == ["python", "train.py"]
-    assert set(session["key"]) == {"command", "script", "machine", "versions", "python"}
+    assert set(session["key"]) == {"command", "script", "machine", "versions", "python", "sources"}
     assert re.fullmatch(r"20\d\d-\d\d-\d\dT\d\d:\d\d:\d\dZ", session["created"])
     assert session["budget_s"] == 25
     assert session["spent_s"] > 0

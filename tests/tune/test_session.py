@@ -96,6 +96,8 @@ def test_the_files_of_a_command_that_is_no_python_count(tmp_path, monkeypatch):
     assert differences(before, plan_key(command, FACTS)) == []
     (tmp_path / "train.sh").write_text("python train.py --fast\n")
     assert differences(before, plan_key(command, FACTS)) == ["the script has changed"]
+    for words in (["python", "-c", "pass\n" * 10_000], ["python", "-c", "\0"], ["bash", "."], ["bash", ""]):
+        assert plan_key(parse_command(words), FACTS)["script"] == ""
 
 
 def test_an_interrupted_session_continues(job, command):

@@ -5,6 +5,7 @@ A file that anyone could have written must not decide what runs.
 
 import grp
 import hashlib
+import math
 import os
 import pwd
 import stat
@@ -36,11 +37,13 @@ def distrusted(path: Path | str, owner_of: Path | None = None, group: bool = Fal
     return ""
 
 
-def file_digest(path: Path | str) -> str:
-    """Return a digest of the file's content, in 16 characters; "" if it cannot be read."""
+def file_digest(path: Path | str, max_bytes: float = math.inf) -> str:
+    """A digest of 16 characters; "" if this is no file that can be read, or a larger one."""
     try:
+        if not os.path.isfile(path) or os.path.getsize(path) > max_bytes:
+            return ""
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
-    except OSError:
+    except (OSError, ValueError):
         return ""
 
 

@@ -30,7 +30,7 @@ class PythonLine:
     disables: str | None = None  # the first option that disables flatout: -I, -E or -S
 
 
-MAX_SCRIPT_BYTES = 1 << 20  # larger files among the words of a command are data
+MAX_SCRIPT_BYTES = 1 << 20  # larger files are data
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class Command:
     def script_digest(self) -> str:
         """A digest of the script, or of the files among the words of another command (`bash train.sh`)."""
         folder = self.folder or Path()
-        files = [self.script] if self.script else [folder / word for word in self.typed[1:] if word]
-        return " ".join(file_digest(f) for f in files if f.is_file() and f.stat().st_size <= MAX_SCRIPT_BYTES)
+        words = [self.script] if self.script else [folder / word for word in self.typed[1:]]
+        return " ".join(filter(None, (file_digest(word, MAX_SCRIPT_BYTES) for word in words)))
 
 
 def parse_command(typed: Sequence[str], folder: Path | None = None) -> Command:
