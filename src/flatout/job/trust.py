@@ -38,7 +38,7 @@ def distrusted(path: Path | str, owner_of: Path | None = None, group: bool = Fal
 
 
 def file_digest(path: Path | str, max_bytes: float = math.inf) -> str:
-    """A digest of 16 characters; "" if this is no file that can be read, or a larger one."""
+    """A digest of 16 characters; "" if this is no readable file, or a larger one."""
     try:
         if not os.path.isfile(path) or os.path.getsize(path) > max_bytes:
             return ""

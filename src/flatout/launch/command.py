@@ -68,7 +68,7 @@ class Command:
 
     @property
     def script_digest(self) -> str:
-        """A digest of the script, or of the files among the words of another command (`bash train.sh`)."""
+        """A digest of the script, or of files in another command (`bash train.sh`)."""
         folder = self.folder or Path()
         words = [self.script] if self.script else [folder / word for word in self.typed[1:]]
         return " ".join(filter(None, (file_digest(word, MAX_SCRIPT_BYTES) for word in words)))
