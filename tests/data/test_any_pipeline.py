@@ -208,6 +208,27 @@ def called(manner, transform):
     return {"alone": transform, "views": Views(transform), "steps": Loop(steps), "parts": Loop(parts)}[manner]
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_arrays_pass_through_transforms_of_images(seed):
+    """torchvision's v2 leaves an array as it is, and v1 fails where it draws a change."""
+    for family in (v1, v2):
+        asked = family.Compose([family.RandomHorizontalFlip(0.3), family.ToTensor()])
+
+        def program(asked=asked):
+            torch.manual_seed(seed)
+            batches = iter(DataLoader(Images(asked, images_of("array", 8, 8, False)), 4))
+            outcomes = []
+            for _ in range(3):
+                try:
+                    outcomes.append(next(batches))
+                except TypeError as error:
+                    outcomes.append(str(error))
+            return outcomes
+
+        plain, fed = run(program)[0], run(program, BATCHED)[0]
+        assert difference(plain, fed) == ""
+
+
 @pytest.mark.slow
 @settings(max_examples=PIPELINES)
 @given(

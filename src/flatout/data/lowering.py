@@ -18,7 +18,7 @@ from flatout.data import color, readers, resample
 from flatout.data.draws import matches_torch
 from flatout.data.images import form_of, shape_of
 from flatout.data.operation import BatchOperation, ImageForm, ImageShape, NotBatchable
-from flatout.data.operations import merge_adjacent
+from flatout.data.operations import ToTensor, merge_adjacent
 from flatout.data.streams import same_states, states
 
 CONTAINERS = ("v1.Compose", "v2.Compose")
@@ -95,13 +95,12 @@ def read(transform: object, form: ImageForm) -> Sequence[BatchOperation]:
         operations = READERS[name](transform, form)
     except NotBatchable as why:
         raise NotBatchable(f"{type(transform).__name__} runs on single images: {why}") from why
-    except (
-        AttributeError,
-        TypeError,
-        ValueError,
-    ) as error:  # another torchvision version may have different attributes
+    except (AttributeError, TypeError, ValueError) as error:  # another torchvision
         raise NotBatchable(f"{type(transform).__name__} could not be read ({error})") from error
-    return [operations] if isinstance(operations, BatchOperation) else list(operations)
+    operations = [operations] if isinstance(operations, BatchOperation) else list(operations)
+    if form.kind == "numpy" and operations and not isinstance(operations[0], ToTensor):
+        raise NotBatchable(f"{type(transform).__name__} does not change arrays")
+    return operations
 
 
 READERS = {**readers.READERS, **color.READERS, **resample.READERS}

@@ -5,7 +5,6 @@ A key names the family and the class: v1 is ``torchvision.transforms``, v2 is ``
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from numbers import Number
 from typing import Any
 
 import torch
@@ -119,15 +118,7 @@ def _filling(transform: Module, form: ImageForm) -> tuple[str, tuple[float, ...]
         raise NotBatchable(f"it has the padding mode {mode!r}")
     if mode != "constant":
         return mode, (0,)
-    values = (
-        (0,)
-        if fill is None
-        else (fill,)
-        if isinstance(fill, Number)
-        else tuple(fill)
-        if isinstance(fill, (tuple, list))
-        else ("",)
-    )
+    values = (0,) if fill is None else tuple(fill) if isinstance(fill, (tuple, list)) else (fill,)
     whole = not form.dtype.is_floating_point
     if any(not isinstance(v, (int, float)) or (whole and (v != int(v) or not 0 <= v <= 255)) for v in values):
         raise NotBatchable(f"it fills with {fill!r}")
