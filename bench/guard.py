@@ -215,7 +215,7 @@ def verdict_of(bed: Bed, lever: Lever, seen: dict[str, Any]) -> GuardRecord | st
                 {"verdict": "failed", "why": failed(metadata)[0]["why"], "checks": checks}
             )
     plan, fetch_samples = Plan((Choice(lever.name, answer["values"][0]),)), effect is Effect.RESAMPLED
-    again, plain, tuned = bed.record("plain-again", Plan(), 0), [], []
+    again, plain, tuned = [bed.record("plain-again", Plan(), 0)], [], []
     for seed in SEEDS:
         plain.append(bed.record(f"plain-{seed}", Plan(), seed, fetch_samples=True))
         try:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
+from flatout.measure.statistics import estimate
 from flatout.schema.records import TrialRecord
 from flatout.schema.session import GuardCheck
 
@@ -13,6 +14,7 @@ Curves = Sequence[tuple[list[float], list[float]]]  # the losses of a plain and 
 WINDOWS = 8
 CURVE_LIMIT = 2.0  # two independent runs of one script are 1.41 apart on this scale
 SHIFT_LIMIT = 1.0
+HARM_POWER = 0.95  # the chance of finding the harm that a verdict names
 START_STEPS = 8  # later, a sound lever's rounding may be amplified, and the spread of seeds is the scale
 START_LIMIT = 0.04
 ROUNDING_GROWTH = 30.0  # in a smooth network, the first losses moved by up to 3 times the gradient error
@@ -159,14 +161,11 @@ def _growth(curves: Curves, length: int) -> list[float]:
 
 def curves_within_spread(curves: Curves) -> GuardCheck:
     """Compare windows of tuned and plain loss curves, relative to the spread of the plain seeds."""
-    length = common_length(curves)
-    plain, tuned = ([side[:length] for side in sides] for sides in zip(*curves, strict=True))
-    unit = max((abs(x) for curve in (*plain, *tuned) for x in curve), default=0.0)
-    if not length:
+    plain, tuned, unit = _in_windows(curves)
+    if not plain[0]:
         return GuardCheck("curve", None, "the first loss is not finite")
     if unit == 0:
         return GuardCheck("curve", True, "the loss curves coincide", 0.0, CURVE_LIMIT)
-    plain, tuned = ([_windows(curve, unit) for curve in side] for side in (plain, tuned))
     gaps = [y - x for p, t in zip(plain, tuned, strict=True) for x, y in zip(p, t, strict=True)]
     distance, shift = _rms(gaps), abs(sum(gaps) / len(gaps))
     if distance == 0:
@@ -183,6 +182,33 @@ def curves_within_spread(curves: Curves) -> GuardCheck:
         max(value, moved * CURVE_LIMIT / SHIFT_LIMIT),
         CURVE_LIMIT,
     )
+
+
+def smallest_harm(curves: Curves) -> str:
+    """Say how much worse the mean loss would have to be for `curves_within_spread` to fail in 95 of 100.
+
+    With the same plain runs. The shift of the curves scatters by its standard error over the seeds (Student's t).
+    """
+    plain, tuned, unit = _in_windows(curves)
+    if len(plain) < 2 or not plain[0] or not unit:
+        return "one seed does not show which harm would be found"
+    levels = [[sum(curve) / len(curve) for curve in side] for side in (plain, tuned)]
+    shifts = estimate([t - p for p, t in zip(*levels, strict=True)], 2 * HARM_POWER - 1)
+    harm = SHIFT_LIMIT * _scale(plain)[0] + shifts.half_width
+    share = harm / max(abs(sum(levels[0]) / len(plain)), TINY)
+    return (
+        f"a mean loss higher by {harm * unit:.2g} ({share:.1%}) would be found in {HARM_POWER:.0%} of tries"
+    )
+
+
+def _in_windows(curves: Curves) -> tuple[list[list[float]], list[list[float]], float]:
+    """The windows of the plain and of the tuned curves, in units of the largest loss, and that loss."""
+    length = common_length(curves)
+    plain, tuned = ([side[:length] for side in sides] for sides in zip(*curves, strict=True))
+    unit = max((abs(x) for curve in (*plain, *tuned) for x in curve), default=0.0)
+    if not unit:
+        return plain, tuned, unit
+    return [_windows(curve, unit) for curve in plain], [_windows(curve, unit) for curve in tuned], unit
 
 
 def _windows(curve: list[float], unit: float) -> list[float]:

@@ -30,6 +30,7 @@ from flatout.guard.loss_curves import (
     curves_within_spread,
     finite_count,
     finite_losses,
+    smallest_harm,
     start_check,
 )
 from flatout.guard.resolution import SHORT_SHARE, coarse_share
@@ -66,14 +67,14 @@ def judge(
     plain: Sequence[TrialRecord],
     tuned: Sequence[TrialRecord],
     replica: dict[str, Any] | None = None,
-    repeat: TrialRecord | None = None,
+    repeats: Sequence[TrialRecord] = (),
     perturbed: Sequence[TrialRecord] = (),
     late_replica: dict[str, Any] | None = None,
 ) -> GuardRecord:
     """Compare runs seed by seed: ``plain[i]`` and ``tuned[i]`` had the same seed.
 
     ``effect`` is the widest of the Plan's levers. ``replica`` is the answer of a step replica, and ``late_replica``
-    that of one after a stretch of training. ``repeat`` is a second plain run with the first seed, which shows
+    that of one after a stretch of training. ``repeats`` are second plain runs with seeds of ``plain``, which show
     whether the script is repeatable. ``perturbed`` are plain runs perturbed by ``perturbation_for(effect)`` from the
     first step (flatout.guard.perturb). They show how fast this program amplifies rounding. Raises ValueError
     on empty input.
@@ -89,7 +90,8 @@ def judge(
         tuned_losses=[t for _, t in curves],
     )
     checks = record.checks
-    repeatable = repeat is None or repeats_itself(plain[0], repeat)
+    unrepeated = [why for r in repeats for p in plain if p.seed == r.seed and (why := _unlike_bits([p], [r]))]
+    repeatable = not unrepeated
     exact = effect is Effect.EXACT and repeatable
     # Two losses that are NaN are equal, and show nothing
     lengths = [min(finite_count(p.losses), len(c)) for p, (c, _) in zip(plain, curves, strict=True)]
@@ -121,11 +123,9 @@ def judge(
         record.why = f"bit for bit: {losses.value:.0f} losses, and {weights.why.removesuffix(', are bitwise equal')} ({seeds})"
         return record
     record.verdict = "equivalent"
-    record.why = f"the loss stays within the spread of the program's own seeds ({shortest} losses, {seeds})"
+    record.why = f"the loss stays within the spread of the program's own seeds ({shortest} losses, {seeds}); {smallest_harm(curves)}"
     if not repeatable:
-        record.why += (
-            "; the program is not repeatable even with one seed, so only this weaker comparison is possible"
-        )
+        record.why += f"; the program is not repeatable even with one seed ({unrepeated[0]}), so only this weaker comparison is possible"
     elif replica is not None:
         record.why = next((c.why for c in checks if c.name == "gradient"), "") + "; " + record.why
     return record
@@ -133,8 +133,9 @@ def judge(
 
 def _weakest(checks: Sequence[GuardCheck], needed: Sequence[str]) -> tuple[str, str] | None:
     """The verdict, and why, if a check failed, or if one that is needed could not be made."""
-    if failed := [c.why for c in checks if c.passed is False]:
-        return "failed", "; ".join(failed)
+    if failed := [c for c in checks if c.passed is False]:
+        equal = [c for c in checks if c.passed and c.name == "weights" and failed[0].name == "losses"]
+        return "failed", "; ".join(c.why for c in [*failed, *equal])
     undone = [c.why for c in checks if c.passed is None and not c.name.startswith(LATE)]
     names = {c.name for c in checks}
     undone += [f"nothing was recorded for the check of the {name}" for name in needed if name not in names]
@@ -203,9 +204,12 @@ def _count(n: int, noun: str, nouns: str = "") -> str:
 
 def repeats_itself(plain: TrialRecord, repeat: TrialRecord) -> bool:
     """Whether a second plain run with the same seed has the same losses and weights, as far as both ran."""
-    length = min(len(plain.losses), len(repeat.losses))
-    weights = _bitwise_weights([plain], [repeat])
-    return plain.losses[:length] == repeat.losses[:length] and weights.passed is not False
+    return not _unlike_bits([plain], [repeat])
+
+
+def _unlike_bits(plain: Sequence[TrialRecord], other: Sequence[TrialRecord]) -> str:
+    checks = [_bitwise_losses(plain, other), _bitwise_weights(plain, other)]
+    return "; ".join(c.why for c in checks if c.passed is False)
 
 
 def _resolution(curves: Curves) -> GuardCheck:
@@ -217,10 +221,11 @@ def _resolution(curves: Curves) -> GuardCheck:
 def _bitwise_losses(plain: Sequence[TrialRecord], tuned: Sequence[TrialRecord]) -> GuardCheck:
     compared = 0
     for p, t in zip(plain, tuned, strict=True):
-        for i, (x, y) in enumerate(zip(p.losses, t.losses, strict=False)):
-            if x != y:
-                why = f"loss {i} is {float.fromhex(y):.9g}, and {float.fromhex(x):.9g} in the plain program (seed {p.seed})"
-                return GuardCheck("losses", False, why)
+        pairs = list(zip(p.losses, t.losses, strict=False))
+        if unlike := [i for i, (x, y) in enumerate(pairs) if x != y]:
+            x, y = map(float.fromhex, pairs[unlike[0]])
+            why = f"loss {unlike[0]} is {y:.12g}, and {x:.12g} in the plain program (seed {p.seed}; {len(unlike)} of {len(pairs)} differ)"
+            return GuardCheck("losses", False, why)
         compared += min(finite_count(p.losses), len(t.losses))
     if compared < MIN_EXACT_LOSSES:
         why = f"{_count(compared, 'loss', 'losses')} could be compared; equal bits are claimed from {MIN_EXACT_LOSSES}"

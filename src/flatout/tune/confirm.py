@@ -14,10 +14,10 @@ from typing import Any
 
 from flatout.guard.loss_curves import START_STEPS
 from flatout.guard.replica import SLOW_STEP_MS
-from flatout.guard.verdict import judge, needs_perturbed_runs, perturbation_for
+from flatout.guard.verdict import judge, needs_perturbed_runs, perturbation_for, repeats_itself
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import compare, median
-from flatout.schema.enums import Origin, Status
+from flatout.schema.enums import Effect, Origin, Status
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import MIN_RATIO_LOW, Ratio, TrialRecord
 from flatout.schema.session import GuardRecord, ProgramFigures
@@ -72,7 +72,7 @@ def confirm_plan(tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any]
                     candidate.reason = f"without the levers that the guard rejected, the plan gives {gain:.2f}x; it was not confirmed"
                 remaining = []
         attempt, replica = remaining, None
-        pairs = Pairs(plain=pairs.plain, plain_ms=pairs.plain_ms)
+        pairs = Pairs(plain=pairs.plain, plain_ms=pairs.plain_ms, repeats=pairs.repeats)
     for candidate in tuned:
         if candidate not in attempt:
             candidate.status = Status.REJECTED
@@ -207,25 +207,31 @@ def _judge(
     perturbation, known = perturbation_for(effect), tuning.perturbed_runs
 
     def verdict() -> GuardRecord:
-        perturbed, repeat = known.get(perturbation, ()), tuning.first_record
-        return judge(effect, plain, tuned_records, replica, repeat, perturbed, pairs.late_replica)
+        repeats = [run for run in (tuning.first_record, *pairs.repeats.values()) if run is not None]
+        perturbed = known.get(perturbation, ())
+        return judge(effect, plain, tuned_records, replica, repeats, perturbed, pairs.late_replica)
 
     record = verdict()
+    if effect is Effect.EXACT and record.verdict == "failed":
+        unlike = [p for p, t in zip(plain, tuned_records, strict=True) if not repeats_itself(p, t)]
+        if unlike and unlike[0].seed not in pairs.repeats:
+            tuning.stage("guard", "the plain program once more, to see whether it repeats its own bits")
+            for run in run_again(tuning, [unlike[0].seed or 0], 0.0, len(unlike[0].losses)):
+                pairs.repeats[run.seed] = run
+            return verdict()
     if perturbation in known or not needs_perturbed_runs(record):
         return record
     what = "the plain program with weights perturbed in the last place, to see how far rounding spreads"
     tuning.stage("guard", what)
     count = MIN_PAIRS if tuning.interleaver.tick_ms < SLOW_STEP_MS else 1
     seeds, losses = [run.seed or 0 for run in plain[:count]], max(len(run.losses) for run in plain)
-    known[perturbation] = run_perturbed(tuning, seeds, perturbation, losses)
+    known[perturbation] = run_again(tuning, seeds, perturbation, min(START_STEPS, losses))
     return verdict()
 
 
-def run_perturbed(
-    tuning: Tuning, seeds: Sequence[int], perturbation: float, loss_count: int = START_STEPS
-) -> list[TrialRecord]:
-    """Return perturbed plain runs that cover the first of ``loss_count`` losses; empty if one of them fails."""
-    interleaver, steps = tuning.interleaver, min(START_STEPS, loss_count)
+def run_again(tuning: Tuning, seeds: Sequence[int], perturbation: float, steps: int) -> list[TrialRecord]:
+    """Return plain runs of ``steps`` steps, perturbed from the first; empty if one of them fails."""
+    interleaver = tuning.interleaver
     trials = [interleaver.start(Plan(), seed, perturbation) for seed in seeds]
     try:
         if any(gone is not None for gone in interleaver.wait_all_ready(trials, tuning.timeout_s)):

@@ -29,6 +29,7 @@ class Pairs:
 
     plain: dict[int, TrialRecord] = field(default_factory=dict)
     tuned: dict[int, TrialRecord] = field(default_factory=dict)
+    repeats: dict[int | None, TrialRecord] = field(default_factory=dict)  # second plain runs
     plain_ms: list[float] = field(default_factory=list)
     tuned_ms: list[float] = field(default_factory=list)
     rounds: list[list[Round]] = field(default_factory=list)
