@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatout.checkpoint import journal
-from flatout.checkpoint.journal import JournalPosition, ValueJournal, read_journal
+from flatout.checkpoint.journal import JournalPosition, ValueJournal, is_written, read_journal
 from flatout.schema.errors import CheckpointError, StorageError
 
 VALUES = st.one_of(
@@ -78,3 +78,16 @@ def test_an_invalid_journal_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(journal, "MAX_BYTES", 100)
     with pytest.raises(StorageError, match="would exceed"):
         writer.append(b"", [json.dumps(os.urandom(200).hex())])
+
+
+def test_a_journal_is_written_until_its_run_ends(tmp_path):
+    """Two runs of one command share a folder; the later one must not delete the journal of the other."""
+    path = tmp_path / "j"
+    assert not is_written(path)
+    writer = ValueJournal(path)
+    assert is_written(path)
+    writer.close()
+    assert not is_written(path)
+    again = ValueJournal(path, writer.position)
+    assert is_written(path)
+    again.close()

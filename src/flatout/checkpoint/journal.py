@@ -9,11 +9,13 @@ hexadecimal digits, and their values.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import struct
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +60,8 @@ class ValueJournal:
                 os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_TRUNC if after is None else 0)
             )
             self._file = os.open(path, flags, PRIVATE_FILE)
+            with suppress(OSError):  # not every file system has locks
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.position = after or JournalPosition()
             if after is None:
                 self._write(HEADER)
@@ -99,6 +103,21 @@ class ValueJournal:
     def _write(self, data: bytes) -> None:
         while data:
             data = data[os.write(self._file, data) :]
+
+
+def is_written(path: Path) -> bool:
+    """Whether a run that still lives writes this journal."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    finally:
+        os.close(file)
+    return False
 
 
 def read_journal(path: Path, end: JournalPosition) -> tuple[bytes, list[Any]]:

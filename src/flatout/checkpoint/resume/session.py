@@ -29,7 +29,7 @@ from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
 from flatout.checkpoint.environment import differences, environment
-from flatout.checkpoint.journal import JournalPosition, ValueJournal, read_journal
+from flatout.checkpoint.journal import JournalPosition, ValueJournal, is_written, read_journal
 from flatout.checkpoint.metadata import CheckpointMeta, ExactMeta
 from flatout.checkpoint.random_states import random_states, set_random_states
 from flatout.checkpoint.rescue import Rescue
@@ -194,9 +194,10 @@ class ExactSession(Listener):
     def recording_begins(self) -> None:
         """Delete journals of runs that can no longer be resumed, and the files next to them.
 
-        Files that this run wrote before its training are next to its own journal; they stay."""
+        Files that this run wrote before its training are next to its own journal; they stay, as do those of a
+        run of the same command that still lives."""
         for path in self.folder.glob(f"{JOURNAL}*"):
-            if path.name.startswith(self.journal.name):
+            if path.name.startswith(self.journal.name) or is_written(path.with_suffix("")):
                 continue
             if path.is_dir():
                 shutil.rmtree(path, ignore_errors=True)
