@@ -570,10 +570,19 @@ def test_long_steps_judge_levers_on_part_of_the_batch(name, monkeypatch):
     assert sizes.count(32) == STEPS
 
 
-def test_a_module_that_needs_its_whole_batch_is_replayed_with_all_of_it(monkeypatch):
-    really = Net.forward
-    monkeypatch.setattr(Net, "forward", lambda self, x: really(self, x.reshape(32, 3, 8, 8)))
+@pytest.mark.parametrize("accepted", [{32}, {16, 32}])
+def test_a_module_that_needs_its_whole_batch_is_replayed_with_all_of_it(accepted, monkeypatch):
+    """Also one that accepts the part but not half of it, from which the error of the whole is estimated."""
+    sizes, really = [], Net.forward
+
+    def forward(self, x):
+        assert len(x) in accepted
+        sizes.append(len(x))
+        return really(self, x)
+
+    monkeypatch.setattr(Net, "forward", forward)
     assert not failed(judged(SHELF["channels_last"], step_ms=SLOW_MS))
+    assert sizes.count(32) > STEPS
     assert failed(judged(lever(KNOWN_BAD["channels_last"]), step_ms=SLOW_MS))
 
 

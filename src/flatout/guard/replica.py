@@ -237,7 +237,7 @@ class StepReplica:
                 repeat = reference.replay.play(steps)
             if answer["passed"] or compare_bitwise(reference.plain, repeat, self.torch)["passed"]:
                 return {"checks": [answer]}
-        batch_factor = 1.0 if self._share == 1.0 else self._batch_factor(reference, levers)
+        batch_factor = 1.0 if reference.half is None else self._batch_factor(reference, levers)
         answer = compare(
             reference.plain, levers, reference.double, reference.nudged, self.torch, self._share, batch_factor
         )
@@ -246,16 +246,11 @@ class StepReplica:
         return answer
 
     def _batch_factor(self, reference: ReferencePlays, levers: StepResults) -> float:
-        """The error of a whole batch as a multiple of that of the part; 1 if half of it cannot be played."""
+        """The error of a whole batch as a multiple of that of the part."""
         steps, choices = half_samples(self._sliced_steps, self.torch), self.applier.in_order(self.choices)
-        try:
-            if reference.half is None:
-                reference.half = reference.replay.play(steps, gradients_only=True)
-            half = reference.replay.play(steps, choices, gradients_only=True)
-        except Exception:  # a module that rejects fewer samples
-            return 1.0
+        half = reference.replay.play(steps, choices, gradients_only=True)
         if half.failure:
-            return 1.0
+            raise RuntimeError(f"half of the samples fail under the levers: {half.failure}")
         summed = gradients_are_sums(self._sliced_steps)
         return whole_batch_factor((reference.plain, levers), (reference.half, half), self._share, summed)
 
@@ -270,9 +265,10 @@ class StepReplica:
         except Exception:  # the forward pass fixes a dtype: no float64 reference
             double = StepResults()
         nudged = replay.play(steps[:1], nudge=NUDGE)
-        return ReferencePlays(
-            replay, plain, double, nudged, replay.play_later(None, steps, HALF_NUDGE), updates > 0
-        )
+        later, half = replay.play_later(None, steps, HALF_NUDGE), None
+        if self._share < 1.0:
+            half = replay.play(half_samples(steps, self.torch), gradients_only=True)
+        return ReferencePlays(replay, plain, double, nudged, later, updates > 0, half)
 
     def _updates(self, replay: StepReplayer, steps: list[list[CapturedCall]]) -> int:
         """How many sharpening updates the time allows.
