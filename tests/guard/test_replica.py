@@ -249,6 +249,7 @@ def test_doing_nothing_passes_with_no_difference():
         "parameters",
         "clipping",
         "update",
+        "bias",
         "buffers",
         "later gradient",
         *of_halves,
@@ -552,6 +553,19 @@ def test_a_late_failure_is_detected_by_the_later_step(apply):
     verdict = judged(lever(apply), task)
     assert failed(verdict), [(c["name"], c["value"], c["limit"]) for c in verdict["checks"]]
     assert all(name.startswith("later ") for name in failed(verdict)), verdict
+
+
+def test_a_bias_of_one_unit_in_the_last_place_per_step_does_not_average_away():
+    def apply(context, ledger):
+        def upwards(optimizer, *_):
+            with torch.no_grad():
+                for p in (p for group in optimizer.param_groups for p in group["params"]):
+                    p.copy_(torch.nextafter(p, torch.full_like(p, torch.inf)))
+
+        for optimizer in context.optimizers:
+            ledger.on_restore("hook", optimizer.register_step_post_hook(upwards).remove)
+
+    assert failed(judged(lever(acts(apply)))) == {"bias"}
 
 
 SLOW_MS = 9000.0  # a step of this length is replayed with 16 of 32 samples

@@ -40,6 +40,8 @@ NOISE_CAP = 0.75
 ARITHMETIC_FACTOR = 20.0  # an optimizer's arithmetic: multiple of plain float32's own error,
 ARITHMETIC_MARGIN = 0.02  # but at most this much more
 MIN_LIMIT = 1e-5
+# Mean error of updates, in float32's own. Sound: up to 0.06; a unit in the last place per step upwards: from 6.
+MAX_BIAS, CHANCE_SDS = 0.75, 4.0
 HALF_NUDGE = 2.0**-9  # share of every weight: bfloat16 rounds by up to this
 NUDGE = 2.0**-11  # share of every weight, to measure the response of the gradient
 # A network is smooth if the gradient responds to a nudge in proportion to the outputs. Without kinks: 0.7 to
@@ -88,6 +90,7 @@ def compare(
     ]
     if plain.updates:
         checks.append(_updates(plain, levers, double, torch))
+        checks += _bias(plain, levers, double)
     clipping = largest(
         abs(x - y) / y if y else (math.inf if x else 0.0)
         for x, y in zip(levers.clipped, plain.clipped, strict=True)
@@ -292,6 +295,27 @@ def _updates(
             worst = (error / limit, error, limit)
     why = f"from the same gradients, the relative update error against {_reference_name(double)} is {worst[1]:.2g}"
     return check("update", worst[1], worst[2], why)
+
+
+def _bias(plain: StepResults, levers: StepResults, double: StepResults) -> list[dict[str, Any]]:
+    """Whether errors of the updates average away over all elements, as rounding does.
+
+    The unit is plain float32's own error, per parameter. A bias of one unit in the last place per step does not
+    average away, and is smaller than what `_updates` sees. No check without a float64 reference.
+    """
+    sums, squares, count = [0.0, 0.0], 0.0, 0
+    for update, other, reference in zip(plain.updates, levers.updates, double.updates, strict=False):
+        if update is None or other is None or reference is None:
+            continue
+        unit = math.sqrt(squared_norm(update - reference) / update.numel())
+        error = (other - reference) / unit if unit else other - update
+        sums = [sums[0] + float(error.sum()), sums[1] + float((error * reference.sign()).sum())]
+        squares, count = squares + squared_norm(error), count + update.numel()
+    if not count:
+        return []
+    bias, chance = largest(abs(x) / count for x in sums), CHANCE_SDS * math.sqrt(squares) / count
+    why = f"the mean error of the updates is {bias:.2g} of plain float32's own; rounding averages away"
+    return [check("bias", bias, MAX_BIAS + chance, why)]
 
 
 def _buffers(

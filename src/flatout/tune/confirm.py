@@ -95,7 +95,7 @@ def _confirm_once(
         tuning.disturbance.sample()
         measure_pairs(tuning, tuned, pairs)
         if pairs.failure:
-            tuning.record_comparison(plan.describe(), "fresh pairs", None, pairs.failure, start_s)
+            tuning.record_comparison(plan.describe(), "fresh pairs alone", None, pairs.failure, start_s)
             return Rejection(f"failed in fresh processes: {pairs.failure}")
         tuning.watcher.comparison(plan.describe(), _ratio(tuning, tuned, pairs), f"pair {len(pairs.tuned)}")
         early = MIN_PAIRS <= len(pairs.tuned) < USUAL_PAIRS
@@ -110,7 +110,7 @@ def _confirm_once(
     ratio = _ratio(tuning, tuned, pairs)
     tuning.record_comparison(
         plan.describe(),
-        "fresh pairs",
+        "fresh pairs alone",
         compare(pairs.rounds) if pairs.rounds else ratio,
         "",
         start_s,
