@@ -103,7 +103,9 @@ def test_loss_and_gradients_are_as_near_to_float64_as_the_plain_ones(dtype, extr
 
         right, ours, theirs = of(plain, torch.float64), of(linear_cross_entropy, dtype), of(plain, dtype)
         for exact, of_ours, of_theirs in zip(right, ours, theirs, strict=True):
-            allowed = 3 * (of_theirs - exact).abs() + 8 * torch.finfo(dtype).eps * exact.abs()
+            # Sums of 1,000 products in float32 round by up to 16 units, depending on the processor
+            units = 32 if dtype is torch.float32 else 8
+            allowed = 3 * (of_theirs - exact).abs() + units * torch.finfo(dtype).eps * exact.abs()
             allowed = allowed.max() if exact.numel() else 0.0
             torch.testing.assert_close(
                 of_ours, exact, rtol=0.0, atol=0.0 if exact.isnan().any() else float(allowed), equal_nan=True
