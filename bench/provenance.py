@@ -64,6 +64,11 @@ THEMES = (
         "Complete trainings, plain and tuned: the final metric, and the time to reach a metric",
     ),
     (
+        "same_training",
+        "python bench/same_training.py",
+        "Whether `flatout compare --same-training` is right on edits of a program, sound and harmful ones",
+    ),
+    (
         "compare",
         "python bench/compare.py",
         "Comparisons of programs with a known difference: gates, and how often the interval covers it",

@@ -27,6 +27,7 @@ from flatout.compare import baselines, sides
 from flatout.compare.baselines import Baseline
 from flatout.compare.evaluate import MIN_PAIRS, compare_losses, fill_record, gates, stop_rule
 from flatout.compare.pairs import Pair, PairTimer
+from flatout.compare.same_training import training_verdict
 from flatout.compare.sides import Side
 from flatout.compare.work_trees import WorkTrees
 from flatout.launch.command import check_measurable, parse_command
@@ -37,6 +38,8 @@ from flatout.schema.errors import StorageError, UsageError
 from flatout.schema.facts import Facts
 from flatout.schema.records import TrialRecord
 from flatout.tune.plan_files import job_folder, plan_key
+
+CANNOT_TELL = 12  # exit code
 
 
 @click.command(context_settings=PROGRAM)
@@ -59,6 +62,12 @@ from flatout.tune.plan_files import job_folder, plan_key
     help="Exit with 1 if losses differ in a bit, or by more than the spread of A's seeds.",
 )
 @budget_option("5m", "Time for all pairs; the fewest are measured even if they take longer.")
+@click.option(
+    "--same-training",
+    is_flag=True,
+    help="Exit with 1 unless B learns the same as A, up to rounding; with 12 if that cannot be told.",
+)
+@click.option("--half", is_flag=True, help="With --same-training: B may compute in half precision.")
 @click.option(
     "--pairs",
     default=MIN_PAIRS,
@@ -94,6 +103,7 @@ def command(
     flatout compare --plan none,flatout.toml python train.py
     flatout compare --save before python train.py     store a baseline
     flatout compare --baseline before python train.py compare with it
+    flatout compare --same-training 'python a.py' 'python b.py'       do both learn the same?
 
     Both programs run in pairs of fresh processes with the same seed, and their steps alternate. The charts
     are in compare.html in the job's folder. With a gate, the exit code is 1 if B fails it.
@@ -105,6 +115,10 @@ def command(
     argv, facts = require_program(argv, "compare"), warn_untested(look(argv))
     if limits["any_machine"] and not baseline:
         raise UsageError("--any-machine has no effect without --baseline.")
+    if limits["half"] and not limits["same_training"]:
+        raise UsageError("--half has no effect without --same-training.")
+    if limits["same_training"] and baseline:
+        raise UsageError("--same-training needs both programs; a baseline has only the figures of one.")
     stores_only = bool(save_as) and not given_axes and not sides.are_two_commands(argv)
     _reject_early(save_as, markdown, limits if stores_only else {})
     with ExitStack() as stack:
@@ -185,7 +199,7 @@ class _Comparison:
             LiveProgress(Console(stderr=True), self.budget_s) as progress,
         ):
             start_s = seconds()
-            timer = PairTimer(self.sides, self.folder, self.facts, progress)
+            timer = PairTimer(self.sides, self.folder, self.facts, progress, self.limits["same_training"])
             try:
                 timer.run(start_s + self.budget_s, stop_rule(gate), self.limits["pairs"])
             finally:  # also after Ctrl-C
@@ -193,6 +207,9 @@ class _Comparison:
                     self._fill(timer.pairs, stored)
             if record.losses.first_difference is not None and stored is None:
                 self._fill(timer.pairs, None, timer.repeat(0))
+            if self.limits["same_training"]:
+                progress.stage("guard", "A once more, and with rounded products")
+                record.training = training_verdict(timer, self.limits["half"])
             record.seconds, record.status = seconds() - start_s, "done"
             if timer.disturbance.disturbed:
                 record.notes.append(f"{timer.disturbance.sentence()}, which widens the intervals")
@@ -212,7 +229,10 @@ class _Comparison:
             if as_json:
                 click.echo(saved_line, err=True)
         self._show(as_json, lines)
-        return 1 if record.gate_failed else 0
+        training = record.training.verdict if record.training is not None else "same"
+        if training == "cannot tell":
+            return CANNOT_TELL
+        return 1 if record.gate_failed or training == "different" else 0
 
     def _fill(
         self, pairs: Sequence[Pair], stored: Baseline | None, repeat_record: TrialRecord | None = None

@@ -66,10 +66,12 @@ class Pair:
 class PairTimer:
     """Runs pairs of two sides, or single processes of one side (``sides`` then has one)."""
 
-    def __init__(self, sides: Sequence[Side], job: JobFolder, facts: Facts, watcher: Watcher) -> None:
+    def __init__(
+        self, sides: Sequence[Side], job: JobFolder, facts: Facts, watcher: Watcher, sketches: bool = False
+    ) -> None:
         self.sides, self.job, self.facts, self.watcher = sides, job, facts, watcher
         self.interleaver = Interleaver(sides[0].command, job, facts)
-        self.disturbance = Disturbance(facts.cores)
+        self.disturbance, self.sketches = Disturbance(facts.cores), sketches
         self.pairs: list[Pair] = []
         self.pair_s = 0.0  # of the last one
         self.slowest_ms = 1e-3  # time of a step
@@ -96,10 +98,13 @@ class PairTimer:
         finally:
             self.interleaver.close()
 
-    def repeat(self, seed: int) -> TrialRecord | None:
-        """Run A a second time with a known seed, as far as before; None if it ends early."""
+    def repeat(self, seed: int, perturbation: float = 0.0) -> TrialRecord | None:
+        """Run A a second time with a known seed, as far as before; None if it ends early.
+
+        ``perturbation``: perturbed from the first step on (`flatout.guard.perturb`).
+        """
         steps = self.pairs[seed].a.record.warmup_steps + self.pairs[seed].a.record.steps
-        trial = self._start(self.sides[0], seed)
+        trial = self._start(self.sides[0], seed, perturbation)
         try:
             self.interleaver.run(trial, max(1, steps - trial.ticks_done))
             return trial.finish()
@@ -134,8 +139,8 @@ class PairTimer:
             for trial in trials.values():
                 self.interleaver.dismiss(trial)
 
-    def _start(self, side: Side, seed: int) -> Trial:
-        options = TrialOptions(seed, reseed=True)
+    def _start(self, side: Side, seed: int, perturbation: float = 0.0) -> Trial:
+        options = TrialOptions(seed, reseed=True, perturbation=perturbation, sketches=self.sketches)
         trial = Trial(side.command, self.job.new_trial(), side.plan, self.facts, options)
         self.interleaver.start_trial(trial)
         gone = self.interleaver.wait_all_ready([trial], START_TIMEOUT_S)[0]

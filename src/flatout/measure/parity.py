@@ -9,6 +9,7 @@ from typing import Any
 from flatout.measure.nests import tensors_in
 
 STATISTICS_SAMPLES = 64  # maximum number of samples per batch
+SKETCH_SUMS = 64
 
 
 def digest(tensors: Iterable[Any], torch: ModuleType) -> str:
@@ -26,6 +27,20 @@ def digest(tensors: Iterable[Any], torch: ModuleType) -> str:
         if flat.device.type == "cpu":  # a meta tensor has no bytes
             hasher.update(ctypes.string_at(flat.data_ptr(), flat.numel() * flat.element_size()))
     return hasher.hexdigest()
+
+
+def sketch(tensor: Any, torch: ModuleType) -> list[float]:
+    """At most 64 sums of elements with random signs, the same for every tensor of this size.
+
+    The distance of two sketches estimates that of the tensors, and is exact up to 64 elements.
+    Source: Charikar, Chen and Farach-Colton, Finding frequent items in data streams, 2002.
+    """
+    flat = tensor.detach().double().cpu().reshape(-1)
+    draw = torch.Generator().manual_seed(flat.numel())
+    flat = flat * (2 * torch.randint(2, flat.shape, generator=draw, dtype=torch.int8, device="cpu") - 1)
+    rows = torch.nn.functional.pad(flat, (0, -flat.numel() % SKETCH_SUMS)).reshape(-1, SKETCH_SUMS)
+    sums: list[float] = rows.sum(0).tolist()
+    return sums
 
 
 def batch_statistics(batch: object, torch: ModuleType) -> list[list[float]]:

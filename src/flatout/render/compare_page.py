@@ -31,6 +31,12 @@ IN_PAIRS = (
 )
 MAX_INTERVAL_SHARE = 10.0  # a share; an interval beyond it says nothing
 GATE_STATUS = {"passed": "applied", "failed": "rejected", "cannot tell": "skipped"}
+TRAINING = {
+    "same": "B learns the same as A",
+    "equivalent": "B learns the same as A, up to rounding",
+    "different": "B learns something else than A",
+    "cannot tell": "Cannot tell whether B learns the same as A",
+}
 LOSS_TONE = {"same bits": " good", "within the spread": " good", "different": " bad"}
 
 
@@ -142,6 +148,7 @@ def compare_page(record: CompareRecord, terminal_lines: Sequence[str] = ()) -> P
                 )
             ],
         ),
+        Section("Training", [Paragraph(*_training(record))] if record.training is not None else []),
         Section("A and B", [Table(("", ">A", ">B", "change"), rows(record))]),
         phase_section("Where the time of a step goes", phases, _changes(record), BOTH),
         Section(
@@ -175,6 +182,13 @@ def compare_page(record: CompareRecord, terminal_lines: Sequence[str] = ()) -> P
         tone="bad" if record.gate_failed or slower else "good" if faster else "",
         version=record.flatout,
     )
+
+
+def _training(record: CompareRecord) -> tuple[str, str]:
+    assert record.training is not None
+    verdict = record.training.verdict
+    tone = {"different": " bad", "cannot tell": ""}.get(verdict, " good")
+    return f"{TRAINING[verdict]}: {sentence(record.training.why)}", f"verdict{tone}"
 
 
 def _label(name: str, side: SideRecord) -> tuple[str, Cell]:

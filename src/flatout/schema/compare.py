@@ -65,6 +65,19 @@ class LossVerdict(Record):
 
 
 @dataclass
+class TrainingVerdict(Record):
+    """``verdict``: ``same``, ``equivalent``, ``different`` or ``cannot tell``.
+
+    ``first_step`` and ``first_tensor``: where the weights first differ by more than rounding explains.
+    """
+
+    verdict: str
+    why: str
+    first_step: int | None = None
+    first_tensor: str = ""
+
+
+@dataclass
 class Gate(Record):
     """A limit that B must keep. ``verdict``: ``passed``, ``failed`` or ``cannot tell``."""
 
@@ -91,6 +104,7 @@ class CompareRecord(ProgramRecord):
     phases_ms: dict[str, list[float]] = field(default_factory=dict)
     pairs: list[float] = field(default_factory=list)
     losses: LossVerdict = field(default_factory=LossVerdict)
+    training: TrainingVerdict | None = None  # with `--same-training`
     gates: list[Gate] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     machine: dict[str, Any] = field(default_factory=dict)

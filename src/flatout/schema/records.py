@@ -167,6 +167,8 @@ class TrialRecord(Record):
     # A few samples fetched repeatedly: by round, by sample
     fetched_samples: list[list[list[float]]] = field(default_factory=list)
     weights_digests: dict[str, str] = field(default_factory=dict)
+    # By step, by parameter or buffer
+    weights_sketches: dict[str, dict[str, list[float]]] = field(default_factory=dict)
     peak_memory_bytes: int | None = None
     device: str = "cpu"
     seed: int | None = None

@@ -15,13 +15,14 @@ DIGEST_STEPS = (1, 2, 4, 8, 16, 32)  # the weights are digested after these step
 
 
 class TrainingRecorder:
-    def __init__(self, torch: ModuleType, context: TrainingContext) -> None:
-        self.torch = torch
+    def __init__(self, torch: ModuleType, context: TrainingContext, sketches: bool = False) -> None:
+        self.torch, self._sketches = torch, sketches
         self.context = context
         self.loss_steps: list[int] = []
         self.batch_hashes: list[str] = []
         self.batch_statistics: list[list[float]] = []
         self.weights_digests: dict[str, str] = {}
+        self.weights_sketches: dict[str, dict[str, list[float]]] = {}
         self.from_loader = False
         self._samples = 0
         self._losses: list[Any] = []
@@ -69,6 +70,12 @@ class TrainingRecorder:
         if steps in DIGEST_STEPS:
             buffers = [b for root in self.context.roots for b in root.buffers()]
             self.weights_digests[str(steps)] = parity.digest([*self.context.parameters, *buffers], self.torch)
+        if self._sketches and not steps & (steps - 1):
+            self.weights_sketches[str(steps)] = {
+                f"{i}.{name}": parity.sketch(tensor, self.torch)
+                for i, root in enumerate(self.context.roots)
+                for name, tensor in (*root.named_parameters(), *root.named_buffers())
+            }
 
     def losses(self) -> list[str]:
         """Return hexadecimal floats, one per backward pass.

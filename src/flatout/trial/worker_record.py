@@ -50,7 +50,7 @@ class WorkerRecord(Listener):
             from flatout.data.shared_samples import SharedSamples
 
             self.context.shared_samples = SharedSamples(self.folder.shared_samples, self.real_files, seconds)
-        self.recorder = TrainingRecorder(torch, self.context)
+        self.recorder = TrainingRecorder(torch, self.context, spec.sketches)
         self.sample_probe = SampleDrawProbe(torch)
         self.pending_losses: tuple[Any, ...] = ()
         self.fetched_samples: list[list[list[float]]] = []
@@ -145,6 +145,7 @@ class WorkerRecord(Listener):
             batch_statistics=recorder.batch_statistics,
             fetched_samples=self.fetched_samples,
             weights_digests=recorder.weights_digests,
+            weights_sketches=recorder.weights_sketches,
             peak_memory_bytes=self.current_peak(),
             device=self.context.device_type,
             seed=self.spec.seed,
