@@ -2,6 +2,7 @@
 
 import math
 import random
+import statistics
 import struct
 from dataclasses import replace
 
@@ -484,6 +485,61 @@ def test_without_evidence_on_one_lever_none_is_blamed():
 def test_every_record_of_one_lever_gives_a_check_or_none(a, b, c, effect):
     found = start_agrees(effect, record(a), record(b), [record(c)])
     assert found is None or found.why
+
+
+def spread_of_the_start():
+    """The root mean square, over the first steps, of the standard deviation over the seeds."""
+    first = [[float.fromhex(x) for x in run.losses[:9]] for run in seeds()]
+    return math.sqrt(sum(statistics.variance(losses) for losses in zip(*first, strict=True)) / 9)
+
+
+@pytest.mark.parametrize(
+    ("replica", "share", "passes"),
+    [
+        (KINKS, 0.039, True),  # START_LIMIT
+        (KINKS, 0.045, False),
+        (smooth(1e-4), 0.0029, True),  # ROUNDING_GROWTH times the error of the gradient
+        (smooth(1e-4), 0.0035, False),
+    ],
+)
+def test_the_limits_of_the_first_losses(replica, share, passes):
+    moved = share * spread_of_the_start()
+    tuned = [record([float.fromhex(x) + moved for x in run.losses], run.seed) for run in seeds()]
+    check = next(c for c in judge(Effect.ROUNDING, seeds(), tuned, replica).checks if c.name == "start")
+    assert (check.passed, check.value) == (passes, pytest.approx(share))
+
+
+def test_one_seed_is_measured_by_half_of_its_own_movement():
+    losses = [3.0, 1.0] * 4
+    tuned = [record([x + 0.5 for x in losses])]
+    check = next(c for c in judge(Effect.ROUNDING, [record(losses)], tuned).checks if c.name == "curve")
+    assert check.value == pytest.approx(2 * 0.5 / 1.0)
+
+
+def test_the_start_of_a_lever_ends_after_eight_steps():
+    late = [record([x + (step > 8) for step, x in enumerate(curve(0))])]
+    assert start_agrees(Effect.ROUNDING, seeds()[0], late[0], seeds(chaotic(1e-5))[:1]).passed
+
+
+def test_resampled_batches_may_differ():
+    plain, tuned = (
+        [replace(run, context=LOADER, batch_hashes=[f"{side} {run.seed}"]) for run in seeds()]
+        for side in "ab"
+    )
+    assert "batches" not in names(judge(Effect.RESAMPLED, plain, tuned), passed=False)
+    assert "batches" in names(judge(Effect.ROUNDING, plain, tuned), passed=False)
+
+
+def test_a_shift_of_samples_has_the_p_value_of_a_t_test_over_blocks():
+    """Of 64 rows each, as mixing changes a whole batch; times the four statistics that are tested."""
+    stats = pytest.importorskip("scipy.stats")
+    draw = random.Random(4)
+    shifts = [draw.gauss(0.05, 0.08) for _ in range(10)]
+    rows = [[draw.gauss(0, 1) for _ in range(4)] for _ in range(640)]
+    moved = [[row[0] + shifts[i // 64], *row[1:]] for i, row in enumerate(rows)]
+    plain, tuned = (record(curve(0), batch_statistics=side) for side in (rows, moved))
+    check = next(c for c in judge(Effect.RESAMPLED, [plain], [tuned]).checks if c.name == "shift")
+    assert check.value == pytest.approx(4 * stats.ttest_1samp(shifts, 0.0).pvalue, rel=0.1)
 
 
 def test_chaos_after_the_start_is_measured_by_the_seeds():

@@ -63,6 +63,11 @@ def test_two_rounds_are_never_a_narrow_interval(found):
         assert ratio.high / ratio.low >= 1.1
 
 
+def test_the_interval_of_two_rounds_is_their_distance_on_both_sides():
+    ratio = compare([[Round(math.exp(0.1), 1.0), Round(math.exp(0.3), 1.0)]])
+    assert [math.log(x) for x in (ratio.low, ratio.median, ratio.high)] == pytest.approx([0.0, 0.2, 0.4])
+
+
 def test_nothing_measured_is_an_error():
     with pytest.raises(ValueError, match="nothing was measured"):
         compare([])

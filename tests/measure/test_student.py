@@ -33,6 +33,19 @@ def test_one_value_has_no_interval_and_none_is_an_error():
         difference([1.0], [1.0, 2.0], 0.95)
 
 
+def test_a_difference_of_two_groups_is_that_of_welch():
+    stats = pytest.importorskip("scipy.stats")
+    draw = random.Random(2)
+    a, b = [draw.gauss(0, 1) for _ in range(12)], [draw.gauss(1, 3) for _ in range(9)]
+    interval = stats.ttest_ind(b, a, equal_var=False).confidence_interval(0.95)
+    assert difference(a, b, 0.95).low == pytest.approx(
+        interval.low, abs=0.02 * (interval.high - interval.low)
+    )
+    assert difference(a, b, 0.95).high == pytest.approx(
+        interval.high, abs=0.02 * (interval.high - interval.low)
+    )
+
+
 def test_a_difference_of_equal_constants_is_exactly_zero():
     seen = difference([2.0, 2.0, 2.0], [2.0, 2.0], 0.95)
     assert (seen.mean, seen.half_width) == (0.0, 0.0)

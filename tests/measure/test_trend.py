@@ -1,6 +1,7 @@
 """Growth that is a trend, and growth by chance."""
 
 import random
+from statistics import NormalDist
 
 import pytest
 
@@ -14,10 +15,19 @@ def test_a_steady_rise_is_no_accident():
     assert keeps_growing(series, 0.001)
 
 
+def test_the_p_value_is_that_of_mann_and_kendall():
+    """S = 45 of variance 125; with one tie, S = 14 of 82/3. The continuity correction is 1."""
+    normal = NormalDist()
+    assert growth_p_value([*map(float, range(10))]) == pytest.approx(normal.cdf(-44 / 125**0.5))
+    assert growth_p_value([1.0, 1.0, 2.0, 3.0, 4.0, 5.0]) == pytest.approx(normal.cdf(-13 / (82 / 3) ** 0.5))
+    assert growth_p_value([1.0, 2.0, 3.0]) == 1.0
+
+
 def test_a_few_even_steps_show_a_rise():
     series = [1000.0 * step for step in range(6)]
     assert grows_evenly(series, 1000)
     assert not grows_evenly(series, 1001)
+    assert grows_evenly(series[:5], 1000)
     assert not grows_evenly(series[:4], 1000)
     assert not grows_evenly([*series, series[-1]], 1000)
     assert not grows_evenly([0.0, 1000.0, 9000.0, 10000.0, 11000.0, 12000.0], 1000)

@@ -41,7 +41,7 @@ def record_failure(error: BaseException) -> FailureRecord:
     for link, thrown in _chain(error):
         record.chain.insert(0, _exception_record(thrown, link))
     torch = sys.modules.get("torch")
-    for collect in (_processes, _memory, _module, _batch, _forward_call, _unguarded):
+    for collect in (_processes, _memory, _module, _batch, _forward_call, _missing_main_guard):
         try:
             collect(record, error, torch)
         except Exception:
@@ -276,12 +276,14 @@ def _batch(record: FailureRecord, error: BaseException, torch: ModuleType | None
         record.batch = yielded[0] - 1
 
 
-def _unguarded(record: FailureRecord, error: BaseException, torch: ModuleType | None) -> None:
+def _missing_main_guard(record: FailureRecord, error: BaseException, torch: ModuleType | None) -> None:
     script = getattr(sys.modules["__main__"], "__file__", None)
     for frame, _ in traceback.walk_tb(error.__traceback__) if script else ():
         for worker in getattr(frame.f_locals.get("self"), "_workers", ()):
             if worker._popen.method != "fork":
-                record.facts["unguarded"] = "__name__" not in "".join(linecache.getlines(str(script)))
+                record.facts["missing_main_guard"] = "__name__" not in "".join(
+                    linecache.getlines(str(script))
+                )
                 return
 
 

@@ -1,8 +1,7 @@
 """Runs captured steps again on fresh copies of modules and optimizers: plainly, under levers, or in float64.
 
-After the updates, every play repeats its first step. It starts from the weights of ``sharpen``, which trains
-a copy on that step alone until the network is as confident as late in a training, or else from the starting
-weights.
+After the updates, every run repeats its first step, from weights that ``overfit`` trained on that step alone.
+The network is then as confident as late in a training. Without them, it starts from the first weights.
 """
 
 from __future__ import annotations
@@ -42,10 +41,8 @@ if TYPE_CHECKING:
 
 UPDATE_STEPS = 16  # enough to show a step that is skipped, or a state that is reset, now and then
 CLIP_SHARE = 0.5  # share of the total gradient norm
-RESULT_COPIES, FREE_SHARE = (
-    24,
-    0.5,
-)  # results of all plays, in model sizes; the share of free device memory for them
+RESULT_COPIES = 24  # models: the results of all runs of a step
+FREE_SHARE = 0.5  # of the free device memory, for these results
 
 
 @dataclass
@@ -62,7 +59,7 @@ class CapturedCall:
     autocast: tuple[str, Any, bool]
     grads: dict[int, Any] = field(default_factory=dict)
     outside: dict[int, Any] | None = None
-    open: bool = True  # it has not returned yet
+    running: bool = True
 
 
 @dataclass
@@ -133,7 +130,7 @@ class StepReplayer:
                 undo_lever()
         return results
 
-    def sharpen(self, step: list[CapturedCall], updates: int) -> None:
+    def overfit(self, step: list[CapturedCall], updates: int) -> None:
         """Train a copy on one step alone with Adam-like updates.
 
         Later steps start from there, unless it is not finite.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 MAX_OUTPUTS = 6  # most outputs whose gradients are separated
 ZERO_SHARE = 1e-3  # share of a gradient that counts as zero after subtracting the module's inner part
-SHARPENING_STEP = 0.02  # how far ``sharpen`` moves a weight per update, as a share of its tensor's RMS
+OVERFITTING_STEP = 0.02  # how far ``overfit`` moves a weight per update, as a share of its tensor's RMS
 
 
 class CopiedContext:
@@ -87,7 +87,7 @@ def step_sizes(parameters: list[Any]) -> list[float]:
     """The step size of each tensor. A tensor that starts at zero moves as far as the others."""
     sizes = [float(p.detach().double().square().mean().sqrt()) for p in parameters]
     typical = sorted(sizes)[len(sizes) // 2] if sizes else 0.0
-    return [SHARPENING_STEP * max(size, 0.1 * typical) for size in sizes]
+    return [OVERFITTING_STEP * max(size, 0.1 * typical) for size in sizes]
 
 
 def adam(p: Tensor, grad: Tensor, rate: float, moments: list[Any], step: int, torch: ModuleType) -> None:

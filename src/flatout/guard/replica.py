@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from flatout.schema.program import TrainingContext
 
 CAPTURED_STEPS = 4
-MAX_UPDATES = 64  # of sharpening
+MAX_UPDATES = 64  # of overfitting
 MIN_UPDATES = 32
-OVERFIT_S = 4.0  # for more than MIN_UPDATES on one captured step (`StepReplayer.sharpen`)
+OVERFIT_S = 4.0  # for more than MIN_UPDATES on one captured step (`StepReplayer.overfit`)
 MAX_OVERFIT_S = 8.0  # no such updates if MIN_UPDATES take longer
 LARGE_MODEL_STEPS = 2  # also for slow models
 SLOW_STEP_MS = 1000.0
@@ -60,7 +60,7 @@ MAX_CAPTURE_STEPS = 12
 class ReferencePlays:
     """The plays without levers: plain, in float64, and with nudged weights.
 
-    ``later`` is the later step from weights nudged by half precision's last place. ``sharpened``: the network of
+    ``later`` is the later step from weights nudged by half precision's last place. ``overfitted``: the network of
     the later weights is confident of its samples.
     """
 
@@ -69,7 +69,7 @@ class ReferencePlays:
     double: StepResults
     nudged: StepResults
     later: StepResults
-    sharpened: bool
+    overfitted: bool
     half: StepResults | None = None  # of half of the samples, if only a part of them is played
 
 
@@ -143,10 +143,10 @@ class StepReplica:
 
     def forward_end(self, root: Module, output: object) -> None:
         calls = self._steps.get(self.context.steps, ())
-        call = next((c for c in calls if c.open and self._originals[c.root] is root), None)
+        call = next((c for c in calls if c.running and self._originals[c.root] is root), None)
         if call is None:
             return
-        call.open = False
+        call.running = False
         for i, tensor in enumerate(tensors_in(output)):
             if tensor.requires_grad:
                 tensor.register_hook(
@@ -237,28 +237,29 @@ class StepReplica:
                 repeat = reference.replay.play(steps)
             if answer["passed"] or compare_bitwise(reference.plain, repeat, self.torch)["passed"]:
                 return {"checks": [answer]}
-        batch_factor = 1.0 if reference.half is None else self._batch_factor(reference, levers)
+        half = reference.half
+        batch_factor = 1.0 if half is None else self._batch_factor(reference, half, levers)
         answer = compare(
             reference.plain, levers, reference.double, reference.nudged, self.torch, self._share, batch_factor
         )
-        later, sharpened = reference.later, reference.sharpened
-        answer["checks"] += later_checks(reference.plain, levers, later, sharpened, self.torch)
+        later, overfitted = reference.later, reference.overfitted
+        answer["checks"] += later_checks(reference.plain, levers, later, overfitted, self.torch)
         return answer
 
-    def _batch_factor(self, reference: ReferencePlays, levers: StepResults) -> float:
+    def _batch_factor(self, reference: ReferencePlays, plain_half: StepResults, levers: StepResults) -> float:
         """The error of a whole batch as a multiple of that of the part."""
         steps, choices = half_samples(self._sliced_steps, self.torch), self.applier.in_order(self.choices)
         half = reference.replay.play(steps, choices, gradients_only=True)
         if half.failure:
             raise RuntimeError(f"half of the samples fail under the levers: {half.failure}")
         summed = gradients_are_sums(self._sliced_steps)
-        return whole_batch_factor((reference.plain, levers), (reference.half, half), self._share, summed)
+        return whole_batch_factor((reference.plain, levers), (plain_half, half), self._share, summed)
 
     def _plain_plays(self, steps: list[list[CapturedCall]]) -> ReferencePlays:
         replay = StepReplayer(self.context, self.applier, self._frozen, sorted(self._stepped))
         updates = self._updates(replay, steps)
         if updates:
-            replay.sharpen(steps[0], updates)
+            replay.overfit(steps[0], updates)
         plain = replay.play(steps)
         try:
             double = replay.play(steps[:1], double=True)
@@ -271,7 +272,7 @@ class StepReplica:
         return ReferencePlays(replay, plain, double, nudged, later, updates > 0, half)
 
     def _updates(self, replay: StepReplayer, steps: list[list[CapturedCall]]) -> int:
-        """How many sharpening updates the time allows.
+        """How many overfitting updates the time allows.
 
         It is 0 if no root module computes the loss, which is then unknown.
         """

@@ -107,7 +107,7 @@ def compare(
 
 
 def later_checks(
-    plain: StepResults, levers: StepResults, nudged: StepResults, sharpened: bool, torch: ModuleType
+    plain: StepResults, levers: StepResults, nudged: StepResults, overfitted: bool, torch: ModuleType
 ) -> list[dict[str, Any]]:
     """Whether half precision stays in the products: checks of the captured steps, and of the later step.
 
@@ -121,7 +121,7 @@ def later_checks(
     response = _max_distance(plain_later.gradients, nudged.gradients, torch)
     if not response <= MAX_RESPONSE:
         return checks
-    when = "once the network is confident of these samples" if sharpened else "after some more updates"
+    when = "once the network is confident of these samples" if overfitted else "after some more updates"
     error, limit = (
         _max_distance(plain_later.gradients, other.gradients, torch),
         max(KINK_FACTOR * HALF_ULP, LATER_FACTOR * response),

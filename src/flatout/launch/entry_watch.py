@@ -124,7 +124,7 @@ class EntryWatch:
             causes.append(_reported(next(reversed(reports.values()))))
         return next(filter(None, causes), NO_REPORT)
 
-    def keep_only_this(self) -> None:
+    def close_inherited_files(self) -> None:
         """Close what this process has inherited, such as the pipe that somebody reads to its end."""
         os.closerange(3, self._handle)
         os.closerange(self._handle + 1, 1024)
@@ -201,7 +201,7 @@ def _watch(watch: EntryWatch, program: int, prefix: str) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1):
         os.dup2(null, descriptor)
-    watch.keep_only_this()
+    watch.close_inherited_files()
     timer = select.poll()
     try:
         timer.register(os.pidfd_open(program), select.POLLIN)  # ends a wait when the program ends

@@ -30,7 +30,7 @@ from flatout.loop.loop_state import LoopState, check_not_sharded
 from flatout.loop.memory import MicroBatches
 from flatout.loop.precision import Precision
 from flatout.loop.rank_group import rank_group_of, ranks_of
-from flatout.loop.resuming import Resumed, is_measured, open_checkpoints
+from flatout.loop.resuming import Resumed, is_trial_process, open_checkpoints
 from flatout.loop.saving import LoopCheckpointing
 from flatout.loop.settings import AUTO, LoopSettings
 from flatout.loop.sizing import Sized, Sizer
@@ -169,7 +169,7 @@ class Loop:
         self.resumed: Resumed | None = None
         if self._saving is not None:
             self.resumed = self._resume(self._saving)
-        self._step_has_extras = self._has_step_extras()
+        self._step_sets_up = self._is_setting_up()
 
     def close(self) -> None:
         """Restore the model, the optimizer, the loader and torch's flags where possible.
@@ -188,7 +188,7 @@ class Loop:
         """Whether the Loop is still trying sizes of micro-batches."""
         return self._sizer is not None and self._sizer.result is None
 
-    def _has_step_extras(self) -> bool:
+    def _is_setting_up(self) -> bool:
         return self._pending_levers is not None or self.sizing
 
     def __iter__(self) -> Iterator[Step]:
@@ -302,7 +302,7 @@ class Loop:
 
     def _open_checkpoints(self) -> LoopCheckpointing | None:
         settings = self._settings
-        if settings.checkpoint_dir is None or is_measured():
+        if settings.checkpoint_dir is None or is_trial_process():
             return None
         check_not_sharded(self.model)
         group = rank_group_of(self.torch, self.model)
@@ -329,7 +329,7 @@ class Loop:
     def _step(self, window: list[tuple[Any, int]], ends_epoch: bool | None) -> Step:
         samples = window[0][1] if len(window) == 1 else sum(size for _, size in window)
         lr = self.optimizer.param_groups[0]["lr"]
-        end_extras = self._begin_extras(window) if self._step_has_extras else None
+        end_setup = self._begin_setup(window) if self._step_sets_up else None
         loss, parts, values = self._gradient.compute(self.index, window, samples)
         grad_norm = self._update.clip_gradient() if self.clip is not None else None
         skipped = self._update.step(self.index)
@@ -348,27 +348,27 @@ class Loop:
             ends_epoch,
             self._rate,
         )
-        if end_extras is not None:
-            end_extras(parts)
+        if end_setup is not None:
+            end_setup(parts)
         self.index += 1
         self._rate.step(seconds(), samples)
         return step
 
-    def _begin_extras(self, window: list[tuple[Any, int]]) -> Callable[[int], None]:
+    def _begin_setup(self, window: list[tuple[Any, int]]) -> Callable[[int], None]:
         sizer = self._sizer if self.sizing else None
         if sizer is not None:
             self._gradient.detect_reduction(window)
             sizer.step_begins(max(size for _, size in window))
 
-        def end_extras(parts: int) -> None:
+        def end_setup(parts: int) -> None:
             if sizer is not None:
                 sizer.step_ends()
             if self._pending_levers is not None:
                 self._pending_levers.apply_late(parts)
                 self._pending_levers = None
-            self._step_has_extras = self._has_step_extras()
+            self._step_sets_up = self._is_setting_up()
 
-        return end_extras
+        return end_setup
 
 
 def _parameters(optimizer: Optimizer) -> list[Any]:

@@ -25,7 +25,7 @@ CHECKPOINT_KIND = "loop"
 TRIAL_ENTRY = "flatout.trial."
 
 
-def is_measured() -> bool:
+def is_trial_process() -> bool:
     """Whether flatout measures this process. Such a process does not resume and leaves nothing behind."""
     path = os.environ.get("FLATOUT_JOB")
     job = read_json(Path(path)) if path else None

@@ -69,7 +69,7 @@ class Update:
                     f"resume from your last checkpoint. {ADVICE}"
                 )
         raise LoopError(
-            f"the optimizer ran out of memory{', may_retry,' if may_retry else ''} before it changed any weight ({failed.message}). {ADVICE}"
+            f"the optimizer ran out of memory{' twice' if may_retry else ''} before it changed any weight ({failed.message}). {ADVICE}"
         )
 
 

@@ -124,7 +124,7 @@ def _sides(record: CompareRecord) -> tuple[SideRecord, SideRecord]:
 
 
 def compare_page(record: CompareRecord, terminal_lines: Sequence[str] = ()) -> Page:
-    """Return the page. ``added``: lines of the terminal, at the end."""
+    """Return the page. ``terminal_lines``: lines of the terminal, at the end."""
     a, b = _sides(record)
     change = record.step_time
     slower, faster = change is not None and change.low > 0, change is not None and change.high < 0

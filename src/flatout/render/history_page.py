@@ -10,7 +10,7 @@ from flatout.render.summary import with_interval
 from flatout.schema.history import HistoryRecord, JobEntry, RunEntry
 
 RUN_COLUMNS = "started, UTC", "command", "result", ">steps/s", ">steps", ">peak memory", "limited by", "plan"
-STATUS = {"finished": "applied", "failed": "rejected", "interrupted": "skipped"}
+CELL_KINDS = {"finished": "applied", "failed": "rejected", "interrupted": "skipped"}
 
 
 def history_page(history: HistoryRecord) -> Page:
@@ -77,7 +77,7 @@ def _run(job: JobEntry, run: RunEntry) -> tuple[Cell | str, ...]:
         Cell(
             result,
             plural(run.processes, "process") if run.processes > 1 else "",
-            STATUS.get(run.result, "skipped"),
+            CELL_KINDS.get(run.result, "skipped"),
         ),
         rounded(run.steps_per_s),
         count(run.steps),

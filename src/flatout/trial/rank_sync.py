@@ -26,7 +26,7 @@ class RankSync:
     """The place of this process: ``rank`` of ``world``, with ``local_world`` ranks on this machine.
 
     ``measurable``: only the first rank of a machine may be measured, so that two programs show the same
-    batches. ``outside()`` lets us read and write where the program may not. ``pending``: in the measured rank,
+    batches. ``real_files()`` lets it read and write where the program may not. ``pending``: in the measured rank,
     what all do at the end of the current step.
     """
 

@@ -80,7 +80,7 @@ def _is_worker_end(failure: FailureRecord, match: MessageMatch) -> bool:
     """Whether no other kind says more: a missing main guard. A tensor may wait for a worker that is gone."""
     if match.pattern == CONNECTION_LOST:
         return frame_matches(failure, ":(?:rebuild_storage_fd|_try_get_data)$")
-    return not failure.facts.get("unguarded")
+    return not failure.facts.get("missing_main_guard")
 
 
 worker_ended = pattern_kind(
@@ -230,7 +230,7 @@ cannot_be_pickled = pattern_kind(
     ),
 )
 
-UNGUARDED = r"DataLoader worker \(pid\(s\) [\d, ]+\) exited unexpectedly"
+NO_MAIN_GUARD = r"DataLoader worker \(pid\(s\) [\d, ]+\) exited unexpectedly"
 no_main_guard = pattern_kind(
     "FE075",
     "no-main-guard",
@@ -242,9 +242,11 @@ no_main_guard = pattern_kind(
         "the script starts processes on import, and a spawned process imports it again",
         'if __name__ == "__main__":\n    main()',
         r"An attempt has been made to start a new process before the\s+current process has finished its bootstrapping phase",
-        UNGUARDED,
+        NO_MAIN_GUARD,
     ),
-    when=lambda failure, match: match.pattern != UNGUARDED or bool(failure.facts.get("unguarded")),
+    when=lambda failure, match: (
+        match.pattern != NO_MAIN_GUARD or bool(failure.facts.get("missing_main_guard"))
+    ),
 )
 
 loader_timed_out = pattern_kind(

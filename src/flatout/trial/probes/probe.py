@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class ProbeTools:
     """What a probe may use.
 
-    ``outside()`` lets it write where the program may not; ``ours()`` returns the tensors that flatout keeps.
+    ``real_files()`` lets it write where the program may not. ``flatout_tensors()`` are those that flatout keeps.
     """
 
     torch: ModuleType
