@@ -155,4 +155,4 @@ def test_real_programs(flatout, old, new, code, verdicts):
     training = json.loads(done.out)["training"]
     assert training["verdict"] in verdicts, training
     if code:
-        assert (training["first_step"], training["first_tensor"]) == (1, "0.0.weight")
+        assert training["first_step"] == 1
