@@ -70,7 +70,12 @@ EDITS: dict[str, tuple[tuple[str, ...], str, str, tuple[str, ...]]] = {
     "product written out": (SOUND, "nn.ReLU()", "nn.Hardtanh(0.0, 1e9)", ()),
     "clipping that never acts": (SOUND, "50.0", "60.0", ()),
     "batches in a worker": (SOUND, "16, shuffle=True", "16, shuffle=True, num_workers=1", ()),
-    "evaluation written otherwise": (SOUND, "(model(data).argmax(1) == labels)", "(labels == model(data).argmax(1))", ()),
+    "evaluation written otherwise": (
+        SOUND,
+        "(model(data).argmax(1) == labels)",
+        "(labels == model(data).argmax(1))",
+        (),
+    ),
     "bfloat16, allowed": (
         SOUND,
         "criterion(model(x), y)",
@@ -83,7 +88,12 @@ EDITS: dict[str, tuple[tuple[str, ...], str, str, tuple[str, ...]]] = {
         "criterion(torch.autocast('cpu', torch.bfloat16)(model)(x).float(), y)",
         (),
     ),
-    "another initialisation": (HARMFUL, "optimizer = ", "nn.init.normal_(model[0].weight, 0.0, 0.1)\noptimizer = ", ()),
+    "another initialisation": (
+        HARMFUL,
+        "optimizer = ",
+        "nn.init.normal_(model[0].weight, 0.0, 0.1)\noptimizer = ",
+        (),
+    ),
     "another seed": (HARMFUL, "manual_seed(0)", "manual_seed(1)", ()),
     "no zero_grad": (HARMFUL, "        optimizer.zero_grad()\n", "", ()),
     "last batch dropped": (HARMFUL, "shuffle=True", "shuffle=True, drop_last=True", ()),
@@ -100,7 +110,12 @@ EDITS: dict[str, tuple[tuple[str, ...], str, str, tuple[str, ...]]] = {
         (),
     ),
     "evaluation mode after epoch 1": (HARMFUL, "    model.train()\n", "    model.train(epoch == 0)\n", ()),
-    "a detached layer": (HARMFUL, "nn.Linear(32, 5))", "nn.Linear(32, 5))\nmodel[0].bias.requires_grad_(False)", ()),
+    "a detached layer": (
+        HARMFUL,
+        "nn.Linear(32, 5))",
+        "nn.Linear(32, 5))\nmodel[0].bias.requires_grad_(False)",
+        (),
+    ),
     "clipping that acts": (HARMFUL, "50.0", "0.5", ()),
     "epsilon of 1e-7": (HARMFUL, "weight_decay=0.01", "weight_decay=0.01, eps=1e-7", ()),
 }
@@ -122,7 +137,13 @@ def judged(name: str) -> dict[str, Any]:
         argv += ["--budget", "1s", *options, "python a.py", "python b.py"]
         done = subprocess.run(argv, cwd=folder, capture_output=True, text=True, timeout=1200, check=False)
     if done.returncode not in (0, 1, 12):
-        return {"name": name, "verdict": "failed", "why": done.stderr[-400:], "right": False, "expected": expected}
+        return {
+            "name": name,
+            "verdict": "failed",
+            "why": done.stderr[-400:],
+            "right": False,
+            "expected": expected,
+        }
     record = json.loads(done.stdout)
     training = record["training"]
     assert done.returncode == {"different": 1, "cannot tell": 12}.get(training["verdict"], 0)

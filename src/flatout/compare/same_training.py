@@ -71,7 +71,9 @@ def judge_training(
     if why or rounded.verdict != "equivalent":
         return TrainingVerdict("cannot tell", why or rounded.why)
     steps = sorted({int(step) for run in perturbed for step in run.weights_sketches})
-    compared = f"each weight after {len(steps)} steps, the last of them step {steps[-1]}, and {batches} batches"
+    compared = (
+        f"each weight after {len(steps)} steps, the last of them step {steps[-1]}, and {batches} batches"
+    )
     kind = "up to half precision" if effect is Effect.PRECISION else "up to rounding"
     return TrainingVerdict("equivalent", f"{kind}: {compared}; {rounded.why}")
 
@@ -92,13 +94,19 @@ def _beyond_rounding(
         for step in common:
             pairs = _matched(plain[step], other[step])
             if pairs is None:
-                counts = f"{len(plain[step])} and {len(other[step])} parameters and buffers, or others in shape"
+                counts = (
+                    f"{len(plain[step])} and {len(other[step])} parameters and buffers, or others in shape"
+                )
                 return int(step), "", f"the programs have {counts}"
             growth, name = max(
                 (_growth(x, y, run.weights_sketches[step][name]), name) for name, x, y in pairs
             )
             if not growth <= MAX_GROWTH:
-                times = f"{growth:.2g} times as far as rounding moves it" if math.isfinite(growth) else "NaN or infinite"
+                times = (
+                    f"{growth:.2g} times as far as rounding moves it"
+                    if math.isfinite(growth)
+                    else "NaN or infinite"
+                )
                 return int(step), name, f"after step {step}, {name} differs: {times} (seed {run.seed})"
     if len(steps) < MIN_STEPS:
         return None, "", f"the weights of {len(steps)} steps could be compared, of at least {MIN_STEPS}"
