@@ -71,6 +71,8 @@ def headline(session: SessionRecord) -> str:
     likely = "probably " if low is not None and low <= 1 else ""
     results = RESULTS.get(session.guard.verdict, RESULTS["not checked"])
     speed_text = f"{likely}{factor(gain)[:-1]} times as fast, {results}"
+    if gain is None and session.kept:
+        speed_text = f"Faster beside other programs, cannot tell how much, {results}"
     match session.outcome:
         case SessionOutcome.FAILED:
             return "The tuning failed"

@@ -162,7 +162,7 @@ class SessionRecord(Record):
     effects: list[str] = field(default_factory=list)
     baseline: ProgramFigures = field(default_factory=ProgramFigures)
     best: ProgramFigures = field(default_factory=ProgramFigures)
-    speedup: Ratio | None = None
+    speedup: Ratio | None = None  # None beside other programs
     noise_floor: Ratio | None = None
     disturbance: str = ""  # load by other programs meanwhile, if relevant
     undecided: bool = False  # the plain program stays for lack of time or of an idle machine
@@ -192,6 +192,11 @@ class SessionRecord(Record):
         return bool(self.memory_limit_bytes and first is not None and first.peak_bytes and not first.fits)
 
     @property
+    def kept(self) -> bool:
+        """Whether a plan was kept; beside other programs ``speedup`` stays None, because no figure would hold."""
+        return self.speedup is not None or bool(self.disturbance and self.best.plan.get("choices"))
+
+    @property
     def gain(self) -> float | None:
         """The median speed-up if it exceeds 1 and its interval excludes a relevant slowdown."""
         if self.speedup is None or not self.speedup.usable:
@@ -204,7 +209,7 @@ class SessionRecord(Record):
             return SessionOutcome(self.status)
         if self.speedup is not None and self.too_large:
             return SessionOutcome.FITS
-        if self.gain is None:
+        if self.gain is None and (self.speedup is not None or not self.kept):
             return SessionOutcome.UNDECIDED if self.undecided else SessionOutcome.UNCHANGED
         return SessionOutcome.CHANGED if self.guard.verdict == "failed" else SessionOutcome.FASTER
 

@@ -31,6 +31,7 @@ from flatout.tune.tuning import Tuning
 MIN_SPEEDUP = 1.01  # a smaller speed-up does not justify a plan file
 MIN_REST_SPEEDUP = 1.03  # for the rest of a plan that the guard rejected
 REST_OVERRUN_SHARE = 0.5  # of the budget, for confirming that rest
+FASTER_BESIDE = "faster beside other programs, by an amount that cannot be told"
 START_VARIATION = 0.25  # normal variation between two starts of one program
 
 
@@ -76,6 +77,9 @@ def confirm_plan(tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any]
     for candidate in tuned:
         if candidate not in attempt:
             candidate.status = Status.REJECTED
+    if tuning.disturbance.disturbed:
+        for candidate in tuning.candidates.values():
+            candidate.ratio = None
     if attempt:
         tuning.session.undecided, tuning.session.obstacle = False, limiting_factor(tuning)
     else:
@@ -139,10 +143,12 @@ def _confirm_once(
         return Rejection(
             f"the warm-up pays off after {session.payback_steps} steps, beyond the horizon (--horizon)"
         )
-    session.speedup = ratio
+    beside = tuning.disturbance.sentence() if tuning.disturbance.disturbed else ""
+    session.speedup = None if beside and not tuning.must_fit else ratio
     for candidate in tuned:
-        candidate.status, candidate.reason = Status.APPLIED, _skip_reasons(candidate, tuned_records[0])
-    session.best.plan = _with_evidence(tuned, ratio, session.key).to_json()
+        candidate.status = Status.APPLIED
+        candidate.reason = _skip_reasons(candidate, tuned_records[0]) or (FASTER_BESIDE if beside else "")
+    session.best.plan = _with_evidence(tuned, ratio, session.key, beside).to_json()
     return None
 
 
@@ -272,7 +278,7 @@ def _pays_off(tuning: Tuning) -> bool:
     )
 
 
-def _with_evidence(tuned: Sequence[Candidate], ratio: Ratio, key: dict[str, Any]) -> Plan:
+def _with_evidence(tuned: Sequence[Candidate], ratio: Ratio, key: dict[str, Any], beside: str) -> Plan:
     choices = []
     for choice in plan_of(tuned):
         others_ratio = next(c.ratio for c in tuned if c.lever.name == choice.name)
@@ -281,9 +287,10 @@ def _with_evidence(tuned: Sequence[Candidate], ratio: Ratio, key: dict[str, Any]
             if others_ratio
             else "measured only together with the other levers"
         )
-        choices.append(
-            Choice(choice.name, choice.value, Origin.TUNER, f"{evidence}; the whole plan {ratio.sentence()}")
+        evidence = (
+            f"{FASTER_BESIDE}: {beside}" if beside else f"{evidence}; the whole plan {ratio.sentence()}"
         )
+        choices.append(Choice(choice.name, choice.value, Origin.TUNER, evidence))
     return Plan(tuple(choices), key)
 
 

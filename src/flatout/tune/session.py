@@ -132,6 +132,8 @@ def _verdict(session: SessionRecord) -> str:
     limited = _memory_verdict(session)
     if limited:
         return limited
+    if session.kept and session.speedup is None:
+        return f"the plan is faster beside other programs, {_results(session)}; cannot tell how much: {session.disturbance}"
     if session.speedup is not None:
         certainty = "" if session.speedup.significant else "probably "
         return f"{certainty}{session.speedup.sentence()} as fast, {_results(session)}"
