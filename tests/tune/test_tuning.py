@@ -121,10 +121,13 @@ def test_without_time_to_check_rounding_only_exact_levers_continue(make):
     )
 
 
-def seen(process, times):
-    """The result of a program: a block for each of the times."""
+def seen(process, times, loads=None):
+    """The result of a program: a block for each of the times, beside these loads."""
     return ProgramResult(
-        blocks=[MeasuredBlock(at, 10.0 * process + at, at * 35, ms) for at, ms in enumerate(times)]
+        blocks=[
+            MeasuredBlock(at, 10.0 * process + at, at * 35, ms, load)
+            for at, (ms, load) in enumerate(zip(times, loads or [0.0] * len(times), strict=True))
+        ]
     )
 
 
@@ -192,11 +195,36 @@ def test_the_gain_of_a_lever_is_estimated_from_all_blocks(make):
     )
     assert tuning.candidates["gc_pause"].reason == "no speed-up beyond the noise"
     assert tuning.candidates["gc_pause"].ratio is not None
-    tuning.disturbance.samples.append(MachineLoad(1.0, ("python (pid 1)",)))
+    tuning.disturbance.samples[:] = [MachineLoad(1.0, ("python (pid 1)",))]
     conclude_again(tuning)
     assert tuning.candidates["gc_pause"].ratio is None  # the effect of other processes on it may be larger
-    assert tuning.candidates["threads"].ratio is not None
-    assert tuning.session.blocks[0].keys() == {"process", "active", "at_s", "window", "ms", "host"}
+    assert tuning.candidates["malloc"].ratio is not None
+    assert tuning.session.blocks[0].keys() == {"process", "active", "at_s", "window", "ms", "host", "busy"}
+
+
+@pytest.mark.parametrize(("busy_rows", "threads"), [(0, "2x"), (1, "2x"), (3, "none")])
+def test_a_number_of_threads_is_chosen_from_blocks_beside_idle_processes_alone(make, busy_rows, threads):
+    """Of four rows of each process, others take a core in some, and there one thread is 15 times as fast."""
+    tuning = trying(make(90.0), threads=1)
+    noise = random.Random(0)
+    for process in range(4):
+        rows = [frozenset(keys) for keys in ((), ("threads=1",))] * 4
+        loads = [1.0 if at // 2 < busy_rows else 0.0 for at in range(8)]
+        times = [
+            (4.0 if row else 60.0 if load else 8.0) * noise.lognormvariate(0, 0.01)
+            for row, load in zip(rows, loads, strict=True)
+        ]
+        tuning.add_blocks(process, rows, seen(process, times, loads), 0)
+    selected, lever = conclude(tuning), tuning.candidates["threads"]
+    if threads == "none":
+        assert not selected
+        assert (lever.status, lever.ratio) == (Status.REJECTED, None)
+        assert lever.reason.startswith("no number of threads is chosen beside other programs")
+        assert lever.reason.endswith("stop them and tune again")
+        assert tuning.session.obstacle.startswith("other processes keep 1.0 of")
+    else:
+        assert selected == [lever]
+        assert tuning.gain(frozenset({"threads=1"})).median == pytest.approx(2.0, rel=0.05)
 
 
 def measured(tuning, logs, processes=6):

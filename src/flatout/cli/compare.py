@@ -195,7 +195,7 @@ class _Comparison:
                 self._fill(timer.pairs, None, timer.repeat(0))
             record.seconds, record.status = seconds() - start_s, "done"
             if timer.disturbance.disturbed:
-                record.notes.append(f"{timer.disturbance.sentence()}, which widens the intervals")
+                record.disturbance = timer.disturbance.sentence()
             if timer.one_at_a_time:
                 record.notes.append(
                     "the programs did not fit into memory together, so they ran one after the other"

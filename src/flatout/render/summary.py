@@ -23,6 +23,7 @@ from flatout.render.formatting import (
 from flatout.schema.enums import Status
 from flatout.schema.records import Ratio
 from flatout.schema.session import (
+    FASTER_BESIDE,
     GuardRecord,
     LeverRecord,
     NamedLeverRecord,
@@ -72,7 +73,7 @@ def headline(session: SessionRecord) -> str:
     results = RESULTS.get(session.guard.verdict, RESULTS["not checked"])
     speed_text = f"{likely}{factor(gain)[:-1]} times as fast, {results}"
     if gain is None and session.kept:
-        speed_text = f"Faster beside other programs, cannot tell how much, {results}"
+        speed_text = FASTER_BESIDE
     match session.outcome:
         case SessionOutcome.FAILED:
             return "The tuning failed"

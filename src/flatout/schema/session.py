@@ -9,6 +9,7 @@ from flatout.schema.enums import StrEnum
 from flatout.schema.records import MIN_RATIO_LOW, Ratio, Record
 
 SESSION_SCHEMA = 1
+FASTER_BESIDE = "faster beside other programs, cannot tell how much"
 
 
 @dataclass
@@ -194,7 +195,8 @@ class SessionRecord(Record):
     @property
     def kept(self) -> bool:
         """Whether a plan was kept; beside other programs ``speedup`` stays None, because no figure would hold."""
-        return self.speedup is not None or bool(self.disturbance and self.best.plan.get("choices"))
+        beside = self.disturbance and not self.undecided
+        return self.speedup is not None or bool(beside and self.best.plan.get("choices"))
 
     @property
     def gain(self) -> float | None:

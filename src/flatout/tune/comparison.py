@@ -214,9 +214,16 @@ def alternate(
     return results
 
 
-def complete_rounds(results: Sequence[ProgramResult]) -> list[tuple[float, ...]]:
-    """Milliseconds a tick of each program in the rounds that all of them finished."""
-    return list(zip(*([block.ms for block in result.blocks] for result in results), strict=False))
+def complete_rounds(results: Sequence[ProgramResult], limit: float = math.inf) -> list[tuple[float, ...]]:
+    """Milliseconds a tick of each program in the rounds that all of them finished.
+
+    ``limit``: only rounds in which other processes used fewer cores.
+    """
+    return [
+        tuple(block.ms for block in blocks)
+        for blocks in zip(*(result.blocks for result in results), strict=False)
+        if max(block.busy for block in blocks) < limit
+    ]
 
 
 def compare_running(interleaver: Interleaver, a: Trial, b: Trial, until_s: float) -> Ratio:

@@ -20,7 +20,7 @@ from flatout.measure.statistics import compare, median
 from flatout.schema.enums import Origin, Status
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import MIN_RATIO_LOW, Ratio, TrialRecord
-from flatout.schema.session import GuardRecord, ProgramFigures
+from flatout.schema.session import FASTER_BESIDE, GuardRecord, ProgramFigures
 from flatout.tune.candidates import Candidate, fetches_all, plan_of, widest_effect
 from flatout.tune.conclude import limiting_factor
 from flatout.tune.limits import MIN_PAIRS, USUAL_PAIRS
@@ -31,7 +31,6 @@ from flatout.tune.tuning import Tuning
 MIN_SPEEDUP = 1.01  # a smaller speed-up does not justify a plan file
 MIN_REST_SPEEDUP = 1.03  # for the rest of a plan that the guard rejected
 REST_OVERRUN_SHARE = 0.5  # of the budget, for confirming that rest
-FASTER_BESIDE = "faster beside other programs, by an amount that cannot be told"
 START_VARIATION = 0.25  # normal variation between two starts of one program
 
 
@@ -70,7 +69,7 @@ def confirm_plan(tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any]
                 or tuning.remaining_s() + REST_OVERRUN_SHARE * tuning.budget_s < MIN_PAIRS * tuning.pair_s
             ):
                 for candidate in remaining:
-                    candidate.reason = f"without the levers that the guard rejected, the plan gives {gain:.2f}x; it was not confirmed"
+                    candidate.reason = f"without the levers that the guard rejected, the plan gives {gain:.2f}x{tuning.beside}; it was not confirmed"
                 remaining = []
         attempt, replica = remaining, None
         pairs = Pairs(plain=pairs.plain, plain_ms=pairs.plain_ms)
@@ -132,7 +131,7 @@ def _confirm_once(
     if len(tuned_records) < MIN_PAIRS:
         hint = tuning.budget_hint(USUAL_PAIRS * tuning.pair_s)
         return Rejection(
-            f"one pair of processes ({ratio.sentence()}) does not confirm a speed-up, and the budget ran out; {hint}",
+            f"one pair of processes ({ratio.sentence()}{tuning.beside}) does not confirm a speed-up, and the budget ran out; {hint}",
             undecided=True,
         )
     if rejection := _rejected_by_guard(tuning):

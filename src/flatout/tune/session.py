@@ -14,7 +14,7 @@ from flatout.schema.enums import Effect
 from flatout.schema.errors import PlanError, StorageError
 from flatout.schema.facts import Facts, untested_torch
 from flatout.schema.plan import Plan
-from flatout.schema.session import SESSION_SCHEMA, SessionRecord
+from flatout.schema.session import FASTER_BESIDE, SESSION_SCHEMA, SessionRecord
 from flatout.schema.sizes import size
 from flatout.tune.plan_files import differences, plan_beside_script, plan_key
 
@@ -133,7 +133,7 @@ def _verdict(session: SessionRecord) -> str:
     if limited:
         return limited
     if session.kept and session.speedup is None:
-        return f"the plan is faster beside other programs, {_results(session)}; cannot tell how much: {session.disturbance}"
+        return f"{FASTER_BESIDE}: {session.disturbance}; {_results(session)}"
     if session.speedup is not None:
         certainty = "" if session.speedup.significant else "probably "
         return f"{certainty}{session.speedup.sentence()} as fast, {_results(session)}"

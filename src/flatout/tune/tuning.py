@@ -13,6 +13,7 @@ from flatout.guard.replica import CAPTURED_STEPS, LARGE_MODEL_STEPS, OVERFIT_S, 
 from flatout.job.folder import JobFolder
 from flatout.launch.command import Command
 from flatout.measure.clock import seconds
+from flatout.measure.disturbance import Disturbance
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import Ratio, TrialRecord
@@ -22,7 +23,6 @@ from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.budget import USUAL_BUDGET_S, compiler_gain, default_budget_s
 from flatout.tune.candidates import Candidate, ordered_plan
 from flatout.tune.comparison import LiveLevers, ProgramRequest, ProgramResult
-from flatout.tune.disturbance import Disturbance
 from flatout.tune.effects import Fitted, Space, TimedBlock, fit_effects, ratio_of
 from flatout.tune.goal import Goal, restricted
 from flatout.tune.interleaver import Interleaver, RunningCandidate
@@ -261,7 +261,7 @@ class Tuning:
 
         Blocks with a factor or a pair that has left the search meanwhile are not kept.
         """
-        self.disturbance.add(result.blocks)
+        self.disturbance.add(block.busy for block in result.blocks)
         self.dataset_fetch_s = max(self.dataset_fetch_s, result.ready.get("dataset_fetch_s", 0.0))
         for block in result.blocks:
             if not self._is_allowed(active[block.row]):
@@ -297,6 +297,11 @@ class Tuning:
             self.max_plain_tick = max(self.max_plain_tick, plain.ticks_done)
             self.keep_first_plain(plain.finish())
             self.interleaver.dismiss(plain)
+
+    @property
+    def beside(self) -> str:
+        """What follows a speed-up that was measured beside other programs."""
+        return " beside other programs" if self.disturbance.disturbed else ""
 
     @property
     def counted_blocks(self) -> list[TimedBlock]:

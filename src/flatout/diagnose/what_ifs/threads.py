@@ -37,8 +37,24 @@ def code(value: Value) -> str:
 
 
 FEWER = Lever(
-    "one thread fewer", Moment.STEP, Effect.CHANGES_MATH, _fewer, code, apply=apply, live=True, page=__doc__
+    "one thread fewer",
+    Moment.STEP,
+    Effect.CHANGES_MATH,
+    _fewer,
+    code,
+    apply=apply,
+    live=True,
+    sets_threads=True,
+    page=__doc__,
 )
 MORE = Lever(
-    "one thread more", Moment.STEP, Effect.CHANGES_MATH, _more, code, apply=apply, live=True, page=__doc__
+    "one thread more",
+    Moment.STEP,
+    Effect.CHANGES_MATH,
+    _more,
+    code,
+    apply=apply,
+    live=True,
+    sets_threads=True,
+    page=__doc__,
 )

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flatout.launch.rank_variables import usable_cores
 from flatout.measure.clock import seconds, sleep
+from flatout.measure.cores import usable_cores
 from flatout.measure.load import MachineLoad, machine_load
-from flatout.tune.comparison import MeasuredBlock
 
 DISTURBING_CORES = 0.3  # cores kept busy by other processes; above this it is reported
 SAMPLE_S = 0.25
@@ -42,12 +41,12 @@ class Disturbance:
 
     @property
     def limit(self) -> float:
-        """The cores that others may use: those that the program leaves idle."""
-        idle = usable_cores() - self.needed if self.needed else 0
-        return max(DISTURBING_CORES, idle)
+        """Others disturb from here on: the cores that the program leaves idle are theirs."""
+        return DISTURBING_CORES + (max(0, usable_cores() - self.needed) if self.needed else 0)
 
-    def add(self, blocks: Iterable[MeasuredBlock]) -> None:
-        self.samples += [MachineLoad(block.busy) for block in blocks]
+    def add(self, loads: Iterable[float]) -> None:
+        """Add the load that was measured around each block."""
+        self.samples += map(MachineLoad, loads)
 
     def sample(self) -> MachineLoad | None:
         """Take one sample; None if the kernel gives no figures.
