@@ -19,7 +19,7 @@ from flatout.schema.records import TrialRecord
 from flatout.schema.session import SessionRecord
 from flatout.tune.blame import handle_end
 from flatout.tune.candidates import Candidate
-from flatout.tune.comparison import MeasuredBlock, ProgramResult
+from flatout.tune.comparison import MeasuredBlock, ProgramResult, complete_rounds
 from flatout.tune.conclude import best_measured, conclude
 from flatout.tune.factors import make_space, reuse_blocks
 from flatout.tune.goal import Goal
@@ -225,6 +225,12 @@ def test_a_number_of_threads_is_chosen_from_blocks_beside_idle_processes_alone(m
     else:
         assert selected == [lever]
         assert tuning.gain(frozenset({"threads=1"})).median == pytest.approx(2.0, rel=0.05)
+
+
+def test_rounds_beside_other_programs_can_be_left_out():
+    one, other = seen(0, [1.0, 2.0, 3.0], [0.0, 1.0, 0.0]), seen(1, [4.0, 5.0], [0.1, 1.0])
+    assert complete_rounds([one, other]) == [(1.0, 4.0), (2.0, 5.0)]
+    assert complete_rounds([one, other], 0.3) == [(1.0, 4.0)]
 
 
 def measured(tuning, logs, processes=6):
