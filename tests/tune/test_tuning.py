@@ -16,11 +16,12 @@ from flatout.probe.machine import look
 from flatout.render.summary import effort
 from flatout.schema.enums import Effect, Status
 from flatout.schema.records import TrialRecord
-from flatout.schema.session import SessionRecord
+from flatout.schema.session import GuardRecord, SessionRecord
 from flatout.tune.blame import handle_end
 from flatout.tune.candidates import Candidate
 from flatout.tune.comparison import MeasuredBlock, ProgramResult, complete_rounds
 from flatout.tune.conclude import best_measured, conclude
+from flatout.tune.confirm import confirm_plan
 from flatout.tune.factors import make_space, reuse_blocks
 from flatout.tune.goal import Goal
 from flatout.tune.limits import CONFIRM_SHARE, MAX_PAIR_ROUNDS, OVERRUN_SHARE, PAIR_SIDE_S, USUAL_PAIRS
@@ -225,6 +226,40 @@ def test_a_number_of_threads_is_chosen_from_blocks_beside_idle_processes_alone(m
     else:
         assert selected == [lever]
         assert tuning.gain(frozenset({"threads=1"})).median == pytest.approx(2.0, rel=0.05)
+
+
+@pytest.mark.parametrize("load", [0.0, 1.0])
+def test_a_plan_kept_beside_other_programs_has_no_figure_anywhere(make, monkeypatch, load):
+    tuning = trying(make(90.0), malloc="glibc", gc_pause=True)
+    for process in range(6):
+        rows = [frozenset({"malloc=glibc"} if process % 2 else ())] * 4
+        tuning.add_blocks(process, rows, seen(process, [5.0 if process % 2 else 10.0] * 4, [load] * 4), 0)
+    selected = conclude(tuning)
+
+    def one_pair(tuning, tuned, pairs):
+        seed = len(pairs.tuned)
+        record = TrialRecord("finished", "", seed=seed, phases={}, steps=16, warmup_ms=5.0)
+        pairs.plain[seed] = pairs.tuned[seed] = record
+        pairs.plain_ms.append(10.0)
+        pairs.tuned_ms.append(5.0)
+
+    monkeypatch.setattr("flatout.tune.confirm.measure_pairs", one_pair)
+    monkeypatch.setattr("flatout.tune.confirm.judge", lambda *_: GuardRecord("same", ""))
+    monkeypatch.setattr(tuning.disturbance, "sample", lambda: None)
+    confirm_plan(tuning, selected, None)
+    tuning.session.disturbance = tuning.disturbance.sentence() if load else ""
+    tuning.session.status = "done"
+    tuning.save()
+    assert tuning.session.outcome == "faster"
+    (lever,) = [lever for lever in tuning.session.levers if lever.status == "applied"]
+    (choice,) = tuning.session.best.plan["choices"]
+    if load:
+        assert (tuning.session.speedup, lever.ratio) == (None, None)
+        assert choice["evidence"].startswith("faster beside other programs, cannot tell how much: other")
+        assert lever.reason == "faster beside other programs, cannot tell how much"
+    else:
+        assert tuning.session.speedup.median == pytest.approx(2.0, rel=0.1)
+        assert "the whole plan" in choice["evidence"]
 
 
 def test_rounds_beside_other_programs_can_be_left_out():

@@ -136,7 +136,9 @@ def _confirm_once(
         )
     if rejection := _rejected_by_guard(tuning):
         return rejection
-    if not tuning.must_fit and (ratio.low < MIN_RATIO_LOW or ratio.median < MIN_SPEEDUP):
+    if not tuning.must_fit and (
+        ratio.low < MIN_RATIO_LOW or ratio.median < MIN_SPEEDUP or session.payback_steps is None
+    ):
         return _reject_as_noise(tuning, ratio)
     if not tuning.must_fit and not _pays_off(tuning):
         return Rejection(
@@ -161,12 +163,11 @@ def _rejected_by_guard(tuning: Tuning) -> Rejection | None:
 
 
 def _reject_as_noise(tuning: Tuning, ratio: Ratio) -> Rejection:
-    measured_ratio = f"{ratio.sentence()} in fresh processes"
     if not tuning.disturbance.disturbed or ratio.high < MIN_SPEEDUP:
-        return Rejection(f"together {measured_ratio}: no speed-up beyond the noise")
+        return Rejection(f"together {ratio.sentence()} in fresh processes: no speed-up beyond the noise")
     hint = f"stop them, or {tuning.budget_hint(2 * tuning.budget_s)}"
     return Rejection(
-        f"{tuning.disturbance.sentence()}, which may hide the speed-up ({measured_ratio}); {hint}",
+        f"{tuning.disturbance.sentence()}, which may hide the speed-up; {hint}",
         undecided=True,
     )
 
