@@ -209,6 +209,11 @@ def test_a_plan_that_was_measured_beside_other_programs_claims_no_figure():
     assert summary.headline(record) == "Faster beside other programs, cannot tell how much"
     assert summary.message(record).startswith(record.disturbance.capitalize())
     assert "flatout run" in summary.next_step(record)[1]
+    record = limited()
+    record.disturbance, record.speedup = "other processes keep 1.0 of 2 cores busy", None
+    assert record.outcome is SessionOutcome.FITS
+    assert "beside other programs it is unknown at what speed" in summary.headline(record)
+    assert f"does not: {record.disturbance}, " in verdict(record)
 
 
 def test_ranks_compared_with_one_process():

@@ -5,7 +5,6 @@ running gives a shorter summary that says so.
 """
 
 from flatout.render.formatting import (
-    MISSING,
     count,
     duration,
     factor,
@@ -80,8 +79,12 @@ def headline(session: SessionRecord) -> str:
         case SessionOutcome.RUNNING:
             return f"Still tuning: so far {speed_text}" if gain else "Still tuning: nothing to report yet"
         case SessionOutcome.FITS:
-            speed = factor(session.speedup.median)[:-1] if session.speedup else MISSING
-            return f"Fits into {size(session.memory_limit_bytes)}, at {speed} times the speed, {results}"
+            speed = (
+                f"at {factor(session.speedup.median)[:-1]} times the speed"
+                if session.speedup
+                else "beside other programs it is unknown at what speed"
+            )
+            return f"Fits into {size(session.memory_limit_bytes)}, {speed}, {results}"
         case SessionOutcome.FASTER | SessionOutcome.CHANGED:
             return speed_text[0].upper() + speed_text[1:]
         case SessionOutcome.UNDECIDED:

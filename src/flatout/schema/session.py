@@ -209,7 +209,7 @@ class SessionRecord(Record):
     def outcome(self) -> SessionOutcome:
         if self.status in ("failed", "running"):
             return SessionOutcome(self.status)
-        if self.speedup is not None and self.too_large:
+        if self.kept and self.too_large:
             return SessionOutcome.FITS
         if self.gain is None and (self.speedup is not None or not self.kept):
             return SessionOutcome.UNDECIDED if self.undecided else SessionOutcome.UNCHANGED

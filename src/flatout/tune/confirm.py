@@ -145,7 +145,7 @@ def _confirm_once(
             f"the warm-up pays off after {session.payback_steps} steps, beyond the horizon (--horizon)"
         )
     beside = tuning.disturbance.sentence() if tuning.disturbance.disturbed else ""
-    session.speedup = None if beside and not tuning.must_fit else ratio
+    session.speedup = None if beside else ratio
     for candidate in tuned:
         candidate.status = Status.APPLIED
         candidate.reason = _skip_reasons(candidate, tuned_records[0]) or (FASTER_BESIDE if beside else "")

@@ -166,9 +166,10 @@ def _memory_verdict(session: SessionRecord) -> str:
     if limit is None or not points or points[0].fits:
         return ""
     limit_words = size(limit)
-    if session.speedup is not None:
+    if session.kept:
+        speed = f"{session.speedup.sentence()} as fast" if session.speedup else session.disturbance
         chosen = next((point.plan for point in points if point.chosen), "the plan")
-        return f"{chosen} fits into {limit_words}, the plain program does not: {session.speedup.sentence()} as fast, {_results(session)}"
+        return f"{chosen} fits into {limit_words}, the plain program does not: {speed}, {_results(session)}"
     smallest = min(points, key=lambda point: point.peak_bytes or 0)
     excess = (smallest.peak_bytes or 0) - limit
     if excess <= 0:
