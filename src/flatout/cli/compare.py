@@ -194,8 +194,7 @@ class _Comparison:
             if record.losses.first_difference is not None and stored is None:
                 self._fill(timer.pairs, None, timer.repeat(0))
             record.seconds, record.status = seconds() - start_s, "done"
-            if timer.disturbance.disturbed:
-                record.disturbance = timer.disturbance.sentence()
+            record.disturbance = timer.disturbance.beside
             if timer.one_at_a_time:
                 record.notes.append(
                     "the programs did not fit into memory together, so they ran one after the other"

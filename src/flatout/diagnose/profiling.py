@@ -69,7 +69,7 @@ def run_profile(program: ProfiledProgram) -> ProfileRecord:
                 program.save()
     finally:
         program.close_trial()
-    record.disturbance = program.disturbance.sentence() if program.disturbance.disturbed else ""
+    record.disturbance = program.disturbance.beside
     fill_roofline(record.operations, record.ceilings, _tf32(program))
     record.flops_a_step = flops_a_step(record.operations)
     if record.step_ms and record.ceilings:
@@ -219,8 +219,8 @@ def _what_if(
                 program.blocks.run(trial, SETTLING_TICKS + 1)
             trial.pause()
             program.disturbance.sample()
-            if lever.sets_threads and program.disturbance.disturbed:
-                what_if.why_not = f"{program.disturbance.sentence()}; stop them and profile again"
+            if lever.sets_threads and (beside := program.disturbance.beside):
+                what_if.why_not = f"{beside}; stop them and profile again"
                 return
             until_s = seconds() + share_s
             ratio = program.blocks.compare_live(trial, (), (choice,), until_s, should_stop=_precise_enough)

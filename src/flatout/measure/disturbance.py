@@ -1,8 +1,7 @@
 """Detects disturbance by other processes while all programs of the search are stopped, and reports it.
 
 A search waits a little for them to end. Threads that share a core with another process wait for each other, so a
-speed-up beside it is no property of the plan: blocks beside other processes count only if most are, and then the
-search claims no figure and chooses no number of threads.
+speed-up beside it is no property of the plan: such blocks count only if most are, and no figure is claimed then.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ PAUSE_S = 2.0
 
 @dataclass
 class Disturbance:
-    """The load of other processes during one search: every sample of their busy cores and names.
+    """The load of other processes: every sample of their busy cores and names.
 
-    ``needed`` cores are those of one program, once it is observed.
+    ``needed``: the cores of one program, once observed.
     """
 
     cores: int
@@ -34,18 +33,17 @@ class Disturbance:
     needed: int = 0
 
     def observe(self, context: Mapping[str, Any], processes: int = 1) -> None:
-        """Learn from its context how many cores a program of this many processes computes on."""
+        """Learn how many cores a program computes on."""
         threads = context["threads"] if context["device"] == "cpu" else 1
         workers = max((loader["num_workers"] for loader in context["loaders"]), default=0)
         self.needed = max(self.needed, processes * (threads + workers))
 
     @property
     def limit(self) -> float:
-        """Others disturb from here on: the cores that the program leaves idle are theirs."""
+        """The busy cores that disturb. Those that the program leaves idle do not."""
         return DISTURBING_CORES + (max(0, usable_cores() - self.needed) if self.needed else 0)
 
     def add(self, loads: Iterable[float]) -> None:
-        """Add the load that was measured around each block."""
         self.samples += map(MachineLoad, loads)
 
     def sample(self) -> MachineLoad | None:
@@ -82,6 +80,11 @@ class Disturbance:
     @property
     def disturbed(self) -> bool:
         return self.busy_cores >= self.limit
+
+    @property
+    def beside(self) -> str:
+        """The sentence, or "" if others did not disturb."""
+        return self.sentence() if self.disturbed else ""
 
     def sentence(self) -> str:
         """Say which processes keep how many cores busy."""

@@ -194,7 +194,7 @@ class SessionRecord(Record):
 
     @property
     def kept(self) -> bool:
-        """Whether a plan was kept; beside other programs ``speedup`` stays None, because no figure would hold."""
+        """Whether a plan was kept; beside other programs it has no ``speedup``."""
         beside = self.disturbance and not self.undecided
         return self.speedup is not None or bool(beside and self.best.plan.get("choices"))
 

@@ -110,7 +110,7 @@ class BatchCurve:
             )
         fill_record(self.record, self.passes, self.own_repeats)
         self.record.status = "done"
-        self.record.disturbance = self.disturbance.sentence() if self.disturbance.disturbed else ""
+        self.record.disturbance = self.disturbance.beside
         return self.record
 
     # -- the program as it is

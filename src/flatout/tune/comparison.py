@@ -215,10 +215,7 @@ def alternate(
 
 
 def complete_rounds(results: Sequence[ProgramResult], limit: float = math.inf) -> list[tuple[float, ...]]:
-    """Milliseconds a tick of each program in the rounds that all of them finished.
-
-    ``limit``: only rounds in which other processes used fewer cores.
-    """
+    """Milliseconds a tick of each program in the rounds that all finished beside fewer busy cores than ``limit``."""
     return [
         tuple(block.ms for block in blocks)
         for blocks in zip(*(result.blocks for result in results), strict=False)

@@ -82,9 +82,8 @@ def conclude(tuning: Tuning) -> list[Candidate]:
             continue
         certain = candidate.ratio.low > 1.0 or candidate.ratio.high < 1.0
         threads = candidate.lever.sets_threads
-        if tuning.disturbance.disturbed and (
-            threads or not certain
-        ):  # the disturbance may be larger than the effect
+        # The disturbance may be larger than the effect
+        if tuning.disturbance.disturbed and (threads or not certain):
             candidate.reject(THREADS_DISTURBED if threads else DISTURBED)
             candidate.ratio = None
         else:
@@ -108,8 +107,7 @@ def _explain_no_plan(tuning: Tuning) -> None:
     if tuning.choices and not tuning.measured_keys:
         session.undecided, session.obstacle = True, f"no lever could be measured in time; {hint}"
     elif tuning.disturbance.disturbed and any(
-        c.status is Status.REJECTED and c.reason in (DISTURBED, THREADS_DISTURBED)
-        for c in tuning.candidates.values()
+        c.reason in (DISTURBED, THREADS_DISTURBED) for c in tuning.candidates.values()
     ):
         session.undecided = True
         session.obstacle = f"{tuning.disturbance.sentence()}, which may hide a speed-up; stop them, or {hint}"

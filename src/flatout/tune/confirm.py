@@ -134,17 +134,9 @@ def _confirm_once(
             f"one pair of processes ({ratio.sentence()}{tuning.beside}) does not confirm a speed-up, and the budget ran out; {hint}",
             undecided=True,
         )
-    if rejection := _rejected_by_guard(tuning):
+    if rejection := _rejected_by_guard(tuning) or _rejected_by_speed(tuning, ratio):
         return rejection
-    if not tuning.must_fit and (
-        ratio.low < MIN_RATIO_LOW or ratio.median < MIN_SPEEDUP or session.payback_steps is None
-    ):
-        return _reject_as_noise(tuning, ratio)
-    if not tuning.must_fit and not _pays_off(tuning):
-        return Rejection(
-            f"the warm-up pays off after {session.payback_steps} steps, beyond the horizon (--horizon)"
-        )
-    beside = tuning.disturbance.sentence() if tuning.disturbance.disturbed else ""
+    beside = tuning.disturbance.beside
     session.speedup = None if beside else ratio
     for candidate in tuned:
         candidate.status = Status.APPLIED
@@ -162,14 +154,18 @@ def _rejected_by_guard(tuning: Tuning) -> Rejection | None:
     return None
 
 
-def _reject_as_noise(tuning: Tuning, ratio: Ratio) -> Rejection:
-    if not tuning.disturbance.disturbed or ratio.high < MIN_SPEEDUP:
+def _rejected_by_speed(tuning: Tuning, ratio: Ratio) -> Rejection | None:
+    steps, beside = tuning.session.payback_steps, tuning.disturbance.beside
+    if tuning.must_fit:
+        return None
+    if steps is not None and ratio.low >= MIN_RATIO_LOW and ratio.median >= MIN_SPEEDUP:
+        if steps * (tuning.session.baseline.step_ms or 0.0) / 1000 <= tuning.goal.horizon_s:
+            return None
+        return Rejection(f"the warm-up pays off after {steps} steps, beyond the horizon (--horizon)")
+    if not beside or ratio.high < MIN_SPEEDUP:
         return Rejection(f"together {ratio.sentence()} in fresh processes: no speed-up beyond the noise")
     hint = f"stop them, or {tuning.budget_hint(2 * tuning.budget_s)}"
-    return Rejection(
-        f"{tuning.disturbance.sentence()}, which may hide the speed-up; {hint}",
-        undecided=True,
-    )
+    return Rejection(f"{beside}, which may hide the speed-up; {hint}", undecided=True)
 
 
 def _ratio(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs) -> Ratio:
@@ -271,13 +267,6 @@ def _payback_steps(plain: ProgramFigures, tuned: ProgramFigures, warms_up: bool)
     return math.ceil(extra_ms / (plain.step_ms - tuned.step_ms))
 
 
-def _pays_off(tuning: Tuning) -> bool:
-    steps = tuning.session.payback_steps
-    return (
-        steps is not None and steps * (tuning.session.baseline.step_ms or 0.0) / 1000 <= tuning.goal.horizon_s
-    )
-
-
 def _with_evidence(tuned: Sequence[Candidate], ratio: Ratio, key: dict[str, Any], beside: str) -> Plan:
     choices = []
     for choice in plan_of(tuned):
@@ -287,9 +276,8 @@ def _with_evidence(tuned: Sequence[Candidate], ratio: Ratio, key: dict[str, Any]
             if others_ratio
             else "measured only together with the other levers"
         )
-        evidence = (
-            f"{FASTER_BESIDE}: {beside}" if beside else f"{evidence}; the whole plan {ratio.sentence()}"
-        )
+        evidence += f"; the whole plan {ratio.sentence()}"
+        evidence = f"{FASTER_BESIDE}: {beside}" if beside else evidence
         choices.append(Choice(choice.name, choice.value, Origin.TUNER, evidence))
     return Plan(tuple(choices), key)
 

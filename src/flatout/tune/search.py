@@ -50,7 +50,7 @@ def search(tuning: Tuning) -> SessionRecord:
         confirm_plan(tuning, tuned, replica)
         if tuning.counted_blocks:
             tuning.session.noise_floor = noise_floor(tuning)
-        tuning.session.disturbance = tuning.disturbance.sentence() if tuning.disturbance.disturbed else ""
+        tuning.session.disturbance = tuning.disturbance.beside
     finally:
         tuning.interleaver.close()
         tuning.explain_overrun()

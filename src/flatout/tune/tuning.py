@@ -300,7 +300,6 @@ class Tuning:
 
     @property
     def beside(self) -> str:
-        """What follows a speed-up that was measured beside other programs."""
         return " beside other programs" if self.disturbance.disturbed else ""
 
     @property
