@@ -139,8 +139,7 @@ def _confirm_once(
     beside = tuning.disturbance.beside
     session.speedup = None if beside else ratio
     for candidate in tuned:
-        candidate.status = Status.APPLIED
-        candidate.reason = _skip_reasons(candidate, tuned_records[0]) or (FASTER_BESIDE if beside else "")
+        candidate.status, candidate.reason = Status.APPLIED, _skip_reasons(candidate, tuned_records[0])
     session.best.plan = _with_evidence(tuned, ratio, session.key, beside).to_json()
     return None
 
@@ -158,7 +157,8 @@ def _rejected_by_speed(tuning: Tuning, ratio: Ratio) -> Rejection | None:
     steps, beside = tuning.session.payback_steps, tuning.disturbance.beside
     if tuning.must_fit:
         return None
-    if steps is not None and ratio.low >= MIN_RATIO_LOW and ratio.median >= MIN_SPEEDUP:
+    sure = ratio.significant if beside else ratio.low >= MIN_RATIO_LOW
+    if steps is not None and sure and ratio.median >= MIN_SPEEDUP:
         if steps * (tuning.session.baseline.step_ms or 0.0) / 1000 <= tuning.goal.horizon_s:
             return None
         return Rejection(f"the warm-up pays off after {steps} steps, beyond the horizon (--horizon)")
@@ -277,7 +277,7 @@ def _with_evidence(tuned: Sequence[Candidate], ratio: Ratio, key: dict[str, Any]
             else "measured only together with the other levers"
         )
         evidence += f"; the whole plan {ratio.sentence()}"
-        evidence = f"{FASTER_BESIDE}: {beside}" if beside else evidence
+        evidence = f"the plan is {FASTER_BESIDE}: {beside}" if beside else evidence
         choices.append(Choice(choice.name, choice.value, Origin.TUNER, evidence))
     return Plan(tuple(choices), key)
 
