@@ -134,7 +134,7 @@ def _confirm_once(
             f"one pair of processes ({ratio.sentence()}{tuning.beside}) does not confirm a speed-up, and the budget ran out; {hint}",
             undecided=True,
         )
-    if rejection := _rejected_by_guard(tuning) or _rejected_by_speed(tuning, ratio):
+    if rejection := _rejected_by_guard(tuning) or _rejected_by_speed(tuning, tuned, ratio):
         return rejection
     beside = tuning.disturbance.beside
     session.speedup = None if beside else ratio
@@ -153,11 +153,13 @@ def _rejected_by_guard(tuning: Tuning) -> Rejection | None:
     return None
 
 
-def _rejected_by_speed(tuning: Tuning, ratio: Ratio) -> Rejection | None:
+def _rejected_by_speed(tuning: Tuning, tuned: Sequence[Candidate], ratio: Ratio) -> Rejection | None:
     steps, beside = tuning.session.payback_steps, tuning.disturbance.beside
     if tuning.must_fit:
         return None
-    sure = ratio.significant if beside else ratio.low >= MIN_RATIO_LOW
+    sure = ratio.low >= MIN_RATIO_LOW
+    if beside:
+        sure = ratio.significant and not any(candidate.lever.sets_threads for candidate in tuned)
     if steps is not None and sure and ratio.median >= MIN_SPEEDUP:
         if steps * (tuning.session.baseline.step_ms or 0.0) / 1000 <= tuning.goal.horizon_s:
             return None
