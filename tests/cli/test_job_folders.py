@@ -133,7 +133,7 @@ def test_the_command_that_tune_prints_finds_its_plan(flatout, script, read_only,
     assert done.code == 0, done.err
     place = tmp_path / "my job" if named else next(Path(nowhere["TMPDIR"]).glob("flatout-*/jobs/*/train-*"))
     session = json.loads((place / "session.json").read_text())
-    assert session["speedup"], session["message"]
+    assert session["outcome"] == "faster", session["message"]
     (command,) = [line.strip() for line in done.out.splitlines() if line.startswith("  flatout run ")]
     run = flatout(*shlex.split(command)[1:], prefix=read_only, env={**nowhere, "STEPS": "5"})
     assert run.code == 0

@@ -17,6 +17,7 @@ from rich.console import Console
 from flatout.render.markdown import markdown
 from flatout.render.page import html
 from flatout.render.terminal import print_page, terminal
+from flatout.schema.records import Ratio
 
 HOSTILE = [
     "<script>alert(1)</script>\"'&\x1b[31m",
@@ -106,6 +107,20 @@ def test_the_policy_allows_the_one_style_sheet_and_nothing_else():
     assert f'content="{policy}"' in document
     assert document.index("Content-Security-Policy") < document.index("<style>")
     assert "http" not in style[1]
+
+
+@pytest.mark.parametrize("name", ["comparison", "profile", "batch"])
+def test_a_headline_beside_other_programs_names_them_and_claims_no_figure(name):
+    load = "other processes keep 1.0 of 2 cores busy (python (pid 7))"
+    make, page = PAGES[name]
+    record = make()
+    record.disturbance = load
+    if name == "batch":
+        record.point(record.best).speed = Ratio(1.5, 1.4, 1.6, 6)
+    headline = page(record).headline
+    assert headline.endswith(load)
+    if name != "profile":
+        assert headline.endswith(f" beside other programs, cannot tell how much: {load}")
 
 
 @pytest.mark.parametrize("width", [60, 120])

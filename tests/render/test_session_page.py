@@ -12,7 +12,8 @@ from flatout.render.page import html
 from flatout.render.report import session_page
 from flatout.render.svg import Scale, element, ratio_scale, ratio_ticks, round_ticks
 from flatout.schema.records import PhaseTime, Ratio
-from flatout.schema.session import LeverRecord
+from flatout.schema.session import LeverRecord, SessionOutcome
+from flatout.tune.session import verdict
 
 
 def page_text(record):
@@ -197,6 +198,22 @@ def test_an_unknown_result_is_no_verdict_and_other_programs_are_named():
     assert summary.headline(record) == "No verdict is possible now"
     record.message = "no verdict is possible now: one pair confirms nothing"
     assert summary.message(record) == "One pair confirms nothing."
+
+
+def test_a_plan_that_was_measured_beside_other_programs_claims_no_figure():
+    record = session()
+    record.disturbance = "other processes keep 1.0 of 2 cores busy (python (pid 7))"
+    record.speedup = None
+    record.message = verdict(record)
+    assert record.outcome is SessionOutcome.FASTER
+    assert summary.headline(record) == "Faster beside other programs, cannot tell how much"
+    assert summary.message(record).startswith(record.disturbance.capitalize())
+    assert "flatout run" in summary.next_step(record)[1]
+    record = limited()
+    record.disturbance, record.speedup = "other processes keep 1.0 of 2 cores busy", None
+    assert record.outcome is SessionOutcome.FITS
+    assert "beside other programs it is unknown at what speed" in summary.headline(record)
+    assert f"does not: {record.disturbance}, " in verdict(record)
 
 
 def test_ranks_compared_with_one_process():

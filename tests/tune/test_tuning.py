@@ -16,11 +16,12 @@ from flatout.probe.machine import look
 from flatout.render.summary import effort
 from flatout.schema.enums import Effect, Status
 from flatout.schema.records import TrialRecord
-from flatout.schema.session import SessionRecord
+from flatout.schema.session import GuardRecord, SessionRecord
 from flatout.tune.blame import handle_end
 from flatout.tune.candidates import Candidate
-from flatout.tune.comparison import MeasuredBlock, ProgramResult
+from flatout.tune.comparison import MeasuredBlock, ProgramResult, complete_rounds
 from flatout.tune.conclude import best_measured, conclude
+from flatout.tune.confirm import confirm_plan
 from flatout.tune.factors import make_space, reuse_blocks
 from flatout.tune.goal import Goal
 from flatout.tune.limits import CONFIRM_SHARE, MAX_PAIR_ROUNDS, OVERRUN_SHARE, PAIR_SIDE_S, USUAL_PAIRS
@@ -121,10 +122,13 @@ def test_without_time_to_check_rounding_only_exact_levers_continue(make):
     )
 
 
-def seen(process, times):
-    """The result of a program: a block for each of the times."""
+def seen(process, times, loads=None):
+    """The result of a program: a block for each of the times, beside these loads."""
     return ProgramResult(
-        blocks=[MeasuredBlock(at, 10.0 * process + at, at * 35, ms) for at, ms in enumerate(times)]
+        blocks=[
+            MeasuredBlock(at, 10.0 * process + at, at * 35, ms, load)
+            for at, (ms, load) in enumerate(zip(times, loads or [0.0] * len(times), strict=True))
+        ]
     )
 
 
@@ -192,11 +196,85 @@ def test_the_gain_of_a_lever_is_estimated_from_all_blocks(make):
     )
     assert tuning.candidates["gc_pause"].reason == "no speed-up beyond the noise"
     assert tuning.candidates["gc_pause"].ratio is not None
-    tuning.disturbance.samples.append(MachineLoad(1.0, ("python (pid 1)",)))
+    tuning.disturbance.samples[:] = [MachineLoad(1.0, ("python (pid 1)",))]
     conclude_again(tuning)
     assert tuning.candidates["gc_pause"].ratio is None  # the effect of other processes on it may be larger
-    assert tuning.candidates["threads"].ratio is not None
-    assert tuning.session.blocks[0].keys() == {"process", "active", "at_s", "window", "ms", "host"}
+    assert tuning.candidates["malloc"].ratio is not None
+    assert tuning.session.blocks[0].keys() == {"process", "active", "at_s", "window", "ms", "host", "busy"}
+
+
+@pytest.mark.parametrize(("busy_rows", "threads"), [(0, "2x"), (1, "2x"), (3, "none")])
+def test_a_number_of_threads_is_chosen_from_blocks_beside_idle_processes_alone(make, busy_rows, threads):
+    """Of four rows of each process, others take a core in some, and there one thread is 15 times as fast."""
+    tuning = trying(make(90.0), threads=1)
+    noise = random.Random(0)
+    for process in range(4):
+        rows = [frozenset(keys) for keys in ((), ("threads=1",))] * 4
+        loads = [1.0 if at // 2 < busy_rows else 0.0 for at in range(8)]
+        times = [
+            (4.0 if row else 60.0 if load else 8.0) * noise.lognormvariate(0, 0.01)
+            for row, load in zip(rows, loads, strict=True)
+        ]
+        tuning.add_blocks(process, rows, seen(process, times, loads), 0)
+    selected, lever = conclude(tuning), tuning.candidates["threads"]
+    if threads == "none":
+        assert not selected
+        assert (lever.status, lever.ratio) == (Status.REJECTED, None)
+        assert lever.reason.startswith("no number of threads is chosen beside other programs")
+        assert lever.reason.endswith("stop them and tune again")
+        assert tuning.session.obstacle.startswith("other processes keep 1.0 of")
+    else:
+        assert selected == [lever]
+        assert tuning.gain(frozenset({"threads=1"})).median == pytest.approx(2.0, rel=0.05)
+
+
+@pytest.mark.parametrize("load", [0.0, 1.0])
+@pytest.mark.parametrize("name", ["malloc", "threads"])
+def test_a_plan_kept_beside_other_programs_has_no_figure_anywhere(make, monkeypatch, load, name):
+    """The load begins after the exploration."""
+    value = {"malloc": "glibc", "threads": 1}[name]
+    tuning = trying(make(90.0), **{name: value})
+    key = f"{name}={value}"
+    for process in range(6):
+        rows = [frozenset({key} if process % 2 else ())] * 4
+        tuning.add_blocks(process, rows, seen(process, [5.0 if process % 2 else 10.0] * 4), 0)
+    selected = conclude(tuning)
+    tuning.disturbance.samples += [MachineLoad(load)] * 99
+
+    def one_pair(tuning, tuned, pairs):
+        seed = len(pairs.tuned)
+        record = TrialRecord("finished", "", seed=seed, phases={}, steps=16, warmup_ms=5.0)
+        pairs.plain[seed] = pairs.tuned[seed] = record
+        pairs.plain_ms.append(10.0)
+        pairs.tuned_ms.append(5.0)
+
+    monkeypatch.setattr("flatout.tune.confirm.measure_pairs", one_pair)
+    monkeypatch.setattr("flatout.tune.confirm.judge", lambda *_: GuardRecord("same", ""))
+    monkeypatch.setattr(tuning.disturbance, "sample", lambda: None)
+    confirm_plan(tuning, selected, None)
+    tuning.session.disturbance = tuning.disturbance.sentence() if load else ""
+    tuning.session.status = "done"
+    tuning.save()
+    if load and name == "threads":
+        assert tuning.session.outcome == "undecided"
+        return
+    assert tuning.session.outcome == "faster"
+    (lever,) = [lever for lever in tuning.session.levers if lever.status == "applied"]
+    (choice,) = tuning.session.best.plan["choices"]
+    if load:
+        assert (tuning.session.speedup, lever.ratio) == (None, None)
+        assert choice["evidence"].startswith(
+            "the plan is faster beside other programs, cannot tell how much: other"
+        )
+    else:
+        assert tuning.session.speedup.median == pytest.approx(2.0, rel=0.1)
+        assert "the whole plan" in choice["evidence"]
+
+
+def test_rounds_beside_other_programs_can_be_left_out():
+    one, other = seen(0, [1.0, 2.0, 3.0], [0.0, 1.0, 0.0]), seen(1, [4.0, 5.0], [0.1, 1.0])
+    assert complete_rounds([one, other]) == [(1.0, 4.0), (2.0, 5.0)]
+    assert complete_rounds([one, other], 0.3) == [(1.0, 4.0)]
 
 
 def measured(tuning, logs, processes=6):

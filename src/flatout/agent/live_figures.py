@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import threading
 from collections.abc import Callable
@@ -10,6 +9,7 @@ from types import ModuleType
 
 from flatout.agent.step_counters import StepCounters
 from flatout.measure.clock import seconds
+from flatout.measure.cores import usable_cores
 
 Reading = tuple[float, int, int, float]  # seconds, steps, nanoseconds of waiting for data, CPU seconds
 
@@ -19,7 +19,7 @@ class LiveFigures:
 
     def __init__(self, torch: ModuleType, counts: StepCounters) -> None:
         self.torch, self.counts = torch, counts
-        self.cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.cores = usable_cores()
         self._gpu_samples: list[float] = []
         self._no_nvml = False
 

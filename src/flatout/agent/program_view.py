@@ -217,6 +217,7 @@ class ProgramView:
             "dtypes": sorted({str(p.dtype) for p in parameters}),
             "device": self.device_type,
             "device_index": self.device.index,
+            "threads": self.torch.get_num_threads(),
             "backwards_per_step": self.backwards_in_last_step,
             "closure_steps": self.closure_steps,
             "sources": {os.path.relpath(file): file_digest(file) for file in sorted(user_sources())},

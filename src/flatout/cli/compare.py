@@ -211,8 +211,7 @@ class _Comparison:
                 progress.stage("guard", "A once more, and with rounded products")
                 record.training = training_verdict(timer, self.limits["half"])
             record.seconds, record.status = seconds() - start_s, "done"
-            if timer.disturbance.disturbed:
-                record.notes.append(f"{timer.disturbance.sentence()}, which widens the intervals")
+            record.disturbance = timer.disturbance.beside
             if timer.one_at_a_time:
                 record.notes.append(
                     "the programs did not fit into memory together, so they ran one after the other"

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from flatout.compare.sides import Side
 from flatout.job.folder import JobFolder
 from flatout.measure.clock import seconds
+from flatout.measure.disturbance import Disturbance
 from flatout.measure.statistics import block_ms, estimate
 from flatout.schema.errors import FlatoutError, NothingMeasured
 from flatout.schema.facts import Facts
@@ -22,7 +23,6 @@ from flatout.trial.blocks import PREFETCHED_BATCHES, Watcher
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.trial.spec import TrialOptions
 from flatout.tune.comparison import alternate, complete_rounds
-from flatout.tune.disturbance import Disturbance
 from flatout.tune.endings import failure_error, unmeasured_error
 from flatout.tune.interleaver import Interleaver
 
@@ -159,6 +159,7 @@ class PairTimer:
         if not self.pairs:
             context = trial.ask({"do": "record"}, seconds() + ANSWER_TIMEOUT_S)["record"]["context"]
             trial.pause()
+            self.disturbance.observe(context)
             workers = max((loader["num_workers"] for loader in context["loaders"]), default=0)
             interleaver.prefetched_ticks = max(interleaver.prefetched_ticks, PREFETCHED_BATCHES * workers)
 
@@ -177,6 +178,11 @@ class PairTimer:
                 result.end_record.status != "ended" or len(rounds) < MIN_KEPT_ROUNDS
             ):
                 raise _side_error(self.sides[i], result.end_record)
+        quiet = complete_rounds(results, self.disturbance.limit)
+        if len(quiet) >= MIN_KEPT_ROUNDS:
+            rounds = quiet
+        else:
+            self.disturbance.add(block.busy for result in results for block in result.blocks)
         return {i: list(blocks) for i, blocks in zip(trials, zip(*rounds, strict=True), strict=True)}
 
     def _finish(self, trial: Trial, side: Side) -> TrialRecord:

@@ -11,6 +11,7 @@ from flatout.diagnose.what_ifs import TABLE as WHAT_IFS
 from flatout.job.folder import JobFolder
 from flatout.launch.command import Command
 from flatout.measure.clock import seconds
+from flatout.measure.disturbance import Disturbance
 from flatout.measure.statistics import block_ms
 from flatout.schema.errors import FlatoutError, NothingMeasured, ProgramFailed, last_line
 from flatout.schema.facts import Facts
@@ -49,6 +50,7 @@ class ProfiledProgram:
         self.watcher, self.save = watcher or Watcher(), save
         record.ceilings = ceilings
         self.blocks = BlockTimer()
+        self.disturbance = Disturbance(facts.cores)
         self.trial: Trial | None = None
         self.end_s = seconds() + options.budget_s
         self.probes_until_s = self.end_s - WHAT_IF_SHARE * options.budget_s
@@ -108,12 +110,14 @@ class ProfiledProgram:
     def measure(self) -> None:
         """Measures step times and phases while nothing is recorded."""
         record = self.record
+        self.disturbance.sample()
         try:
             trial = self.start_trial()
         except ProgramGone as ended:
             raise profile_error(ended.record) from None
         try:
             record.context = trial.ask({"do": "options"}, seconds() + 120)["context"]
+            self.disturbance.observe(record.context)
             workers = max((loader["num_workers"] for loader in record.context["loaders"]), default=0)
             self.blocks.prefetched_ticks = PREFETCHED_BATCHES * workers
             trial.ask({"do": "monitor"}, seconds() + 60)

@@ -69,6 +69,7 @@ def run_profile(program: ProfiledProgram) -> ProfileRecord:
                 program.save()
     finally:
         program.close_trial()
+    record.disturbance = program.disturbance.beside
     fill_roofline(record.operations, record.ceilings, _tf32(program))
     record.flops_a_step = flops_a_step(record.operations)
     if record.step_ms and record.ceilings:
@@ -216,6 +217,11 @@ def _what_if(
             if lever.warms_up:
                 program.blocks.switch(trial, (choice,))
                 program.blocks.run(trial, SETTLING_TICKS + 1)
+            trial.pause()
+            program.disturbance.sample()
+            if lever.sets_threads and (beside := program.disturbance.beside):
+                what_if.why_not = f"{beside}; stop them and profile again"
+                return
             until_s = seconds() + share_s
             ratio = program.blocks.compare_live(trial, (), (choice,), until_s, should_stop=_precise_enough)
             program.blocks.switch(trial, ())

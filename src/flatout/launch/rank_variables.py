@@ -7,6 +7,7 @@ from pathlib import Path
 
 from flatout.job.rank_environment import RankEnvironment, launcher_variables
 from flatout.launch.timed_commands import TimedCommand
+from flatout.measure.cores import usable_cores
 from flatout.schema.errors import UsageError
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
@@ -100,11 +101,6 @@ def _gpus() -> int:
         return len(files)
     listing = TimedCommand(["nvidia-smi", "-L"]).result(NVIDIA_SMI_S)
     return sum(line.startswith("GPU ") for line in listing.out.splitlines()) if listing.code == 0 else 0
-
-
-def usable_cores() -> int:
-    """The number of usable cores, ignoring cgroup quotas (``probe.machine`` reads those)."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def check_devices(devices: Sequence[str], procs: int) -> Sequence[str]:

@@ -50,6 +50,7 @@ LEVER = Lever(
     code,
     apply=apply,
     live=True,
+    sets_threads=True,
     accepts=(Number(1, os.cpu_count() or 1),),
     page=__doc__,
 )

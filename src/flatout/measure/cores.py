@@ -11,6 +11,11 @@ from pathlib import Path
 PROCESSOR_FIELD = 36  # of the fields of /proc/*/stat behind the name, counted from 0. Source: proc(5)
 
 
+def usable_cores() -> int:
+    """The number of usable cores, ignoring cgroup quotas (``probe.machine`` reads those)."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def current_core() -> int | None:
     """The core on which the calling thread runs."""
     try:

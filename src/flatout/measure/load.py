@@ -78,10 +78,14 @@ def _cpu_seconds(psutil: ModuleType) -> dict[int, tuple[str, float]]:
 
 
 def _busy_ticks() -> int:
-    user, nice, system, _idle, _iowait, irq, softirq, steal = map(
-        int, Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:9]
-    )
-    return user + nice + system + irq + softirq + steal
+    """Of the cores that this process may use."""
+    lines, ticks = Path("/proc/stat").read_text(encoding="ascii").splitlines(), 0
+    names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    for line in lines:
+        if line.split(" ", 1)[0] in names:
+            user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, line.split()[1:9])
+            ticks += user + nice + system + irq + softirq + steal
+    return ticks
 
 
 def peak_bytes(torch: ModuleType, device: Device) -> int:

@@ -19,6 +19,8 @@ def headline(record: BatchRecord) -> str:
         return "No batch sizes measured"
     if best.size == own or best.speed is None or best.speed.low <= 1.0 or best.speed.median < MIN_SPEEDUP:
         return f"{own} samples a batch, unchanged"
+    if record.disturbance:
+        return f"{best.size} samples a batch give more samples/s beside other programs, cannot tell how much: {record.disturbance}"
     return f"{best.size} samples a batch: {factor(best.speed.median)[:-1]} times the samples/s of {own}"
 
 

@@ -49,6 +49,8 @@ def headline(record: CompareRecord) -> str:
     if not change.significant:
         return f"No difference in step time beyond the noise {interval}"
     direction = "slower" if change.value > 0 else "faster"
+    if record.disturbance:
+        return f"B is {direction} beside other programs, cannot tell how much: {record.disturbance}"
     return f"B is {direction}: {change_text(change.value)} time per {_unit(record)} {interval}"
 
 

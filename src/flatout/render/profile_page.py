@@ -99,7 +99,8 @@ def headline(profile: ProfileRecord) -> str:
     if finite(profile.step_ms) is None:
         return "Nothing was measured yet"
     why = BOUNDS.get(profile.bound)
-    return f"A {profile.unit} takes {milliseconds(profile.step_ms)}" + (f": {why}" if why else "")
+    text = f"A {profile.unit} takes {milliseconds(profile.step_ms)}" + (f": {why}" if why else "")
+    return text + (f"; {profile.disturbance}" if profile.disturbance else "")
 
 
 def subtitle(profile: ProfileRecord) -> str:

@@ -290,7 +290,7 @@ def _summary(session: SessionRecord) -> Section:
         ("guard", summary.guard_sentence(session.guard)),
         ("pays back", summary.payback_sentence(session)),
         ("tried", summary.effort(session)),
-        ("more", session.obstacle if session.speedup is not None else ""),
+        ("more", session.obstacle if session.kept else ""),
         ("other programs", summary.other_programs(session)),
         (
             "noise floor",

@@ -5,7 +5,6 @@ running gives a shorter summary that says so.
 """
 
 from flatout.render.formatting import (
-    MISSING,
     count,
     duration,
     factor,
@@ -23,6 +22,7 @@ from flatout.render.formatting import (
 from flatout.schema.enums import Status
 from flatout.schema.records import Ratio
 from flatout.schema.session import (
+    FASTER_BESIDE,
     GuardRecord,
     LeverRecord,
     NamedLeverRecord,
@@ -71,14 +71,20 @@ def headline(session: SessionRecord) -> str:
     likely = "probably " if low is not None and low <= 1 else ""
     results = RESULTS.get(session.guard.verdict, RESULTS["not checked"])
     speed_text = f"{likely}{factor(gain)[:-1]} times as fast, {results}"
+    if gain is None and session.kept:
+        speed_text = FASTER_BESIDE
     match session.outcome:
         case SessionOutcome.FAILED:
             return "The tuning failed"
         case SessionOutcome.RUNNING:
             return f"Still tuning: so far {speed_text}" if gain else "Still tuning: nothing to report yet"
         case SessionOutcome.FITS:
-            speed = factor(session.speedup.median)[:-1] if session.speedup else MISSING
-            return f"Fits into {size(session.memory_limit_bytes)}, at {speed} times the speed, {results}"
+            speed = (
+                f"at {factor(session.speedup.median)[:-1]} times the speed"
+                if session.speedup
+                else "beside other programs it is unknown at what speed"
+            )
+            return f"Fits into {size(session.memory_limit_bytes)}, {speed}, {results}"
         case SessionOutcome.FASTER | SessionOutcome.CHANGED:
             return speed_text[0].upper() + speed_text[1:]
         case SessionOutcome.UNDECIDED:

@@ -59,6 +59,7 @@ class Lever:
     * ``live`` levers can be switched between two steps, in the thread that trains. A setting that belongs to a
       thread (torch.set_flush_denormal) then misses all other threads, old and new.
     * ``accepts`` are the values that it takes. `--with` and plan files reject any other before a program starts.
+    * ``sets_threads``: none of its values is chosen beside other processes.
     * ``warms_up``: the first steps with it are slow, a cost that later steps must recover.
     * ``bare``: the name without a value means the first value that it offers.
     * ``saves_memory`` levers trade speed for memory: the search tries them only under a memory limit.
@@ -79,6 +80,7 @@ class Lever:
     apply: Callable[[Any, Value, Any], Undo] | None = None
     environment: Callable[[Facts, Value], Mapping[str, str]] = lambda facts, value: {}
     live: bool = False
+    sets_threads: bool = False
     warms_up: bool = False
     after: tuple[str, ...] = ()
     excludes: tuple[str, ...] = ()

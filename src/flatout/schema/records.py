@@ -56,6 +56,7 @@ class ProgramRecord(Record):
     device: str = "cpu"
     versions: dict[str, str] = field(default_factory=dict)
     untested: str = ""  # a torch newer than the tested ones, in one sentence
+    disturbance: str = ""  # load by other programs meanwhile, if relevant
 
 
 @cache

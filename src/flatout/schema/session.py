@@ -9,6 +9,7 @@ from flatout.schema.enums import StrEnum
 from flatout.schema.records import MIN_RATIO_LOW, Ratio, Record
 
 SESSION_SCHEMA = 1
+FASTER_BESIDE = "faster beside other programs, cannot tell how much"
 
 
 @dataclass
@@ -162,7 +163,7 @@ class SessionRecord(Record):
     effects: list[str] = field(default_factory=list)
     baseline: ProgramFigures = field(default_factory=ProgramFigures)
     best: ProgramFigures = field(default_factory=ProgramFigures)
-    speedup: Ratio | None = None
+    speedup: Ratio | None = None  # None beside other programs
     noise_floor: Ratio | None = None
     disturbance: str = ""  # load by other programs meanwhile, if relevant
     undecided: bool = False  # the plain program stays for lack of time or of an idle machine
@@ -192,6 +193,12 @@ class SessionRecord(Record):
         return bool(self.memory_limit_bytes and first is not None and first.peak_bytes and not first.fits)
 
     @property
+    def kept(self) -> bool:
+        """Whether a plan was kept; beside other programs it has no ``speedup``."""
+        beside = self.disturbance and not self.undecided
+        return self.speedup is not None or bool(beside and self.best.plan.get("choices"))
+
+    @property
     def gain(self) -> float | None:
         """The median speed-up if it exceeds 1 and its interval excludes a relevant slowdown."""
         if self.speedup is None or not self.speedup.usable:
@@ -202,9 +209,9 @@ class SessionRecord(Record):
     def outcome(self) -> SessionOutcome:
         if self.status in ("failed", "running"):
             return SessionOutcome(self.status)
-        if self.speedup is not None and self.too_large:
+        if self.kept and self.too_large:
             return SessionOutcome.FITS
-        if self.gain is None:
+        if self.gain is None and (self.speedup is not None or not self.kept):
             return SessionOutcome.UNDECIDED if self.undecided else SessionOutcome.UNCHANGED
         return SessionOutcome.CHANGED if self.guard.verdict == "failed" else SessionOutcome.FASTER
 

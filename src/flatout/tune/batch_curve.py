@@ -16,6 +16,7 @@ from flatout.job.folder import JobFolder
 from flatout.launch.command import Command
 from flatout.measure.batch_curve import fill_record
 from flatout.measure.clock import seconds
+from flatout.measure.disturbance import Disturbance
 from flatout.measure.load import available_bytes
 from flatout.measure.noise_scale import noise_scale
 from flatout.measure.statistics import Round, block_ms
@@ -83,6 +84,7 @@ class BatchCurve:
         save: Callable[[], None] = lambda: None,
     ) -> None:
         self.facts, self.record, self.options = facts, record, options
+        self.disturbance = Disturbance(facts.cores)
         self.stage, self.save = stage, save
         self.end_s = seconds() + options.budget_s
         self.explore_until_s = seconds() + EXPLORE_SHARE * options.budget_s
@@ -92,6 +94,7 @@ class BatchCurve:
 
     def run(self) -> BatchRecord:
         turn_ms: dict[int, list[float]] = {}
+        self.disturbance.sample()
         try:
             self._measure_plain(turn_ms)
             if not self.record.why_no_curve:
@@ -107,6 +110,7 @@ class BatchCurve:
             )
         fill_record(self.record, self.passes, self.own_repeats)
         self.record.status = "done"
+        self.record.disturbance = self.disturbance.beside
         return self.record
 
     # -- the program as it is
@@ -144,6 +148,7 @@ class BatchCurve:
 
     def _find_loader(self, answers: dict[str, Any], ready: dict[str, Any]) -> None:
         record, answer, context = self.record, answers["options"]["batch_size"], answers["context"]
+        self.disturbance.observe(context)
         if ready["unit"] != "step":
             record.why_no_curve = "a step of this program is a closure that lasts seconds (LBFGS), so the batch of a step is unknown"
         elif "skip" in answer:
@@ -301,6 +306,7 @@ class BatchCurve:
             while remaining:
                 group = self.programs.start_group(remaining)
                 measured += self.programs.take_turns(group)
+            self.disturbance.sample()
             if not self._note_pass(measured, own_size):
                 return
             cost_s = seconds() - start_s

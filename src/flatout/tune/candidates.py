@@ -19,6 +19,7 @@ NO_TIME = "not measured: the budget ran out"
 MEMORY_ONLY = "saves memory, but no memory limit is set; for example, add `--memory-limit 8GB`"
 NO_GAIN, SLOWER = "no speed-up beyond the noise", "slower here"
 DISTURBED = "other programs may have hidden its effect"
+THREADS_DISTURBED = "no number of threads is chosen beside other programs; stop them and tune again"
 
 
 @dataclass

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flatout.measure.clock import seconds
+from flatout.measure.load import busy_cores
 from flatout.measure.statistics import Round, block_ms, compare
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import Ratio, Record, TrialRecord
@@ -26,6 +27,7 @@ from flatout.tune.interleaver import Interleaver, ask_replica
 
 LATE_TIMEOUT_S = 75.0  # a compiler may be at work
 MIN_TURNS = 3
+LOAD_SAMPLE_S = 0.05
 MAX_ROUNDS = 1000  # when the clock ends a comparison
 COSTLY_TICK_MS = 300.0  # from here on a block is one or two ticks, too costly to discard
 LiveLevers = tuple[Choice, ...] | None  # of one block; None: as the program started
@@ -65,12 +67,16 @@ class ProgramRequest:
 
 @dataclass
 class MeasuredBlock(Record):
-    """One block: index of its row, start in seconds, the program's tick then, and milliseconds a tick."""
+    """One block: index of its row, start in seconds, the program's tick then, and milliseconds a tick.
+
+    ``busy``: cores that other processes used right before and after.
+    """
 
     row: int
     at_s: float
     tick: int
     ms: float
+    busy: float = 0.0
 
 
 @dataclass
@@ -208,9 +214,13 @@ def alternate(
     return results
 
 
-def complete_rounds(results: Sequence[ProgramResult]) -> list[tuple[float, ...]]:
-    """Milliseconds a tick of each program in the rounds that all of them finished."""
-    return list(zip(*([block.ms for block in result.blocks] for result in results), strict=False))
+def complete_rounds(results: Sequence[ProgramResult], limit: float = math.inf) -> list[tuple[float, ...]]:
+    """Milliseconds a tick of each program in the rounds that all finished beside fewer busy cores than ``limit``."""
+    return [
+        tuple(block.ms for block in blocks)
+        for blocks in zip(*(result.blocks for result in results), strict=False)
+        if max(block.busy for block in blocks) < limit
+    ]
 
 
 def compare_running(interleaver: Interleaver, a: Trial, b: Trial, until_s: float) -> Ratio:
@@ -236,6 +246,7 @@ def _run_blocks(
     interleaver: Interleaver, group: Sequence[Member], turn: int, start_tick: int, slices: int
 ) -> None:
     """Run the block of one row of each member; their slices alternate."""
+    before = busy_cores(LOAD_SAMPLE_S) or 0.0
     for member in group:
         with _catch_end(member):
             _settle(interleaver, member, turn, start_tick)
@@ -247,9 +258,10 @@ def _run_blocks(
             if member.result.complete:
                 with _catch_end(member):
                     member_ms += interleaver.times(member.trial, end - start)
+    busy = (before + (busy_cores(LOAD_SAMPLE_S) or 0.0)) / 2
     for member, tick, member_ms in zip(group, ticks, block_times, strict=True):
         if member.result.complete:
-            member.result.blocks.append(MeasuredBlock(turn, at_s, tick, block_ms(member_ms)))
+            member.result.blocks.append(MeasuredBlock(turn, at_s, tick, block_ms(member_ms), busy))
 
 
 @contextmanager

@@ -4,7 +4,16 @@ import math
 
 from flatout.schema.enums import Effect, Status
 from flatout.schema.records import QUANTILE, Ratio
-from flatout.tune.candidates import DISTURBED, LIVE, NO_GAIN, NO_TIME, PROCESSES, SLOWER, Candidate
+from flatout.tune.candidates import (
+    DISTURBED,
+    LIVE,
+    NO_GAIN,
+    NO_TIME,
+    PROCESSES,
+    SLOWER,
+    THREADS_DISTURBED,
+    Candidate,
+)
 from flatout.tune.goal import restricted
 from flatout.tune.tuning import Tuning
 
@@ -23,6 +32,10 @@ def best_measured(tuning: Tuning) -> frozenset[str]:
         return frozenset()
     fitted = tuning.fit_effects(restricted(tuning.space, tuning.measured_keys))
     best = fitted.best(MIN_GAIN_PER_LEVER)
+    if tuning.disturbance.disturbed:
+        best = frozenset(
+            key for key in best if not tuning.candidates[tuning.choices[key].name].lever.sets_threads
+        )
     while best:
         margin = {
             key: fitted.effect(key, best).chance - _min_chance(tuning.candidates[tuning.choices[key].name])
@@ -68,8 +81,10 @@ def conclude(tuning: Tuning) -> list[Candidate]:
             selected.append(candidate)
             continue
         certain = candidate.ratio.low > 1.0 or candidate.ratio.high < 1.0
-        if tuning.disturbance.disturbed and not certain:  # the disturbance may be larger than the effect
-            candidate.reject(DISTURBED)
+        threads = candidate.lever.sets_threads
+        # The disturbance may be larger than the effect
+        if tuning.disturbance.disturbed and (threads or not certain):
+            candidate.reject(THREADS_DISTURBED if threads else DISTURBED)
             candidate.ratio = None
         else:
             candidate.reject(SLOWER if candidate.ratio.high < 1.0 else NO_GAIN)
@@ -78,7 +93,7 @@ def conclude(tuning: Tuning) -> list[Candidate]:
             tuning.plan_for(best).describe(),
             "design",
             tuning.gain(best),
-            f"{len(tuning.blocks)} blocks of {len(tuning.process_numbers)} processes",
+            f"{len(tuning.counted_blocks)} blocks of {len(tuning.process_numbers)} processes",
             tuning.start_s,
         )
     else:
@@ -92,7 +107,7 @@ def _explain_no_plan(tuning: Tuning) -> None:
     if tuning.choices and not tuning.measured_keys:
         session.undecided, session.obstacle = True, f"no lever could be measured in time; {hint}"
     elif tuning.disturbance.disturbed and any(
-        c.status is Status.REJECTED and c.reason == DISTURBED for c in tuning.candidates.values()
+        c.reason in (DISTURBED, THREADS_DISTURBED) for c in tuning.candidates.values()
     ):
         session.undecided = True
         session.obstacle = f"{tuning.disturbance.sentence()}, which may hide a speed-up; stop them, or {hint}"

@@ -20,7 +20,7 @@ from flatout.measure.statistics import compare, median
 from flatout.schema.enums import Effect, Origin, Status
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import MIN_RATIO_LOW, Ratio, TrialRecord
-from flatout.schema.session import GuardRecord, ProgramFigures
+from flatout.schema.session import FASTER_BESIDE, GuardRecord, ProgramFigures
 from flatout.tune.candidates import Candidate, fetches_all, plan_of, widest_effect
 from flatout.tune.conclude import limiting_factor
 from flatout.tune.limits import MIN_PAIRS, USUAL_PAIRS
@@ -69,13 +69,16 @@ def confirm_plan(tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any]
                 or tuning.remaining_s() + REST_OVERRUN_SHARE * tuning.budget_s < MIN_PAIRS * tuning.pair_s
             ):
                 for candidate in remaining:
-                    candidate.reason = f"without the levers that the guard rejected, the plan gives {gain:.2f}x; it was not confirmed"
+                    candidate.reason = f"without the levers that the guard rejected, the plan gives {gain:.2f}x{tuning.beside}; it was not confirmed"
                 remaining = []
         attempt, replica = remaining, None
         pairs = Pairs(plain=pairs.plain, plain_ms=pairs.plain_ms, repeats=pairs.repeats)
     for candidate in tuned:
         if candidate not in attempt:
             candidate.status = Status.REJECTED
+    if tuning.disturbance.disturbed:
+        for candidate in tuning.candidates.values():
+            candidate.ratio = None
     if attempt:
         tuning.session.undecided, tuning.session.obstacle = False, limiting_factor(tuning)
     else:
@@ -128,21 +131,16 @@ def _confirm_once(
     if len(tuned_records) < MIN_PAIRS:
         hint = tuning.budget_hint(USUAL_PAIRS * tuning.pair_s)
         return Rejection(
-            f"one pair of processes ({ratio.sentence()}) does not confirm a speed-up, and the budget ran out; {hint}",
+            f"one pair of processes ({ratio.sentence()}{tuning.beside}) does not confirm a speed-up, and the budget ran out; {hint}",
             undecided=True,
         )
-    if rejection := _rejected_by_guard(tuning):
+    if rejection := _rejected_by_guard(tuning) or _rejected_by_speed(tuning, tuned, ratio):
         return rejection
-    if not tuning.must_fit and (ratio.low < MIN_RATIO_LOW or ratio.median < MIN_SPEEDUP):
-        return _reject_as_noise(tuning, ratio)
-    if not tuning.must_fit and not _pays_off(tuning):
-        return Rejection(
-            f"the warm-up pays off after {session.payback_steps} steps, beyond the horizon (--horizon)"
-        )
-    session.speedup = ratio
+    beside = tuning.disturbance.beside
+    session.speedup = None if beside else ratio
     for candidate in tuned:
         candidate.status, candidate.reason = Status.APPLIED, _skip_reasons(candidate, tuned_records[0])
-    session.best.plan = _with_evidence(tuned, ratio, session.key).to_json()
+    session.best.plan = _with_evidence(tuned, ratio, session.key, beside).to_json()
     return None
 
 
@@ -155,15 +153,21 @@ def _rejected_by_guard(tuning: Tuning) -> Rejection | None:
     return None
 
 
-def _reject_as_noise(tuning: Tuning, ratio: Ratio) -> Rejection:
-    measured_ratio = f"{ratio.sentence()} in fresh processes"
-    if not tuning.disturbance.disturbed or ratio.high < MIN_SPEEDUP:
-        return Rejection(f"together {measured_ratio}: no speed-up beyond the noise")
+def _rejected_by_speed(tuning: Tuning, tuned: Sequence[Candidate], ratio: Ratio) -> Rejection | None:
+    steps, beside = tuning.session.payback_steps, tuning.disturbance.beside
+    if tuning.must_fit:
+        return None
+    sure = ratio.low >= MIN_RATIO_LOW
+    if beside:
+        sure = ratio.significant and not any(candidate.lever.sets_threads for candidate in tuned)
+    if steps is not None and sure and ratio.median >= MIN_SPEEDUP:
+        if steps * (tuning.session.baseline.step_ms or 0.0) / 1000 <= tuning.goal.horizon_s:
+            return None
+        return Rejection(f"the warm-up pays off after {steps} steps, beyond the horizon (--horizon)")
+    if not beside or ratio.high < MIN_SPEEDUP:
+        return Rejection(f"together {ratio.sentence()} in fresh processes: no speed-up beyond the noise")
     hint = f"stop them, or {tuning.budget_hint(2 * tuning.budget_s)}"
-    return Rejection(
-        f"{tuning.disturbance.sentence()}, which may hide the speed-up ({measured_ratio}); {hint}",
-        undecided=True,
-    )
+    return Rejection(f"{beside}, which may hide the speed-up; {hint}", undecided=True)
 
 
 def _ratio(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs) -> Ratio:
@@ -271,14 +275,7 @@ def _payback_steps(plain: ProgramFigures, tuned: ProgramFigures, warms_up: bool)
     return math.ceil(extra_ms / (plain.step_ms - tuned.step_ms))
 
 
-def _pays_off(tuning: Tuning) -> bool:
-    steps = tuning.session.payback_steps
-    return (
-        steps is not None and steps * (tuning.session.baseline.step_ms or 0.0) / 1000 <= tuning.goal.horizon_s
-    )
-
-
-def _with_evidence(tuned: Sequence[Candidate], ratio: Ratio, key: dict[str, Any]) -> Plan:
+def _with_evidence(tuned: Sequence[Candidate], ratio: Ratio, key: dict[str, Any], beside: str) -> Plan:
     choices = []
     for choice in plan_of(tuned):
         others_ratio = next(c.ratio for c in tuned if c.lever.name == choice.name)
@@ -287,9 +284,9 @@ def _with_evidence(tuned: Sequence[Candidate], ratio: Ratio, key: dict[str, Any]
             if others_ratio
             else "measured only together with the other levers"
         )
-        choices.append(
-            Choice(choice.name, choice.value, Origin.TUNER, f"{evidence}; the whole plan {ratio.sentence()}")
-        )
+        evidence += f"; the whole plan {ratio.sentence()}"
+        evidence = f"the plan is {FASTER_BESIDE}: {beside}" if beside else evidence
+        choices.append(Choice(choice.name, choice.value, Origin.TUNER, evidence))
     return Plan(tuple(choices), key)
 
 

@@ -47,6 +47,7 @@ class TimedBlock:
     window: int
     ms: float
     host: str = ""
+    busy: float = 0.0  # cores that other processes used meanwhile
 
 
 @dataclass(frozen=True)

@@ -260,7 +260,7 @@ class _Exploring:
             if key in tuning.measured_keys:
                 tuning.watcher.comparison(key, tuning.effect(key, best))
         ratio = tuning.gain(best)
-        expected = f"expect about {ratio.median:.2f}x ({ratio.low:.2f} to {ratio.high:.2f}) with {tuning.plan_for(best).describe()}"
+        expected = f"expect about {ratio.median:.2f}x ({ratio.low:.2f} to {ratio.high:.2f}) with {tuning.plan_for(best).describe()}{tuning.beside}"
         tuning.watcher.report(
             f"after {tuning.spent_s:.0f} s: {expected if best else 'nothing is faster than the plain program yet'}"
         )

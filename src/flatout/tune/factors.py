@@ -100,5 +100,6 @@ def reuse_blocks(tuning: Tuning) -> None:
                     -1 - block["window"],
                     block["ms"],
                     EARLIER_HOST,
+                    block.get("busy", 0.0),
                 )
             )

@@ -48,9 +48,9 @@ def search(tuning: Tuning) -> SessionRecord:
         tuned, replica = check_step(tuning, fit_memory(tuning, explore(tuning)))
         tuning.finish_plain_trial()
         confirm_plan(tuning, tuned, replica)
-        if tuning.blocks:
+        if tuning.counted_blocks:
             tuning.session.noise_floor = noise_floor(tuning)
-        tuning.session.disturbance = tuning.disturbance.sentence() if tuning.disturbance.disturbed else ""
+        tuning.session.disturbance = tuning.disturbance.beside
     finally:
         tuning.interleaver.close()
         tuning.explain_overrun()
@@ -91,6 +91,8 @@ def observe(tuning: Tuning) -> None:
         tuning.base,
         why_incompatible,
     )
+    ranks = tuning.session.ranks
+    tuning.disturbance.observe(context, ranks.procs if ranks else 1)
     tuning.choose_budget()
     drop_slow_fetches(
         tuning.candidates, answer["context"]["loaders"], ready, MAX_FETCH_SHARE * tuning.budget_s

@@ -14,7 +14,7 @@ from flatout.schema.enums import Effect
 from flatout.schema.errors import PlanError, StorageError
 from flatout.schema.facts import Facts, untested_torch
 from flatout.schema.plan import Plan
-from flatout.schema.session import SESSION_SCHEMA, SessionRecord
+from flatout.schema.session import FASTER_BESIDE, SESSION_SCHEMA, SessionRecord
 from flatout.schema.sizes import size
 from flatout.tune.plan_files import differences, plan_beside_script, plan_key
 
@@ -132,6 +132,8 @@ def _verdict(session: SessionRecord) -> str:
     limited = _memory_verdict(session)
     if limited:
         return limited
+    if session.kept and session.speedup is None:
+        return f"{FASTER_BESIDE}: {session.disturbance}; {_results(session)}"
     if session.speedup is not None:
         certainty = "" if session.speedup.significant else "probably "
         return f"{certainty}{session.speedup.sentence()} as fast, {_results(session)}"
@@ -164,9 +166,10 @@ def _memory_verdict(session: SessionRecord) -> str:
     if limit is None or not points or points[0].fits:
         return ""
     limit_words = size(limit)
-    if session.speedup is not None:
+    if session.kept:
+        speed = f"{session.speedup.sentence()} as fast" if session.speedup else session.disturbance
         chosen = next((point.plan for point in points if point.chosen), "the plan")
-        return f"{chosen} fits into {limit_words}, the plain program does not: {session.speedup.sentence()} as fast, {_results(session)}"
+        return f"{chosen} fits into {limit_words}, the plain program does not: {speed}, {_results(session)}"
     smallest = min(points, key=lambda point: point.peak_bytes or 0)
     excess = (smallest.peak_bytes or 0) - limit
     if excess <= 0:

@@ -13,6 +13,7 @@ from flatout.guard.replica import CAPTURED_STEPS, LARGE_MODEL_STEPS, OVERFIT_S, 
 from flatout.job.folder import JobFolder
 from flatout.launch.command import Command
 from flatout.measure.clock import seconds
+from flatout.measure.disturbance import Disturbance
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import Ratio, TrialRecord
@@ -22,7 +23,6 @@ from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.budget import USUAL_BUDGET_S, compiler_gain, default_budget_s
 from flatout.tune.candidates import Candidate, ordered_plan
 from flatout.tune.comparison import LiveLevers, ProgramRequest, ProgramResult
-from flatout.tune.disturbance import Disturbance
 from flatout.tune.effects import Fitted, Space, TimedBlock, fit_effects, ratio_of
 from flatout.tune.goal import Goal, restricted
 from flatout.tune.interleaver import Interleaver, RunningCandidate
@@ -261,13 +261,16 @@ class Tuning:
 
         Blocks with a factor or a pair that has left the search meanwhile are not kept.
         """
+        self.disturbance.add(block.busy for block in result.blocks)
         self.dataset_fetch_s = max(self.dataset_fetch_s, result.ready.get("dataset_fetch_s", 0.0))
         for block in result.blocks:
             if not self._is_allowed(active[block.row]):
                 continue
             work_window = seed * SEED_WINDOW_STRIDE + block.tick // self.interleaver.window_ticks
             at_s = block.at_s - self.start_s
-            self.blocks.append(TimedBlock(process, active[block.row], at_s, work_window, block.ms, host))
+            self.blocks.append(
+                TimedBlock(process, active[block.row], at_s, work_window, block.ms, host, block.busy)
+            )
         self.session.blocks = [
             {**vars(b), "active": sorted(b.active), "at_s": round(b.at_s, 2)} for b in self.blocks
         ]
@@ -295,20 +298,30 @@ class Tuning:
             self.keep_first_plain(plain.finish())
             self.interleaver.dismiss(plain)
 
+    @property
+    def beside(self) -> str:
+        return " beside other programs" if self.disturbance.disturbed else ""
+
+    @property
+    def counted_blocks(self) -> list[TimedBlock]:
+        """The blocks that count: those beside other processes only if most are."""
+        limit = math.inf if self.disturbance.disturbed else self.disturbance.limit
+        return [block for block in self.blocks if block.busy < limit]
+
     def blocks_of(self, space: Space) -> list[TimedBlock]:
-        return [block for block in self.blocks if block.active <= space.index.keys()]
+        return [block for block in self.counted_blocks if block.active <= space.index.keys()]
 
     def fit_effects(self, space: Space) -> Fitted:
         return fit_effects(space, self.blocks_of(space))
 
     @property
     def measured_keys(self) -> frozenset[str]:
-        return frozenset().union(*(block.active for block in self.blocks))
+        return frozenset().union(*(block.active for block in self.counted_blocks))
 
     @property
     def process_numbers(self) -> frozenset[int]:
         """The numbers of the measured processes."""
-        return frozenset(block.process for block in self.blocks)
+        return frozenset(block.process for block in self.counted_blocks)
 
     def gain(self, active: frozenset[str]) -> Ratio:
         """The speed relative to the plain program, from all blocks; ``n`` counts processes."""
@@ -316,7 +329,7 @@ class Tuning:
 
     def effect(self, key: str, others: frozenset[str]) -> Ratio:
         """The speed-up of one factor given the others; ``n`` counts the blocks in which it was on."""
-        n = sum(key in block.active for block in self.blocks)
+        n = sum(key in block.active for block in self.counted_blocks)
         return ratio_of((self.fitted or self.refit()).effect(key, others), n)
 
     def drop_factor(self, key: str) -> None:
@@ -335,7 +348,7 @@ class Tuning:
         self.fitted = None
 
     def refit(self) -> Fitted:
-        self.fitted = fit_effects(self.space, self.blocks)
+        self.fitted = fit_effects(self.space, self.counted_blocks)
         return self.fitted
 
     def record_comparison(

@@ -36,9 +36,17 @@ def code(value: Value) -> str:
     return f"torch.set_num_threads({value})"
 
 
-FEWER = Lever(
-    "one thread fewer", Moment.STEP, Effect.CHANGES_MATH, _fewer, code, apply=apply, live=True, page=__doc__
-)
-MORE = Lever(
-    "one thread more", Moment.STEP, Effect.CHANGES_MATH, _more, code, apply=apply, live=True, page=__doc__
+FEWER, MORE = (
+    Lever(
+        name,
+        Moment.STEP,
+        Effect.CHANGES_MATH,
+        applies,
+        code,
+        apply=apply,
+        live=True,
+        sets_threads=True,
+        page=__doc__,
+    )
+    for name, applies in (("one thread fewer", _fewer), ("one thread more", _more))
 )
