@@ -39,6 +39,8 @@ class Published:
 
 PUBLISHED = {
     "session": Published("session:SessionRecord", "session.json", "tune --json", ("outcome",)),
+    "certificate": Published("certificate:CertificateRecord", "flatout.certificate.json"),
+    "verification": Published("certificate:VerificationRecord", printed="verify --json"),
     "trial": Published("records:TrialRecord", "result.json (a trial)", "trial --json"),
     "profile": Published("profile:ProfileRecord", "profile.json", "profile --json"),
     "memory": Published("memory_forecast:MemoryForecast", "memory.json", "memory --json"),

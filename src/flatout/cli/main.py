@@ -20,6 +20,7 @@ GROUPS = {
     "Tune and run": {
         "tune": "Find the fastest plan, and check that it learns the same.",
         "run": "Run a program under its plan, on one device or many.",
+        "verify": "Run a tuned plan again, and check each claim of its certificate.",
         "plan": "Show a plan, its evidence, and the same as code.",
         "levers": "List the optimisations, or say why one was left out.",
     },

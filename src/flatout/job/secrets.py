@@ -1,5 +1,6 @@
 """Mask the secrets of a command line that is stored and shown."""
 
+import os
 import re
 from collections.abc import Sequence
 
@@ -40,6 +41,13 @@ def masked(words: Sequence[str]) -> list[str]:
             result.append(word if option[2] is None else _setting(option))
         name = option[1] if option is not None and option[2] is None else ""
     return result
+
+
+def portable(text: str) -> str:
+    """The text with paths relative to the working directory or to ``~``; all others outside are masked."""
+    for path, short in ((os.getcwd() + "/", ""), (os.path.expanduser("~") + "/", "~/")):
+        text = text.replace(path, short)
+    return re.sub(r"(?:(?<![\w.~/])/|\.\./)[^\s,:;=\"']+", MASK, text)
 
 
 def _value(name: str, value: str) -> str:

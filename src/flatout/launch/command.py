@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from flatout.job.interpreter import program_python
-from flatout.job.secrets import masked
+from flatout.job.secrets import masked, portable
 from flatout.job.trust import file_digest
 from flatout.schema.errors import NothingMeasured, ProgramNotFound, UsageError
 
@@ -58,6 +58,12 @@ class Command:
     def shown(self) -> tuple[str, ...]:
         """The typed command without its secrets, safe to store and show."""
         return tuple(masked(self.typed))
+
+    @property
+    def portable(self) -> list[str]:
+        """The same without absolute paths. Python elsewhere is ``python``."""
+        first, *words = map(portable, self.shown)
+        return ["python" if first[0] in "~*" and is_python(self.typed[0]) else first, *words]
 
     @property
     def digest(self) -> str:

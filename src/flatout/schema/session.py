@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from flatout.schema.certificate import CertificateRecord
 from flatout.schema.enums import StrEnum
 from flatout.schema.records import MIN_RATIO_LOW, Ratio, Record
 
@@ -178,6 +179,7 @@ class SessionRecord(Record):
     memory_limit_bytes: int | None = None  # as requested
     # In measured order; the first is the reference
     frontier: list[TimeMemoryPoint] = field(default_factory=list)
+    certificate: CertificateRecord | None = None  # of the confirmed plan; a file beside the plan has it too
     plan_path: str = ""  # to be named with --plan, where `flatout run` would not find the plan
     ranks: RanksRecord | None = None  # if the program was tuned as several ranks
     named_levers: list[NamedLeverRecord] = field(default_factory=list)

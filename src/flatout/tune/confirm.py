@@ -15,8 +15,10 @@ from typing import Any
 from flatout.guard.loss_curves import START_STEPS
 from flatout.guard.replica import SLOW_STEP_MS
 from flatout.guard.verdict import judge, needs_perturbed_runs, perturbation_for, repeats_itself
+from flatout.job.secrets import portable
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import compare, median
+from flatout.schema.certificate import CertificateRecord, CertifiedRun
 from flatout.schema.enums import Effect, Origin, Status
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import MIN_RATIO_LOW, Ratio, TrialRecord
@@ -102,7 +104,7 @@ def _confirm_once(
             return Rejection(f"failed in fresh processes: {pairs.failure}")
         tuning.watcher.comparison(plan.describe(), _ratio(tuning, tuned, pairs), f"pair {len(pairs.tuned)}")
         early = MIN_PAIRS <= len(pairs.tuned) < USUAL_PAIRS
-        if early and _judge(tuning, tuned, replica, pairs).verdict == "failed":
+        if early and judge_pairs(tuning, tuned, replica, pairs).verdict == "failed":
             break  # the remaining time is for the plan without the levers responsible
     plain_records, tuned_records = pairs.common_runs()
     if not tuned_records:
@@ -119,7 +121,7 @@ def _confirm_once(
         start_s,
         host="; ".join(dict.fromkeys(pairs.hosts)),
     )
-    session.guard = _judge(tuning, tuned, replica, pairs)
+    session.guard = judge_pairs(tuning, tuned, replica, pairs)
     _fill_figures(session.baseline, Plan(), plain_records, pairs.plain_ms)
     _fill_figures(session.best, plan, tuned_records, pairs.tuned_ms)
     # The fresh programs reused the samples; the real run will not
@@ -141,6 +143,8 @@ def _confirm_once(
     for candidate in tuned:
         candidate.status, candidate.reason = Status.APPLIED, _skip_reasons(candidate, tuned_records[0])
     session.best.plan = _with_evidence(tuned, ratio, session.key, beside).to_json()
+    if tuning.base is None:  # ranks need more than a command and a plan
+        session.certificate = certify(tuning, plan, session.guard, pairs, session.speedup)
     return None
 
 
@@ -204,16 +208,18 @@ def _time_for_pair(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs, reu
     return (undecided or pairs_done < USUAL_PAIRS) and pairs_done < 2 * USUAL_PAIRS and time_s > min_s
 
 
-def _judge(
+def judge_pairs(
     tuning: Tuning, tuned: Sequence[Candidate], replica: dict[str, Any] | None, pairs: Pairs
 ) -> GuardRecord:
+    """The guard's verdict on these pairs. Raises ValueError without a pair."""
     effect, (plain, tuned_records) = widest_effect(tuned), pairs.common_runs()
     perturbation, known = perturbation_for(effect), tuning.perturbed_runs
 
     def verdict() -> GuardRecord:
-        repeats = [run for run in (tuning.first_record, *pairs.repeats.values()) if run is not None]
         perturbed = known.get(perturbation, ())
-        return judge(effect, plain, tuned_records, replica, repeats, perturbed, pairs.late_replica)
+        return judge(
+            effect, plain, tuned_records, replica, _repeats(tuning, pairs), perturbed, pairs.late_replica
+        )
 
     record = verdict()
     if effect is Effect.EXACT and record.verdict == "failed":
@@ -231,6 +237,36 @@ def _judge(
     seeds, losses = [run.seed or 0 for run in plain[:count]], max(len(run.losses) for run in plain)
     known[perturbation] = run_again(tuning, seeds, perturbation, min(START_STEPS, losses))
     return verdict()
+
+
+def certify(
+    tuning: Tuning, plan: Plan, guard: GuardRecord, pairs: Pairs, ratio: Ratio | None
+) -> CertificateRecord:
+    """What the verdict on these pairs was made from. ``ratio``: None beside other programs."""
+    facts, (plain, tuned) = tuning.facts, pairs.common_runs()
+    versions = ", ".join(f"{name} {v}" for name, v in {"python": facts.python, **facts.versions}.items())
+    key = {**tuning.session.key, "versions": versions}
+    return CertificateRecord(
+        tuning.command.portable,
+        {name: portable(text) for name, text in key.items() if name != "command"},
+        Plan(plan.choices).to_json(),
+        guard.verdict,
+        guard.why,
+        all(
+            repeats_itself(run, again)
+            for run in plain
+            for again in _repeats(tuning, pairs)
+            if again.seed == run.seed
+        ),
+        ratio,
+        [CertifiedRun.from_json(run.to_json()) for run in plain],
+        [CertifiedRun.from_json(run.to_json()) for run in tuned],
+    )
+
+
+def _repeats(tuning: Tuning, pairs: Pairs) -> list[TrialRecord]:
+    """Second plain runs of seeds of the pairs."""
+    return [run for run in (tuning.first_record, *pairs.repeats.values()) if run is not None]
 
 
 def run_again(tuning: Tuning, seeds: Sequence[int], perturbation: float, steps: int) -> list[TrialRecord]:
@@ -295,7 +331,7 @@ def _keep_plain(tuning: Tuning, tuned: Sequence[Candidate]) -> None:
     for candidate in tuned:
         candidate.status = Status.REJECTED
     session.best = ProgramFigures(**{**session.baseline.__dict__, "plan": Plan((), session.key).to_json()})
-    session.speedup = session.payback_steps = None
+    session.speedup = session.payback_steps = session.certificate = None
     for point in session.frontier:
         point.chosen = False
     if session.guard.verdict != "failed":

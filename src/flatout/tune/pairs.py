@@ -85,7 +85,7 @@ def _pair_requests(
         else ()
     )
     # An end that was seen before comes no sooner
-    min_ticks = (
+    min_ticks = tuning.min_ticks or (
         min(EXACT_TICKS, tuning.length_ticks or EXACT_TICKS) if widest_effect(tuned) is Effect.EXACT else 0
     )
     sides = [

@@ -84,6 +84,10 @@ def plan_beside_script(command: Command) -> Path:
     return (command.script.parent if command.script else Path.cwd()) / "flatout.toml"
 
 
+def certificate_beside(plan: Path) -> Path:
+    return plan.with_suffix(".certificate.json")
+
+
 def plan_files(command: Command, ranks: str = "") -> list[Path]:
     """The plan beside the script and the tuner's own copy, newest first, so that your edits count."""
     job = job_folder(command, ranks=ranks)

@@ -16,7 +16,7 @@ from flatout.schema.facts import Facts, untested_torch
 from flatout.schema.plan import Plan
 from flatout.schema.session import FASTER_BESIDE, SESSION_SCHEMA, SessionRecord
 from flatout.schema.sizes import size
-from flatout.tune.plan_files import differences, plan_beside_script, plan_key
+from flatout.tune.plan_files import certificate_beside, differences, plan_beside_script, plan_key
 
 RESULT_WORDS = {"same": "with bitwise identical results", "equivalent": "with the same results up to {}"}
 
@@ -101,16 +101,24 @@ def write_plan(job: JobFolder, session: SessionRecord, command: Command, write_b
     """Write the Plan into the job folder, and beside the script if requested and possible.
 
     A plan that was made for another command stays beside the script: it may be the only one of that command."""
-    text = plan_of(session).to_toml()
-    write_atomically(job.plan, text)
+    _write_plan(job.plan, session)
     target = plan_beside_script(command)
     if not write_beside or made_for_another(target, session):
         return None
     try:
-        write_atomically(target, text)
+        _write_plan(target, session)
     except StorageError:  # the folder is not writable; the plan is in the job folder
         return None
     return target
+
+
+def _write_plan(path: Path, session: SessionRecord) -> None:
+    """Write the plan with its certificate. A plan without one leaves none of an earlier plan."""
+    write_atomically(path, plan_of(session).to_toml())
+    if session.certificate is not None:
+        write_json(certificate_beside(path), session.certificate.to_json())
+    else:
+        certificate_beside(path).unlink(missing_ok=True)
 
 
 def made_for_another(path: Path, session: SessionRecord) -> str:

@@ -53,6 +53,7 @@ class Tuning:
     save_session: Callable[[SessionRecord], None] = lambda session: None
     base: Plan | None = None  # applies to every program of the search: how it is split over ranks
     single_command: Command | None = None  # starts one process when ``command`` starts several
+    min_ticks: int = 0  # of both programs of a confirming pair
     remote: RemoteNodes | None = None  # remote machines that run independent comparisons at the same time
 
     def __post_init__(self) -> None:
