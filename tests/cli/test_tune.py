@@ -44,10 +44,17 @@ def test_it_prints_the_session_alone(tuned, session):
     assert json.loads(tuned[1].out) == session
 
 
-def test_its_files(tuned):
+def test_its_files(tuned, session):
     cli, _, job = tuned
-    assert {path.name for path in cli.folder.iterdir()} == {"train.py", "flatout.toml", ".flatout"}
+    certificate = {"flatout.certificate.json"} if session["certificate"] else set()
+    assert {path.name for path in cli.folder.iterdir()} == {
+        "train.py",
+        "flatout.toml",
+        ".flatout",
+        *certificate,
+    }
     assert {path.name for path in job.iterdir()} == {
+        *certificate,
         "lock",
         "session.json",
         "flatout.toml",

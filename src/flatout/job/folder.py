@@ -4,7 +4,7 @@
     lock                   held by the process that measures
     session.json           every record of the session
     unfinished.json        the same of an interrupted session, while session.json is that of a finished one
-    flatout.toml           the Plan
+    flatout.toml           the Plan, with flatout.certificate.json once it is confirmed
     report.html
     profile.json           record of `flatout profile`, next to profile.html
     runs/<run>/rank0.json  record of `flatout run`
