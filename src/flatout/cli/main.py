@@ -48,6 +48,7 @@ GROUPS = {
     },
     "Agents": {
         "skill": "Print how a coding agent works with flatout.",
+        "mcp": "Serve profile, compare, verify and explain to an agent (MCP).",
     },
 }
 HELP_OPTIONS = ["-h", "--help"]
