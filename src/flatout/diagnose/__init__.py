@@ -1,6 +1,6 @@
 """Turns source, profiles and exceptions into Findings, and profiles into predictions.
 
-To add a rule, add one file in rules/ and one line to its table.
+To add a rule, add one file in rules/.
 
 Runs in: the flatout command; in the user's program after a crash (crash_explanation.py).
 Imports: schema, job, agent, guard, launch, measure, probe, trial.
