@@ -76,7 +76,7 @@ EDITS: dict[str, tuple[tuple[str, ...], str, str, tuple[str, ...]]] = {
         "(labels == model(data).argmax(1))",
         (),
     ),
-    "bfloat16, allowed": (
+    "bfloat16 with --half": (
         SOUND,
         "criterion(model(x), y)",
         "criterion(torch.autocast('cpu', torch.bfloat16)(model)(x).float(), y)",
@@ -169,7 +169,7 @@ def main() -> None:
     options = some_or_all(__doc__, "edits")
     made = stamp()
     known = {row["name"]: row for row in read_result("same_training", made, options.out).get("rows", ())}
-    for name in options.only.split(",") if options.only else EDITS:
+    for name in [name for name in EDITS if not options.only or name in options.only]:
         known[name] = row = judged(name)
         print(f"{name}: {row['verdict']}{'' if row['right'] else ' (WRONG)'}: {row['why']}", flush=True)
     rows = [known[name] for name in EDITS if name in known]

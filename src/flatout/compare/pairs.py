@@ -33,6 +33,7 @@ MAX_HALF_WIDTH = 0.012  # of the interval of a pair's change; narrower ones woul
 START_TIMEOUT_S = 900.0
 ANSWER_TIMEOUT_S = 60.0
 MIN_KEPT_ROUNDS = 2
+TRAINING_STEPS, MIN_TRAINING_STEPS, TRAINING_S = 128, 17, 60.0  # of each program whose training is compared
 
 
 @dataclass
@@ -99,7 +100,7 @@ class PairTimer:
             self.interleaver.close()
 
     def repeat(self, seed: int, perturbation: float = 0.0) -> TrialRecord | None:
-        """Run A a second time with a known seed, as far as before; None if it ends early.
+        """Run A a second time with a known seed, as far as before; None if it fails.
 
         ``perturbation``: perturbed from the first step on (`flatout.guard.perturb`).
         """
@@ -108,8 +109,8 @@ class PairTimer:
         try:
             self.interleaver.run(trial, max(1, steps - trial.ticks_done))
             return trial.finish()
-        except ProgramGone:
-            return None
+        except ProgramGone as gone:
+            return gone.record if gone.record.status == "ended" else None
         finally:
             self.interleaver.dismiss(trial)
 
@@ -133,11 +134,24 @@ class PairTimer:
                     self.one_at_a_time = True
                     return {}
             blocks = self._blocks(trials)
+            for trial in trials.values() if self.sketches else ():
+                self._train(trial)
             records = {i: self._finish(trial, self.sides[i]) for i, trial in trials.items()}
             return {i: Run(record, start_times[i], blocks[i]) for i, record in records.items()}
         finally:
             for trial in trials.values():
                 self.interleaver.dismiss(trial)
+
+    def _train(self, trial: Trial) -> None:
+        """Go on to `TRAINING_STEPS`, or as far as `TRAINING_S` allows: what acts later is not compared."""
+        possible = int(1000 * TRAINING_S / self.slowest_ms)
+        missing = max(MIN_TRAINING_STEPS, min(TRAINING_STEPS, possible)) - trial.ticks_done
+        try:
+            if missing > 0:
+                self.interleaver.run(trial, missing)
+        except ProgramGone as gone:
+            if gone.record.status != "ended":
+                raise
 
     def _start(self, side: Side, seed: int, perturbation: float = 0.0) -> Trial:
         options = TrialOptions(seed, reseed=True, perturbation=perturbation, sketches=self.sketches)

@@ -32,7 +32,7 @@ def training_verdict(timer: PairTimer, half: bool) -> TrainingVerdict:
     perturbed = [timer.repeat(pair.seed, perturbation_for(effect)) for pair in pairs[:PERTURBED_SEEDS]]
     repeats = [timer.repeat(pairs[0].seed)]
     if None in (*repeats, *perturbed):
-        return TrainingVerdict("cannot tell", "A ended early when it ran again")
+        return TrainingVerdict("cannot tell", "A failed when it ran again")
     return judge_training(
         [pair.a.record for pair in pairs],
         [pair.b.record for pair in pairs if pair.b is not None],
