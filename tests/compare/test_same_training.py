@@ -130,7 +130,7 @@ import torch
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-for step in range(400):
+for step in range(30_000):
     loss = torch.nn.functional.cross_entropy(model(torch.randn(16, 8)), torch.randint(3, (16,)))
     optimizer.zero_grad()
     loss.backward()
