@@ -18,7 +18,7 @@ from flatout.schema.compare import TrainingVerdict
 from flatout.schema.enums import Effect
 from flatout.schema.records import TrialRecord
 
-# Sound edits: up to 2; harmful ones: from 100 (bench/same_training.py)
+# Harmful edits: from 42 (bench/same_training.py)
 MAX_GROWTH = 12.0
 RESOLUTION = 2.0**-22  # share of a tensor: float32's last place
 MIN_STEPS, PERTURBED_SEEDS = 3, 2
