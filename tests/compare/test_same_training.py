@@ -55,7 +55,7 @@ PERTURBED = runs(4 * ROUNDING, losses=rounded)[:2]
 
 def verdict(b, a=None, repeats=None, perturbed=PERTURBED, effect=Effect.ROUNDING):
     a = a or runs()
-    return judge_training(a, b, repeats if repeats is not None else a[:1], perturbed, effect)
+    return judge_training(a, b, repeats if repeats is not None else a[:1], lambda: perturbed, effect)
 
 
 def test_equal_bits_are_the_same_and_the_verdict_says_what_was_compared():

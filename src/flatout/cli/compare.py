@@ -205,11 +205,15 @@ class _Comparison:
             finally:  # also after Ctrl-C
                 if timer.pairs:
                     self._fill(timer.pairs, stored)
-            if record.losses.first_difference is not None and stored is None:
-                self._fill(timer.pairs, None, timer.repeat(0))
+            unlike = record.losses.first_difference is not None and stored is None
+            repeat = timer.repeat(0) if unlike or self.limits["same_training"] else None
+            if unlike:
+                self._fill(timer.pairs, None, repeat)
             if self.limits["same_training"]:
-                progress.stage("guard", "A once more, and with rounded products")
-                record.training = training_verdict(timer, self.limits["half"])
+                progress.stage(
+                    "guard", "do both learn the same? If bits differ, A runs with rounded products"
+                )
+                record.training = training_verdict(timer, repeat, self.limits["half"])
             record.seconds, record.status = seconds() - start_s, "done"
             record.disturbance = timer.disturbance.beside
             if timer.one_at_a_time:

@@ -48,7 +48,7 @@ def compare(old: str, new: str, half: bool = False, folder: str = ".") -> dict[s
     ``old`` and ``new``: command lines, such as "python old.py". ``half``: new may compute in half precision.
     The exit code is 0 if they learn the same, 1 if not, 12 if that cannot be told.
     """
-    return _flatout(folder, "compare", "--same-training", "--json", *["--half"][: int(half)], old, new)
+    return _flatout(folder, "compare", "--same-training", "--json", *(["--half"] if half else []), old, new)
 
 
 def verify(plan: str = "flatout.toml", folder: str = ".") -> dict[str, Any]:

@@ -10,7 +10,7 @@ How far rounding spreads is measured: runs of A that round every product to fewe
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from flatout.compare.pairs import PairTimer
 from flatout.guard.verdict import judge, perturbation_for, repeats_itself
@@ -23,36 +23,32 @@ MAX_GROWTH = 12.0
 RESOLUTION = 2.0**-22  # share of a tensor: float32's last place
 MIN_STEPS, PERTURBED_SEEDS = 3, 2
 Sketches = dict[str, list[float]]
+Runs = Sequence[TrialRecord]
 
 
-def training_verdict(timer: PairTimer, half: bool) -> TrainingVerdict:
-    """Run A once more, plainly and perturbed, and compare the pairs. ``half``: B may use half precision."""
-    effect = Effect.PRECISION if half else Effect.ROUNDING
-    pairs = [pair for pair in timer.pairs if pair.b is not None]
-    perturbed = [timer.repeat(pair.seed, perturbation_for(effect)) for pair in pairs[:PERTURBED_SEEDS]]
-    repeats = [timer.repeat(pairs[0].seed)]
-    if None in (*repeats, *perturbed):
+def training_verdict(timer: PairTimer, repeat: TrialRecord | None, half: bool) -> TrainingVerdict:
+    """Compare the pairs. ``repeat``: a second run of A's first seed. ``half``: B may use half precision."""
+    if repeat is None:
         return TrainingVerdict("cannot tell", "A failed when it ran again")
-    return judge_training(
-        [pair.a.record for pair in pairs],
-        [pair.b.record for pair in pairs if pair.b is not None],
-        [run for run in repeats if run is not None],
-        [run for run in perturbed if run is not None],
-        effect,
-    )
+    effect = Effect.PRECISION if half else Effect.ROUNDING
+
+    def perturbed() -> Runs:
+        seeds = [pair.seed for pair in timer.pairs[:PERTURBED_SEEDS]]
+        runs = [timer.repeat(seed, perturbation_for(effect)) for seed in seeds]
+        return [run for run in runs if run is not None]
+
+    a = [pair.a.record for pair in timer.pairs]
+    b = [pair.b.record for pair in timer.pairs if pair.b is not None]
+    return judge_training(a, b, [repeat], perturbed, effect)
 
 
 def judge_training(
-    a: Sequence[TrialRecord],
-    b: Sequence[TrialRecord],
-    repeats: Sequence[TrialRecord],
-    perturbed: Sequence[TrialRecord],
-    effect: Effect = Effect.ROUNDING,
+    a: Runs, b: Runs, repeats: Runs, perturb: Callable[[], Runs], effect: Effect = Effect.ROUNDING
 ) -> TrainingVerdict:
     """Compare runs with the same seeds, ``a[i]`` and ``b[i]``.
 
-    ``repeats``: second runs of A. ``perturbed``: runs of A perturbed by ``perturbation_for(effect)``. ``effect``:
-    what B may change, ROUNDING or PRECISION. Records have sketches of the weights.
+    ``repeats``: second runs of A. ``perturb``: returns runs of A perturbed by ``perturbation_for(effect)``, and is
+    called if bits differ. ``effect``: what B may change, ROUNDING or PRECISION. Records have sketches of the weights.
     """
     exact = judge(Effect.EXACT, a, b, repeats=repeats)
     batches = sum(min(len(x.batch_hashes), len(y.batch_hashes)) for x, y in zip(a, b, strict=True))
@@ -62,6 +58,7 @@ def judge_training(
     if not all(repeats_itself(seeds[run.seed], run) for run in repeats):
         verdict = "different" if exact.verdict == "failed" else "cannot tell"
         return TrainingVerdict(verdict, exact.why)
+    perturbed = perturb()
     rounded = judge(effect, a, b, None, repeats, perturbed)
     step, tensor, why = _beyond_rounding(a, b, perturbed)
     failed = [why] if step is not None else []
@@ -82,9 +79,7 @@ def _same_batches(a: TrialRecord, b: TrialRecord) -> bool:
     return all(x == y for x, y in zip(a.batch_hashes, b.batch_hashes, strict=False))
 
 
-def _beyond_rounding(
-    a: Sequence[TrialRecord], b: Sequence[TrialRecord], perturbed: Sequence[TrialRecord]
-) -> tuple[int | None, str, str]:
+def _beyond_rounding(a: Runs, b: Runs, perturbed: Runs) -> tuple[int | None, str, str]:
     """The first step and tensor whose difference rounding does not explain, and why; or why it is unknown."""
     sides, steps = {x.seed: (x, y) for x, y in zip(a, b, strict=True)}, set[str]()
     for run in perturbed:

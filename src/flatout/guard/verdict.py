@@ -90,7 +90,7 @@ def judge(
         tuned_losses=[t for _, t in curves],
     )
     checks = record.checks
-    unrepeated = [why for r in repeats for p in plain if p.seed == r.seed and (why := _unlike_bits([p], [r]))]
+    unrepeated = [why for r in repeats for p in plain if p.seed == r.seed and (why := _unlike_bits(p, r))]
     repeatable = not unrepeated
     exact = effect is Effect.EXACT and repeatable
     # Two losses that are NaN are equal, and show nothing
@@ -204,11 +204,11 @@ def _count(n: int, noun: str, nouns: str = "") -> str:
 
 def repeats_itself(plain: TrialRecord, repeat: TrialRecord) -> bool:
     """Whether a second plain run with the same seed has the same losses and weights, as far as both ran."""
-    return not _unlike_bits([plain], [repeat])
+    return not _unlike_bits(plain, repeat)
 
 
-def _unlike_bits(plain: Sequence[TrialRecord], other: Sequence[TrialRecord]) -> str:
-    checks = [_bitwise_losses(plain, other), _bitwise_weights(plain, other)]
+def _unlike_bits(plain: TrialRecord, other: TrialRecord) -> str:
+    checks = [_bitwise_losses([plain], [other]), _bitwise_weights([plain], [other])]
     return "; ".join(c.why for c in checks if c.passed is False)
 
 
