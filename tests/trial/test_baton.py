@@ -46,7 +46,12 @@ def fail(scene, value, ledger):
 def table(name, apply):
     return Lever(name, Moment.MODEL, Effect.EXACT, lambda facts, scene: Options((1, 2)), lambda value: "pass", apply=apply, live=True)
 
-TABLE = (table("slow", wait), table("broken", fail))
+def wrong(scene, value, ledger):
+    for root in scene.roots:
+        scene.wrap_forward(root, lambda forward: lambda *args: 1.01 * forward(*args), ledger)
+    return ledger.restore
+
+TABLE = (table("slow", wait), table("broken", fail), table("wrong", wrong))
 """
 PROGRAM = """
 import os, sys
@@ -142,7 +147,7 @@ def test_the_baton(begin):
         "unknown": "it cannot be switched while the program runs",
     }
     options = trial.ask({"do": "options"}, soon())["options"]
-    assert options == {name: {"values": [1, 2], "effect": None} for name in ("slow", "broken")}
+    assert options == {name: {"values": [1, 2], "effect": None} for name in ("slow", "broken", "wrong")}
     record = trial.finish()
     assert record.status == "finished"
     assert record.steps >= 7 + 10 + 5 + 5 + 10
@@ -226,4 +231,35 @@ def test_ranks_switch_together_and_a_replica_does_not_disturb_them(begin):
     assert len(trial.run_ticks(5, soon())) == 5  # both ranks still step together
     info = seen(0), seen(1)
     assert len(set(zip(*info, strict=False))) == 2  # and none of them had the lever alone at any time
+    assert trial.finish().status == "finished"
+
+
+def test_a_replica_repeats_passes_where_a_step_is_a_long_closure(begin):
+    trial, passes_done = begin(
+        program="""
+import os, sys, time
+import torch
+passes = os.open(sys.argv[1], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+optimizer = torch.optim.LBFGS(model.parameters(), max_iter=40, max_eval=10**9, tolerance_grad=0, tolerance_change=0)
+def closure():
+    time.sleep(0.05)
+    os.write(passes, b".")
+    optimizer.zero_grad()
+    loss = torch.nn.functional.mse_loss(model(torch.randn(8, 4)), torch.randn(8, 1))
+    loss.backward()
+    return loss
+while True:
+    optimizer.step(closure)
+"""
+    )
+    assert trial.wait_ready(soon())["unit"] == "backward"
+    trial.pause()
+    trial.run_ticks(45, soon())  # the second step
+    for name, sound in (("slow", True), ("wrong", False)):
+        before = passes_done()
+        answer = trial.ask({"do": "replica", "choices": [Choice(name, 1).to_json()]}, soon())["replica"]
+        assert all(check["passed"] for check in answer["checks"]) is sound, answer
+        assert len(answer["checks"]) > 3
+        assert passes_done() - before < 10
     assert trial.finish().status == "finished"

@@ -83,8 +83,12 @@ class StepReplica:
         choices: Sequence[Choice],
         step_ms: float = 0.0,
         judge_remaining: bool = True,
+        unit: str = "step",
     ) -> None:
-        """``judge_remaining``: `judge_and_blame` also judges what is left if levers fail."""
+        """``judge_remaining``: `judge_and_blame` also judges what is left if levers fail.
+
+        ``unit``: "backward" captures passes, for a closure of many passes a step.
+        """
         self.context = context
         self.torch = context.torch
         self.applier = applier
@@ -96,7 +100,8 @@ class StepReplica:
         self._optimizers: list[Any] = []
         self._stepped: set[int] = set()
         self._steps: dict[int, list[CapturedCall]] = {}
-        self._start = context.steps
+        self._unit = unit
+        self._start = self._number
         self._reference: ReferencePlays | None = None
         self._step_ms = step_ms
         self._sliced_steps: list[
@@ -110,19 +115,23 @@ class StepReplica:
         )
 
     @property
+    def _number(self) -> int:
+        return self.context.steps if self._unit == "step" else self.context.backwards
+
+    @property
     def captured(self) -> bool:
         """Checked at the end of each step."""
-        timed_out = self.context.steps - self._start >= MAX_CAPTURE_STEPS
+        timed_out = self._number - self._start >= MAX_CAPTURE_STEPS
         return (
             bool(self.failure)
             or timed_out
-            or (len(self._steps) >= self._step_count and self.context.steps > max(self._steps))
+            or (len(self._steps) >= self._step_count and self._number > max(self._steps))
         )
 
     # -- capturing
 
     def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        step = self.context.steps
+        step = self._number
         if self.context.data_parallel is not None and self.context.data_parallel.sharding is not None:
             self.failure = "each rank holds a part of the weights, so no rank can run a step alone"  # nor copy them alone
         if self.failure or (step not in self._steps and len(self._steps) >= self._step_count):
@@ -142,7 +151,7 @@ class StepReplica:
             self.failure = f"a step of this program cannot be copied ({why})"
 
     def forward_end(self, root: Module, output: object) -> None:
-        calls = self._steps.get(self.context.steps, ())
+        calls = self._steps.get(self._number, ())
         call = next((c for c in calls if c.running and self._originals[c.root] is root), None)
         if call is None:
             return

@@ -43,6 +43,7 @@ def run_commands(worker: WorkerRecord) -> None:
                 choices_of(command["choices"]),
                 median(worker.ticks_ms),
                 bool(command.get("remaining", True)),
+                worker.unit,
             )
             worker.ticks_left = 0
             break

@@ -74,11 +74,7 @@ def _pair_requests(
     """
     rows = (None,) * tuning.rounds
     record = "with samples" if widest_effect(tuned) is Effect.RESAMPLED else "record"
-    replays_late = (
-        seed == USUAL_PAIRS - 1
-        and tuning.interleaver.unit == "step"
-        and tuning.replica_s <= MAX_LATE_REPLICA_S
-    )
+    replays_late = seed == USUAL_PAIRS - 1 and tuning.replica_s <= MAX_LATE_REPLICA_S
     late_replica = (
         tuple(c.choice for c in tuned if c.effect is not Effect.EXACT and c.lever.live)
         if replays_late
