@@ -64,6 +64,11 @@ THEMES = (
         "Complete trainings, plain and tuned: the final metric, and the time to reach a metric",
     ),
     (
+        "coverage",
+        "python bench/coverage.py",
+        "How often the intervals of a plan's speed cover the truth, simulated and for a plan that does nothing",
+    ),
+    (
         "same_training",
         "python bench/same_training.py",
         "Whether `flatout compare --same-training` is right on edits of a program, sound and harmful ones",

@@ -324,9 +324,14 @@ MOST_ROWS = 10  # of each program of a wave
 MEASURE_SHARE = 0.5  # measuring time relative to the start-up time
 
 
-def factorial(machine: Machine, space: Space, budgets_s: Sequence[float]) -> Iterator[tuple[float, Fitted]]:
-    """Returns the choice at each of ``budgets_s``, ascending: one search, which never reads its budget."""
-    blocks: list[TimedBlock] = []
+def factorial(
+    machine: Machine, space: Space, budgets_s: Sequence[float], blocks: list[TimedBlock] | None = None
+) -> Iterator[tuple[float, Fitted]]:
+    """Returns the choice at each of ``budgets_s``, ascending: one search, which never reads its budget.
+
+    It appends its blocks to ``blocks``.
+    """
+    blocks = [] if blocks is None else blocks
     todo = list(budgets_s)
     rng = machine.rng
     (plain,) = machine.start(NONE)

@@ -63,11 +63,6 @@ def test_two_rounds_are_never_a_narrow_interval(found):
         assert ratio.high / ratio.low >= 1.1
 
 
-def test_the_interval_of_two_rounds_is_their_distance_on_both_sides():
-    ratio = compare([[Round(math.exp(0.1), 1.0), Round(math.exp(0.3), 1.0)]])
-    assert [math.log(x) for x in (ratio.low, ratio.median, ratio.high)] == pytest.approx([0.0, 0.2, 0.4])
-
-
 def test_nothing_measured_is_an_error():
     with pytest.raises(ValueError, match="nothing was measured"):
         compare([])
@@ -81,23 +76,20 @@ def test_n_counts_pairs_or_the_rounds_of_one_pair():
     assert compare([[one] * 5, [one] * 2, [one]]).n == 3
 
 
-def test_the_interval_covers_the_truth_about_as_often_as_it_says():
-    """Four processes per side that differ by 10 % for their whole life, with six noisy rounds each:
-
-    200 experiments with a true ratio of 1.2.
-    """
+@pytest.mark.parametrize(("processes", "rounds"), [(1, 2), (1, 3), (1, 8), (2, 6), (3, 6), (6, 6)])
+def test_the_interval_covers_the_truth_about_as_often_as_it_says(processes, rounds):
+    """2,000 experiments with a true ratio of 1.2, on machines of 3 to 7 % spread."""
     rng = random.Random(1)
     covered = 0
-    for _ in range(200):
-        experiment = []
-        for _ in range(4):
-            life = math.log(1.2) + rng.gauss(0, 0.1)
-            experiment.append([Round(math.exp(life + rng.gauss(0, 0.05)), 1.0) for _ in range(6)])
-        ratio = compare(experiment)
+    for _ in range(2000):
+        luck, noise = (rng.uniform(0.03, 0.07) if processes > 1 else 0.0), rng.uniform(0.03, 0.07)
+        pairs = []
+        for _ in range(processes):
+            life = math.log(1.2) + rng.gauss(0, luck)
+            pairs.append([Round(math.exp(life + rng.gauss(0, noise)), 1.0) for _ in range(rounds)])
+        ratio = compare(pairs)
         covered += ratio.low <= 1.2 <= ratio.high
-    assert (
-        covered >= 150
-    )  # four pairs alone cannot promise the full 95 %; a bootstrap that ignored pairs covers fewer than 60
+    assert 1860 <= covered <= 1980  # 93 to 99 %
 
 
 # -- blocks and order

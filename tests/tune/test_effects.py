@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import hang_s
 
-from flatout.tune.effects import Factor, PriorScales, Space, TimedBlock, fit_effects
+from flatout.tune.effects import PLAN, Factor, PriorScales, Space, TimedBlock, fit_effects, plan_speed
 from flatout.tune.mixed_model import Component, Group, solve
 
 FIXED = 1e-6  # log sd of a known component
@@ -387,3 +387,40 @@ def test_an_effect_relative_to_another_value_of_its_lever():
     for beside in ("a=0", "a=1"):
         assert fitted.effect("a=1", frozenset({beside})) == fitted.effect("a=1")
     assert fitted.best() == {"a=0"}
+
+
+def fresh_pairs(rng, speed, pairs=3, luck=0.03, noise=0.04):
+    """Interleaved blocks of fresh processes, after those of a search."""
+    blocks = []
+    for pair in range(pairs):
+        for side, on in enumerate((frozenset(), frozenset({PLAN}))):
+            mine = float(rng.normal(0, luck)) - (math.log(speed) if on else 0.0)
+            for at in range(8):
+                at_s, ms = 500 + 20.0 * pair + at, math.exp(4 + mine + noise * float(rng.standard_normal()))
+                blocks.append(TimedBlock(900 + 2 * pair + side, on, at_s, 10**6 + 100 * pair + at, ms))
+    return blocks
+
+
+def test_the_blocks_that_chose_a_plan_do_not_raise_its_speed():
+    """A search in which luck, or a wrong prior, made a plan twice as fast; in fresh pairs it changes nothing."""
+    space = Space((Factor("a=1", "a", True, mean=-0.7, sd=0.1), Factor("b=1", "b", False)))
+    lucky = [
+        TimedBlock(process, frozenset({"a=1"}) if process % 2 else frozenset(), 10.0 * process + at, at, ms)
+        for process in range(6)
+        for at, ms in enumerate([27.0 if process % 2 else 54.0] * 6)
+    ]
+    estimate = plan_speed(space, lucky, fresh_pairs(np.random.default_rng(3), 1.0))
+    assert estimate.low < 1 < estimate.high < 1.2
+    assert fit_effects(space, lucky).gain(frozenset({"a=1"})).low > 1.5
+
+
+@pytest.mark.parametrize("speed", [1.0, 1.3])
+def test_the_interval_of_a_plan_covers_the_truth(speed):
+    covered = []
+    for number in range(100):
+        rng = np.random.default_rng(number)
+        space = space_of(3)
+        blocks, _ = simulated(space, rng, 6, 8, luck=0.03)
+        estimate = plan_speed(space, blocks, fresh_pairs(rng, speed))
+        covered.append(estimate.low <= speed <= estimate.high)
+    assert sum(covered) >= 90  # of 100 with intervals of 95 %; fewer happen once in 90 times

@@ -22,6 +22,7 @@ from flatout.tune.candidates import Candidate
 from flatout.tune.comparison import MeasuredBlock, ProgramResult, complete_rounds
 from flatout.tune.conclude import best_measured, conclude
 from flatout.tune.confirm import confirm_plan
+from flatout.tune.effects import PLAN, TimedBlock
 from flatout.tune.factors import make_space, reuse_blocks
 from flatout.tune.goal import Goal
 from flatout.tune.limits import CONFIRM_SHARE, MAX_PAIR_ROUNDS, OVERRUN_SHARE, PAIR_SIDE_S, USUAL_PAIRS
@@ -247,6 +248,11 @@ def test_a_plan_kept_beside_other_programs_has_no_figure_anywhere(make, monkeypa
         pairs.plain[seed] = pairs.tuned[seed] = record
         pairs.plain_ms.append(10.0)
         pairs.tuned_ms.append(5.0)
+        for number, (active, ms) in enumerate((((), 10.0), ((PLAN,), 5.0))):
+            process = 100 + 2 * seed + number
+            pairs.blocks += [
+                TimedBlock(process, frozenset(active), 60.0 + seed + i, i, ms) for i in range(4)
+            ]
 
     monkeypatch.setattr("flatout.tune.confirm.measure_pairs", one_pair)
     monkeypatch.setattr("flatout.tune.confirm.judge", lambda *_: GuardRecord("same", ""))

@@ -9,7 +9,6 @@ from jsonschema import Draft202012Validator
 from schemas import json_schema
 
 from flatout.launch.command import parse_command
-from flatout.measure.statistics import Round
 from flatout.schema.certificate import CertificateRecord
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Choice, Plan
@@ -54,7 +53,7 @@ def certificate(tmp_path, monkeypatch):
     session = SessionRecord(list(command.shown), str(home), key)
     tuning = SimpleNamespace(command=command, facts=FACTS, session=session, first_record=run(0))
     runs = {seed: run(seed) for seed in (0, 1)}
-    pairs = Pairs(dict(runs), dict(runs), rounds=[[Round(2.0, 1.0)]])
+    pairs = Pairs(dict(runs), dict(runs))
     return certify(tuning, PLAN, GUARD, pairs, Ratio(2.0, 1.9, 2.1, 9))
 
 

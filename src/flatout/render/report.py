@@ -304,8 +304,8 @@ def _comparisons(session: SessionRecord) -> Section:
     effects = ", ".join(effect.replace("_", " ") for effect in session.effects)
     how = (
         "No ratio here compares one run with a later one: the speed of a computer varies. Levers were switched block by block in one program, "
-        "or spread over many short processes that started together; one regression over all blocks gives each ratio, with the rest of the "
-        f"plan on and an interval of {CONFIDENCE:.0%}. Only levers with these effects were considered: {effects or 'none'}."
+        "or spread over many short processes that started together. One regression over all blocks gives the expected factor of each lever, with "
+        f"the rest of the plan on. The speed of the plan is that of its fresh pairs alone. Intervals: {CONFIDENCE:.0%}. Only levers with these effects were considered: {effects or 'none'}."
     )
     return Section(
         "How it was measured",

@@ -1,8 +1,8 @@
 """Confirmation: fresh pairs of processes, plain and tuned, each pair with its own seed.
 
-The blocks of the pairs join all others in the regression, so the verdict uses every measurement. If the guard
-rejects a plan, the levers responsible are found and left out (`flatout.tune.narrow`), and the rest is
-confirmed.
+Only these pairs decide the speed (`flatout.tune.effects.plan_speed`): the search chose the plan for its luck, too.
+If the guard rejects a plan, the levers responsible are found and left out (`flatout.tune.narrow`), and the rest
+is confirmed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flatout.guard.replica import SLOW_STEP_MS
 from flatout.guard.verdict import judge, needs_perturbed_runs, perturbation_for, repeats_itself
 from flatout.job.secrets import portable
 from flatout.measure.clock import seconds
-from flatout.measure.statistics import compare, median
+from flatout.measure.statistics import median
 from flatout.schema.certificate import CertificateRecord, CertifiedRun
 from flatout.schema.enums import Effect, Origin, Status
 from flatout.schema.plan import Choice, Plan
@@ -74,7 +74,7 @@ def confirm_plan(tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any]
                     candidate.reason = f"without the levers that the guard rejected, the plan gives {gain:.2f}x{tuning.beside}; it was not confirmed"
                 remaining = []
         attempt, replica = remaining, None
-        pairs = Pairs(plain=pairs.plain, plain_ms=pairs.plain_ms, repeats=pairs.repeats)
+        pairs = pairs.without_plan()
     for candidate in tuned:
         if candidate not in attempt:
             candidate.status = Status.REJECTED
@@ -92,7 +92,7 @@ def _confirm_once(
 ) -> Rejection | None:
     """Confirm a plan; None if the plan is kept, and the session then holds it."""
     plan, session, start_s, reused_runs = plan_of(tuned), tuning.session, seconds(), len(pairs.plain)
-    while _time_for_pair(tuning, tuned, pairs, reused_runs):
+    while _time_for_pair(tuning, pairs, reused_runs):
         tuning.stage(
             "confirming",
             f"pair {len(pairs.tuned) + 1}: {plan.describe()} against the plain program, in fresh processes",
@@ -100,9 +100,9 @@ def _confirm_once(
         tuning.disturbance.sample()
         measure_pairs(tuning, tuned, pairs)
         if pairs.failure:
-            tuning.record_comparison(plan.describe(), "fresh pairs alone", None, pairs.failure, start_s)
+            tuning.record_comparison(plan.describe(), "fresh pairs", None, pairs.failure, start_s)
             return Rejection(f"failed in fresh processes: {pairs.failure}")
-        tuning.watcher.comparison(plan.describe(), _ratio(tuning, tuned, pairs), f"pair {len(pairs.tuned)}")
+        tuning.watcher.comparison(plan.describe(), pairs.speed(tuning), f"pair {len(pairs.tuned)}")
         early = MIN_PAIRS <= len(pairs.tuned) < USUAL_PAIRS
         if early and judge_pairs(tuning, tuned, replica, pairs).verdict == "failed":
             break  # the remaining time is for the plan without the levers responsible
@@ -112,11 +112,11 @@ def _confirm_once(
             f"not confirmed: the budget ran out; {tuning.budget_hint(USUAL_PAIRS * tuning.pair_s)}",
             undecided=True,
         )
-    ratio = _ratio(tuning, tuned, pairs)
+    ratio = pairs.speed(tuning)
     tuning.record_comparison(
         plan.describe(),
-        "fresh pairs alone",
-        compare(pairs.rounds) if pairs.rounds else ratio,
+        "fresh pairs",
+        ratio,
         "",
         start_s,
         host="; ".join(dict.fromkeys(pairs.hosts)),
@@ -174,23 +174,11 @@ def _rejected_by_speed(tuning: Tuning, tuned: Sequence[Candidate], ratio: Ratio)
     return Rejection(f"{beside}, which may hide the speed-up; {hint}", undecided=True)
 
 
-def _ratio(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs) -> Ratio:
-    """The ratio from all blocks.
-
-    If there was no time to explore, or a memory limit chose the plan, use the pairs alone.
-    """
-    keys = keys_of(tuned)
-    if keys <= tuning.choices.keys() or not pairs.rounds:
-        tuning.refit()
-        return tuning.gain(keys & tuning.choices.keys())
-    return compare(pairs.rounds)
-
-
 def _skip_reasons(candidate: Candidate, record: TrialRecord) -> str:
     return "; ".join(dict.fromkeys(s["reason"] for s in record.skipped if s["name"] == candidate.lever.name))
 
 
-def _time_for_pair(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs, reused_runs: int) -> bool:
+def _time_for_pair(tuning: Tuning, pairs: Pairs, reused_runs: int) -> bool:
     """Whether there is time for another pair: three pairs within the budget.
 
     The first two may exceed it a little, and further pairs may if the result is undecided. ``reused_runs`` plain
@@ -200,7 +188,7 @@ def _time_for_pair(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs, reu
     extra_s = REST_OVERRUN_SHARE * tuning.budget_s if reused_runs else 0.0
     if not pairs_done:
         return tuning.remaining_s(overrun=True) + extra_s > 0
-    ratio = _ratio(tuning, tuned, pairs)
+    ratio = pairs.speed(tuning)
     undecided = not ratio.significant and ratio.median > MIN_SPEEDUP
     time_s = tuning.remaining_s(overrun=undecided or pairs_done < MIN_PAIRS) + extra_s
     # The second pair may have few blocks: one pair decides nothing

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from flatout.guard.loss_curves import nonfinite_loss
 from flatout.measure.clock import seconds
-from flatout.measure.statistics import Round
 from flatout.schema.enums import Effect
 from flatout.schema.errors import last_line
 from flatout.schema.plan import Plan
-from flatout.schema.records import TrialRecord
+from flatout.schema.records import Ratio, TrialRecord
 from flatout.tune.blame import ended_like_plain
 from flatout.tune.candidates import Candidate, plan_of, widest_effect
 from flatout.tune.comparison import ProgramRequest, ProgramResult, measure_together
+from flatout.tune.effects import PLAN, TimedBlock, plan_speed, ratio_of
 from flatout.tune.limits import EXACT_TICKS, USUAL_PAIRS
 from flatout.tune.remote import TIMEOUT_S, RemoteResult
 from flatout.tune.tuning import Tuning
@@ -32,7 +32,7 @@ class Pairs:
     repeats: dict[int | None, TrialRecord] = field(default_factory=dict)  # second plain runs
     plain_ms: list[float] = field(default_factory=list)
     tuned_ms: list[float] = field(default_factory=list)
-    rounds: list[list[Round]] = field(default_factory=list)
+    blocks: list[TimedBlock] = field(default_factory=list)  # of the plan with `PLAN` on
     late_replica: dict[str, Any] | None = None  # the replica of a step after the longest training
     hosts: list[str] = field(default_factory=list)
     longest_s: float = 0.0  # that a pair took
@@ -41,6 +41,18 @@ class Pairs:
     def common_runs(self) -> tuple[list[TrialRecord], list[TrialRecord]]:
         seeds = sorted(self.plain.keys() & self.tuned.keys())
         return [self.plain[seed] for seed in seeds], [self.tuned[seed] for seed in seeds]
+
+    def without_plan(self) -> Pairs:
+        """The plain runs alone, for another plan."""
+        blocks = [block for block in self.blocks if not block.active]
+        return Pairs(plain=self.plain, plain_ms=self.plain_ms, repeats=self.repeats, blocks=blocks)
+
+    def speed(self, tuning: Tuning) -> Ratio:
+        """How many times as fast the plan is in these pairs; ``n`` counts their processes."""
+        processes = {block.process for block in self.blocks}
+        others = [block for block in tuning.blocks if block.process not in processes]
+        fresh = tuning.counted(self.blocks)
+        return ratio_of(plan_speed(tuning.space, tuning.counted(others), fresh), len(processes))
 
 
 def keys_of(candidates: Sequence[Candidate]) -> frozenset[str]:
@@ -61,7 +73,7 @@ def measure_pairs(tuning: Tuning, tuned: Sequence[Candidate], pairs: Pairs) -> N
         seeds, zip(requests, _measure_requests(tuning, requests), strict=True), strict=True
     ):
         pairs.hosts += [host] if host else []
-        _record_pair(tuning, pairs, tuned, seed, sides, result)
+        _record_pair(tuning, pairs, tuned, seed, sides, result, host)
     pairs.longest_s = max(pairs.longest_s, seconds() - start_s)
 
 
@@ -124,8 +136,8 @@ def _record_pair(
     seed: int,
     requests: Sequence[ProgramRequest],
     results: Sequence[ProgramResult],
+    host: str,
 ) -> None:
-    times: dict[bool, list[float]] = {}
     for request, result in zip(requests, results, strict=True):
         plain = not len(request.plan)
         record = result.record or (
@@ -149,18 +161,16 @@ def _record_pair(
             return
         if result.late_replica is not None:
             pairs.late_replica = result.late_replica
-        times[plain] = [block.ms for block in result.blocks]
         (pairs.plain if plain else pairs.tuned)[seed] = record
         if plain:
             tuning.session.nan_loss = tuning.session.nan_loss or nonfinite_loss(record)
-        (pairs.plain_ms if plain else pairs.tuned_ms).extend(times[plain])
+        (pairs.plain_ms if plain else pairs.tuned_ms).extend(block.ms for block in result.blocks)
+        tuning.processes += 1
         active = frozenset[str]() if plain else keys_of(tuned)
-        if active <= tuning.choices.keys():
-            tuning.processes += 1
-            tuning.add_blocks(tuning.processes, [active] * len(request.rows), result, seed + 1)
+        rows = [active] * len(request.rows)
+        blocks = tuning.add_blocks(tuning.processes, rows, result, seed + 1, host)
+        pairs.blocks += blocks if plain else [replace(b, active=frozenset({PLAN})) for b in blocks]
         tuning.start_cost_s = max(
             tuning.start_cost_s,
             tuning.single_start_s(result.startup_s, len(requests)) / (1.5 if len(requests) > 1 else 1.0),
         )
-    if len(times) == 2:
-        pairs.rounds.append([Round(a, b) for a, b in zip(times[True], times[False], strict=False)])

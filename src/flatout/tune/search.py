@@ -7,7 +7,7 @@ explore    measure all levers by an experimental design: live ones by block, oth
 fit        if memory is limited: add memory-saving levers one after another, by time and peak memory
 guard      replay one step plainly, with the levers, and in float64
 confirm    run two or three fresh pairs of processes, plain and tuned, each with its own seed; more if the
-           result is unclear. They provide the guard's loss curves and join the speed estimate
+           result is unclear. They alone decide the speed, and provide the loss curves of the guard
 """
 
 from flatout.schema.errors import FlatoutError, NothingMeasured

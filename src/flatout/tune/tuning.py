@@ -257,24 +257,32 @@ class Tuning:
 
     def add_blocks(
         self, process: int, active: Sequence[frozenset[str]], result: ProgramResult, seed: int, host: str = ""
-    ) -> None:
+    ) -> list[TimedBlock]:
         """Add the blocks of one process to the measurements; ``active`` lists the active factors of each row.
 
-        Blocks with a factor or a pair that has left the search meanwhile are not kept.
+        Blocks with a factor or a pair that has left the search meanwhile are returned, but not kept.
         """
         self.disturbance.add(block.busy for block in result.blocks)
         self.dataset_fetch_s = max(self.dataset_fetch_s, result.ready.get("dataset_fetch_s", 0.0))
-        for block in result.blocks:
-            if not self._is_allowed(active[block.row]):
-                continue
-            work_window = seed * SEED_WINDOW_STRIDE + block.tick // self.interleaver.window_ticks
-            at_s = block.at_s - self.start_s
-            self.blocks.append(
-                TimedBlock(process, active[block.row], at_s, work_window, block.ms, host, block.busy)
+        window_ticks, first_window = self.interleaver.window_ticks, seed * SEED_WINDOW_STRIDE
+        blocks = [
+            TimedBlock(
+                process,
+                active[block.row],
+                block.at_s - self.start_s,
+                first_window + block.tick // window_ticks,
+                block.ms,
+                host,
+                block.busy,
             )
+            for block in result.blocks
+        ]
+        self.blocks += [block for block in blocks if self._is_allowed(block.active)]
+        self.fitted = None
         self.session.blocks = [
             {**vars(b), "active": sorted(b.active), "at_s": round(b.at_s, 2)} for b in self.blocks
         ]
+        return blocks
 
     def _is_allowed(self, active: frozenset[str]) -> bool:
         return active <= self.space.index.keys() and self.space.allowed(active)
@@ -303,11 +311,14 @@ class Tuning:
     def beside(self) -> str:
         return " beside other programs" if self.disturbance.disturbed else ""
 
-    @property
-    def counted_blocks(self) -> list[TimedBlock]:
+    def counted(self, blocks: Iterable[TimedBlock]) -> list[TimedBlock]:
         """The blocks that count: those beside other processes only if most are."""
         limit = math.inf if self.disturbance.disturbed else self.disturbance.limit
-        return [block for block in self.blocks if block.busy < limit]
+        return [block for block in blocks if block.busy < limit]
+
+    @property
+    def counted_blocks(self) -> list[TimedBlock]:
+        return self.counted(self.blocks)
 
     def blocks_of(self, space: Space) -> list[TimedBlock]:
         return [block for block in self.counted_blocks if block.active <= space.index.keys()]

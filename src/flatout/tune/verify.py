@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from flatout.measure.statistics import compare
 from flatout.schema.certificate import CertificateRecord, CertifiedRun, VerifiedLine
 from flatout.schema.errors import NothingMeasured
 from flatout.schema.plan import Plan
@@ -43,7 +42,7 @@ def verify(tuning: Tuning, plan: Plan, old: CertificateRecord) -> list[VerifiedL
         while len(pairs.tuned) < seeds or (
             old.speedup is not None
             and len(pairs.tuned) < 2 * USUAL_PAIRS
-            and _too_wide(old.speedup, compare(pairs.rounds))
+            and _too_wide(old.speedup, pairs.speed(tuning))
         ):
             tuning.stage("verifying", f"pair {len(pairs.tuned) + 1}")
             measure_pairs(tuning, tuned, pairs)
@@ -54,7 +53,7 @@ def verify(tuning: Tuning, plan: Plan, old: CertificateRecord) -> list[VerifiedL
             failed = dropped[0].startswith("the guard: ")
             guard = GuardRecord("failed" if failed else NOT_CHECKED, dropped[0])
         beside = tuning.disturbance.beside
-        now = certify(tuning, plan, guard, pairs, None if beside else compare(pairs.rounds))
+        now = certify(tuning, plan, guard, pairs, None if beside else pairs.speed(tuning))
         return list(compare_certificates(old, now))
     finally:
         tuning.interleaver.close()
