@@ -250,9 +250,7 @@ def test_a_plan_kept_beside_other_programs_has_no_figure_anywhere(make, monkeypa
         pairs.tuned_ms.append(5.0)
         for number, (active, ms) in enumerate((((), 10.0), ((PLAN,), 5.0))):
             process = 100 + 2 * seed + number
-            pairs.blocks += [
-                TimedBlock(process, frozenset(active), 60.0 + seed + i, i, ms) for i in range(4)
-            ]
+            pairs.blocks += [TimedBlock(process, frozenset(active), 60.0 + seed + i, i, ms) for i in range(4)]
 
     monkeypatch.setattr("flatout.tune.confirm.measure_pairs", one_pair)
     monkeypatch.setattr("flatout.tune.confirm.judge", lambda *_: GuardRecord("same", ""))
