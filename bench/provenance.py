@@ -74,6 +74,11 @@ THEMES = (
         "Whether `flatout compare --same-training` is right on edits of a program, sound and harmful ones",
     ),
     (
+        "verify",
+        "python bench/verify.py --set DIR/set.json",
+        "What `flatout verify` says of certificates of public scripts: intact, altered, and after an edit",
+    ),
+    (
         "compare",
         "python bench/compare.py",
         "Comparisons of programs with a known difference: gates, and how often the interval covers it",
