@@ -110,7 +110,7 @@ def page(rows: dict[str, dict[str, Any]]) -> str:
     others = [f"{name} ({row['why']})" for name, row in rows.items() if name not in ran]
     return f"""# Is a certificate verified, and an altered one rejected?
 
-{len(ran)} certificates. As expected: {", ".join(f"{how} {n}" for how, n in right.items())}. A cell shows the exit code and the failing lines. Bold
+Certificates: {len(ran)}; as expected: {", ".join(f"{how} {n}" for how, n in right.items())}. A cell shows the exit code and the failing lines. Bold
 cells are not as expected. As it is, no line may fail. One flipped bit fails the line of the weights only. With another torch or
 processor, bits and speed are of that machine alone: no line may fail, although a bit is flipped. An edit fails the line of the
 sources, and others if it changes the training. Seconds: `flatout tune`, and `flatout verify` on average.
