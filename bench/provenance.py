@@ -69,6 +69,11 @@ THEMES = (
         "How often the intervals of a plan's speed cover the truth, simulated and for a plan that does nothing",
     ),
     (
+        "busy",
+        "python bench/busy.py",
+        "What `flatout tune` claims beside other programs, against the same plan on the quiet machine",
+    ),
+    (
         "same_training",
         "python bench/same_training.py",
         "Whether `flatout compare --same-training` is right on edits of a program, sound and harmful ones",
