@@ -771,6 +771,21 @@ def test_with_too_little_memory_part_of_the_batch_is_judged(right):
     assert ("gradient" in failed(judged(lever(apply), program))) is not right
 
 
+def test_too_little_memory_for_float64_does_not_leave_the_reference_out():
+    class Net(nn.Linear):
+        def forward(self, x):
+            if x.dtype == torch.float64 and len(x) > 16:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return super().forward(x)
+
+    def program():
+        torch.manual_seed(0)
+        learns_classes(Net(8, 5), lambda: (torch.randn(64, 8), torch.randint(5, (64,))))
+
+    checks = judged(SHELF["fused_optimizer"], program)["checks"]
+    assert "against float64" in next(check["why"] for check in checks if check["name"] == "gradient")
+
+
 def test_a_module_that_keeps_its_last_loss_is_judged():
     """A tensor with a graph, which torch does not copy: as an attribute, and deep in an object of the module."""
 

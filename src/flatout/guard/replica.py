@@ -272,6 +272,8 @@ class StepReplica:
         plain = replay.play(steps)
         try:
             double = replay.play(steps[:1], double=True)
+        except self.torch.OutOfMemoryError:
+            raise
         except Exception:  # the forward pass fixes a dtype: no float64 reference
             double = StepResults()
         nudged = replay.play(steps[:1], nudge=NUDGE)
