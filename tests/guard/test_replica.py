@@ -171,6 +171,28 @@ def test_levers_act_in_the_order_of_the_table_whatever_their_value():
     assert order == ["first", "second"] * (len(order) // 2)
 
 
+def whole_data():
+    """Each batch holds all samples and steps are small, so the gradients of two batches are almost equal."""
+    torch.manual_seed(0)
+    model, criterion = nn.Sequential(nn.Linear(12, 24), nn.Tanh(), nn.Linear(24, 5)), nn.CrossEntropyLoss()
+    batch = torch.randn(16, 12), torch.randint(0, 5, (16,))
+    descend(model, sgd(model, lr=1e-4), lambda: batch, lambda x, y: criterion(model(x), y))
+
+
+def test_half_precision_passes_though_all_batches_are_equal():
+    verdict = judged(SHELF["autocast"], whole_data)
+    assert not failed(verdict), verdict
+
+
+def scaled(factor):
+    return around(lambda forward: lambda *args: factor * forward(*args))
+
+
+@pytest.mark.parametrize("program", [classify, whole_data])
+def test_outputs_that_are_one_per_cent_too_small_are_no_rounding(program):
+    assert "outputs" in failed(judged(lever(scaled(0.99)), program))
+
+
 class Noisy(nn.Module):
     """It adds noise to its input, as a diffusion model or a variational autoencoder does."""
 

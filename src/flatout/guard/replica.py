@@ -37,6 +37,7 @@ from flatout.guard.copies import clone, deep_copy, random_state, set_random_stat
 from flatout.guard.rounding import HALF_NUDGE, NUDGE, check, compare, compare_bitwise, later_checks
 from flatout.measure.clock import seconds
 from flatout.measure.nests import tensors_in
+from flatout.schema.enums import Effect
 from flatout.schema.plan import Choice
 
 if TYPE_CHECKING:
@@ -248,12 +249,18 @@ class StepReplica:
                 return {"checks": [answer]}
         half = reference.half
         batch_factor = 1.0 if half is None else self._batch_factor(reference, half, levers)
+        plain, double, nudged = reference.plain, reference.double, reference.nudged
         answer = compare(
-            reference.plain, levers, reference.double, reference.nudged, self.torch, self._share, batch_factor
+            plain, levers, double, nudged, self.torch, self._share, batch_factor, self._same_format()
         )
         later, overfitted = reference.later, reference.overfitted
         answer["checks"] += later_checks(reference.plain, levers, later, overfitted, self.torch)
         return answer
+
+    def _same_format(self) -> bool:
+        """Whether no lever claims more than rounding within the number format of the program."""
+        levers = [self.applier.lever(choice) for choice in self.choices]
+        return all(lever is None or lever.effect.rank <= Effect.ROUNDING.rank for lever in levers)
 
     def _batch_factor(self, reference: ReferencePlays, plain_half: StepResults, levers: StepResults) -> float:
         """The error of a whole batch as a multiple of that of the part."""

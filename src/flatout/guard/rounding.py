@@ -30,6 +30,9 @@ HALF_ULP = 2.0**-8
 OUTPUT_TOLERANCE = 2.0**-7
 # Half precision's unit over float32's. Sound: up to 4.2e4 times float32's own error; 4-bit weights: from 6e4.
 HALF_PER_FLOAT32 = 2.0**16
+# Levers that keep the number format. Sound: up to 3.0e-6 (channels_last, a GAN), up to 3 times float32's own
+# error; all outputs times 0.99: 0.01.
+ROUNDING_TOLERANCE, ROUNDING_PER_FLOAT32 = 2.0**-12, 64.0
 OUTPUT_CAP = 0.15  # share of the outputs' spread. Sound: up to 0.058 (MobileNetV3, bfloat16)
 # Kinks (ReLU, max-pooling) turn an error e of the outputs into about sqrt(e) of the gradient. Sound: up to
 # 6.5 sqrt(e) (ResNet-50, bfloat16); a race on one tensor 25 to 1,200, gradients of eight bits 25 to 65.
@@ -66,6 +69,7 @@ def compare(
     torch: ModuleType,
     share: float = 1.0,
     batch_factor: float = 1.0,
+    same_format: bool = False,
 ) -> dict[str, Any]:
     """``{"checks": [{name, value, limit, passed, why}], "noise": float, "smooth": bool}``.
 
@@ -73,7 +77,8 @@ def compare(
     first steps cannot differ from the plain ones by more than the measured gradient error. ``share``: the
     share of the batch's samples that was played. The gradients of whole batches are closer to each other by
     its square root, and so are those on both sides of a kink. ``batch_factor``: the error of a whole batch, as a
-    multiple of that of the part (`flatout.guard.batch_slices`).
+    multiple of that of the part (`flatout.guard.batch_slices`). ``same_format``: no lever may round to half
+    precision.
     """
     if (
         double.gradients
@@ -81,12 +86,13 @@ def compare(
     ):
         double = StepResults()
     noise = _noise(plain.gradients, torch) * math.sqrt(share)
-    outputs, error = _outputs(plain, levers, double)
+    outputs, error = _outputs(plain, levers, double, same_format)
     kink_limit = max(HALF_ULP, KINK_FACTOR * math.sqrt(error / share))
+    floor = 0.0 if same_format else OUTPUT_TOLERANCE  # half precision rounds, however equal the batches are
     checks = [
         outputs,
-        _gradient(plain, levers, double, noise, kink_limit, batch_factor, torch),
-        _parameters(plain, levers, double, kink_limit, share, batch_factor, torch),
+        _gradient(plain, levers, double, noise, kink_limit, batch_factor, floor, torch),
+        _parameters(plain, levers, double, kink_limit, share, batch_factor, floor, torch),
     ]
     if plain.updates:
         checks.append(_updates(plain, levers, double, torch))
@@ -190,7 +196,9 @@ def check(name: str, value: float, limit: float, why: str) -> dict[str, Any]:
     }
 
 
-def _outputs(plain: StepResults, levers: StepResults, double: StepResults) -> tuple[dict[str, Any], float]:
+def _outputs(
+    plain: StepResults, levers: StepResults, double: StepResults, same_format: bool
+) -> tuple[dict[str, Any], float]:
     """The check, and the largest error over steps and outputs, as a share of the output's own spread."""
     reference = [*(double.outputs or plain.outputs[:1]), *plain.outputs[1:]]
     f32_error = largest(_relative_error(a, b) for a, b in zip(plain.outputs[0], reference[0], strict=True))
@@ -203,7 +211,10 @@ def _outputs(plain: StepResults, levers: StepResults, double: StepResults) -> tu
         for x, y in zip(levers.outputs, reference, strict=True)
         for a, b in zip(x, y, strict=True)
     )
-    limit = max(OUTPUT_TOLERANCE, HALF_PER_FLOAT32 * f32_error) if double.outputs else OUTPUT_CAP
+    tolerance, factor = (
+        (ROUNDING_TOLERANCE, ROUNDING_PER_FLOAT32) if same_format else (OUTPUT_TOLERANCE, HALF_PER_FLOAT32)
+    )
+    limit = max(tolerance, factor * f32_error) if double.outputs else OUTPUT_CAP
     why = f"the outputs differ by {error:.2g} (of their spread) from {_reference_name(double)}{_f32_note(double, f32_error)}"
     return check("outputs", error, min(OUTPUT_CAP, limit), why), error
 
@@ -227,13 +238,14 @@ def _gradient(
     noise: float,
     kink_limit: float,
     batch_factor: float,
+    floor: float,
     torch: ModuleType,
 ) -> dict[str, Any]:
     reference = [*(double.gradients or plain.gradients[:1]), *plain.gradients[1:]]
     f32_error = relative_distance(plain.gradients[0], reference[0], torch)
     error = _max_distance(reference, levers.gradients, torch)
     noise /= batch_factor
-    limit = max(_arithmetic_limit(f32_error), min(NOISE_CAP * noise, kink_limit))
+    limit = max(_arithmetic_limit(f32_error), min(max(NOISE_CAP * noise, floor), kink_limit))
     return check(
         "gradient",
         error,
@@ -250,6 +262,7 @@ def _parameters(
     kink_limit: float,
     share: float,
     batch_factor: float,
+    floor: float,
     torch: ModuleType,
 ) -> dict[str, Any]:
     worst = (-1.0, 0.0, kink_limit, 0.0)
@@ -269,7 +282,7 @@ def _parameters(
         )
         error = _size([_minus(a, b) for a, b in zip(lever_grads, plain_grads, strict=True)]) / size
         noise /= batch_factor
-        limit = max(_arithmetic_limit(f32_error), min(NOISE_CAP * noise, kink_limit))
+        limit = max(_arithmetic_limit(f32_error), min(max(NOISE_CAP * noise, floor), kink_limit))
         if _exceeds(error / limit, worst[0]):
             worst = (error / limit, error, limit, noise)
     return check(
