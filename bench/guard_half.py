@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from guard_tools import (
+    LOSSES,
     PRECISION,
+    around_roots,
     around_step,
     both,
     hook_gradients,
@@ -24,7 +26,6 @@ from flatout.levers import TABLE as SHELF
 from flatout.schema.lever import Lever, Undo
 
 AUTOCAST = next(lever for lever in SHELF if lever.name == "autocast")
-LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "binary_cross_entropy")
 SOFTMAX_RANGE = 11.0  # exp() of more is beyond float16
 LATE_STEP = 12
 SUM_PARTS = 256
@@ -57,9 +58,7 @@ def raw_autocast(context: Any, value: Any, ledger: Any) -> Undo:
 
         return in_half_precision
 
-    for root in context.roots:
-        context.wrap_forward(root, wrapper, ledger)
-    return ledger.restore
+    return around_roots(context, wrapper, ledger)
 
 
 def inside_roots(context: Any, ledger: Any, replaced: dict[str, Callable[..., Any]]) -> Undo:
@@ -79,9 +78,7 @@ def inside_roots(context: Any, ledger: Any, replaced: dict[str, Callable[..., An
 
         return changed
 
-    for root in context.roots:
-        context.wrap_forward(root, wrapper, ledger)
-    return ledger.restore
+    return around_roots(context, wrapper, ledger)
 
 
 def half_softmax_gradient(context: Any, value: Any, ledger: Any) -> Undo:

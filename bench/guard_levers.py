@@ -15,6 +15,7 @@ from typing import Any
 
 from guard_data import always_flipped, kept_too_late, no_augmentation, no_flip, other_constants, same_crop
 from guard_half import HALF_BAD, in_autocast
+from guard_hidden import HIDDEN_BAD
 from guard_tools import (
     EXACT,
     PRECISION,
@@ -407,6 +408,7 @@ BAD: tuple[Lever, ...] = (
     ),
     lever_of("same_crop", RESAMPLED, same_crop, with_transform("RandomCrop"), Moment.LOADER),
     *HALF_BAD,
+    *HIDDEN_BAD,
     _where(
         "channels_last", dropout_of_images, "channels_last_with_dropout"
     ),  # a different mask under a claim of ROUNDING

@@ -15,6 +15,10 @@ from flatout.schema.enums import Effect, Moment
 from flatout.schema.lever import Lever, Options, Skip, Undo
 
 EXACT, ROUNDING, PRECISION, RESAMPLED = Effect.EXACT, Effect.ROUNDING, Effect.PRECISION, Effect.RESAMPLED
+LOSSES = (  # of torch.nn.functional
+    *("cross_entropy", "nll_loss", "mse_loss"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+)
 When = Callable[[Any], str]  # the reason why a lever does not apply to a training context, or nothing
 
 
@@ -118,6 +122,13 @@ def hook_gradients(
 ) -> Undo:
     for p in context.parameters[only]:
         ledger.on_restore("gradient hook", p.register_hook(change).remove)
+    return ledger.restore
+
+
+def around_roots(context: Any, wrapper: Callable[[Any], Any], ledger: Any) -> Undo:
+    """Wraps the forward pass of each root module."""
+    for root in context.roots:
+        context.wrap_forward(root, wrapper, ledger)
     return ledger.restore
 
 
