@@ -1,6 +1,7 @@
 """Interleaved programs that are compared at the same step, so that with one seed they do the same work."""
 
 import sys
+import time
 
 import pytest
 
@@ -41,8 +42,8 @@ def interleaver(tmp_path, monkeypatch):
     )  # writes in the folder go to the file sandbox; writes next to it do not
     made = []
 
-    def make(steps=10**9):
-        (tmp_path / "project" / "train.py").write_text(PROGRAM % steps)
+    def make(steps=10**9, program=PROGRAM):
+        (tmp_path / "project" / "train.py").write_text(program % steps)
         made.append(
             Interleaver(
                 parse_command([sys.executable, "train.py", str(tmp_path / "work")]),
@@ -118,3 +119,28 @@ def test_a_pair_whose_plain_program_ends_keeps_what_was_measured(interleaver):
     ring.tick_ms = max(plain.trial.ready["tick_ms"], 5.0)
     ratio = compare_running(ring, plain.trial, tuned.trial, seconds() + 60)
     assert 1 <= ratio.n <= 300 / ring.block_ticks
+
+
+# After a stop of more than a second, three steps take four, three and two times as long.
+COLD = """
+import time, torch
+model, cold, ended = torch.nn.Linear(2, 2), 0, time.monotonic()
+for step in range(%d):
+    cold = 3 if time.monotonic() - ended > 1 else cold
+    time.sleep(0.35 * (1 + cold))
+    cold = max(0, cold - 1)
+    model.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    ended = time.monotonic()
+"""
+
+
+def test_a_block_counts_once_its_program_is_steady_again(interleaver, monkeypatch):
+    monkeypatch.setattr("flatout.tune.comparison.COLD_STOP_S", 1.0)
+    ring = interleaver(program=COLD)
+    trial = ring.start_paused(Plan(), 0, 60.0).trial
+    ring.tick_ms = 360.0
+    member = Member(trial, (None,) * 2, ProgramResult(), fresh=False)
+    time.sleep(1.5)
+    take_turns(ring, [member], seconds() + 60)
+    assert [block.ms for block in member.result.blocks] == pytest.approx([360.0] * 2, rel=0.5)

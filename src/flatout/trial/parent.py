@@ -60,6 +60,7 @@ class Trial:
         self.started_s = 0.0
         self.ticks_done = 0  # since the program began to train
         self.core: int | None = None  # on which the last ticks ended
+        self.stopped_s = 0.0  # when they ended
         long_path = len(os.fsencode(tempfile.gettempdir())) > MAX_TMPDIR_BYTES
         self._short_folder = temporary("t", in_memory=long_path)
         self._files = folder.files.absolute()
@@ -178,6 +179,7 @@ class Trial:
         """
         answer = self.ask({"do": "run", "ticks": ticks, "seconds": max_s, "core": core}, deadline_s)
         self.pause()
+        self.stopped_s = seconds()
         times: list[float] = answer["ms"]
         self.core = answer["core"]
         self.ticks_done += len(times)

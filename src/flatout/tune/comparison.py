@@ -30,6 +30,9 @@ MIN_TURNS = 3
 LOAD_SAMPLE_S = 0.05
 MAX_ROUNDS = 1000  # when the clock ends a comparison
 COSTLY_TICK_MS = 300.0  # from here on a block is one or two ticks, too costly to discard
+COLD_STOP_S = 15.0  # after a longer stop, queues and caches are cold again
+# A cold tick takes longer than COLD_FACTOR times a warm one; the next one takes less than FALLING times that.
+COLD_FACTOR, FALLING, MAX_COLD_TICKS = 1.3, 0.85, 8
 LiveLevers = tuple[Choice, ...] | None  # of one block; None: as the program started
 
 
@@ -282,17 +285,31 @@ def _settle(interleaver: Interleaver, member: Member, turn: int, start_tick: int
     if switched:
         interleaver.switch(trial, row or ())
         member.active_row = row
+    stopped_long = seconds() - trial.stopped_s > COLD_STOP_S
     if member.fresh:
         interleaver.catch_up(trial, start_tick)
+    if member.fresh or stopped_long:
         if interleaver.tick_ms < COSTLY_TICK_MS and interleaver.longest_ticks == MAX_TICKS:
-            # Its first third of a second is slower: memory is touched for the first time
+            # The first third of a second is slower: memory is touched for the first time
             interleaver.run(trial, interleaver.block_ticks)
-        member.fresh = False
+        elif not member.fresh or trial.ready["tick_ms"] > COLD_FACTOR * interleaver.tick_ms:
+            _warm_up(interleaver, trial)
+    member.fresh = False
     settle = interleaver.window_ticks - interleaver.block_ticks
     ticks_to_run = -(trial.ticks_done + interleaver.block_ticks) % interleaver.window_ticks
     ticks_to_run += interleaver.window_ticks if switched and ticks_to_run < settle else 0
     if ticks_to_run:
         interleaver.run(trial, ticks_to_run)
+
+
+def _warm_up(interleaver: Interleaver, trial: Trial) -> None:
+    """Run ticks one by one while they are slow and become faster: such a block would count as a lever's effect."""
+    before_ms = math.inf
+    for _ in range(MAX_COLD_TICKS):
+        (ms,) = trial.run_ticks(1, interleaver.deadline(1))
+        if ms <= COLD_FACTOR * interleaver.tick_ms or ms > FALLING * before_ms:
+            return
+        before_ms = ms
 
 
 def replay_step(
