@@ -124,14 +124,14 @@ def test_a_pair_whose_plain_program_ends_keeps_what_was_measured(interleaver):
 # After a stop of more than a second, three steps take four, three and two times as long.
 COLD = """
 import time, torch
-model, cold, ended = torch.nn.Linear(2, 2), 0, time.monotonic()
+model, cold = torch.nn.Linear(2, 2), 0
 for step in range(%d):
-    cold = 3 if time.monotonic() - ended > 1 else cold
     time.sleep(0.35 * (1 + cold))
-    cold = max(0, cold - 1)
+    began, cold = time.monotonic(), max(0, cold - 1)
     model.zero_grad()
-    model(torch.ones(1, 2)).sum().backward()
-    ended = time.monotonic()
+    loss = model(torch.ones(1, 2)).sum()  # here a step ends
+    cold = 3 if time.monotonic() - began > 1 else cold
+    loss.backward()
 """
 
 
