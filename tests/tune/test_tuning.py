@@ -3,6 +3,7 @@
 import math
 import random
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -22,11 +23,12 @@ from flatout.tune.candidates import Candidate
 from flatout.tune.comparison import MeasuredBlock, ProgramResult, complete_rounds
 from flatout.tune.conclude import best_measured, conclude
 from flatout.tune.confirm import confirm_plan
-from flatout.tune.effects import PLAN, TimedBlock
+from flatout.tune.effects import PLAN
 from flatout.tune.factors import make_space, reuse_blocks
 from flatout.tune.goal import Goal
 from flatout.tune.limits import CONFIRM_SHARE, MAX_PAIR_ROUNDS, OVERRUN_SHARE, PAIR_SIDE_S, USUAL_PAIRS
 from flatout.tune.narrow import check_step
+from flatout.tune.pairs import keys_of
 from flatout.tune.tuning import Tuning
 
 LEVER = {lever.name: lever for lever in TABLE}
@@ -229,9 +231,52 @@ def test_a_number_of_threads_is_chosen_from_blocks_beside_idle_processes_alone(m
         assert tuning.gain(frozenset({"threads=1"})).median == pytest.approx(2.0, rel=0.05)
 
 
+@pytest.fixture
+def confirms(monkeypatch):
+    """``confirms(tuning, selected, times)``: pairs in which a plan, by its keys, has these milliseconds a step."""
+
+    def confirm(tuning, selected, times):
+        def one_pair(tuning, tuned, pairs):
+            seed = len(pairs.tuned)
+            record = TrialRecord("finished", "", seed=seed, phases={}, steps=16, warmup_ms=5.0)
+            pairs.plain[seed] = pairs.tuned[seed] = record
+            for keys, all_ms in ((frozenset(), pairs.plain_ms), (keys_of(tuned), pairs.tuned_ms)):
+                process, ms = 100 + len(tuning.blocks), times[keys]
+                all_ms.append(ms)
+                blocks = tuning.add_blocks(process, [keys] * 4, seen(process, [ms] * 4), seed + 1)
+                pairs.blocks += [replace(block, active=frozenset({PLAN} if keys else ())) for block in blocks]
+
+        monkeypatch.setattr("flatout.tune.confirm.measure_pairs", one_pair)
+        monkeypatch.setattr("flatout.tune.confirm.judge", lambda *_: GuardRecord("same", ""))
+        monkeypatch.setattr(tuning.disturbance, "sample", lambda: None)
+        confirm_plan(tuning, selected, None)
+
+    return confirm
+
+
+def test_a_plan_that_contradicts_its_expectation_makes_room_for_the_next_best(make, confirms):
+    """The first blocks of each process were cold, and gc_pause got the difference."""
+    tuning = trying(make(300.0), malloc="glibc", gc_pause=True)
+    malloc, pause = frozenset({"malloc=glibc"}), frozenset({"gc_pause"})
+    plain = frozenset()
+    for process, sets, times in (
+        (0, [plain, plain, plain, pause, pause, pause, plain], [40.0, 42.0, 41.0, 12.0, 10.0, 10.0, 20.0]),
+        (1, [plain, plain, plain, pause, pause, pause], [39.0, 40.0, 41.0, 12.0, 10.0, 10.0]),
+        (2, [malloc] * 4, [31.0, 7.5, 7.6, 7.5]),
+    ):
+        tuning.add_blocks(process, sets, seen(process, times), 0)
+    selected = conclude(tuning)
+    assert pause <= keys_of(selected)
+    assert tuning.gain(keys_of(selected)).low > 1.5
+    confirms(tuning, selected, {plain: 10.0, pause: 13.0, malloc: 7.5, malloc | pause: 10.5})
+    assert "malloc" in [choice["name"] for choice in tuning.session.best.plan["choices"]]
+    assert tuning.session.speedup.median == pytest.approx(1.33, rel=0.05)
+    assert len([row.plan for row in tuning.session.comparisons if row.how == "fresh pairs"]) == 2
+
+
 @pytest.mark.parametrize("load", [0.0, 1.0])
 @pytest.mark.parametrize("name", ["malloc", "threads"])
-def test_a_plan_kept_beside_other_programs_has_no_figure_anywhere(make, monkeypatch, load, name):
+def test_a_plan_kept_beside_other_programs_has_no_figure_anywhere(make, confirms, load, name):
     """The load begins after the exploration."""
     value = {"malloc": "glibc", "threads": 1}[name]
     tuning = trying(make(90.0), **{name: value})
@@ -242,20 +287,7 @@ def test_a_plan_kept_beside_other_programs_has_no_figure_anywhere(make, monkeypa
     selected = conclude(tuning)
     tuning.disturbance.samples += [MachineLoad(load)] * 99
 
-    def one_pair(tuning, tuned, pairs):
-        seed = len(pairs.tuned)
-        record = TrialRecord("finished", "", seed=seed, phases={}, steps=16, warmup_ms=5.0)
-        pairs.plain[seed] = pairs.tuned[seed] = record
-        pairs.plain_ms.append(10.0)
-        pairs.tuned_ms.append(5.0)
-        for number, (active, ms) in enumerate((((), 10.0), ((PLAN,), 5.0))):
-            process = 100 + 2 * seed + number
-            pairs.blocks += [TimedBlock(process, frozenset(active), 60.0 + seed + i, i, ms) for i in range(4)]
-
-    monkeypatch.setattr("flatout.tune.confirm.measure_pairs", one_pair)
-    monkeypatch.setattr("flatout.tune.confirm.judge", lambda *_: GuardRecord("same", ""))
-    monkeypatch.setattr(tuning.disturbance, "sample", lambda: None)
-    confirm_plan(tuning, selected, None)
+    confirms(tuning, selected, {frozenset(): 10.0, frozenset({key}): 5.0})
     tuning.session.disturbance = tuning.disturbance.sentence() if load else ""
     tuning.session.status = "done"
     tuning.save()

@@ -28,9 +28,14 @@ def best_measured(tuning: Tuning) -> frozenset[str]:
 
     A lever whose benefit is uncertain stays out of the plan.
     """
-    if not tuning.measured_keys:
+    keys = {
+        key
+        for key in tuning.measured_keys
+        if tuning.candidates[tuning.choices[key].name].status is not Status.REJECTED
+    }
+    if not keys:
         return frozenset()
-    fitted = tuning.fit_effects(restricted(tuning.space, tuning.measured_keys))
+    fitted = tuning.fit_effects(restricted(tuning.space, keys))
     best = fitted.best(MIN_GAIN_PER_LEVER)
     if tuning.disturbance.disturbed:
         best = frozenset(
@@ -60,6 +65,9 @@ def _min_chance(candidate: Candidate) -> float:
 
 def conclude(tuning: Tuning) -> list[Candidate]:
     """Give every candidate its result, given the rest of the plan; return the candidates of the plan."""
+    for candidate in tuning.candidates.values():
+        if candidate.reason in (SLOWER, NO_GAIN, DISTURBED, THREADS_DISTURBED):  # by fewer blocks
+            candidate.status, candidate.reason = Status.SKIPPED, ""
     best = best_measured(tuning)
     chosen = {tuning.choices[key].name: key for key in best}
     selected = []

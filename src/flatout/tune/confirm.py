@@ -24,9 +24,9 @@ from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import MIN_RATIO_LOW, Ratio, TrialRecord
 from flatout.schema.session import FASTER_BESIDE, GuardRecord, ProgramFigures
 from flatout.tune.candidates import Candidate, fetches_all, plan_of, widest_effect
-from flatout.tune.conclude import limiting_factor
+from flatout.tune.conclude import conclude, limiting_factor
 from flatout.tune.limits import MIN_PAIRS, USUAL_PAIRS
-from flatout.tune.narrow import without_culprits
+from flatout.tune.narrow import check_step, without_culprits
 from flatout.tune.pairs import Pairs, keys_of, measure_pairs
 from flatout.tune.tuning import Tuning
 
@@ -40,22 +40,27 @@ START_VARIATION = 0.25  # normal variation between two starts of one program
 class Rejection:
     """Why a plan was not kept.
 
-    ``guard_record`` holds the guard's verdict if the guard rejected it. ``undecided``: with more time it might
-    have been kept.
+    ``guard_record`` holds the guard's verdict if the guard rejected it, ``ratio`` the speed if that did.
+    ``undecided``: with more time it might have been kept.
     """
 
     reason: str
     guard_record: GuardRecord | None = None
     undecided: bool = False
+    ratio: Ratio | None = None
 
 
 def confirm_plan(tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any] | None) -> None:
     """Confirm the plan.
 
-    If the guard rejects it, confirm the rest without the levers responsible; else keep the plain program.
+    If the guard rejects it, confirm the rest without the levers responsible. If its speed contradicts what the
+    search expected, fit again with the blocks of the pairs, and confirm what is best then. Else keep the plain
+    program.
     """
-    attempt, pairs = list(tuned), Pairs()
+    attempt, pairs, tried = list(tuned), Pairs(), set[frozenset[str]]()
     while attempt:
+        tried.add(keys_of(attempt))
+        expected = tuning.gain(keys_of(attempt) & tuning.choices.keys())
         rejection = _confirm_once(tuning, attempt, replica, pairs)
         if rejection is None:
             break
@@ -73,8 +78,15 @@ def confirm_plan(tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any]
                 for candidate in remaining:
                     candidate.reason = f"without the levers that the guard rejected, the plan gives {gain:.2f}x{tuning.beside}; it was not confirmed"
                 remaining = []
-        attempt, replica = remaining, None
-        pairs = pairs.without_plan()
+        replica = None
+        if rejection.ratio is not None and rejection.ratio.high < expected.low:
+            text = f"{plan_of(attempt).describe()} was expected at {expected.median:.2f}x, and gives {rejection.ratio.median:.2f}x"
+            tuning.watcher.report(
+                f"{text} in fresh processes: fitting again, with their blocks and without cold ones"
+            )
+            remaining, replica = _best_now(tuning, tried)
+        attempt, pairs = remaining, pairs.without_plan()
+        tuned = [*tuned, *(candidate for candidate in attempt if candidate not in tuned)]
     for candidate in tuned:
         if candidate not in attempt:
             candidate.status = Status.REJECTED
@@ -85,6 +97,16 @@ def confirm_plan(tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any]
         tuning.session.undecided, tuning.session.obstacle = False, limiting_factor(tuning)
     else:
         _keep_plain(tuning, tuned)
+
+
+def _best_now(tuning: Tuning, tried: set[frozenset[str]]) -> tuple[list[Candidate], dict[str, Any] | None]:
+    """The best plan by all blocks, and its replica; empty if it was tried, or if time is too short."""
+    if tuning.must_fit or tuning.remaining_s(overrun=True) < tuning.joint_start_s(2):
+        return [], None
+    tuning.drop_cold_blocks()
+    tuned, replica = check_step(tuning, conclude(tuning))
+    tuning.finish_plain_trial()
+    return ([], None) if keys_of(tuned) in tried else (tuned, replica)
 
 
 def _confirm_once(
@@ -169,9 +191,10 @@ def _rejected_by_speed(tuning: Tuning, tuned: Sequence[Candidate], ratio: Ratio)
             return None
         return Rejection(f"the warm-up pays off after {steps} steps, beyond the horizon (--horizon)")
     if not beside or ratio.high < MIN_SPEEDUP:
-        return Rejection(f"together {ratio.sentence()} in fresh processes: no speed-up beyond the noise")
+        why = f"together {ratio.sentence()} in fresh processes: no speed-up beyond the noise"
+        return Rejection(why, ratio=ratio)
     hint = f"stop them, or {tuning.budget_hint(2 * tuning.budget_s)}"
-    return Rejection(f"{beside}, which may hide the speed-up; {hint}", undecided=True)
+    return Rejection(f"{beside}, which may hide the speed-up; {hint}", undecided=True, ratio=ratio)
 
 
 def _skip_reasons(candidate: Candidate, record: TrialRecord) -> str:
@@ -189,6 +212,8 @@ def _time_for_pair(tuning: Tuning, pairs: Pairs, reused_runs: int) -> bool:
     if not pairs_done:
         return tuning.remaining_s(overrun=True) + extra_s > 0
     ratio = pairs.speed(tuning)
+    if pairs_done >= MIN_PAIRS and ratio.high < 1.0:
+        return False
     undecided = not ratio.significant and ratio.median > MIN_SPEEDUP
     time_s = tuning.remaining_s(overrun=undecided or pairs_done < MIN_PAIRS) + extra_s
     # The second pair may have few blocks: one pair decides nothing

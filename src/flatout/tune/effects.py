@@ -247,9 +247,10 @@ def fit_effects(space: Space, blocks: Iterable[TimedBlock], scales: PriorScales 
 def plan_speed(space: Space, blocks: Iterable[TimedBlock], fresh: Iterable[TimedBlock]) -> Estimate:
     """The speed of a plan in its fresh pairs: ``fresh`` are plain blocks, and blocks of the plan with `PLAN` on.
 
-    Its factor has a flat prior and no pairs. So neither the priors of levers nor the ``blocks`` that chose the
-    plan move it; they only show how far processes vary, the noise and the drift.
+    Its factor has a flat prior and no pairs, and the pairs count as a host of their own. So neither the priors of
+    levers nor the ``blocks`` that chose the plan move it; they only show how far processes vary, and the noise.
     """
+    fresh = [replace(block, host=f"{block.host} {PLAN}") for block in fresh]
     factors = (*space.factors, Factor(PLAN, PLAN, live=False, sd=PLAN_SD))
     excludes = space.excludes | {frozenset((PLAN, lever)) for lever in space.columns_of}
     with_plan = replace(space, factors=factors, excludes=excludes)

@@ -27,6 +27,7 @@ from flatout.tune.effects import Fitted, Space, TimedBlock, fit_effects, ratio_o
 from flatout.tune.goal import Goal, restricted
 from flatout.tune.interleaver import Interleaver, RunningCandidate
 from flatout.tune.limits import (
+    COLD_BLOCK_FACTOR,
     CONFIRM_SHARE,
     JOINT_START_FACTOR,
     MAX_PAIR_ROUNDS,
@@ -358,6 +359,17 @@ class Tuning:
     def _discard_excluded(self) -> None:
         self.blocks = [block for block in self.blocks if self._is_allowed(block.active)]
         self.fitted = None
+
+    def drop_cold_blocks(self) -> None:
+        """Drop the blocks that took more than twice as long as a later one of their process: it was not steady yet."""
+        fastest: dict[int, float] = {}
+        kept = []
+        for block in sorted(self.blocks, key=lambda block: -block.at_s):
+            later_ms = fastest.get(block.process, math.inf)
+            if block.ms <= COLD_BLOCK_FACTOR * later_ms:
+                kept.append(block)
+            fastest[block.process] = min(block.ms, later_ms)
+        self.blocks, self.fitted = kept[::-1], None
 
     def refit(self) -> Fitted:
         self.fitted = fit_effects(self.space, self.counted_blocks)
