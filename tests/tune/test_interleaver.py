@@ -37,9 +37,7 @@ for step in range(%d):
 @pytest.fixture
 def interleaver(tmp_path, monkeypatch):
     (tmp_path / "project").mkdir()
-    monkeypatch.chdir(
-        tmp_path / "project"
-    )  # writes in the folder go to the file sandbox; writes next to it do not
+    monkeypatch.chdir(tmp_path / "project")
     made = []
 
     def make(steps=10**9, program=PROGRAM):
@@ -80,7 +78,7 @@ def test_a_program_that_is_behind_catches_up_before_it_is_measured(interleaver, 
     for candidate in (plain, tuned, third):
         candidate.trial.finish()
     # The same step is the same work, counted by the program itself.
-    work = [[int(word) for word in path.read_text().split()] for path in tmp_path.glob("work.*")]
+    work = [[int(word) for word in path.read_text().split()] for path in tmp_path.rglob("work.*")]
     assert len(work) == 3
     assert len({tuple(lengths[:ticks]) for lengths in work}) == 1
     assert len(set(work[0][:ticks])) > 5
