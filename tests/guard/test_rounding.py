@@ -169,6 +169,31 @@ def test_updates_may_differ_by_a_multiple_of_float32s_own_error(f32):
     assert (found["value"], found["limit"]) == pytest.approx(max(rows, key=lambda row: row[0] / row[1]))
 
 
+@pytest.mark.parametrize("away_from_zero", [False, True])
+def test_the_errors_of_updates_average_away(away_from_zero):
+    """In units of plain float32's error of each parameter; chance may add four standard errors."""
+    case = Case(error=1e-5, f32=1e-5)
+    rows = list(zip(case.plain.updates, case.levers.updates, case.double.updates, strict=True))
+    errors = [(lever - double) / (plain - double).square().mean().sqrt() for plain, lever, double in rows]
+    if away_from_zero:
+        signs = [double.sign() for double in case.double.updates]
+        errors = [error + 0.5 * sign for error, sign in zip(errors, signs, strict=True)]
+        case.levers.updates = [
+            double + error * (plain - double).square().mean().sqrt()
+            for (plain, _, double), error in zip(rows, errors, strict=True)
+        ]
+        means = [float((error * sign).sum()) for error, sign in zip(errors, signs, strict=True)]
+    else:
+        means = [float(error.sum()) for error in errors]
+    count = sum(error.numel() for error in errors)
+    found = case.checks()[0]["bias"]
+    if away_from_zero:
+        assert found["value"] == pytest.approx(abs(sum(means)) / count)
+    assert found["value"] >= abs(sum(means)) / count - 1e-9
+    chance = 4 * math.sqrt(sum(float(error.square().sum()) for error in errors)) / count
+    assert found["limit"] == pytest.approx(0.75 + chance)
+
+
 def test_clipped_gradients_may_differ_by_one_part_in_100_000():
     case = Case()
     for share, passes in ((0.9e-5, True), (1.1e-5, False)):
