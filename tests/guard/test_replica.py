@@ -577,7 +577,22 @@ def test_a_late_failure_is_detected_by_the_later_step(apply):
     assert all(name.startswith("later ") for name in failed(verdict)), verdict
 
 
-def test_a_bias_of_one_unit_in_the_last_place_per_step_does_not_average_away():
+def eleven_weights():
+    """Fewer elements than the chance limit's square: a bias must not count as their scatter."""
+    torch.manual_seed(0)
+    model = nn.Linear(10, 1)
+    for p in model.parameters():
+        nn.init.constant_(p, 0.7)  # every weight has the same unit in the last place
+    descend(
+        model,
+        sgd(model, lr=0.02, momentum=0.9),
+        lambda: (torch.randn(64, 10), torch.randn(64, 1)),
+        lambda x, y: nn.functional.mse_loss(model(x), y),
+    )
+
+
+@pytest.mark.parametrize("program", [classify, eleven_weights])
+def test_a_bias_of_one_unit_in_the_last_place_per_step_does_not_average_away(program):
     def apply(context, ledger):
         def upwards(optimizer, *_):
             with torch.no_grad():
@@ -587,7 +602,7 @@ def test_a_bias_of_one_unit_in_the_last_place_per_step_does_not_average_away():
         for optimizer in context.optimizers:
             ledger.on_restore("hook", optimizer.register_step_post_hook(upwards).remove)
 
-    assert failed(judged(lever(acts(apply)))) == {"bias"}
+    assert failed(judged(lever(acts(apply)), program)) == {"bias"}
 
 
 SLOW_MS = 9000.0  # a step of this length is replayed with 16 of 32 samples
