@@ -577,6 +577,31 @@ def test_a_late_failure_is_detected_by_the_later_step(apply):
     assert all(name.startswith("later ") for name in failed(verdict)), verdict
 
 
+class Scales(nn.Module):
+    """A table of equal weights, most of them unused: weight decay rounds them all alike."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.head = nn.Parameter(torch.ones(1000, 10)), nn.Linear(10, 5)
+
+    def forward(self, x):
+        return self.head(x * self.table[0])
+
+
+def test_a_program_whose_own_rounding_is_biased_blames_no_lever():
+    def program():
+        torch.manual_seed(0)
+        model, criterion = Scales(), nn.CrossEntropyLoss()
+        descend(
+            model,
+            sgd(model, momentum=0.9, weight_decay=5e-4),
+            lambda: (torch.randn(16, 10), torch.randint(5, (16,))),
+            lambda x, y: criterion(model(x), y),
+        )
+
+    assert not failed(judged(lever(NOTHING), program))
+
+
 def eleven_weights():
     """Fewer elements than the chance limit's square: a bias must not count as their scatter."""
     torch.manual_seed(0)
