@@ -43,7 +43,7 @@ NOISE_CAP = 0.75
 ARITHMETIC_FACTOR = 20.0  # an optimizer's arithmetic: multiple of plain float32's own error,
 ARITHMETIC_MARGIN = 0.02  # but at most this much more
 MIN_LIMIT = 1e-5
-# Mean error of updates, in float32's own. Sound: up to 0.06; a unit in the last place per step upwards: from 6.
+# Mean error of updates, in float32's own. Sound: up to 0.2; a unit in the last place per step upwards: from 5.
 MAX_BIAS, CHANCE_SDS = 0.75, 4.0
 HALF_NUDGE = 2.0**-9  # share of every weight: bfloat16 rounds by up to this
 NUDGE = 2.0**-11  # share of every weight, to measure the response of the gradient
