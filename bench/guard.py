@@ -1,18 +1,18 @@
 """Runs the guard's test bed: how often does it accept a broken lever, or refuse a sound one?
 
-Each program and lever is judged as the tuner does it (flatout.tune.narrow, flatout.tune.confirm). The plain
-program runs with seeds 0, 1 and 2, and with seed 0 once more. In the running plain program, the step replica
-checks every lever that can be switched and claims less than EXACT: once after the warm-up, and once more
-after a stretch of training. If a replica rejects a lever, the lever is rejected. If the replica could not be
+Each program and lever is judged as the tuner does it (flatout.tune.narrow and confirm). The plain program
+runs with seeds 0, 1 and 2, and with seed 0 once more. In the running plain program, the step replica checks
+every lever that can be switched and claims less than EXACT: once after the warm-up, and once more after a
+stretch of training. If a replica rejects a lever, the lever is rejected. If the first replica could not be
 made, the lever is left out. The others run in fresh processes with the same three seeds, and `judge` compares
-the records, first of two seeds and then of three. If an EXACT claim fails with the first seed, the other seeds
-do not run: one differing bit is enough. The programs of bench/programs are for half precision: levers that
-claim EXACT do not run on them.
+the records, first of two seeds and then of three. If an EXACT claim fails with the first seed, the other
+seeds do not run: one differing bit is enough. The programs of bench/programs are for half precision: levers
+that claim EXACT do not run on them.
 
-A case is accepted, rejected (the verdict is "failed") or left out ("not checked"). Only an accepted lever would
-be in a plan. So a broken lever may be rejected or left out, and a sound one must be accepted.
-bench/guard_records.py adds records of plain runs, edited: none of them may be judged "bit for bit". The exit code
-is 1 if the guard accepts a broken case or refuses a sound one.
+A case is accepted, rejected (the verdict is "failed") or left out ("not checked"). Only an accepted lever
+would be in a plan. So a broken lever may be rejected or left out, and a sound one must be accepted.
+bench/guard_records.py adds edited records of plain runs: none of them may be judged "bit for bit". The exit
+code is 1 if the guard accepts a broken case or refuses a sound one.
 
     python bench/guard.py                       everything: about 90 minutes on two idle cores
     python bench/guard.py --programs mlp,cnn --levers autocast,label_smoothing --out DIR
@@ -329,7 +329,7 @@ def outcome_of(found: GuardRecord) -> str:
 
 
 def nearest(found: GuardRecord) -> dict[str, Any]:
-    """Returns the deciding check: the first that failed or could not be made, otherwise the one closest to its limit."""
+    """Returns the deciding check: one that failed, else one not made, else the one closest to its limit."""
     failed = [c for c in found.checks if c.passed is False] or [c for c in found.checks if c.passed is None]
     measured = [c for c in found.checks if c.value is not None and c.limit]
     one = failed[0] if failed else max(measured, key=share, default=None)
@@ -366,8 +366,9 @@ def counts(rows: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def bound(wrong: int, cases: int, name: str) -> str:
-    """Returns ``0 of 304 false accepts: at most 1.0 % with 95 % confidence``, or the count alone if there are any."""
-    limit = f": at most {RULE_OF_THREE / cases:.1%} with 95 % confidence" if cases and not wrong else ""
+    """Returns the count, and without errors a bound: ``0 of 300 false accepts: at most 3/300 = 1.0% ...``."""
+    share = f"3/{cases} = {RULE_OF_THREE / cases:.1%}" if cases else ""
+    limit = f": at most {share} with 95 % confidence" if share and not wrong else ""
     return f"**{wrong} of {cases} {name}**{limit}"
 
 
