@@ -373,14 +373,14 @@ def bound(wrong: int, cases: int, name: str) -> str:
 
 
 def page(
-    rows: list[dict[str, Any]], records: list[dict[str, Any]], end: list[dict[str, Any]], left_out: str
+    rows: list[dict[str, Any]], records: list[dict[str, Any]], end: list[dict[str, Any]], notes: list[str]
 ) -> str:
     found = counts(rows)
     parts = [
         "# The guard's test bed\n",
         f"Broken levers: {bound(found['false_accepts'], found['broken'], 'false accepts')}.  ",
         f"Sound levers: {bound(found['false_refusals'], found['sound'], 'false refusals')}.\n",
-        *([f"{left_out}\n"] if left_out else []),
+        *(f"{note}\n" for note in notes),
         f"One case is a lever in a program; {len(SEEDS)} seeds each. A case is accepted, rejected, or left out because a check could",
         "not be made; only an accepted lever would be in a plan. The bounds are those of the rule of three, 3/n. They hold for",
         "levers and programs like these: the cases are chosen, and several share a program or a fault.\n",
@@ -492,7 +492,8 @@ def main() -> int:
             "a part of the test bed would replace the result of all of it in bench/results; give a folder with --out"
         )
     made, facts = stamp(), look()
-    if args.records and not args.trust_records and (why := why_not_reused(args.records, made_by(facts))):
+    why = why_not_reused(args.records, made_by(facts)) if args.records else ""
+    if why and not args.trust_records:
         parser.error(f"{why}; give an empty folder, or --trust-records")
     with tempfile.TemporaryDirectory(prefix="flatout-guard-") as temporary:
         folder = args.records or Path(temporary)
@@ -506,11 +507,14 @@ def main() -> int:
         )
     found, edited = counts(rows), counts(records)
     missing = [name for name in DEFAULT if name not in programs]
-    left_out = f"Programs that did not run: {', '.join(missing)}." if missing else ""
+    notes = [f"Programs that did not run: {', '.join(missing)}."] if missing else []
+    notes += [
+        "Another source or torch made some of the records, which were judged again (`--trust-records`)."
+    ] * bool(why)
     text, data = write_result(
         "guard",
         made,
-        page(rows, records, end, left_out),
+        page(rows, records, end, notes),
         {
             "rows": rows,
             "counts": found,
