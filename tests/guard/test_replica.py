@@ -261,6 +261,30 @@ def test_no_lever_passes_where_the_programs_own_gradients_are_nan():
     assert check["why"] == "the program's own gradients are NaN or infinite, so rounding cannot be checked"
 
 
+def with_lbfgs():
+    torch.manual_seed(0)
+    model, criterion = nn.Linear(8, 5), nn.CrossEntropyLoss()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+    for _ in range(STEPS):
+        x, y = torch.randn(32, 8), torch.randint(5, (32,))
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = criterion(model(x), y)
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def test_an_optimizer_that_needs_a_closure_is_judged_by_its_gradients():
+    assert not failed(judged(lever(NOTHING), with_lbfgs))
+    names = {check["name"] for check in judged(lever(NOTHING), with_lbfgs)["checks"]}
+    assert "gradient" in names
+    assert "update" not in names
+    assert "outputs" in failed(judged(lever(scaled(0.99)), with_lbfgs))
+
+
 def test_doing_nothing_passes_with_no_difference():
     verdict = judged(lever(NOTHING))
     assert not failed(verdict)
