@@ -5,10 +5,10 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
+from flatout.agent.heartbeat import counters
 from flatout.agent.live_figures import LiveFigures
 from flatout.agent.run_listener import MakeCheckpointing, RunListener
 from flatout.agent.run_summary import Summarizer
-from flatout.agent.step_counters import counters
 from flatout.schema.run_request import RunRequest
 
 

@@ -14,8 +14,7 @@ from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.agent.schedulers import Schedulers
 from flatout.agent.signals import Signals
-from flatout.checkpoint.checkpoints import CheckpointFolder, step_of
-from flatout.checkpoint.earlier_runs import begin_run
+from flatout.checkpoint.checkpoints import CheckpointFolder, begin_run, step_of
 from flatout.checkpoint.environment import environment
 from flatout.checkpoint.metadata import CheckpointMeta, ExactMeta
 from flatout.checkpoint.saver import SHARE, CheckpointWriter, WriterClocks

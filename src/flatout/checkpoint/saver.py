@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from flatout.checkpoint.checkpoint import Checkpoint
-from flatout.checkpoint.checkpoints import CheckpointFolder
+from flatout.checkpoint.checkpoints import Checkpoint, CheckpointFolder
 from flatout.checkpoint.snapshot import Snapshot
 from flatout.checkpoint.values import Packed
 from flatout.schema.errors import FlatoutError

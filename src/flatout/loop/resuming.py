@@ -12,8 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from flatout.checkpoint.checkpoint import Checkpoint, verified
-from flatout.checkpoint.checkpoints import CheckpointFolder
+from flatout.checkpoint.checkpoints import Checkpoint, CheckpointFolder, verified
 from flatout.checkpoint.joint_checkpoint import part_of
 from flatout.job import heartbeat
 from flatout.job.folder import read_json

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from flatout.checkpoint.checkpoint import Checkpoint
+from flatout.checkpoint.checkpoints import Checkpoint
 from flatout.checkpoint.environment import differences, environment
 from flatout.checkpoint.joint_checkpoint import JointCheckpointWriter
 from flatout.checkpoint.loading import LoaderPosition

@@ -3,7 +3,7 @@
 While recording, an iterator logs which samples it requests, and each new shape of its batches. During a
 replay its sampler runs for real, and its batches are fake tensors of those shapes: no sample is loaded and no
 worker starts. At the resume point it continues with real batches. Without workers it continues by itself.
-With workers, a new iterator starts workers in the saved state (`flatout.checkpoint.worker_state`).
+With workers, a new iterator starts workers in the saved state (`flatout.checkpoint.random_states`).
 
 A data set without indices, and batches that hold more than tensors, are loaded again.
 """
@@ -26,11 +26,11 @@ from torch.utils.data._utils import fetch
 from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 from flatout.agent.ledger import Ledger
-from flatout.checkpoint.loader_kinds import overridden
+from flatout.checkpoint.loading import overridden
+from flatout.checkpoint.random_states import BatchWithWorkerState, FindGenerators, WorkerStateCollate
 from flatout.checkpoint.resume.batch_holders import BatchHolders
-from flatout.checkpoint.resume.fake_tensors import ReplayTensor, TensorSpec, spec_of
+from flatout.checkpoint.resume.gradient_sources import ReplayTensor, TensorSpec, spec_of
 from flatout.checkpoint.resume.value_log import ValueLog
-from flatout.checkpoint.worker_state import BatchWithWorkerState, FindGenerators, WorkerStateCollate
 
 Function = Callable[..., Any]
 ITERATOR_CREATED = 1  # an event; the output of a sampler is a different one
