@@ -59,7 +59,7 @@ def _why_not(context: TrainingContext) -> str:
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Raises LookupError without ranks, or for PowerSGD without NumPy."""
-    from flatout.distributed.transport import Transport
+    from flatout.distributed.exchange import Transport
 
     if why := _why_not(context):
         raise LookupError(why)
