@@ -22,7 +22,6 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flatout.data.batch_comparison import difference
 from flatout.data.device import DeviceCopies, DevicePrefetcher, ResidentDevice
-from flatout.data.gathering import can_gather, gather_batch
 from flatout.data.inspection import inspection_copy
 from flatout.data.intercept import INTERCEPTION
 from flatout.data.keeping import CacheOptions
@@ -31,7 +30,7 @@ from flatout.data.observing import PipelineReader
 from flatout.data.operation import NotBatchable
 from flatout.data.pipeline_tracker import PROBED_SAMPLES, PipelineTracker, track_pipelines
 from flatout.data.pipelines import Pipelines
-from flatout.data.samples import CHANGED, KeptSamples, open_samples
+from flatout.data.samples import CHANGED, KeptSamples, can_gather, gather_batch, open_samples
 from flatout.data.source import FeedSource, cannot_feed, cannot_keep, fetch_samples, spread
 from flatout.data.store import Store
 from flatout.data.streams import (
