@@ -34,9 +34,18 @@ from flatout.render.page import (
     notes,
 )
 from flatout.render.phases import ProgramPhases, phase_figure, phase_kind
-from flatout.render.plot import Interval, Plot, intervals
+from flatout.render.plot import (
+    Interval,
+    Plot,
+    Scale,
+    byte_ticks,
+    intervals,
+    number_ticks,
+    padded_scale,
+    ratio_scale,
+    ratio_ticks,
+)
 from flatout.render.summary import ratio_text
-from flatout.render.svg import Scale, byte_ticks, number_ticks, padded_scale, ratio_scale, ratio_ticks
 from flatout.schema.findings import Severity, SourceLocation
 from flatout.schema.profile import (
     MEMORY_KINDS,

@@ -18,8 +18,7 @@ from flatout.render.page import (
     dateline,
 )
 from flatout.render.phases import ProgramPhases, phase_section
-from flatout.render.plot import Interval, Plot, intervals
-from flatout.render.svg import ratio_scale, ratio_ticks
+from flatout.render.plot import Interval, Plot, intervals, ratio_scale, ratio_ticks
 from flatout.schema.enums import Status
 from flatout.schema.records import CONFIDENCE
 from flatout.schema.session import LeverRecord, ProgramFigures, SessionOutcome, SessionRecord
