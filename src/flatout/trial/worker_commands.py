@@ -14,8 +14,7 @@ from flatout.measure.cores import move_to
 from flatout.measure.statistics import median
 from flatout.schema.lever import Options
 from flatout.trial.fetching import time_fetches
-from flatout.trial.rank_sync import choices_of
-from flatout.trial.worker_record import WorkerRecord
+from flatout.trial.worker_record import WorkerRecord, choices_of
 
 
 def run_commands(worker: WorkerRecord) -> None:
