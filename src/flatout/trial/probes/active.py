@@ -67,8 +67,7 @@ def make_probe(name: str, tools: ProbeTools, requested: dict[str, Any]) -> Probe
     from flatout.trial.probes.leak import LeakProbe
     from flatout.trial.probes.lines import LineProbe
     from flatout.trial.probes.lr_range import LrRangeProbe
-    from flatout.trial.probes.memory import MemoryProbe
-    from flatout.trial.probes.peak_memory import PeakMemoryProbe
+    from flatout.trial.probes.memory import MemoryProbe, PeakMemoryProbe
 
     probes = {
         "synchronisations": SynchronisationProbe,
