@@ -10,25 +10,66 @@ confirm    run two or three fresh pairs of processes, plain and tuned, each with
            result is unclear. They alone decide the speed, and provide the loss curves of the guard
 """
 
+from flatout.measure.clock import seconds
 from flatout.schema.errors import FlatoutError, NothingMeasured
 from flatout.schema.plan import Plan
 from flatout.schema.records import TrialRecord
-from flatout.schema.session import ProgramFigures, SessionRecord
-from flatout.trial.blocks import PREFETCHED_BATCHES
+from flatout.schema.session import NamedLeverRecord, ProgramFigures, SessionRecord
+from flatout.trial.blocks import PREFETCHED_BATCHES, LeverFailed
 from flatout.trial.parent import ProgramGone
 from flatout.tune.budget import LONGER_BUDGET_S
 from flatout.tune.candidates import drop_slow_fetches, make_candidates
+from flatout.tune.comparison import compare_running
 from flatout.tune.conclude import noise_floor
 from flatout.tune.confirm import confirm_plan
-from flatout.tune.endings import failure_error
+from flatout.tune.endings import end_reason, failure_error
 from flatout.tune.explore import explore
-from flatout.tune.interleaver import ask_options
+from flatout.tune.interleaver import RunningCandidate, ask_options
 from flatout.tune.memory_fit import fit_memory
-from flatout.tune.named_levers import measure_named
 from flatout.tune.narrow import check_step
 from flatout.tune.plan_files import sources_key
 from flatout.tune.ranks import compare_with_one_process, why_incompatible
 from flatout.tune.tuning import Tuning
+
+# Measures levers that you name and the tuner never selects, because they change training.
+#
+# It records the speed and both loss curves. Both programs start from the same seed and alternate block by
+# block, so speed and losses come from the same steps.
+
+BUDGET_SHARE = 0.4  # of the budget, for all of them
+SEED = 0
+
+
+def measure_named(tuning: Tuning) -> None:
+    """Fill ``session.named``. A lever that fails gets a sentence there, and the search continues."""
+    measured_plans = {record.plan for record in tuning.session.named_levers}
+    pending = [choice for choice in tuning.goal.named if choice.text not in measured_plans]
+    for choice in pending:
+        plan, start_s = Plan((choice,)), seconds()
+        record = NamedLeverRecord(plan.describe())
+        tuning.stage("by name", f"{record.plan} against the plain program")
+        candidates: list[RunningCandidate] = []
+        try:
+            for side_plan in (Plan(), plan):
+                candidates.append(tuning.start_paused(side_plan, SEED))
+            plain, named = (candidate.trial for candidate in candidates)
+            until_s = seconds() + max(
+                BUDGET_SHARE * tuning.budget_s / len(pending) - (seconds() - start_s),
+                4 * tuning.interleaver.block_s,
+            )
+            record.ratio = compare_running(tuning.interleaver, plain, named, until_s)
+            records = plain.finish(), named.finish()
+            record.plain_losses, record.losses = (
+                [float.fromhex(loss) for loss in record.losses] for record in records
+            )
+        except (ProgramGone, LeverFailed) as error:
+            record.why_not = end_reason(error)
+        finally:
+            for candidate in candidates:
+                tuning.interleaver.dismiss(candidate.trial)
+        tuning.session.named_levers.append(record)
+        tuning.record_comparison(record.plan, "by name", record.ratio, record.why_not, start_s)
+
 
 MIN_TICKS = 12  # a program with fewer steps cannot be compared
 MAX_FETCH_SHARE = 0.15  # of the budget, for fetching a whole data set first
