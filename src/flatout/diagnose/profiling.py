@@ -12,8 +12,8 @@ from contextlib import suppress
 from typing import Any
 
 from flatout.diagnose.bottleneck import name_bottleneck
+from flatout.diagnose.check import locate_causes, profile_findings
 from flatout.diagnose.profiled_program import SETTLING_TICKS, ProfiledProgram
-from flatout.diagnose.ranking import locate_causes, profile_findings
 from flatout.diagnose.what_ifs import TABLE as WHAT_IFS
 from flatout.measure.clock import seconds
 from flatout.measure.roofline import fill_roofline, flops_a_step, utilisation
