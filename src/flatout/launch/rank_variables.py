@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flatout.job.rank_environment import RankEnvironment, launcher_variables
-from flatout.launch.timed_commands import TimedCommand
+from flatout.launch.process import TimedCommand
 from flatout.measure.cores import usable_cores
 from flatout.schema.errors import UsageError
 
