@@ -44,7 +44,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Raises LookupError without `data_parallel`."""
     from flatout.distributed.sharding import Sharding
-    from flatout.levers.recomputed_blocks import repeated
+    from flatout.levers.recompute import repeated
 
     settings = {} if value is True else value
     assert isinstance(settings, dict)
