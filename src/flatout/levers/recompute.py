@@ -19,10 +19,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.levers.reasons import COMPILER_CHOOSES, HOOK_TABLES, NO_ROOT, why_model_is_split
-from flatout.schema.accepted import Number, Table
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
-from flatout.schema.lever import Lever, Options, Skip, Undo, Value
+from flatout.schema.lever import Lever, Number, Options, Skip, Table, Undo, Value
 from flatout.schema.program import Ledger, TrainingContext
 
 if TYPE_CHECKING:
