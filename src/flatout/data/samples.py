@@ -17,11 +17,10 @@ from flatout.data.finishing import apply_tail
 from flatout.data.inspection import inspection_copy
 from flatout.data.intercept import recording
 from flatout.data.keeping import CacheOptions, tested_store
-from flatout.data.kept import CallResult, ReplayProgram, SampleRecorder
 from flatout.data.operation import ImageShape, NotBatchable, draw_row, listed_draws, rows_to_columns
 from flatout.data.pipelines import Pipelines
 from flatout.data.source import fetch_samples
-from flatout.data.store import Cell, Store
+from flatout.data.store import CallResult, Cell, ReplayProgram, SampleRecorder, Store
 from flatout.data.streams import restore_states, same_states, states
 
 Numbers = list[Sequence[Any]]
