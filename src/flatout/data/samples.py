@@ -13,12 +13,11 @@ from torch.utils.data._utils.collate import collate, default_collate_fn_map
 from flatout.data.changes import DatasetState
 from flatout.data.device import identity
 from flatout.data.draws import BulkNumberSource, draw_columns
-from flatout.data.finishing import apply_tail
 from flatout.data.inspection import inspection_copy
 from flatout.data.intercept import recording
 from flatout.data.keeping import CacheOptions, tested_store
 from flatout.data.operation import ImageShape, NotBatchable, draw_row, listed_draws, rows_to_columns
-from flatout.data.pipelines import Pipelines
+from flatout.data.pipelines import Pipelines, apply_tail
 from flatout.data.source import fetch_samples
 from flatout.data.store import CallResult, Cell, ReplayProgram, SampleRecorder, Store
 from flatout.data.streams import restore_states, same_states, states
