@@ -27,7 +27,7 @@ from flatout.kernels.layer_norm.op import layer_norm
 from flatout.levers.autocast import LEVER as AUTOCAST
 from flatout.levers.resident_data import LEVER as RESIDENT
 from flatout.levers.tf32 import LEVER as TF32
-from flatout.loop.reduction import ReductionTest
+from flatout.loop.accumulation import ReductionTest
 from flatout.schema.errors import LoopError
 from flatout.schema.facts import Facts, Gpu
 

@@ -9,7 +9,7 @@ One step runs:
 
     zero_grad, for each micro-batch: forward, loss, backward; clip; optimizer.step; scheduler.step
 
-The gradient equals that of the whole effective batch (`flatout.loop.reduction` checks that such a gradient
+The gradient equals that of the whole effective batch (`flatout.loop.accumulation` checks that such a gradient
 exists). A step of one micro-batch is bitwise identical to a plain PyTorch loop. If memory runs out, the Loop
 repeats the step from its start in smaller micro-batches.
 """
