@@ -15,7 +15,7 @@ from flatout.diagnose.doctor.check import (
     warning,
 )
 from flatout.diagnose.doctor.nvidia_smi import driver_version, has_gpu, smi_report
-from flatout.diagnose.doctor.packages import in_container, newer_driver
+from flatout.diagnose.doctor.system import in_container, newer_driver
 from flatout.diagnose.doctor.torch_build import build_of, cuda_build
 from flatout.diagnose.doctor.versions import versions
 from flatout.diagnose.explain import explain_text

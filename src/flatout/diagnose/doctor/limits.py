@@ -11,7 +11,7 @@ from flatout.diagnose.doctor.check import (
     problem,
     warning,
 )
-from flatout.diagnose.doctor.packages import in_container
+from flatout.diagnose.doctor.system import in_container
 from flatout.probe.cgroup import CgroupLimits, group
 from flatout.probe.proc import limits, meminfo, mount_of, mounts, numbers, status
 from flatout.schema.machine_snapshot import MachineSnapshot
