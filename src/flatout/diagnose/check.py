@@ -110,7 +110,7 @@ def check(
     ignore: Collection[str] = (),
     measured: Sequence[Finding] = (),
 ) -> list[Finding]:
-    """Every finding, in the order of ranking.py.
+    """Every finding, in the order of `ranked`.
 
     ``select`` and ``ignore`` are codes or prefixes of codes. ``measured`` are findings of the same rules from
     a run of the program. If both report the same problem on the same line, only the measured finding is kept.

@@ -167,7 +167,7 @@ def wrong_target(name: str, target: str) -> str:
 
 # Follows the live figures of a run, and passes them to one tracker, in a process of its own.
 #
-# python -m flatout.export.follow TRACKER[=TARGET] FOLDER PID COMMAND
+# python -m flatout.export.trackers TRACKER[=TARGET] FOLDER PID COMMAND
 #
 # The program writes a file for each rank into FOLDER and never waits for this process. A tracker that is slow
 # or down delays only what is sent here. It ends once every rank has ended, or when process PID is gone.

@@ -2,7 +2,7 @@
 
 It computes and returns records; it prints, times and starts nothing.
 
-    values          outputs and gradients of every case against the reference in float64 (``evaluation``: bounds
+    values          outputs and gradients of every case against the reference in float64 (bounds
                     that follow from the type and the length of the sums)
     determinism     bitwise equal outputs and gradients
     memory          every case with each buffer against a protected page, at its end and at its beginning

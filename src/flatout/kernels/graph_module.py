@@ -5,7 +5,7 @@ the recording's outputs, so the script may keep them. Everything else runs eager
 calls that cannot be recorded.
 
     first call of a shape    runs eagerly
-    second                   runs eagerly and is observed (``graph_observation.py``)
+    second                   runs eagerly and is observed (``PassObservation``)
     third                    is recorded, forward and backward, and replayed
     later ones               are replayed
 

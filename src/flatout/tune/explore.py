@@ -4,7 +4,6 @@
     waves       two programs start together and alternate with the observed one. Each has half of the process
                 levers on for life and switches the live ones. The first wave tests the prior's best plan
     compile     a process compiles while others start; then it is measured with and without the compiler
-                (`flatout.tune.compiling`)
 
 All blocks feed one regression (`flatout.tune.effects`), which also chooses the next wave
 (`flatout.tune.design`). Exploring ends when the expected regret is small, or when confirming needs the rest
