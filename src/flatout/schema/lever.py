@@ -153,7 +153,7 @@ class Lever:
     moment: Moment
     effect: Effect
     applies: Callable[[Facts, Any], Options | Skip]
-    code: Callable[[Value], str]
+    code: Callable[[Value], str] = lambda value: ""
     apply: Callable[[Any, Value, Any], Undo] | None = None
     environment: Callable[[Facts, Value], Mapping[str, str]] = lambda facts, value: {}
     live: bool = False
