@@ -245,13 +245,3 @@ def open_files(snapshot: MachineSnapshot) -> CheckOutcome:
         f"{limit.soft} files may be open (hard limit: {limit.hard or 'none'}): several loader workers need more",
         fix,
     )
-
-
-CHECKS = (
-    core_limit,
-    threads,
-    load,
-    memory_limit,
-    shared_memory,
-    open_files,
-)

@@ -229,6 +229,3 @@ def debugging_switches(snapshot: MachineSnapshot) -> CheckOutcome:
         effects = "; ".join(f"{name}={values[name]}: {effect}" for name, effect in slow.items())
         return warning(effects, f"unset {' '.join(slow)}")
     return ok("no debugging variable is set")
-
-
-CHECKS = (glibc, cpp_compiler, python_headers, disk_space, debugging_switches)
