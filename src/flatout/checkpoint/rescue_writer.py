@@ -15,8 +15,7 @@ from flatout.agent.listener import Listener
 from flatout.agent.schedulers import Schedulers
 from flatout.agent.signals import Signals
 from flatout.checkpoint.checkpoints import CheckpointFolder, begin_run, step_of
-from flatout.checkpoint.environment import environment
-from flatout.checkpoint.metadata import CheckpointMeta, ExactMeta
+from flatout.checkpoint.metadata import CheckpointMeta, ExactMeta, environment
 from flatout.checkpoint.saver import SHARE, CheckpointWriter, WriterClocks
 from flatout.checkpoint.training_state import TrainingState
 from flatout.checkpoint.values import Packed, pack

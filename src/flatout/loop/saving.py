@@ -15,9 +15,9 @@ from types import ModuleType
 from typing import Any
 
 from flatout.checkpoint.checkpoints import Checkpoint
-from flatout.checkpoint.environment import differences, environment
 from flatout.checkpoint.joint_checkpoint import JointCheckpointWriter
 from flatout.checkpoint.loading import LoaderPosition
+from flatout.checkpoint.metadata import differences, environment
 from flatout.checkpoint.random_states import random_states, set_random_states
 from flatout.checkpoint.saver import CheckpointWriter, WriterClocks
 from flatout.checkpoint.values import Packed, pack

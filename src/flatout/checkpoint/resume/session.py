@@ -28,9 +28,8 @@ from flatout.agent.frames import is_user_file, user_sources
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
-from flatout.checkpoint.environment import differences, environment
 from flatout.checkpoint.journal import JournalPosition, ValueJournal, is_written, read_journal
-from flatout.checkpoint.metadata import CheckpointMeta, ExactMeta
+from flatout.checkpoint.metadata import CheckpointMeta, ExactMeta, differences, environment
 from flatout.checkpoint.random_states import random_states, set_random_states
 from flatout.checkpoint.rescue import Rescue
 from flatout.checkpoint.resume.choice import check, newest
