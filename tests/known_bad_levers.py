@@ -72,7 +72,7 @@ def batch_size(context, value, ledger):
 def batched_transforms(context, value, ledger):
     """Forgets that images are bytes, so the output is brighter by a constant."""
     from flatout.data.feed import Feed
-    from flatout.data.intercept import INTERCEPTION
+    from flatout.data.pipelines import INTERCEPTION
 
     class Brighter(Feed):
         def __getitems__(self, indices):

@@ -15,15 +15,18 @@ import torch
 from torch import Tensor
 
 from flatout.data.deferred import CLASSES, deferred_image, is_deferred, materialize
-from flatout.data.intercept import THREAD, OriginalCall, Recorder, recording
 from flatout.data.journal import CallDraws, DrawJournal
 from flatout.data.operation import ImageShape
 from flatout.data.pipelines import (
+    THREAD,
     DeferredWork,
+    OriginalCall,
     Pipelines,
+    Recorder,
     TransformPipeline,
     batch_of,
     finished_image,
+    recording,
     rows_of,
 )
 

@@ -23,12 +23,11 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from flatout.data.batch_comparison import difference
 from flatout.data.device import DeviceCopies, DevicePrefetcher, ResidentDevice
 from flatout.data.inspection import inspection_copy
-from flatout.data.intercept import INTERCEPTION
 from flatout.data.keeping import CacheOptions
 from flatout.data.observing import PipelineReader
 from flatout.data.operation import NotBatchable
 from flatout.data.pipeline_tracker import PROBED_SAMPLES, PipelineTracker, track_pipelines
-from flatout.data.pipelines import Pipelines
+from flatout.data.pipelines import INTERCEPTION, Pipelines
 from flatout.data.samples import CHANGED, KeptSamples, can_gather, gather_batch, open_samples
 from flatout.data.source import FeedSource, cannot_feed, cannot_keep, fetch_samples, spread
 from flatout.data.store import Store, replay_sample

@@ -14,10 +14,9 @@ from flatout.data.changes import DatasetState
 from flatout.data.device import identity
 from flatout.data.draws import BulkNumberSource, draw_columns
 from flatout.data.inspection import inspection_copy
-from flatout.data.intercept import recording
 from flatout.data.keeping import CacheOptions, tested_store
 from flatout.data.operation import ImageShape, NotBatchable, draw_row, listed_draws, rows_to_columns
-from flatout.data.pipelines import Pipelines, apply_tail
+from flatout.data.pipelines import Pipelines, apply_tail, recording
 from flatout.data.source import fetch_samples
 from flatout.data.store import CallResult, Cell, ReplayProgram, SampleRecorder, Store
 from flatout.data.streams import restore_states, same_states, states

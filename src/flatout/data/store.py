@@ -18,10 +18,9 @@ from flatout.data.batch_comparison import same_bits
 from flatout.data.deferred import deferred_image, is_deferred, materialize
 from flatout.data.deferring import BatchRecorder
 from flatout.data.images import form_of, shape_of, stack
-from flatout.data.intercept import OriginalCall, recording
 from flatout.data.lowering import name_of
 from flatout.data.operation import ImageShape, NotBatchable
-from flatout.data.pipelines import DeferredWork, Pipelines, TransformPipeline
+from flatout.data.pipelines import DeferredWork, OriginalCall, Pipelines, TransformPipeline, recording
 
 MAX_DEPTH = 6
 TESTED_SAMPLES = 8  # samples that are fetched twice before any is kept

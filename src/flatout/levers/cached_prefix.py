@@ -73,7 +73,7 @@ def _cache_options(value: Value, shared_samples: Any = None) -> Any:
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     from flatout.data.feed import Feed
-    from flatout.data.intercept import INTERCEPTION
+    from flatout.data.pipelines import INTERCEPTION
 
     keep = _cache_options(value, context.shared_samples)
 

@@ -64,8 +64,8 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     assert isinstance(value, dict)
     from flatout.data.device import DeviceCopies, ResidentDevice, return_device_copies
     from flatout.data.feed import Feed
-    from flatout.data.intercept import INTERCEPTION
     from flatout.data.keeping import CacheBudget, CacheOptions
+    from flatout.data.pipelines import INTERCEPTION
     from flatout.data.streams import seeds_itself, without_workers
 
     torch = context.torch
