@@ -7,11 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
-from flatout.data.color import (  # noqa: E402
-    PillowColorArithmetic,
-    TensorColorArithmetic,
-    rotate_hue,  # noqa: E402
-)
+from flatout.data.color import PillowColorArithmetic, TensorColorArithmetic, rotate_hue  # noqa: E402
 from flatout.data.operations import ScaleBytes  # noqa: E402
 
 BYTES = torch.arange(256, dtype=torch.uint8)

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from flatout.agent.batches import rows, samples_in
 from flatout.agent.compilers import compiler_off
 from flatout.agent.frames import user_sources
-from flatout.agent.ledger import Ledger
 from flatout.agent.loader_methods import wrap_loader_method
 from flatout.agent.loaders import FeedRule, LoaderRule, Loaders, loader_key
 from flatout.agent.names import variables_of

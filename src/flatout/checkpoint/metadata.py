@@ -85,7 +85,7 @@ class CheckpointMeta:
     """``why``: what asked for the checkpoint. ``ran_s``: age of the process. ``at``: date and time.
 
     ``inside``: taken inside a step; ``updated``: some weights were already updated then. ``surroundings``:
-    the environment that affects the bits (`checkpoint.environment`).
+    the environment that affects the bits (`environment`).
     """
 
     why: str = ""

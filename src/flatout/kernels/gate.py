@@ -6,7 +6,7 @@ It computes and returns records; it prints, times and starts nothing.
                     that follow from the type and the length of the sums)
     determinism     bitwise equal outputs and gradients
     memory          every case with each buffer against a protected page, at its end and at its beginning
-                    (``fences``); on a GPU, compute-sanitizer runs the same cases
+                    (`fenced`); on a GPU, compute-sanitizer runs the same cases
     opcheck         torch.library.opcheck on the operators, with the arguments from the cases
     gradcheck       numerical against analytical gradients in float64, for implementations that support it
     compiles        CUDA C++ for sm_80 and sm_90a

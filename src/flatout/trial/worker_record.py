@@ -29,7 +29,6 @@ from flatout.measure.phases import PhaseRecorder
 from flatout.measure.statistics import block_ms
 from flatout.schema.enums import Moment, Origin
 from flatout.schema.plan import Choice
-from flatout.schema.program import TrainingContext
 from flatout.schema.records import TrialRecord
 from flatout.trial.channel import Channel, Hangup
 from flatout.trial.monitor import ProgramMonitor
