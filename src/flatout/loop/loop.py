@@ -36,8 +36,7 @@ from flatout.loop.loop_state import LoopState, check_not_sharded
 from flatout.loop.memory import MicroBatches
 from flatout.loop.precision import Precision
 from flatout.loop.rank_group import rank_group_of, ranks_of
-from flatout.loop.resuming import Resumed, is_trial_process, open_checkpoints
-from flatout.loop.saving import LoopCheckpointing
+from flatout.loop.saving import LoopCheckpointing, Resumed, is_trial_process, open_checkpoints
 from flatout.loop.settings import AUTO, LoopSettings
 from flatout.loop.sizing import Sized, Sizer
 from flatout.loop.step import Rate, Step
