@@ -178,7 +178,7 @@ class Feed:
         if self.refusal or not self._is_active:
             return self._plain_batch(indices)
         if self.pipelines.changed:
-            self._pause("the script changes its transforms while batches are made")
+            self._pause()
             return self._plain_batch(indices)
         if self._checked_pid != os.getpid():
             self._checked_pid = os.getpid()
@@ -384,11 +384,11 @@ class Feed:
         self.cache, self.why_no_cache = None, why
         self._report("keep", why)
 
-    def _pause(self, why: str) -> None:
+    def _pause(self) -> None:
         self._close_samples()
         self.tracker = None
-        self._report("keep", why)
-        self._report("batched", why)
+        for option in ("keep", "batched"):
+            self._report(option, "the script changes its transforms while batches are made")
 
     def _refuse(self, why: str) -> None:
         self._close_samples()

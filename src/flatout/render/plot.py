@@ -97,11 +97,11 @@ _RATIOS = (1, 2, 0.5, 1.5, 0.75, 1.25, 1.1, 0.9, 4, 0.25, 10, 0.1, 100, 0.01, 3,
 # fmt: on
 
 
-def ratio_ticks(scale: Scale, gap: float = 0.12) -> list[float]:
-    """Return round ratios for ticks, at least ``apart`` of the width from each other."""
+def ratio_ticks(scale: Scale) -> list[float]:
+    """Return round ratios for ticks, at least 0.12 of the width from each other."""
     chosen: list[float] = []
     for tick in _RATIOS:
-        if 0.03 < scale(tick) < 0.97 and all(abs(scale(tick) - scale(other)) >= gap for other in chosen):
+        if 0.03 < scale(tick) < 0.97 and all(abs(scale(tick) - scale(other)) >= 0.12 for other in chosen):
             chosen.append(tick)
     return sorted(chosen)
 
@@ -134,10 +134,10 @@ def number_ticks(scale: Scale, count: int = 4, unit: str = "") -> Ticks:
     ]
 
 
-def byte_ticks(scale: Scale, count: int = 4) -> Ticks:
+def byte_ticks(scale: Scale) -> Ticks:
     """Return round amounts of memory."""
     unit = 1024.0 ** next((power for power in (3, 2, 1) if scale.high >= 1024**power), 0)
-    ticks = (tick * unit for tick in round_ticks(scale.low / unit, scale.high / unit, count))
+    ticks = (tick * unit for tick in round_ticks(scale.low / unit, scale.high / unit))
     return [(tick, size(tick)) for tick in ticks if 0.01 < scale(tick) < 0.97]
 
 
@@ -394,19 +394,18 @@ def intervals(
     rows: Sequence[Interval],
     x: Scale,
     ticks: Ticks,
-    neutral: float,
     noise_floor: tuple[float, float] | None = None,
 ) -> Plot:
-    """Return a row for each value with its interval, below its text, and a line at ``zero``.
+    """Return a row for each value with its interval, below its text, and a line at 1.
 
-    ``floor``: a band of values that mean nothing.
+    ``noise_floor``: a band of values that mean nothing.
     """
     plot = Plot(
         label, x, Scale(0, INTERVAL_PX * len(rows)), ticks, height=INTERVAL_PX * len(rows), grid=False
     )
     if noise_floor is not None:
         plot.band(*noise_floor, "floor", "the noise floor: the plain program against itself")
-    plot.rule(x=neutral, kind="unity")
+    plot.rule(x=1.0, kind="unity")
     for number, row in enumerate(rows, 1):
         bottom = INTERVAL_PX * (len(rows) - number) + 12
         plot.text(x.low, bottom + 17, row.text)

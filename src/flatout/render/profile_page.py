@@ -452,7 +452,7 @@ def what_if_plot(what_ifs: Sequence[WhatIf]) -> Plot | None:
     rows.sort(key=lambda row: -row.value)
     scale = ratio_scale([v for row in rows for v in (row.value, row.low, row.high) if v is not None])
     ticks = [(tick, f"{tick:g}x") for tick in ratio_ticks(scale)]
-    return intervals("What-ifs: " + "; ".join(row.text for row in rows), rows, scale, ticks, 1.0)
+    return intervals("What-ifs: " + "; ".join(row.text for row in rows), rows, scale, ticks)
 
 
 def memory_colour(kind: str) -> str:

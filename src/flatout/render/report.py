@@ -206,7 +206,7 @@ def speedup_plot(session: SessionRecord, levers: Sequence[LeverRecord]) -> Plot 
     scale = ratio_scale([*bounds, *(band or ())])
     ticks = [(tick, f"{tick:g}x") for tick in ratio_ticks(scale)]
     label = "Speed-up of each lever: " + "; ".join(row.text for row in rows)
-    return intervals(label, rows, scale, ticks, 1.0, band)
+    return intervals(label, rows, scale, ticks, band)
 
 
 def _interval(name: str, kind: str, lever: LeverRecord) -> Interval:
