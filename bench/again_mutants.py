@@ -293,7 +293,7 @@ check(
 check(
     "surroundings",
     "it is where it was",
-    "flatout.checkpoint.environment",
+    "flatout.checkpoint.metadata",
     """return [
         f"{name}: {_shown(before.get(name))}""",
     'return [] and [f"{name}: {_shown(before.get(name))}',

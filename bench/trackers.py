@@ -105,7 +105,7 @@ def followers(pid: int) -> list[psutil.Process]:
     found = []
     for process in psutil.process_iter(["cmdline"]):
         words = process.info["cmdline"] or []
-        if "flatout.export.follow" in words and str(pid) in words:
+        if "flatout.export.trackers" in words and str(pid) in words:
             found += [process, *process.children(recursive=True)]
     return found
 

@@ -19,8 +19,7 @@ from typing import Any
 from pairs import ComparisonSide, comparison, ratio_of, spell
 from provenance import RESULTS, ROOT, markdown_table, read_result, stamp, write_result
 
-from flatout.diagnose.profiled_program import ProfiledProgram, ProfileOptions
-from flatout.diagnose.profiling import run_profile
+from flatout.diagnose.profiling import ProfiledProgram, ProfileOptions, run_profile
 from flatout.job.folder import JobFolder
 from flatout.launch.command import Command, parse_command
 from flatout.measure.clock import seconds

@@ -13,7 +13,7 @@ from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 from flatout.distributed.absent import why_not_split
-from flatout.distributed.transport import Transport
+from flatout.distributed.exchange import Transport
 from flatout.levers import attention as attention_lever
 from flatout.levers import comm_compression as comm_compression_lever
 from flatout.levers import data_parallel as data_parallel_lever
@@ -72,7 +72,7 @@ def batch_size(context, value, ledger):
 def batched_transforms(context, value, ledger):
     """Forgets that images are bytes, so the output is brighter by a constant."""
     from flatout.data.feed import Feed
-    from flatout.data.intercept import INTERCEPTION
+    from flatout.data.pipelines import INTERCEPTION
 
     class Brighter(Feed):
         def __getitems__(self, indices):

@@ -91,7 +91,7 @@ MAY_WRITE = {  # programs of their own, which are no commands
     "agent/bootstrap.py",
     "agent/site/sitecustomize.py",
     "launch/local_launcher.py",
-    "export/follow.py",
+    "export/trackers.py",
     "launch/supervisor.py",
 }
 MAY_WRITE_OUT = {"integrations/notebook.py"}

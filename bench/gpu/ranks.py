@@ -131,7 +131,7 @@ def _by_hand(torch: Any, model: Any, device: Any, way: str) -> None:
     offloaded = way.endswith("offloaded")
     policy = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offloaded else OffloadPolicy()
     mesh = torch.distributed.init_device_mesh(device.type, (1,))
-    from flatout.levers.recomputed_blocks import repeated
+    from flatout.levers.recompute import repeated
 
     for module in (*repeated(torch, model), model):
         fully_shard(module, mesh=mesh, offload_policy=policy)

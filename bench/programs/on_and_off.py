@@ -14,7 +14,7 @@ import time
 import torch
 from step_loop import make, steps
 
-from flatout.agent.step_counters import StepCounters
+from flatout.agent.heartbeat import StepCounters
 from flatout.agent.training_context import TrainingContext
 
 BLOCK_S = 0.01  # short, so that disturbances affect all four blocks equally

@@ -154,8 +154,8 @@ def on_and_off(seconds, layers):
     With 24 layers, a step takes about 5 ms.
     """
     from flatout.agent import heartbeat
+    from flatout.agent.heartbeat import StepCounters
     from flatout.agent.ledger import Ledger
-    from flatout.agent.step_counters import StepCounters
 
     torch.manual_seed(0)
     torch.set_num_threads(1)

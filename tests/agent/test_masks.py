@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flatout.agent.ledger import Ledger
-from flatout.agent.masks import has_mask, observe_masks
+from flatout.agent.synchronisations import has_mask, observe_masks
 
 torch = pytest.importorskip("torch")
 numpy = pytest.importorskip("numpy")

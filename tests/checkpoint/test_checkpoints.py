@@ -10,8 +10,7 @@ import time
 import pytest
 from corrupting import KINDS
 
-from flatout.checkpoint.checkpoint import CorruptCheckpoint, verified
-from flatout.checkpoint.checkpoints import CheckpointFolder
+from flatout.checkpoint.checkpoints import CheckpointFolder, CorruptCheckpoint, verified
 from flatout.checkpoint.manifest import Manifest
 from flatout.checkpoint.values import pack
 from flatout.schema.errors import CheckpointError, StorageError

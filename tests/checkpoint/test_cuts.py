@@ -8,8 +8,7 @@ import shutil
 import pytest
 from cutting import AFTER, BEFORE, MIDDLE, Disk, copied, killed_at, points
 
-from flatout.checkpoint.checkpoint import verified
-from flatout.checkpoint.checkpoints import CheckpointFolder
+from flatout.checkpoint.checkpoints import CheckpointFolder, verified
 from flatout.checkpoint.values import pack
 
 torch = pytest.importorskip("torch", reason="not run: there is no torch here")

@@ -24,8 +24,7 @@ from torch.utils.data import (  # noqa: E402
 )
 
 from flatout.checkpoint.loading import LoaderPosition  # noqa: E402
-from flatout.checkpoint.unpacking import unpack  # noqa: E402
-from flatout.checkpoint.values import pack  # noqa: E402
+from flatout.checkpoint.values import pack, unpack  # noqa: E402
 from flatout.data.streams import own_generators  # noqa: E402
 
 SAMPLES = 11

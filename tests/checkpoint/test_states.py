@@ -15,15 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flatout.checkpoint import bounded
-from flatout.checkpoint.checkpoint import verified
-from flatout.checkpoint.checkpoints import CheckpointFolder, write_state
+from flatout.checkpoint.checkpoints import CheckpointFolder, verified, write_state
 from flatout.checkpoint.disk import FileDigest
-from flatout.checkpoint.environment import environment
 from flatout.checkpoint.manifest import Manifest
+from flatout.checkpoint.metadata import environment
 from flatout.checkpoint.random_states import random_states
 from flatout.checkpoint.tensors import read_tensors, write_tensors
-from flatout.checkpoint.unpacking import unpack
-from flatout.checkpoint.values import pack
+from flatout.checkpoint.values import pack, unpack
 from flatout.schema.errors import CheckpointError
 
 torch = pytest.importorskip("torch", reason="not run: there is no torch here")

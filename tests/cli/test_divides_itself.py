@@ -13,7 +13,7 @@ from flatout.distributed.single_process import one_process, original_init_proces
 from flatout.launch.command import Command, parse_command
 from flatout.schema.errors import CannotParallelize
 from flatout.schema.records import TrialRecord
-from flatout.tune.already_parallel import advice_for, explain, missing_variable
+from flatout.tune.rehearsal import advice_for, explain, missing_variable
 
 torch = pytest.importorskip("torch")
 pytestmark = [pytest.mark.timeout(400), pytest.mark.processes]

@@ -245,8 +245,7 @@ def test_checkpoints_of_an_earlier_run_stay(flatout, tmp_path):
     """The most recent earlier run and the one that got furthest stay; the checkpoints of a new run start with
     its first step.
     """
-    from flatout.checkpoint.checkpoints import CheckpointFolder
-    from flatout.checkpoint.earlier_runs import begin_run, earlier_runs
+    from flatout.checkpoint.checkpoints import CheckpointFolder, begin_run, earlier_runs
     from flatout.checkpoint.values import pack
 
     def run(*steps):

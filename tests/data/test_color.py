@@ -12,8 +12,7 @@ from PIL import Image
 from torchvision.transforms import transforms as v1
 from torchvision.transforms import v2
 
-from flatout.data.color import FLOAT_MEAN, READERS
-from flatout.data.hue import rotate_byte_hue
+from flatout.data.color import FLOAT_MEAN, READERS, rotate_byte_hue
 from flatout.data.operation import ImageForm, ImageShape, NotBatchable
 
 NAMES = ["pil-rgb", "pil-l", "bytes", "tv-bytes", "bytes-1", "floats", "floats-1"]

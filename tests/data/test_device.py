@@ -28,8 +28,8 @@ from flatout.data.device import (
     intercept_moves,
 )
 from flatout.data.feed import Feed
-from flatout.data.intercept import INTERCEPTION
 from flatout.data.keeping import CacheBudget, CacheOptions
+from flatout.data.pipelines import INTERCEPTION
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch.overrides import TorchFunctionMode  # noqa: E402
 
-from flatout.data.color_arithmetic import PillowColorArithmetic, TensorColorArithmetic  # noqa: E402
-from flatout.data.hue import rotate_hue  # noqa: E402
+from flatout.data.color import PillowColorArithmetic, TensorColorArithmetic, rotate_hue  # noqa: E402
 from flatout.data.operations import ScaleBytes  # noqa: E402
 
 BYTES = torch.arange(256, dtype=torch.uint8)

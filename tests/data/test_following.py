@@ -258,7 +258,7 @@ def test_a_bounded_number_of_images_waits(monkeypatch):
 def test_nothing_is_held_once_a_batch_is_made():
     import gc
 
-    from flatout.data.finishing import DeferredWork
+    from flatout.data.pipelines import DeferredWork
 
     def program():
         alive = []

@@ -11,7 +11,7 @@ from torchvision.transforms import v2
 
 from flatout.agent.ledger import Ledger
 from flatout.data.deferred import collate_deferred
-from flatout.data.intercept import INTERCEPTION, recording
+from flatout.data.pipelines import INTERCEPTION, recording
 
 IMAGE = pil_images(1)[0]
 

@@ -22,9 +22,8 @@ from torchvision.transforms import v2
 from flatout.agent.ledger import Ledger
 from flatout.data.deferred import is_deferred
 from flatout.data.deferring import BatchRecorder
-from flatout.data.intercept import INTERCEPTION, recording
 from flatout.data.observing import CallObserver, PipelineReader
-from flatout.data.pipelines import Pipelines
+from flatout.data.pipelines import INTERCEPTION, Pipelines, recording
 from flatout.data.streams import preserve_states
 
 IMAGES = pil_images(6)

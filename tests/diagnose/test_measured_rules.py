@@ -20,7 +20,7 @@ from profiles import (
     what_ifs,
 )
 
-from flatout.diagnose.ranking import profile_findings, ranked
+from flatout.diagnose.check import profile_findings, ranked
 from flatout.diagnose.rules import TABLE
 from flatout.levers import TABLE as LEVERS
 from flatout.schema.findings import Finding, Severity

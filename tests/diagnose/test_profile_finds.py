@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from flatout.diagnose.ranking import ranked
+from flatout.diagnose.check import ranked
 from flatout.schema.profile import ProfileRecord
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.processes, pytest.mark.full]

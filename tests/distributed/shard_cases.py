@@ -28,7 +28,7 @@ from flatout.distributed.data_parallel import DataParallelScript
 from flatout.distributed.division import SplitSettings
 from flatout.distributed.sharding import Sharding
 from flatout.job.rank_environment import RankEnvironment
-from flatout.levers.recomputed_blocks import repeated
+from flatout.levers.recompute import repeated
 
 WORDS, WIDTH = 11, 8
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from flatout.distributed.draws import draw_for_whole_batch  # noqa: E402
-from flatout.distributed.shares import share  # noqa: E402
+from flatout.distributed.batches import draw_for_whole_batch, share  # noqa: E402
 
 functional = torch.nn.functional
 # name -> (dimension of the samples, entries per sample there, the operation for n samples)

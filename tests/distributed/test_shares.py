@@ -6,9 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from flatout.distributed.batches import HostStreams, SplitBatches, Streams, share
 from flatout.distributed.division import SplitSettings
-from flatout.distributed.shares import SplitBatches, share
-from flatout.distributed.streams import HostStreams, Streams
 from flatout.levers.data_parallel import LEVER
 
 torch = pytest.importorskip("torch")

@@ -16,8 +16,7 @@ from flatout.agent.schedulers import Schedulers  # noqa: E402
 from flatout.agent.training_context import TrainingContext  # noqa: E402
 from flatout.checkpoint.exported import export  # noqa: E402
 from flatout.checkpoint.training_state import TrainingState  # noqa: E402
-from flatout.checkpoint.unpacking import unpack  # noqa: E402
-from flatout.checkpoint.values import pack  # noqa: E402
+from flatout.checkpoint.values import pack, unpack  # noqa: E402
 
 
 @pytest.fixture

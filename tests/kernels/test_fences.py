@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from flatout.kernels.cuda import CudaError, CudaSource, CudaUnavailable, compile_for  # noqa: E402
-from flatout.kernels.fences import Fenced, fenced  # noqa: E402
+from flatout.kernels.gate import Fenced, fenced  # noqa: E402
 from flatout.launch.compiler import emulate  # noqa: E402
 
 pytestmark = pytest.mark.processes

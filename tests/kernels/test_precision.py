@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from flatout.kernels.evaluation import distance  # noqa: E402
+from flatout.kernels.gate import distance  # noqa: E402
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float64]
 

@@ -28,7 +28,7 @@ from flatout.launch.failure import (
     end_of_output,
     first_failed,
 )
-from flatout.launch.rank_variables import check_devices, cuda_devices, share_of_cores
+from flatout.launch.rank import check_devices, cuda_devices, share_of_cores
 from flatout.schema.errors import UsageError
 
 pytestmark = pytest.mark.processes
@@ -227,7 +227,7 @@ def test_the_users_number_of_threads_is_kept():
     ],
 )
 def test_the_users_list_of_devices_is_respected(listed, procs, devices, monkeypatch):
-    monkeypatch.setattr("flatout.launch.rank_variables._gpus", lambda: 0)
+    monkeypatch.setattr("flatout.launch.rank._gpus", lambda: 0)
     if devices is None:
         with pytest.raises(
             UsageError, match=r"CUDA_VISIBLE_DEVICES=.* and \d ranks need one each\. `--(gpus|procs)"
@@ -238,7 +238,7 @@ def test_the_users_list_of_devices_is_respected(listed, procs, devices, monkeypa
 
 
 def test_missing_devices(monkeypatch):
-    monkeypatch.setattr("flatout.launch.rank_variables._gpus", lambda: 2)
+    monkeypatch.setattr("flatout.launch.rank._gpus", lambda: 2)
     assert cuda_devices({}, 2) == ["0", "1"]
     assert cuda_devices({"CUDA_VISIBLE_DEVICES": "1,0,5"}, 2) == ["1", "0"]
     for environment in ({}, {"CUDA_VISIBLE_DEVICES": "1,0,5"}):

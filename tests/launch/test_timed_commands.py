@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from limits import hang_s
 
-from flatout.launch.timed_commands import TimedCommand
+from flatout.launch.process import TimedCommand
 
 pytestmark = pytest.mark.processes
 

@@ -13,10 +13,9 @@ from test_every_lever import BF16, OLD, WITH_GPU, values_of
 
 from flatout.cli.options.arguments import LeverByName, read_plan
 from flatout.levers import TABLE
-from flatout.schema.accepted import Number, Table, Text, describe_forms, rejection
 from flatout.schema.enums import Moment
 from flatout.schema.errors import PlanError
-from flatout.schema.lever import Options
+from flatout.schema.lever import Number, Options, Table, Text, describe_forms, rejection
 from flatout.schema.plan import Choice, Plan
 
 LEVERS = pytest.mark.parametrize("lever", TABLE, ids=lambda lever: lever.name)

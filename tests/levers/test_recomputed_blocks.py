@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from flatout.levers.recomputed_blocks import RecomputedBlock, repeated, spread, why_not  # noqa: E402
+from flatout.levers.recompute import RecomputedBlock, repeated, spread, why_not  # noqa: E402
 
 WIDTH = 8
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from flatout.measure.flops import flops_of
+from flatout.measure.operations import flops_of
 
 torch = pytest.importorskip("torch")
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.measure.fitting import RESOLUTION, largest_that_fits
+from flatout.measure.batch_curve import RESOLUTION, largest_that_fits
 from flatout.measure.memory_blocks import MemoryBlockTracker
 
 ACTS = st.lists(

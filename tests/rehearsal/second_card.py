@@ -19,15 +19,15 @@ from flatout.agent.applier import Applier
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
+from flatout.distributed.batches import Streams
 from flatout.distributed.rendezvous import _backend_of_cuda
-from flatout.distributed.streams import Streams
 from flatout.guard.captured_steps import CapturedCall, StepReplayer
 from flatout.guard.copies import random_state
 from flatout.kernels.layer_norm.op import layer_norm
 from flatout.levers.autocast import LEVER as AUTOCAST
 from flatout.levers.resident_data import LEVER as RESIDENT
 from flatout.levers.tf32 import LEVER as TF32
-from flatout.loop.reduction import ReductionTest
+from flatout.loop.accumulation import ReductionTest
 from flatout.schema.errors import LoopError
 from flatout.schema.facts import Facts, Gpu
 

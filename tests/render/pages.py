@@ -14,7 +14,7 @@ from pathlib import Path
 
 from profiles import GAIN, ILL, LINE, healthy, what_ifs
 
-from flatout.diagnose.ranking import profile_findings
+from flatout.diagnose.check import profile_findings
 from flatout.render.batch_page import batch_page
 from flatout.render.compare_page import compare_page
 from flatout.render.history_page import history_page

@@ -9,8 +9,8 @@ from test_pages import shown
 
 from flatout.render import formatting, summary
 from flatout.render.page import html
+from flatout.render.plot import Scale, element, ratio_scale, ratio_ticks, round_ticks
 from flatout.render.report import session_page
-from flatout.render.svg import Scale, element, ratio_scale, ratio_ticks, round_ticks
 from flatout.schema.records import PhaseTime, Ratio
 from flatout.schema.session import LeverRecord, SessionOutcome
 from flatout.tune.session import verdict

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch", reason="not run: there is no torch here")
 F = torch.nn.functional
 
 from flatout.checkpoint.resume.fake_operators import FakeOperators  # noqa: E402
-from flatout.checkpoint.resume.fake_tensors import ReplayTensor, spec_of  # noqa: E402
+from flatout.checkpoint.resume.gradient_sources import ReplayTensor, spec_of  # noqa: E402
 
 
 class Refused(Exception):

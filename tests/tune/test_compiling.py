@@ -10,8 +10,7 @@ from flatout.levers import TABLE
 from flatout.probe.machine import look
 from flatout.schema.enums import Effect
 from flatout.tune.candidates import Candidate
-from flatout.tune.compiling import MIN_COPIES, MIN_COPIES_ALONE, BackgroundCompiler
-from flatout.tune.explore import explore
+from flatout.tune.explore import MIN_COPIES, MIN_COPIES_ALONE, BackgroundCompiler, explore
 from flatout.tune.factors import make_space
 from flatout.tune.goal import Goal, restricted
 from flatout.tune.search import observe

@@ -14,8 +14,7 @@ from flatout.schema.records import Ratio
 from flatout.schema.session import SessionRecord, TimeMemoryPoint
 from flatout.tune.candidates import Candidate, make_candidates
 from flatout.tune.goal import Goal
-from flatout.tune.memory_fit import FrontierPoint, _choose_point, fit_memory
-from flatout.tune.search import observe
+from flatout.tune.search import FrontierPoint, _choose_point, fit_memory, observe
 from flatout.tune.session import verdict
 
 LEVER = {lever.name: lever for lever in TABLE}
@@ -51,7 +50,7 @@ def test_the_frontier_of_a_real_program(new_tuning, monkeypatch):
     assert not tuning.candidates[
         "recompute"
     ].selectable  # levers that trade speed for memory do not compete on speed
-    monkeypatch.setattr("flatout.tune.memory_fit.MAX_LIVE_S", 0.1)
+    monkeypatch.setattr("flatout.tune.search.MAX_LIVE_S", 0.1)
     tuning.candidates["recompute"].values = ({"blocks": 0.5}, {"blocks": 1.0})
     fit_memory(tuning, [])  # everything fits
     assert not tuning.must_fit

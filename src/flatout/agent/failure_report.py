@@ -16,10 +16,6 @@ from __future__ import annotations
 
 import os
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 EVENT_FIFO, CLAIM = "event_fifo", "claim"
 FAILING, REPORTED, LEAVING, FIRST = "failing", "reported", "leaving", "first"
 MAX_TRACEBACK_CHARS = 100_000  # of a traceback
@@ -106,11 +102,11 @@ class FailureReporter:
         os.close(handle)
 
 
-def reporter_of_launch(environment: Mapping[str, str] = os.environ) -> FailureReporter | None:
+def reporter_of_launch() -> FailureReporter | None:
     """Return the reporter; None if no flatout launcher waits for reports."""
-    launch_folder, rank = environment.get("FLATOUT_LAUNCH"), environment.get("FLATOUT_RANK", "")
+    launch_folder, rank = os.environ.get("FLATOUT_LAUNCH"), os.environ.get("FLATOUT_RANK", "")
     return (
-        FailureReporter(launch_folder, rank, environment.get("FLATOUT_LAUNCHER", ""))
+        FailureReporter(launch_folder, rank, os.environ.get("FLATOUT_LAUNCHER", ""))
         if launch_folder and rank.isdigit()
         else None
     )

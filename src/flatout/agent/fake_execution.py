@@ -9,19 +9,224 @@ created and freed. It answers queries for values (known_values.py).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.known_values import KnownValues
 from flatout.agent.ledger import Ledger
-from flatout.agent.recurrent import lstm_by_layers, workspace_bytes
-from flatout.agent.workspaces import Workspaces
 
 if TYPE_CHECKING:
     from torch import Tensor, UntypedStorage
+
+
+# Measures the workspaces of convolutions on a CPU.
+#
+# OneDNN reorders tensors and sums weight gradients per thread. It decides how much memory that takes; no shape
+# tells it. So each convolution of a step is really run with two and with four samples, all in one allocator
+# recording. The memory beyond its results is linear in the number of samples (a single sample is handled
+# differently).
+
+MEASURED_SAMPLES = (2, 4)
+RECORD_PREFIX = "flatout: workspace "
+
+
+class Workspaces:
+    """Workspace sizes.
+
+    ``bytes_of`` returns the bytes of a call, if known; ``measure`` runs the calls that were unknown.
+    """
+
+    def __init__(self, torch: ModuleType) -> None:
+        aten = torch.ops.aten
+        self.torch = torch
+        # the arguments with one sample per row
+        self._batched_args = {aten.convolution.default: (0,), aten.convolution_backward.default: (0, 1)}
+        self._fits: dict[Any, tuple[float, float]] = {}  # call -> constant bytes, bytes per sample
+        self._unmeasured: dict[Any, tuple[Any, list[Any]]] = {}
+
+    def bytes_of(self, function: object, args: Sequence[Any]) -> int:
+        batched = self._batched_args.get(function)
+        if batched is None or args[batched[0]].device.type != "cpu" or not args[batched[0]].shape[0]:
+            return 0
+        samples = args[batched[0]].shape[0]
+        call = (function, *(self._hashable(arg, i in batched) for i, arg in enumerate(args)))
+        if call not in self._fits:
+            self._unmeasured.setdefault(
+                call, (function, [self._spec_of(arg, i in batched) for i, arg in enumerate(args)])
+            )
+            return 0
+        fixed, per_sample = self._fits[call]
+        return max(0, round(fixed + per_sample * samples))
+
+    def _hashable(self, arg: object, has_samples: bool) -> Any:
+        return (
+            self._spec_of(arg, has_samples)
+            if isinstance(arg, self.torch.Tensor)
+            else tuple(arg)
+            if isinstance(arg, list)
+            else arg
+        )
+
+    def _spec_of(self, arg: object, has_samples: bool) -> Any:
+        if not isinstance(arg, self.torch.Tensor):
+            return arg
+        channels_last = (
+            arg.dim() == 4
+            and not arg.is_contiguous()
+            and arg.is_contiguous(memory_format=self.torch.channels_last)
+        )
+        return _TensorSpec(
+            tuple(arg.shape[1:] if has_samples else arg.shape), has_samples, arg.dtype, channels_last
+        )
+
+    def measure(self) -> None:
+        """Run the unknown calls; call it with dispatch modes off.
+
+        The random state is unchanged: all inputs are zero.
+        """
+        if not self._unmeasured:
+            return
+        torch, unmeasured = self.torch, list(self._unmeasured.items())
+        self._unmeasured = {}
+        profile = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        )
+        with torch.no_grad(), profile:
+            for i, (_, (function, args)) in enumerate(unmeasured):
+                for samples in MEASURED_SAMPLES:
+                    inputs = [
+                        arg.zeros(torch, samples) if isinstance(arg, _TensorSpec) else arg for arg in args
+                    ]
+                    with torch.profiler.record_function(f"{RECORD_PREFIX}{i} {samples}"):
+                        result = function(*inputs)
+                    del result, inputs
+        measured = dict(_workspace_bytes(profile.profiler.kineto_results.events()))
+        for i, (call, _) in enumerate(unmeasured):
+            small, large = (measured.get((i, samples), 0) for samples in MEASURED_SAMPLES)
+            per_sample = max(0.0, (large - small) / (MEASURED_SAMPLES[1] - MEASURED_SAMPLES[0]))
+            self._fits[call] = (small - per_sample * MEASURED_SAMPLES[0], per_sample)
+
+
+class _TensorSpec(tuple[Any, ...]):
+    """(shape, whether samples come before it, dtype, channels last)"""
+
+    def __new__(cls, *parts: object) -> _TensorSpec:
+        return super().__new__(cls, parts)
+
+    def zeros(self, torch: ModuleType, samples: int) -> Any:
+        shape, has_samples, dtype, channels_last = self
+        tensor = torch.zeros((samples, *shape) if has_samples else shape, dtype=dtype, device="cpu")
+        return tensor.to(memory_format=torch.channels_last) if channels_last else tensor
+
+
+def _workspace_bytes(events: Iterable[Any]) -> Iterator[tuple[tuple[int, int], int]]:
+    """Yield (number of the call, samples) and the bytes that it took beyond its results, from a recording."""
+    spans, allocations = [], []
+    for event in events:
+        if event.name() == "[memory]":
+            allocations.append((event.start_ns(), event.nbytes()))
+        elif event.name().startswith(RECORD_PREFIX):
+            number, samples = map(int, event.name().removeprefix(RECORD_PREFIX).split())
+            spans.append((event.start_ns(), event.start_ns() + event.duration_ns(), (number, samples)))
+    allocations.sort(key=lambda change: change[0])
+    for start, end, call in spans:
+        running_bytes = list(accumulate((size for ns, size in allocations if start <= ns <= end), initial=0))
+        yield call, max(running_bytes) - running_bytes[-1]
+
+
+# LSTMs in fake execution on a CPU, layer by layer as in oneDNN.
+#
+# Torch passes real tensors to oneDNN layer by layer, and decomposes the LSTM into steps otherwise. Tensors
+# without memory would be decomposed, and the decomposition saves other tensors for the backward pass. So this
+# module calls the layers in the same order as ``mkldnn_rnn`` (aten/src/ATen/native/mkldnn/RNN.cpp). What oneDNN
+# keeps of a layer is a workspace of a size that only oneDNN knows, so a small layer is run to measure it.
+
+MEASURED_SIZE = 16  # steps and samples of the small layer; beyond, the workspace grows linearly with both
+LSTM_MODE = 2  # number of the mode (rnn_kind in ATen)
+
+
+def lstm_by_layers(torch: ModuleType, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``torch._VF.lstm``.
+
+    Shapes: input (steps, batch, features), or batch first; states (layers * directions, batch, width).
+    """
+
+    def lstm(input: Tensor, states: Any, weights: Sequence[Tensor], *rest: Any) -> Any:
+        if not isinstance(states, (list, tuple)) or not _goes_to_onednn(torch, input, states):
+            return original(input, states, weights, *rest)
+        has_biases, layers, dropout, training, bidirectional, batch_first = rest
+        directions = 2 if bidirectional else 1
+        weights_per_layer = 4 if has_biases else 2
+        x = (input.transpose(0, 1) if batch_first else input).contiguous()
+        hidden, cells = [], []
+        for layer in range(layers):
+            outputs = []
+            for direction in range(directions):
+                i = layer * directions + direction
+                layer_weights = list(weights[i * weights_per_layer : (i + 1) * weights_per_layer])
+                layer_weights += (
+                    []
+                    if has_biases
+                    else [torch.zeros(layer_weights[0].shape[0], dtype=layer_weights[0].dtype)] * 2
+                )
+                results = torch.ops.aten.mkldnn_rnn_layer(
+                    x,
+                    *layer_weights,
+                    states[0][i],
+                    states[1][i],
+                    direction == 1,
+                    [],
+                    LSTM_MODE,
+                    states[0].shape[2],
+                    layers,
+                    has_biases,
+                    bidirectional,
+                    batch_first,
+                    training,
+                )
+                outputs.append(results[0])
+                hidden.append(results[1])
+                cells.append(results[2])
+            x = outputs[0] if directions == 1 else torch.cat(outputs, 2)
+            if dropout and training and layer < layers - 1:
+                x = torch.dropout(x, dropout, True)
+        return x.transpose(0, 1) if batch_first else x, torch.stack(hidden), torch.stack(cells)
+
+    return lstm
+
+
+def _goes_to_onednn(torch: ModuleType, input: Tensor, states: Sequence[Tensor]) -> bool:
+    projected = states[0].shape[2] != states[1].shape[2]
+    return bool(
+        input.device.type == "cpu"
+        and input.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.enabled
+        and not projected
+        and input.numel()
+    )
+
+
+def workspace_bytes(torch: ModuleType, args: Sequence[Any]) -> int:
+    """Return the workspace size of ``aten::mkldnn_rnn_layer``. Call it with dispatch modes off."""
+    input, weights, rest = args[0], args[1:5], args[7:]
+    steps, samples = input.shape[:2]
+    width = args[5].shape[-1]
+    few_steps, few_samples = min(MEASURED_SIZE, steps), min(MEASURED_SIZE, samples)
+    tensors = [
+        torch.zeros(few_steps, few_samples, input.shape[2]),
+        *(torch.zeros(tuple(weight.shape)) for weight in weights),
+        torch.zeros(few_samples, width),
+        torch.zeros(few_samples, width),
+    ]
+    with torch.enable_grad():  # oneDNN keeps nothing without gradients
+        measured = torch.ops.aten.mkldnn_rnn_layer(*tensors, *rest)[3].numel()
+    return int(measured * (steps * samples) / (few_steps * few_samples))
+
 
 OnAlloc = Callable[[int, bool], Any]  # (bytes, whether a real tensor owns it) -> handle of the block
 OnFree = Callable[[Any], None]

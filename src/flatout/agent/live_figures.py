@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from types import ModuleType
 
-from flatout.agent.step_counters import StepCounters
+from flatout.agent.heartbeat import StepCounters
 from flatout.measure.clock import seconds
 from flatout.measure.cores import usable_cores
 

@@ -6,6 +6,7 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,7 @@ from flatout.agent.frames import user_sources
 from flatout.agent.loader_methods import wrap_loader_method
 from flatout.agent.loaders import FeedRule, LoaderRule, Loaders, loader_key
 from flatout.agent.names import variables_of
-from flatout.agent.optimizers import Optimizers
 from flatout.agent.pickles import without_hooks
-from flatout.agent.scalers import Scalers
 from flatout.agent.steps import StepBoundaries
 from flatout.job.trust import file_digest
 from flatout.schema.program import Ledger
@@ -25,7 +24,141 @@ from flatout.schema.program import Ledger
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Module
+    from torch.optim import Optimizer
     from torch.utils.data import DataLoader
+
+
+class Scalers:
+    def __init__(self, torch: ModuleType) -> None:
+        self.torch = torch
+        self._scalers: dict[int, weakref.ref[Any]] = {}
+        self._unscaled: dict[int, tuple[weakref.ref[Any], Any]] = {}
+
+    @property
+    def enabled(self) -> list[Any]:
+        return [
+            scaler for ref in self._scalers.values() if (scaler := ref()) is not None and scaler.is_enabled()
+        ]
+
+    def without_scale(self, loss: Tensor) -> Any:
+        """Return the unscaled loss of a scaled one; other losses are returned unchanged."""
+        entry = self._unscaled.get(id(loss))
+        return entry[1] if entry is not None and entry[0]() is loss else loss
+
+    def observe(self, ledger: Ledger, context: Any) -> None:
+        scaler_class = self.torch.amp.GradScaler
+        scale, step = scaler_class.scale, scaler_class.step
+
+        @wraps(scale)
+        def hooked_scale(scaler: object, outputs: object) -> Any:
+            scaled = scale(scaler, outputs)
+            self._scalers.setdefault(id(scaler), weakref.ref(scaler))
+            if scaled is not outputs and isinstance(scaled, self.torch.Tensor):
+                self._unscaled = {id(scaled): (weakref.ref(scaled), outputs)}
+            return scaled
+
+        @wraps(step)
+        def hooked_step(scaler: Any, optimizer: Optimizer, *args: object, **kwargs: object) -> Any:
+            events_before = context.optimizer_events
+            result = step(scaler, optimizer, *args, **kwargs)
+            # With infinite gradients the optimizer was not called, but the cycle has ended all the same.
+            if scaler.is_enabled() and context.optimizer_events == events_before and not context.paused:
+                context.optimizer_skipped(optimizer)
+            return result
+
+        ledger.set(scaler_class, "scale", hooked_scale)
+        ledger.set(scaler_class, "step", hooked_step)
+
+
+class Optimizers:
+    """Weak references to optimizers, in creation order. ``boundaries`` is told of new and deleted ones."""
+
+    def __init__(self, boundaries: StepBoundaries) -> None:
+        self._boundaries = boundaries
+        self._refs: dict[int, weakref.ref[Any]] = {}
+        self._stepping: list[int] = []  # outermost first
+
+    @property
+    def alive(self) -> list[Any]:
+        return [optimizer for ref in self._refs.values() if (optimizer := ref()) is not None]
+
+    @property
+    def stepping(self) -> bool:
+        return bool(self._stepping)
+
+    def observe(self, ledger: Ledger, step_hooks: Ledger, context: Any) -> None:
+        """Report each outermost step to ``context`` until ``step_hooks`` is restored, new optimizers until ``ledger`` is."""
+        from torch.optim import optimizer as torch_optimizer
+
+        def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not context.paused and self._enter(optimizer):
+                context.optimizer_begins(optimizer)
+
+        def after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not context.paused and self._exit(optimizer):
+                context.optimizer_ends(optimizer)
+
+        step_hooks.on_restore(
+            "optimizer step hook", torch_optimizer.register_optimizer_step_pre_hook(before_step).remove
+        )
+        step_hooks.on_restore(
+            "optimizer step hook", torch_optimizer.register_optimizer_step_post_hook(after_step).remove
+        )
+        ledger.set(
+            torch_optimizer.Optimizer,
+            "__init__",
+            self._wrap_init(torch_optimizer.Optimizer.__init__, context),
+        )
+
+    def _wrap_init(self, init: Callable[..., Any], context: Any) -> Callable[..., Any]:
+        @wraps(init)
+        def hooked_init(optimizer: Optimizer, *args: object, **kwargs: object) -> None:
+            init(optimizer, *args, **kwargs)
+            if not context.paused:
+                self.register(optimizer)
+
+        return hooked_init
+
+    def register(self, optimizer: Optimizer) -> None:
+        key = id(optimizer)
+        boundaries, refs = self._boundaries, self._refs
+
+        def deleted(_: object) -> None:
+            boundaries.optimizer_deleted(key)
+            refs.pop(key, None)
+
+        refs[key] = weakref.ref(optimizer, deleted)
+        boundaries.optimizer_created(key)
+
+    def _enter(self, optimizer: Optimizer) -> bool:
+        self._pop(optimizer)  # a step that raised left its entry behind
+        self._stepping.append(id(optimizer))
+        return len(self._stepping) == 1
+
+    def _exit(self, optimizer: Optimizer) -> bool:
+        self._pop(optimizer)
+        if self._stepping:  # the inner optimizer of a wrapper: only the wrapper counts
+            self._boundaries.optimizer_deleted(id(optimizer))
+            self._refs.pop(id(optimizer), None)
+            return False
+        if id(optimizer) not in self._refs:
+            self.register(optimizer)
+        return True
+
+    def _pop(self, optimizer: Optimizer) -> None:
+        if id(optimizer) in self._stepping:
+            del self._stepping[self._stepping.index(id(optimizer)) :]
+
+    def ignore_wrappers_of(self, optimizer: Optimizer) -> None:
+        """Do not wait for a wrapper that shares the parameter groups: it may never step itself.
+
+        SAM, for example, has two methods of its own, and its inner optimizer steps.
+        """
+        groups = {id(group) for group in optimizer.param_groups}
+        for wrapper in self.alive:
+            if wrapper is not optimizer and any(id(group) in groups for group in wrapper.param_groups):
+                self._boundaries.optimizer_deleted(id(wrapper))
+
 
 MAX_LAYER_NAMES = 32  # of layers
 MAX_ROOTS = 16  # with more root modules, the script calls its model in pieces

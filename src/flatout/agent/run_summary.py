@@ -18,8 +18,8 @@ from typing import Any, TextIO
 
 from flatout import __version__
 from flatout.agent.bootstrap import notify, show
+from flatout.agent.heartbeat import StepCounters, counters
 from flatout.agent.live_figures import LiveFigures, PeriodicThread
-from flatout.agent.step_counters import StepCounters, counters
 from flatout.job.claims import REPORT, SUMMARY, claim
 from flatout.job.folder import JobFolder, write_json
 from flatout.job.rank_environment import rank_number, this_rank

@@ -15,37 +15,192 @@ checkpoint is removed only after a newer one has been read back and verified.
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import hashlib
+import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from flatout.checkpoint.bounded import to_json
-from flatout.checkpoint.checkpoint import (
-    DAMAGED,
-    FOLDER,
-    LOCK,
-    MANIFEST,
-    Checkpoint,
-    CorruptCheckpoint,
-    files_of,
-    verified,
-)
+from flatout.checkpoint.bounded import MAX_BYTES as MAX_STATE_BYTES
+from flatout.checkpoint.bounded import from_json, to_json
 from flatout.checkpoint.disk import (
+    PRIVATE_FILE,
+    PRIVATE_FOLDER,
     FileDigest,
+    digest_of_file,
     flush_folder,
     make_folder,
     move_folder,
+    read_file,
     remove_folder,
     write_file,
 )
-from flatout.checkpoint.lock import Lock
-from flatout.checkpoint.manifest import Manifest
-from flatout.checkpoint.tensors import write_tensors
-from flatout.checkpoint.values import Packed
+from flatout.checkpoint.manifest import MAX_BYTES, Manifest
+from flatout.checkpoint.tensors import read_tensors, write_tensors
+from flatout.checkpoint.values import Packed, unpack
+from flatout.job import heartbeat
+from flatout.job.streams import avoid_closed_streams
 from flatout.schema.errors import CheckpointError, StorageError
+
+_pids_of_locks: dict[
+    str, int
+] = {}  # by this process: the kernel would grant it its own lock twice. A child does not hold its parent's locks
+
+
+class Lock:
+    """Held until ``release`` or the end of the process, however it ends. Children do not inherit it.
+
+    The file stays and names its last holder. This is the kernel's lock that works over NFS and that loader
+    workers do not inherit. Its drawback: it is lost when this process opens and closes the file again for any
+    reason.
+    """
+
+    @avoid_closed_streams()
+    def __init__(self, path: Path) -> None:
+        """Raises StorageError if another process holds it, OSError if the file cannot be written."""
+        self.path, self._name = path, os.path.realpath(path)
+        if _pids_of_locks.get(self._name) == os.getpid():
+            raise StorageError(
+                f"this process already writes checkpoints in {path.parent}. Use a separate folder for each training."
+            )
+        self._handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_FILE)
+        try:
+            os.fchmod(self._handle, PRIVATE_FILE)
+            fcntl.lockf(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._write_holder()
+        except OSError as error:
+            holder = os.pread(self._handle, 200, 0).decode(errors="replace")
+            os.close(self._handle)
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise StorageError(
+                    f"another process writes checkpoints in {path.parent} ({_holder_name(holder)}). Wait for it, end it, or use another folder for "
+                    "this training."
+                ) from None
+            raise
+        _pids_of_locks[self._name] = os.getpid()
+        self._owner = os.getpid()
+
+    def _write_holder(self) -> None:
+        try:
+            os.ftruncate(self._handle, 0)
+            os.pwrite(self._handle, json.dumps({"pid": os.getpid(), "host": os.uname().nodename}).encode(), 0)
+        except OSError:
+            pass  # a full disk: the lock holds, but its holder has no name
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the locked file is still the one that other processes find."""
+        try:
+            return self._handle >= 0 and os.path.samestat(
+                os.fstat(self._handle), os.stat(self.path, follow_symlinks=False)
+            )
+        except OSError:
+            return False
+
+    def release(self) -> None:
+        if self._handle >= 0 and os.getpid() == self._owner:
+            os.close(self._handle)
+            _pids_of_locks.pop(self._name, None)
+        self._handle = -1
+
+
+def _holder_name(text: str) -> str:
+    try:
+        metadata = json.loads(text)
+        return f"process {int(metadata['pid'])} on {str(metadata['host'])[:64]!r}"
+    except (ValueError, KeyError, TypeError):
+        return "of unknown identity"
+
+
+MANIFEST, DAMAGED, LOCK = "manifest.json", "damaged", "lock"
+FOLDER = re.compile(r"step-(\d{8,15})(?:-(\d{1,6}))?")  # further checkpoints of a step have a number
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A verified checkpoint: its files are, byte for byte, those in its manifest."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    def read(self, torch: ModuleType, name: str = "") -> Any:
+        """The state written under ``name``. Raises CheckpointError."""
+        state, tensors = files_of(name)
+        if state not in self.manifest.files:
+            raise CheckpointError(
+                f"{self.path} has no {state}: another number of ranks or another program made it."
+            )
+        heartbeat.checkpoint_read()
+        try:
+            data = read_file(self.path / state, MAX_STATE_BYTES)
+            if FileDigest(len(data), hashlib.sha256(data).hexdigest()) != self.manifest.files[state]:
+                raise CheckpointError(f"{state} was changed after it was verified")
+            stored = self.manifest.files.get(tensors)
+            return unpack(
+                torch,
+                from_json(data),
+                read_tensors(torch, self.path / tensors, stored) if stored is not None else {},
+            )
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path} cannot be read: {Path(error.filename or state).name}: {error.strerror}."
+            ) from None
+        except (CheckpointError, ValueError, MemoryError) as error:
+            raise CheckpointError(
+                f"{self.path} cannot be read: {str(error) or 'there is not enough memory'}."
+            ) from None
+
+
+@dataclass(frozen=True)
+class CorruptCheckpoint:
+    """A corrupt checkpoint and the reason, without a full stop."""
+
+    path: Path
+    why: str
+
+
+def verified(path: Path) -> Checkpoint:
+    """Verify every byte of a checkpoint. Raises CheckpointError with the reason, without a full stop."""
+    match = FOLDER.fullmatch(path.name)
+    try:
+        manifest = Manifest.from_text(read_file(path / MANIFEST, MAX_BYTES))
+        if match is None or int(match[1]) != manifest.step:
+            raise CheckpointError(f"its manifest is of step {manifest.step}")
+        for name, stored in manifest.files.items():
+            if name.endswith(".json") and stored.bytes > MAX_STATE_BYTES:
+                raise CheckpointError(
+                    f"{name} should have {stored.bytes:,} bytes, and the maximum is {MAX_STATE_BYTES:,}"
+                )
+            if (actual := digest_of_file(path / name, stored)) != stored:
+                raise CheckpointError(
+                    f"{name} has {actual.bytes:,} bytes instead of {stored.bytes:,}"
+                    if actual.bytes != stored.bytes
+                    else f"{name} is not what was written: its digest differs"
+                )
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{Path(error.filename).name} is missing") from None
+    except OSError as error:
+        raise CheckpointError(
+            f"{Path(error.filename or path).name} cannot be read: {error.strerror}"
+        ) from None
+    return Checkpoint(path, manifest)
+
+
+def files_of(name: str) -> tuple[str, str]:
+    return (f"{name}.json", f"{name}.safetensors") if name else ("state.json", "tensors.safetensors")
+
 
 UNFINISHED = re.compile(r"\.(writing|removing)-.*")
 MAX_STEP = 10**15 - 1  # as many digits as a name can have
@@ -279,3 +434,53 @@ def _cannot_write(folder: Path, error: OSError) -> StorageError:
     return StorageError(
         f"cannot write checkpoints in {folder}: {error.strerror}. Free some space there, or name a writable folder."
     )
+
+
+# The checkpoints of a command that always restarts from its beginning.
+#
+# A new run does not prune the checkpoints of earlier runs.
+#
+# rescue/                  the checkpoints of the present run
+# earlier/<number>/    checkpoints of earlier runs: of the newest one, and of the one that got furthest
+
+EARLIER = "earlier"
+
+
+def begin_run(checkpoints: CheckpointFolder) -> None:
+    """Move existing checkpoints aside and keep those of two earlier runs. Raises StorageError."""
+    paths = checkpoints.paths()
+    if not paths:
+        return
+    earlier = checkpoints.folder / EARLIER
+    try:
+        earlier.mkdir(exist_ok=True, mode=PRIVATE_FOLDER)
+        number = 1 + max((int(path.name) for path in earlier_runs(checkpoints.folder)), default=0)
+        make_folder(earlier / str(number))
+        for path in paths:
+            move_folder(path, earlier / str(number) / path.name)
+    except OSError as error:
+        raise StorageError(
+            f"cannot move the checkpoints of an earlier run to {earlier}: {error.strerror}. Move {checkpoints.folder} away."
+        ) from error
+    newest, *older = earlier_runs(checkpoints.folder)
+    furthest = max([newest, *older], key=_steps)
+    for run in older:
+        if run != furthest:
+            shutil.rmtree(run, ignore_errors=True)
+
+
+def earlier_runs(folder: Path) -> list[Path]:
+    """The checkpoint folders of earlier runs, newest first."""
+    try:
+        names = os.listdir(folder / EARLIER)
+    except OSError:
+        return []
+    return [
+        folder / EARLIER / str(number)
+        for number in sorted((int(name) for name in names if name.isdigit()), reverse=True)
+    ]
+
+
+def _steps(run: Path) -> int:
+    newest = CheckpointFolder(run).paths()
+    return int(newest[0].name.split("-")[1]) if newest else 0

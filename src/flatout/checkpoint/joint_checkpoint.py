@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flatout.checkpoint.checkpoint import Checkpoint
-from flatout.checkpoint.checkpoints import CheckpointFolder, write_state
+from flatout.checkpoint.checkpoints import Checkpoint, CheckpointFolder, write_state
 from flatout.checkpoint.disk import FileDigest, read_file, write_file
 from flatout.checkpoint.manifest import Manifest
 from flatout.checkpoint.values import Packed

@@ -5,7 +5,7 @@ the random generators at the start of the epoch, the number of batches consumed,
 resume, a new process starts the epoch as before and skips the consumed batches:
 
     a DataLoader over a data set with indices   skips the sampler and fetches nothing; loader workers start in
-                                                the saved state (`flatout.checkpoint.worker_state`)
+                                                the saved state (`flatout.checkpoint.random_states`)
     a loader with a state_dict of its own       loads that state
     a list                                      skips entries
     anything else                               fetches batches again and discards them
@@ -16,33 +16,110 @@ resume, a new process starts the epoch as before and skips the consumed batches:
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.checkpoint.loader_kinds import (
-    FETCHED,
-    INDICES,
-    SEQUENCE,
-    STATEFUL,
-    draws_while_iterating,
-    has_state,
-    kind_of,
-    length,
-    overridden,
-    samplers_of,
-    stateful_objects,
-)
-from flatout.checkpoint.random_states import Interleaving, random_states, set_random_states
-from flatout.checkpoint.worker_state import (
+from flatout.checkpoint.random_states import (
     BatchWithWorkerState,
     FindGenerators,
+    Interleaving,
     WorkerStateCollate,
     changed,
     counters,
+    random_states,
+    set_random_states,
 )
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader, Sampler
+
+
+# How a DataLoader's position can be restored: what its samplers and data set offer.
+
+INDICES, STATEFUL, SEQUENCE, FETCHED = "indices", "state", "rows", "fetched"
+# Samplers that draw when they start, not during iteration; `draws_while_iterating` knows the exceptions.
+PLAIN_SAMPLERS = {
+    "SequentialSampler",
+    "RandomSampler",
+    "SubsetRandomSampler",
+    "WeightedRandomSampler",
+    "BatchSampler",
+    "DistributedSampler",
+}
+
+
+@contextmanager
+def overridden(loader: DataLoader, overrides: dict[str, Any]) -> Iterator[None]:
+    """Override attributes that a loader does not allow to set, while it makes an iterator."""
+    attributes = vars(loader)
+    before = {name: attributes[name] for name in overrides}
+    attributes.update(overrides)
+    try:
+        yield
+    finally:
+        attributes.update(before)
+
+
+def kind_of(torch: ModuleType, loader: DataLoader) -> str:
+    """How to find a position in this loader again."""
+    if type(loader) in (list, tuple):
+        return SEQUENCE
+    if has_state(loader):
+        return STATEFUL
+    loader_class = torch.utils.data.DataLoader
+    if not isinstance(loader, loader_class) or isinstance(loader.dataset, torch.utils.data.IterableDataset):
+        return FETCHED
+    is_plain = (
+        type(loader).__iter__ is loader_class.__iter__
+        and type(loader)._get_iterator is loader_class._get_iterator
+    )
+    return INDICES if is_plain else FETCHED  # a subclass may iterate differently
+
+
+def samplers_of(loader: DataLoader) -> list[Any]:
+    samplers: list[Any] = []
+    queue = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
+    while queue:
+        sampler = queue.pop(0)
+        if sampler is not None and not any(sampler is known for known in samplers):
+            samplers.append(sampler)
+            queue.append(getattr(sampler, "sampler", None))
+    return samplers
+
+
+def stateful_objects(loader: DataLoader, kind: str) -> list[Any]:
+    """Objects that may hold a position: samplers, the data set, a custom loader."""
+    if kind == SEQUENCE:
+        return []
+    things = (
+        [*samplers_of(loader), getattr(loader, "dataset", None)] if hasattr(loader, "dataset") else [loader]
+    )
+    return [thing for thing in things if hasattr(thing, "__dict__")]
+
+
+def has_state(thing: object) -> bool:
+    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+
+
+def draws_while_iterating(sampler: Sampler) -> bool:
+    """Whether a sampler may draw between two batches from a generator that other code uses, too."""
+    kind = type(sampler)
+    if kind in (list, tuple, range):
+        return False
+    if not kind.__module__.startswith("torch.utils.data.") or kind.__name__ not in PLAIN_SAMPLERS:
+        return True
+    if kind.__name__ != "RandomSampler" or sampler.generator is None:
+        return False
+    return bool(sampler.replacement or sampler.num_samples > len(sampler.data_source))
+
+
+def length(thing: Any) -> int | None:
+    try:
+        return len(thing)
+    except Exception:  # raised by user code
+        return None
+
 
 SHAPE_WORDS = {
     "kind": "loader",

@@ -14,10 +14,8 @@ from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.agent.schedulers import Schedulers
 from flatout.agent.signals import Signals
-from flatout.checkpoint.checkpoints import CheckpointFolder, step_of
-from flatout.checkpoint.earlier_runs import begin_run
-from flatout.checkpoint.environment import environment
-from flatout.checkpoint.metadata import CheckpointMeta, ExactMeta
+from flatout.checkpoint.checkpoints import CheckpointFolder, begin_run, step_of
+from flatout.checkpoint.metadata import CheckpointMeta, ExactMeta, environment
 from flatout.checkpoint.saver import SHARE, CheckpointWriter, WriterClocks
 from flatout.checkpoint.training_state import TrainingState
 from flatout.checkpoint.values import Packed, pack

@@ -13,9 +13,8 @@ from flatout.cli.options.json_output import json_option, print_json
 from flatout.cli.options.messages import warn_untested
 from flatout.cli.options.scripts import command_of, read_program, rule_options
 from flatout.cli.profile import MIN_BUDGET_S, profile
-from flatout.diagnose.check import check
-from flatout.diagnose.profiled_program import ProfileOptions
-from flatout.diagnose.ranking import sort_key
+from flatout.diagnose.check import check, sort_key
+from flatout.diagnose.profiling import ProfileOptions
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules import TABLE
 from flatout.diagnose.rules.ignore_without_effect import RULE as UNUSED

@@ -57,7 +57,7 @@ def command(bench: bool, quotes: bool, as_json: bool) -> int:
 def _quote(console: Console) -> None:
     """Print what PyTorch and the driver themselves report of the machine."""
     from flatout.job.interpreter import program_python
-    from flatout.launch.timed_commands import TimedCommand
+    from flatout.launch.process import TimedCommand
 
     for command in (
         [program_python(), "-m", "torch.utils.collect_env"],

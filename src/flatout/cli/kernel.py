@@ -34,7 +34,7 @@ def check(subjects: tuple[str, ...], limit: str, as_json: bool) -> int:
     Tests values and gradients against float64, memory, determinism, registration, and known-wrong variants.
     Checks that cannot run on this machine are listed as "not run". The exit code is 1 if a check fails.
     """
-    from flatout.cli.kernel_check import check_all
+    from flatout.cli.kernel_bench import check_all
 
     return check_all(subjects, limit, as_json)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from flatout.launch.timed_commands import TimedCommand
+from flatout.launch.process import TimedCommand
 from flatout.schema.errors import UsageError
 
 LIMIT_S = 2 * 3600.0

@@ -13,9 +13,9 @@ from flatout.levers import TABLE
 from flatout.probe.machine import look
 from flatout.render.formatting import shell
 from flatout.render.terminal import plan_table
-from flatout.schema.accepted import rejection
 from flatout.schema.enums import Origin
 from flatout.schema.errors import PlanError
+from flatout.schema.lever import rejection
 from flatout.schema.outputs import PlanChoice, PlanRecord
 from flatout.schema.plan import Choice, Plan
 from flatout.tune.plan_files import SkippedPlan, find_plan, job_folder

@@ -15,8 +15,7 @@ from flatout.cli.options.json_output import json_option, print_json
 from flatout.cli.options.measurement import header, job_option, saved_on_exit
 from flatout.cli.options.messages import warn_untested
 from flatout.cli.options.progress import LiveProgress
-from flatout.diagnose.profiled_program import ProfiledProgram, ProfileOptions
-from flatout.diagnose.profiling import MEMORY_STAGES, run_profile
+from flatout.diagnose.profiling import MEMORY_STAGES, ProfiledProgram, ProfileOptions, run_profile
 from flatout.job.folder import JobFolder, write_atomically
 from flatout.launch.command import Command, check_measurable, parse_command
 from flatout.probe.machine import look

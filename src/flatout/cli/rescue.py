@@ -4,9 +4,7 @@ from pathlib import Path
 
 import click
 
-from flatout.checkpoint.checkpoint import Checkpoint, verified
-from flatout.checkpoint.checkpoints import CheckpointFolder
-from flatout.checkpoint.earlier_runs import earlier_runs
+from flatout.checkpoint.checkpoints import Checkpoint, CheckpointFolder, earlier_runs, verified
 from flatout.checkpoint.metadata import CheckpointMeta
 from flatout.checkpoint.rescue_writer import KIND
 from flatout.cli.options.json_output import json_option, print_json

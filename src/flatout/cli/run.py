@@ -29,8 +29,7 @@ from flatout.cli.options.supervision import Supervision, add_supervision_options
 from flatout.job.folder import read_json, write_json
 from flatout.job.temporary import temporary
 from flatout.launch.caches import private_caches
-from flatout.launch.command import Command, check_measurable, parse_command
-from flatout.launch.entry_watch import EntryWatch, watch_from_beside
+from flatout.launch.command import Command, EntryWatch, check_measurable, parse_command, watch_from_beside
 from flatout.launch.environment import ENTERED, crash_environment, job_environment
 from flatout.launch.torchrun import Torchrun, torchrun_of
 from flatout.levers import TABLE

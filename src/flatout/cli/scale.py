@@ -9,8 +9,7 @@ import click
 from flatout.cli.options.arguments import PROGRAM, budget_option
 from flatout.cli.options.measurement import Measurement, header, measurement_options
 from flatout.cli.options.messages import warn_untested
-from flatout.diagnose.profiled_program import ProfiledProgram, ProfileOptions
-from flatout.diagnose.profiling import run_profile
+from flatout.diagnose.profiling import ProfiledProgram, ProfileOptions, run_profile
 from flatout.diagnose.scale_prediction import add_profile, predict_points
 from flatout.job.folder import JobFolder, read_json
 from flatout.measure.scaling import FIXED_SHARE

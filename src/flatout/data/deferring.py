@@ -15,11 +15,20 @@ import torch
 from torch import Tensor
 
 from flatout.data.deferred import CLASSES, deferred_image, is_deferred, materialize
-from flatout.data.finishing import DeferredWork, batch_of, finished_image, rows_of
-from flatout.data.intercept import THREAD, OriginalCall, Recorder, recording
 from flatout.data.journal import CallDraws, DrawJournal
 from flatout.data.operation import ImageShape
-from flatout.data.pipelines import Pipelines, TransformPipeline
+from flatout.data.pipelines import (
+    THREAD,
+    DeferredWork,
+    OriginalCall,
+    Pipelines,
+    Recorder,
+    TransformPipeline,
+    batch_of,
+    finished_image,
+    recording,
+    rows_of,
+)
 
 MAX_PIXEL_BYTES = 2**28  # of deferred images; beyond this, they are computed before their batch is complete
 

@@ -22,18 +22,15 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flatout.data.batch_comparison import difference
 from flatout.data.device import DeviceCopies, DevicePrefetcher, ResidentDevice
-from flatout.data.gathering import can_gather, gather_batch
 from flatout.data.inspection import inspection_copy
-from flatout.data.intercept import INTERCEPTION
 from flatout.data.keeping import CacheOptions
-from flatout.data.kept import replay_sample
 from flatout.data.observing import PipelineReader
 from flatout.data.operation import NotBatchable
 from flatout.data.pipeline_tracker import PROBED_SAMPLES, PipelineTracker, track_pipelines
-from flatout.data.pipelines import Pipelines
-from flatout.data.samples import CHANGED, KeptSamples, open_samples
+from flatout.data.pipelines import INTERCEPTION, Pipelines
+from flatout.data.samples import CHANGED, KeptSamples, can_gather, gather_batch, open_samples
 from flatout.data.source import FeedSource, cannot_feed, cannot_keep, fetch_samples, spread
-from flatout.data.store import Store
+from flatout.data.store import Store, replay_sample
 from flatout.data.streams import (
     WorkerStreams,
     own_generators,
@@ -181,7 +178,7 @@ class Feed:
         if self.refusal or not self._is_active:
             return self._plain_batch(indices)
         if self.pipelines.changed:
-            self._pause("the script changes its transforms while batches are made")
+            self._pause()
             return self._plain_batch(indices)
         if self._checked_pid != os.getpid():
             self._checked_pid = os.getpid()
@@ -387,11 +384,11 @@ class Feed:
         self.cache, self.why_no_cache = None, why
         self._report("keep", why)
 
-    def _pause(self, why: str) -> None:
+    def _pause(self) -> None:
         self._close_samples()
         self.tracker = None
-        self._report("keep", why)
-        self._report("batched", why)
+        for option in ("keep", "batched"):
+            self._report(option, "the script changes its transforms while batches are made")
 
     def _refuse(self, why: str) -> None:
         self._close_samples()

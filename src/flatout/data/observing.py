@@ -12,10 +12,17 @@ from torch import Tensor
 from flatout.data.batch_comparison import difference
 from flatout.data.deferring import BatchRecorder
 from flatout.data.images import copy_image, same_pixels
-from flatout.data.intercept import OriginalCall, package_of, recording
 from flatout.data.lowering import Lowered, count_deterministic, extend, lower
 from flatout.data.operation import NotBatchable
-from flatout.data.pipelines import Pipelines, TransformPipeline, parameters_of, steps_of
+from flatout.data.pipelines import (
+    OriginalCall,
+    Pipelines,
+    TransformPipeline,
+    package_of,
+    parameters_of,
+    recording,
+    steps_of,
+)
 from flatout.data.streams import restore_states, same_states, states
 
 MAX_CALLS = 8  # most calls recorded per transform

@@ -10,10 +10,9 @@ from torch.utils.data import ConcatDataset, Dataset
 
 from flatout.data.deferring import BatchRecorder
 from flatout.data.inspection import inspection_copy
-from flatout.data.intercept import INTERCEPTION, recording
 from flatout.data.observing import CallObserver, InPlaceTransform, PipelineReader
 from flatout.data.operation import NotBatchable
-from flatout.data.pipelines import Pipelines, TransformPipeline
+from flatout.data.pipelines import INTERCEPTION, Pipelines, TransformPipeline, recording
 from flatout.data.source import fetch_samples, spread
 from flatout.data.streams import preserve_states, restore_states, states
 

@@ -2,5 +2,5 @@
 
 Runs in: a process of its own beside the program, started by the flatout command.
 Imports: schema, measure; the trackers' clients.
-Start with: follow.py (reads the figures that the program writes), trackers.py (one class for each tracker).
+Start with: trackers.py (one class for each tracker; reads the figures that the program writes).
 """

@@ -221,4 +221,4 @@ class TrialFolder:
     @property
     def files(self) -> Path:
         """Return the folder for what a trial started by this process writes, instead of the user's folders."""
-        return owned_path(self.path, "files")
+        return owned_path(self.path)

@@ -8,7 +8,7 @@ of the program has these files in it:
     failed.<pid>       JSON: the exception that ended it
 
 Writing a number takes a tenth of a microsecond, reads no clock and makes no system call. Hooks count the
-steps (`agent.step_counters`). Checkpoints report themselves, at no cost without a monitor.
+steps (`agent.heartbeat`). Checkpoints report themselves, at no cost without a monitor.
 """
 
 from __future__ import annotations

@@ -44,9 +44,9 @@ def temporary_folder(kind: str) -> Iterator[Path]:
         remove(folder)
 
 
-def owned_path(folder: Path, kind: str) -> Path:
+def owned_path(folder: Path) -> Path:
     """Return a path in ``folder`` for a folder of this process, which `leftover_folders` finds once it has ended."""
-    return folder / f"flatout-{kind}-{owner()}-0"
+    return folder / f"flatout-files-{owner()}-0"
 
 
 def remove(folder: Path) -> None:

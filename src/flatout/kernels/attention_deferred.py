@@ -29,7 +29,6 @@ from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode, enable_reentrant_dispatch
 from torch.utils._pytree import tree_map_only
 
-from flatout.kernels.attend import attend
 from flatout.kernels.attention_forms import (
     FORM_UPDATES,
     IN_PLACE_NAME,
@@ -49,6 +48,7 @@ from flatout.kernels.attention_runtime import (
     PLAIN_TENSORS,
     MaskRegistry,
     RuntimeArguments,
+    attend,
     autocast_state,
     empty_result,
     is_usable_later,

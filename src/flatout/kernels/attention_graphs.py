@@ -13,7 +13,6 @@ import torch
 from torch.fx import Graph, Node, Proxy
 from torch.fx.proxy import GraphAppendingTracer
 
-from flatout.kernels.attend import attend, mask_properties
 from flatout.kernels.attention_forms import (
     IN_PLACE_NAME,
     OUT_OF_PLACE,
@@ -26,7 +25,7 @@ from flatout.kernels.attention_forms import (
     scores_form,
     unpack_operands,
 )
-from flatout.kernels.attention_runtime import MASK_OPERATORS
+from flatout.kernels.attention_runtime import MASK_OPERATORS, attend, mask_properties
 
 MAX_MASK_ELEMENTS = 1 << 26  # largest mask that is computed to test whether it is causal
 

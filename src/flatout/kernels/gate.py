@@ -2,11 +2,11 @@
 
 It computes and returns records; it prints, times and starts nothing.
 
-    values          outputs and gradients of every case against the reference in float64 (``evaluation``: bounds
+    values          outputs and gradients of every case against the reference in float64 (bounds
                     that follow from the type and the length of the sums)
     determinism     bitwise equal outputs and gradients
     memory          every case with each buffer against a protected page, at its end and at its beginning
-                    (``fences``); on a GPU, compute-sanitizer runs the same cases
+                    (`fenced`); on a GPU, compute-sanitizer runs the same cases
     opcheck         torch.library.opcheck on the operators, with the arguments from the cases
     gradcheck       numerical against analytical gradients in float64, for implementations that support it
     compiles        CUDA C++ for sm_80 and sm_90a
@@ -16,9 +16,12 @@ The gate runs in a child process (``python -m flatout.kernels``), because kernel
 the process has failed.
 """
 
+import ctypes
+import math
+import mmap
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -30,17 +33,202 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from flatout.kernels import NAMES, cuda
-from flatout.kernels.evaluation import (
-    CheckFailed,
-    compare,
-    evaluate,
-    in_double,
-    inputs_of,
-    on_device,
-    run_case,
-)
-from flatout.kernels.fences import Fenced, fenced
 from flatout.kernels.kernel import Case, Function, Implementation, Inputs, Kernel, has_triton, tensors_of
+
+# Detect out-of-bounds access: each tensor ends (or begins) at a protected page.
+#
+# A kernel that reads or writes one element too far ends the process with SIGSEGV at that instruction. Memory
+# that a kernel allocates is fenced as well and filled with NaN, which reveals elements that it never writes.
+# This works on a CPU only: Triton's interpreter, the CUDA emulator, and plain code. On a GPU, compute-sanitizer
+# does this.
+
+PAGE_BYTES = mmap.PAGESIZE
+POISON_BYTE = 0x7F  # for types that are not floating: far from any sensible number
+ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+FILLED_ALLOCATIONS = {
+    "zeros",
+    "zeros_like",
+    "new_zeros",
+    "full",
+    "full_like",
+    "new_full",
+    "ones",
+    "ones_like",
+}
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def fenced(tensor: torch.Tensor, at_end: bool = True) -> torch.Tensor:
+    """A copy with the same sizes and strides, with a protected page at its end or at its beginning."""
+    if tensor.numel() == 0:
+        return tensor.clone()
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    size = extent * tensor.element_size()
+    data_bytes = -(-size // PAGE_BYTES) * PAGE_BYTES
+    buffer = mmap.mmap(-1, data_bytes + PAGE_BYTES)
+    guard_offset = data_bytes if at_end else 0
+    address = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    flat = torch.frombuffer(
+        buffer, dtype=tensor.dtype, count=extent, offset=data_bytes - size if at_end else PAGE_BYTES
+    )
+    if _libc.mprotect(ctypes.c_void_p(address + guard_offset), ctypes.c_size_t(PAGE_BYTES), 0):
+        raise OSError(ctypes.get_errno(), "mprotect")
+    flat.copy_(tensor.detach().as_strided((extent,), (1,)))  # including gaps between elements
+    return flat.as_strided(tensor.shape, tensor.stride(), 0)
+
+
+class Fenced(TorchDispatchMode):
+    """While active, fences the allocations of the given operators' functions.
+
+    ``functions``: by operator name.
+    """
+
+    def __init__(self, functions: Mapping[str, Callable[..., Any]], at_end: bool) -> None:
+        super().__init__()
+        self._functions, self._at_end = functions, at_end
+
+    def __torch_dispatch__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.name().rpartition(".")[0] if "." in function.name() else function.name()
+        python_function = self._functions.get(name)
+        if python_function is not None:  # call the function itself, to fence its allocations
+            with self:
+                return python_function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
+        operator = name.removeprefix("aten::")
+        if operator not in ALLOCATIONS | FILLED_ALLOCATIONS or result.device.type != "cpu":
+            return result
+        if operator in ALLOCATIONS and result.numel():
+            result.view(torch.uint8).fill_(
+                POISON_BYTE
+            ) if not result.is_floating_point() and result.dtype is not torch.bool else result.fill_(
+                float("nan")
+            )
+        return fenced(result, self._at_end)
+
+
+# Evaluate a kernel's function on a case, and compare outputs and gradients with the reference in float64.
+#
+# Two things round: the storage type, once or a few times per output (relative to that output), and the sums,
+# which are kept in float32 or better (relative to the largest output). n random roundings add up like sqrt(n):
+# Higham & Mary, "A new approach to probabilistic rounding error analysis", SIAM J. Sci. Comput. 41(5), 2019. So
+#
+# |result - float64|  <=  MAX_ULPS * u(dtype) * |float64|
+# +  (inner_roundings * u(dtype) + SUM_SLACK * u(sums) * (1 + sqrt(terms))) * max |float64|
+#
+# ``inner_roundings`` counts the values inside the formula that are rounded to the storage type before further
+# use, and u is the unit roundoff. No limit is tuned by hand for a kernel.
+
+MAX_ULPS = 4.0  # roundings in the storage type per output
+SUM_SLACK = 8.0
+
+
+class CheckFailed(Exception):
+    """A check failed; the message says why."""
+
+
+@dataclass(frozen=True)
+class Distance:
+    """``error_ratio`` is the largest error as a share of the allowed error; at most 1 passes."""
+
+    error_ratio: float
+    position: tuple[int, ...] = ()
+    got: float = 0.0
+    expected: float = 0.0
+
+
+def distance(
+    result: torch.Tensor,
+    expected: torch.Tensor,
+    terms: int,
+    inner_roundings: float = 0.0,
+    input_dtype: torch.dtype | None = None,
+) -> Distance:
+    """The distance of ``result`` from the float64 tensor ``expected`` of the same shape.
+
+    NaN equals only NaN, and an infinity only itself. ``input_dtype`` is the type of the inputs, if coarser than
+    the result's.
+    """
+    if result.numel() == 0:
+        return Distance(0.0)
+    sum_dtype = torch.promote_types(result.dtype, torch.float32)
+    actual = result.detach().to("cpu", torch.float64)
+    expected = expected.detach().to("cpu", torch.float64)
+    equal = (actual == expected) | (actual.isnan() & expected.isnan())
+    finite = expected.isfinite()
+    scale = float(expected[finite].abs().max()) if bool(finite.any()) else 0.0
+    u = max(torch.finfo(dtype).eps / 2 for dtype in (result.dtype, input_dtype or result.dtype))
+    sum_error = SUM_SLACK * torch.finfo(sum_dtype).eps / 2 * (1 + math.sqrt(terms))
+    allowed = MAX_ULPS * u * expected.abs() + (inner_roundings * u + sum_error) * scale
+    smallest_step = torch.finfo(result.dtype).smallest_normal * torch.finfo(result.dtype).eps
+    ratio = torch.where(equal, 0.0, (actual - expected).abs() / (allowed + smallest_step))
+    ratio = torch.where(ratio.isnan(), math.inf, ratio)
+    worst = ratio.argmax()
+    indices = torch.unravel_index(worst, ratio.shape) if ratio.dim() else ()
+    ratio, actual, expected = (float(tensor.flatten()[worst]) for tensor in (ratio, actual, expected))
+    return Distance(ratio, tuple(map(int, indices)), actual, expected)
+
+
+def compare(kernel: Kernel, case: Case, seed: int, call: Function) -> float:
+    """The largest error as a share of the allowed error. Raises CheckFailed with the position if it exceeds 1."""
+    expected = evaluate(kernel.reference, in_double(inputs_of(case, seed)), case, seed)
+    results = run_case(call, case, seed)
+    if len(results) != len(expected):
+        raise CheckFailed(f"{case.title}: {len(results)} results, but the reference has {len(expected)}")
+    outputs, max_ratio = len(results) - len(case.differentiate), 0.0
+    for index, (result, expected_result) in enumerate(zip(results, expected, strict=True)):
+        title = f"output {index}" if index < outputs else f"gradient of {case.differentiate[index - outputs]}"
+        if result.shape != expected_result.shape:
+            raise CheckFailed(
+                f"{case.title}: {title} has shape {tuple(result.shape)}, not {tuple(expected_result.shape)}"
+            )
+        error = distance(result, expected_result, case.terms, case.inner_roundings, case.dtype)
+        if error.error_ratio > 1:
+            raise CheckFailed(
+                f"{case.title}: {title} at {error.position} is {error.got:.9g}, not {error.expected:.9g} ({error.error_ratio:.3g} times the allowed error)"
+            )
+        max_ratio = max(max_ratio, error.error_ratio)
+    return max_ratio
+
+
+def run_case(call: Function, case: Case, seed: int) -> list[torch.Tensor]:
+    return evaluate(call, on_device(inputs_of(case, seed)), case, seed)
+
+
+def evaluate(call: Function, inputs: Inputs, case: Case, seed: int) -> list[torch.Tensor]:
+    """Outputs, then gradients of the differentiated inputs.
+
+    Output gradients are drawn from the case's seed.
+    """
+    leaves = [inputs[name].requires_grad_() for name in case.differentiate]
+    outputs = tensors_of(call(**inputs))
+    results = [output.detach() for output in outputs]
+    if leaves:
+        generator = torch.Generator().manual_seed(1000 + seed)
+        differentiable = [output for output in outputs if output.requires_grad]
+        grad_outputs = [
+            torch.randn(output.shape, generator=generator).to(case.dtype).to(output.device, output.dtype)
+            for output in differentiable
+        ]
+        grads = torch.autograd.grad(
+            differentiable, leaves, grad_outputs, allow_unused=True, materialize_grads=True
+        )
+        results += grads
+    return results
+
+
+def inputs_of(case: Case, seed: int) -> Inputs:
+    return case.make(torch.Generator().manual_seed(seed))
+
+
+def on_device(inputs: Inputs) -> Inputs:
+    return tree_map_only(torch.Tensor, torch.Tensor.cuda, inputs) if torch.cuda.is_available() else inputs
+
+
+def in_double(inputs: Inputs) -> Inputs:
+    return tree_map_only(
+        torch.Tensor, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, inputs
+    )
+
 
 TARGETS = ("sm_80", "sm_90a")
 SANITIZED = "FLATOUT_SANITIZED"  # set in a child that runs under compute-sanitizer

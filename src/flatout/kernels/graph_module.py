@@ -5,7 +5,7 @@ the recording's outputs, so the script may keep them. Everything else runs eager
 calls that cannot be recorded.
 
     first call of a shape    runs eagerly
-    second                   runs eagerly and is observed (``graph_observation.py``)
+    second                   runs eagerly and is observed (``PassObservation``)
     third                    is recorded, forward and backward, and replayed
     later ones               are replayed
 
@@ -23,7 +23,6 @@ import torch
 from torch.nn import Module
 from torch.utils import _pytree
 
-from flatout.kernels.graph_observation import PassObservation, observe_pass
 from flatout.kernels.graph_recording import (
     Arguments,
     NotRecordable,
@@ -33,10 +32,12 @@ from flatout.kernels.graph_recording import (
     why_not_copyable,
 )
 from flatout.kernels.graph_replay import (
+    PassObservation,
     RecordedPass,
     generator_state,
     must_run_eagerly,
     nearly_equal,
+    observe_pass,
     restore_state,
 )
 

@@ -8,7 +8,7 @@ from flatout.launch.caches import private_caches
 from flatout.schema.errors import FlatoutError
 
 SITE = Path(__file__).resolve().parent.parent / "agent" / "site"
-ENTERED = "FLATOUT_ENTERED"  # names the file to which the processes of a program report (entry_watch.py)
+ENTERED = "FLATOUT_ENTERED"  # names the file to which the processes of a program report (command.py)
 
 # A trial must not report to an experiment tracker.
 OFFLINE_TRACKERS = {

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from flatout.job.temporary import temporary
 from flatout.launch.command import Command, is_python, parse_command, parse_python
-from flatout.launch.rank_variables import launch_environment
+from flatout.launch.rank import launch_environment
 from flatout.schema.errors import UsageError
 
 # options of torchrun without a value; all others take one

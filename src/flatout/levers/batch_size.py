@@ -23,10 +23,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from flatout.levers.reasons import NO_LOADER
-from flatout.schema.accepted import Number, Table
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
-from flatout.schema.lever import Lever, Options, Skip, Undo, Value
+from flatout.schema.lever import Lever, Number, Options, Skip, Table, Undo, Value
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader, Dataset

@@ -50,7 +50,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     from flatout.data.feed import Feed
-    from flatout.data.intercept import INTERCEPTION
+    from flatout.data.pipelines import INTERCEPTION
 
     def batched(loader: DataLoader, requested: dict[str, Any], feed: Feed | None) -> Any:
         feed = feed or Feed(loader)

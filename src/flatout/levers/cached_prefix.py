@@ -21,10 +21,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flatout.schema.accepted import SWITCH, Number, Table, Text
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
-from flatout.schema.lever import Lever, Options, Skip, Undo, Value
+from flatout.schema.lever import SWITCH, Lever, Number, Options, Skip, Table, Text, Undo, Value
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -74,7 +73,7 @@ def _cache_options(value: Value, shared_samples: Any = None) -> Any:
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     from flatout.data.feed import Feed
-    from flatout.data.intercept import INTERCEPTION
+    from flatout.data.pipelines import INTERCEPTION
 
     keep = _cache_options(value, context.shared_samples)
 

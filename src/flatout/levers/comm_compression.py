@@ -21,10 +21,9 @@ Sources: Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression 
 from dataclasses import replace
 
 from flatout.distributed.absent import why_not_hookable, why_not_split
-from flatout.schema.accepted import Number, Table
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
-from flatout.schema.lever import Lever, Options, Skip, Undo, Value
+from flatout.schema.lever import Lever, Number, Options, Skip, Table, Undo, Value
 from flatout.schema.program import Ledger, TrainingContext
 
 ACTS_ON = "this lever acts on a DistributedDataParallel, or on ranks that `flatout run --procs N` starts"
@@ -59,7 +58,7 @@ def _why_not(context: TrainingContext) -> str:
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Raises LookupError without ranks, or for PowerSGD without NumPy."""
-    from flatout.distributed.transport import Transport
+    from flatout.distributed.exchange import Transport
 
     if why := _why_not(context):
         raise LookupError(why)

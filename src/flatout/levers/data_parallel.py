@@ -24,10 +24,9 @@ Sources: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data 
 from flatout.distributed.absent import why_not_split
 from flatout.distributed.division import ACCEPTED
 from flatout.job.rank_environment import this_rank
-from flatout.schema.accepted import Number, Table, Text
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
-from flatout.schema.lever import Lever, Options, Skip, Undo, Value
+from flatout.schema.lever import Lever, Number, Options, Skip, Table, Text, Undo, Value
 from flatout.schema.program import Ledger, TrainingContext
 
 NAME = "data_parallel"

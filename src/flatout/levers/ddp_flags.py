@@ -21,10 +21,9 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from flatout.distributed.absent import ONE_RANK
-from flatout.schema.accepted import Table
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
-from flatout.schema.lever import Lever, Options, Skip, Undo, Value
+from flatout.schema.lever import Lever, Options, Skip, Table, Undo, Value
 
 if TYPE_CHECKING:
     from torch.nn import Module

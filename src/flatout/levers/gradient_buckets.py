@@ -18,10 +18,9 @@ from dataclasses import replace
 from typing import Any
 
 from flatout.distributed.absent import why_not_split
-from flatout.schema.accepted import Number
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
-from flatout.schema.lever import Lever, Options, Skip, Undo, Value
+from flatout.schema.lever import Lever, Number, Options, Skip, Undo, Value
 from flatout.schema.program import Ledger, TrainingContext
 
 NAME = "gradient_buckets"

@@ -76,7 +76,7 @@ def _why_not(context: TrainingContext, root: Module) -> str:
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     from flatout.kernels.graph_module import ModuleGraphs
-    from flatout.kernels.graph_observation import reporting_setattr
+    from flatout.kernels.graph_replay import reporting_setattr
     from flatout.kernels.graph_update import UpdateGraph, why_not_recordable
 
     torch = context.torch

@@ -14,10 +14,9 @@ Sources: torch._functorch.config.activation_memory_budget; pytorch.org/blog, "Cu
 """
 
 from flatout.levers.reasons import COMPILED_ONCE, COMPILER_OFF, NO_ROOT
-from flatout.schema.accepted import Number
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
-from flatout.schema.lever import Lever, Options, Skip, Undo, Value
+from flatout.schema.lever import Lever, Number, Options, Skip, Undo, Value
 from flatout.schema.program import Ledger, TrainingContext
 
 BUDGETS: tuple[Value, ...] = (0.7, 0.5, 0.3, 0.1)

@@ -19,10 +19,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from flatout.schema.accepted import SWITCH, Number, Table
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
-from flatout.schema.lever import Lever, Options, Skip, Undo, Value
+from flatout.schema.lever import SWITCH, Lever, Number, Options, Skip, Table, Undo, Value
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader, Dataset
@@ -65,8 +64,8 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     assert isinstance(value, dict)
     from flatout.data.device import DeviceCopies, ResidentDevice, return_device_copies
     from flatout.data.feed import Feed
-    from flatout.data.intercept import INTERCEPTION
     from flatout.data.keeping import CacheBudget, CacheOptions
+    from flatout.data.pipelines import INTERCEPTION
     from flatout.data.streams import seeds_itself, without_workers
 
     torch = context.torch

@@ -22,10 +22,9 @@ Sources: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Tr
 
 from flatout.distributed.absent import why_not_split
 from flatout.job.rank_environment import this_rank
-from flatout.schema.accepted import Table
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
-from flatout.schema.lever import Lever, Options, Skip, Undo, Value
+from flatout.schema.lever import Lever, Options, Skip, Table, Undo, Value
 from flatout.schema.program import Ledger, TrainingContext
 
 NAME = "sharding"
@@ -44,7 +43,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """Raises LookupError without `data_parallel`."""
     from flatout.distributed.sharding import Sharding
-    from flatout.levers.recomputed_blocks import repeated
+    from flatout.levers.recompute import repeated
 
     settings = {} if value is True else value
     assert isinstance(settings, dict)

@@ -11,10 +11,9 @@ Sources: PyTorch documentation, "CPU threading and TorchScript inference"; torch
 
 import os
 
-from flatout.schema.accepted import Number
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
-from flatout.schema.lever import Lever, Options, Skip, Undo, Value
+from flatout.schema.lever import Lever, Number, Options, Skip, Undo, Value
 from flatout.schema.program import Ledger, TrainingContext
 
 

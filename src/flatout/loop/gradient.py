@@ -12,12 +12,11 @@ from contextlib import nullcontext
 from math import isfinite
 from typing import TYPE_CHECKING, Any
 
-from flatout.loop.accumulation import Accumulation, detach_values
+from flatout.loop.accumulation import MEAN, SUM, Accumulation, ReductionTest, detach_values, parse_loss
 from flatout.loop.batches import move, split
 from flatout.loop.finite import LossMonitor, find_non_finite_source
 from flatout.loop.memory import SMALLER, MicroBatches, OutOfMemory, free_memory, is_out_of_memory
 from flatout.loop.randomness import RandomState
-from flatout.loop.reduction import MEAN, SUM, ReductionTest, parse_loss
 from flatout.loop.training import Training
 from flatout.schema.errors import LoopError
 

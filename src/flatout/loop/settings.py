@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flatout.loop.accumulation import COMBINE_MODES
-from flatout.loop.reduction import MEAN, SUM
+from flatout.loop.accumulation import COMBINE_MODES, MEAN, SUM
 from flatout.schema.errors import LoopError
 from flatout.schema.plan import Plan
 

@@ -136,10 +136,10 @@ def available_bytes() -> int:
         return available
 
 
-def resident_bytes(pid: int | str = "self") -> int:
-    """The memory of a process in RAM, or 1 if it is unknown. Source: proc_pid_statm(5)."""
+def resident_bytes() -> int:
+    """The memory of this process in RAM, or 1 if it is unknown. Source: proc_pid_statm(5)."""
     try:
-        return int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]) * os.sysconf(
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf(
             "SC_PAGE_SIZE"
         )
     except (OSError, ValueError):

@@ -76,12 +76,12 @@ def _modulos(test: ast.expr) -> list[ast.BinOp]:
     return [node for node in ast.walk(test) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)]
 
 
-def window_of(test: ast.expr, holds: bool = True) -> Window | None:
-    """Return the condition of the only modulo in a test that has this value, or None."""
+def window_of(test: ast.expr) -> Window | None:
+    """Return the condition of the only modulo in a test that holds, or None."""
     modulos = _modulos(test)
     size = last_name(modulos[0].right) if len(modulos) == 1 else ""
     names = set(_names(modulos[0].left)) - {"", size} if size else set()
-    return condition(test, holds, names.pop(), size) if len(names) == 1 else None
+    return condition(test, True, names.pop(), size) if len(names) == 1 else None
 
 
 def condition(test: ast.expr, holds: bool, index: str, size: str) -> Window | None:

@@ -2,8 +2,7 @@
 
 from flatout.render.formatting import count, factor, finite, interval, milliseconds, rounded, sentence, size
 from flatout.render.page import Figure, Items, Page, Section, Table, dateline
-from flatout.render.plot import Plot
-from flatout.render.svg import Scale, Ticks, byte_ticks, number_ticks
+from flatout.render.plot import Plot, Scale, Ticks, byte_ticks, number_ticks
 from flatout.schema.batch import BatchPoint, BatchRecord, NoiseScale
 from flatout.schema.records import Ratio
 

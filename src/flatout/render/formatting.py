@@ -95,8 +95,8 @@ def milliseconds(value: object) -> str:
     return MISSING if finite(value) is None else f"{rounded(value)} ms"
 
 
-def per_second(value: object, noun: str = "samples") -> str:
-    return MISSING if finite(value) is None else f"{rounded(value)} {noun}/s"
+def per_second(value: object) -> str:
+    return MISSING if finite(value) is None else f"{rounded(value)} samples/s"
 
 
 def duration(seconds: object) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from flatout.render.svg import element
+from flatout.render.plot import element
 
 STYLE = "border-collapse:collapse;font-size:90%;margin:.4em 0"
 CELL = "text-align:left;padding:.1em 1em .1em 0;vertical-align:top"

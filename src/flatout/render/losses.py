@@ -5,8 +5,7 @@ from itertools import zip_longest
 
 from flatout.render.formatting import count, finite, rounded
 from flatout.render.page import Figure
-from flatout.render.plot import Plot
-from flatout.render.svg import Scale, number_ticks, padded_scale
+from flatout.render.plot import Plot, Scale, number_ticks, padded_scale
 
 MAX_POINTS = 240
 Curve = list[float | None]

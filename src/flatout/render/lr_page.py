@@ -2,8 +2,7 @@
 
 from flatout.render.formatting import capital, finite, milliseconds, sentence
 from flatout.render.page import Figure, Page, Section, Table, dateline, notes
-from flatout.render.plot import Plot
-from flatout.render.svg import Scale, number_ticks, padded_scale, powers
+from flatout.render.plot import Plot, Scale, number_ticks, padded_scale, powers
 from flatout.schema.lr_range import LrRecord
 
 CAPTION = (

@@ -18,8 +18,7 @@ from importlib.resources import files
 from markupsafe import Markup
 
 from flatout.render.formatting import day, shell
-from flatout.render.plot import Plot
-from flatout.render.svg import element
+from flatout.render.plot import Plot, element
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,18 @@ from flatout.render.page import (
     notes,
 )
 from flatout.render.phases import ProgramPhases, phase_figure, phase_kind
-from flatout.render.plot import Interval, Plot, intervals
+from flatout.render.plot import (
+    Interval,
+    Plot,
+    Scale,
+    byte_ticks,
+    intervals,
+    number_ticks,
+    padded_scale,
+    ratio_scale,
+    ratio_ticks,
+)
 from flatout.render.summary import ratio_text
-from flatout.render.svg import Scale, byte_ticks, number_ticks, padded_scale, ratio_scale, ratio_ticks
 from flatout.schema.findings import Severity, SourceLocation
 from flatout.schema.profile import (
     MEMORY_KINDS,
@@ -443,7 +452,7 @@ def what_if_plot(what_ifs: Sequence[WhatIf]) -> Plot | None:
     rows.sort(key=lambda row: -row.value)
     scale = ratio_scale([v for row in rows for v in (row.value, row.low, row.high) if v is not None])
     ticks = [(tick, f"{tick:g}x") for tick in ratio_ticks(scale)]
-    return intervals("What-ifs: " + "; ".join(row.text for row in rows), rows, scale, ticks, 1.0)
+    return intervals("What-ifs: " + "; ".join(row.text for row in rows), rows, scale, ticks)
 
 
 def memory_colour(kind: str) -> str:

@@ -18,8 +18,7 @@ from flatout.render.page import (
     dateline,
 )
 from flatout.render.phases import ProgramPhases, phase_section
-from flatout.render.plot import Interval, Plot, intervals
-from flatout.render.svg import ratio_scale, ratio_ticks
+from flatout.render.plot import Interval, Plot, intervals, ratio_scale, ratio_ticks
 from flatout.schema.enums import Status
 from flatout.schema.records import CONFIDENCE
 from flatout.schema.session import LeverRecord, ProgramFigures, SessionOutcome, SessionRecord
@@ -207,7 +206,7 @@ def speedup_plot(session: SessionRecord, levers: Sequence[LeverRecord]) -> Plot 
     scale = ratio_scale([*bounds, *(band or ())])
     ticks = [(tick, f"{tick:g}x") for tick in ratio_ticks(scale)]
     label = "Speed-up of each lever: " + "; ".join(row.text for row in rows)
-    return intervals(label, rows, scale, ticks, 1.0, band)
+    return intervals(label, rows, scale, ticks, band)
 
 
 def _interval(name: str, kind: str, lever: LeverRecord) -> Interval:

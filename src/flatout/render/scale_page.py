@@ -2,8 +2,7 @@
 
 from flatout.render.formatting import MISSING, count, finite, milliseconds, plural, rounded, sentence, size
 from flatout.render.page import Figure, Items, Page, Paragraph, Section, Table, dateline, notes
-from flatout.render.plot import Plot
-from flatout.render.svg import Scale
+from flatout.render.plot import Plot, Scale
 from flatout.schema.scale import Link, ScaleRecord
 
 NAMES = {"ddp": "DDP", "fsdp": "FSDP", "hybrid": "Hybrid", "local": "Local SGD"}

@@ -4,5 +4,5 @@ Runs in: the user's program (worker*.py, probes/, memory_prediction.py), the fla
 flatout.Loop (blocks.py).
 Imports: schema, job, agent, data, distributed, guard, launch, measure.
 Start with: parent.py (Trial), worker.py (events and ticks), worker_record.py (fills the TrialRecord of
-schema/records.py), worker_commands.py, recorder.py (losses, batches), monitor.py (for profiles), probes/.
+schema/records.py), worker_commands.py, monitor.py (for profiles), probes/.
 """

@@ -16,8 +16,7 @@ from flatout.agent.overlay import Overlay
 from flatout.job.folder import TrialFolder, read_json, write_json
 from flatout.job.temporary import remove, temporary
 from flatout.launch.caches import compiler_cache
-from flatout.launch.command import Command, check_measurable
-from flatout.launch.entry_watch import EntryWatch
+from flatout.launch.command import Command, EntryWatch, check_measurable
 from flatout.launch.environment import ENTERED, OFFLINE_TRACKERS, job_environment
 from flatout.launch.process import ProgramRun
 from flatout.measure.clock import seconds

@@ -16,7 +16,7 @@ Commands (one JSON object a line), each answered with one object:
                                         samples repeatedly
 
 Only one process of the program is measured: the first rank of a machine, or, without a launcher, the first
-process that finishes a step. The others use the same levers, and switch after the same step (trial/rank_sync.py).
+process that finishes a step. The others use the same levers, and switch after the same step (trial/worker_record.py).
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,20 +19,191 @@ from flatout.agent.training_context import TrainingContext
 from flatout.guard.replica import StepReplica
 from flatout.guard.sample_draws import SampleDrawProbe
 from flatout.job.claims import claim
-from flatout.job.folder import TrialFolder, write_json
+from flatout.job.folder import TrialFolder, read_json, write_json
+from flatout.job.rank_environment import this_rank
+from flatout.measure import parity
 from flatout.measure.clock import Clock, HostClock, seconds
 from flatout.measure.load import peak_bytes
+from flatout.measure.nests import tensors_in
 from flatout.measure.phases import PhaseRecorder
 from flatout.measure.statistics import block_ms
-from flatout.schema.enums import Moment
+from flatout.schema.enums import Moment, Origin
+from flatout.schema.plan import Choice
 from flatout.schema.records import TrialRecord
 from flatout.trial.channel import Channel, Hangup
 from flatout.trial.monitor import ProgramMonitor
 from flatout.trial.probes.active import ActiveProbe
 from flatout.trial.probes.probe import ProbeTools
-from flatout.trial.rank_sync import RankSync
-from flatout.trial.recorder import TrainingRecorder
 from flatout.trial.spec import TrialSpec, levers
+
+MAX_HASHED = 32
+MAX_LOSSES = 100_000
+DIGEST_STEPS = (1, 2, 4, 8, 16, 32)  # the weights are digested after these steps
+
+
+class TrainingRecorder:
+    def __init__(self, torch: ModuleType, context: TrainingContext, sketches: bool = False) -> None:
+        self.torch, self._sketches = torch, sketches
+        self.context = context
+        self.loss_steps: list[int] = []
+        self.batch_hashes: list[str] = []
+        self.batch_statistics: list[list[float]] = []
+        self.weights_digests: dict[str, str] = {}
+        self.weights_sketches: dict[str, dict[str, list[float]]] = {}
+        self.from_loader = False
+        self._samples = 0
+        self._losses: list[Any] = []
+
+    def loss(self, losses: tuple[Any, ...]) -> None:
+        """Keep a copy of the losses of a backward pass; scripts may scale them in place afterwards."""
+        if len(self._losses) < MAX_LOSSES:
+            self._losses.append(
+                [loss.detach().clone() for loss in losses] if len(losses) > 1 else losses[0].detach().clone()
+            )
+            self.loss_steps.append(self.context.steps)
+
+    def loss_tensors(self) -> list[Any]:
+        """The tensors that we keep of the program's."""
+        return [
+            tensor
+            for loss in self._losses
+            if not isinstance(loss, str)
+            for tensor in (loss if isinstance(loss, list) else [loss])
+        ]
+
+    def batch(self, batch: object, describe: bool) -> None:
+        """Record a batch of a DataLoader. Describing it costs time, so it is limited to the warm-up."""
+        self.from_loader = True
+        first = next(tensors_in(batch), None)
+        if first is not None and first.dim():
+            self._samples += len(first)
+        if describe and len(self.batch_hashes) < MAX_HASHED:
+            self.batch_hashes.append(parity.digest(tensors_in(batch), self.torch))
+            self.batch_statistics.extend(parity.batch_statistics(batch, self.torch))
+
+    def take_samples(self) -> int:
+        """How many samples came since the last call."""
+        samples, self._samples = self._samples, 0
+        return samples
+
+    def model_input(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Record the batch of a program without a DataLoader: the first tensor that enters a root module."""
+        if not self.from_loader and len(self.batch_hashes) < MAX_HASHED:
+            first = next(tensors_in((args, kwargs)), None)
+            if first is not None:
+                self.batch_hashes.append(parity.digest([first], self.torch))
+
+    def step(self, steps: int) -> None:
+        if steps in DIGEST_STEPS:
+            buffers = [b for root in self.context.roots for b in root.buffers()]
+            self.weights_digests[str(steps)] = parity.digest([*self.context.parameters, *buffers], self.torch)
+        if self._sketches and not steps & (steps - 1):
+            self.weights_sketches[str(steps)] = {
+                f"{i}.{name}": parity.sketch(tensor, self.torch)
+                for i, root in enumerate(self.context.roots)
+                for name, tensor in (*root.named_parameters(), *root.named_buffers())
+            }
+
+    def losses(self) -> list[str]:
+        """Return hexadecimal floats, one per backward pass.
+
+        Waits for the device, so call it between blocks only.
+        """
+        for i, loss in enumerate(self._losses):
+            if not isinstance(loss, str):
+                parts = loss if isinstance(loss, list) else [loss]
+                self._losses[i] = float(sum(float(tensor.double().mean()) for tensor in parts)).hex()
+        return self._losses
+
+
+# Makes all ranks of a program switch levers after the same step.
+#
+# The measured rank writes each switch and its step; the others look for it after each step. A lever active in
+# one rank alone would show no gain, and a lever that changes messages between ranks would break the exchange.
+# So a switch takes effect one step later: no rank reaches the end of that step before the measured one has
+# written, because all exchange gradients in it. On a GPU the host runs ahead of the exchange. There it
+# takes effect two steps later, and each other rank waits at the end of a step until the step before it is
+# computed.
+
+
+class RankSync:
+    """The place of this process: ``rank`` of ``world``, with ``local_world`` ranks on this machine.
+
+    ``measurable``: only the first rank of a machine may be measured, so that two programs show the same
+    batches. ``real_files()`` lets it read and write where the program may not. ``pending``: in the measured rank,
+    what all do at the end of the current step.
+    """
+
+    def __init__(self, folder: TrialFolder, real_files: Callable[[], AbstractContextManager[Any]]) -> None:
+        rank_env = this_rank()
+        torchrun_values = [
+            int(os.environ.get(name, default))
+            for name, default in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"))
+        ]
+        self.rank, self.world, self.local_world = (
+            (rank_env.rank, rank_env.world_size, rank_env.local_world_size)
+            if rank_env is not None
+            else torchrun_values
+        )
+        self.measurable = self.rank == 0 if rank_env is not None else os.environ.get("LOCAL_RANK", "0") == "0"
+        self.pending: dict[str, Any] | None = None
+        self._folder, self._real_files = folder, real_files
+        self._last_change = 0
+        self.announce_ahead_steps = 1
+        self._clock: Clock | None = None  # of a GPU
+        self._step_before: Any = None
+        self._announced: dict[str, Any] | None = None
+
+    @property
+    def multi_rank(self) -> bool:
+        return self.world > 1
+
+    def use_gpu_clock(self, clock: Clock) -> None:
+        self.announce_ahead_steps, self._clock = 2, clock
+
+    # -- the measured rank
+
+    def is_for_all(self, command: dict[str, Any]) -> bool:
+        return self.multi_rank and bool(command["do"] == "switch")
+
+    def announce(self, command: dict[str, Any], step: int) -> None:
+        """Announce what all ranks do after ``step``."""
+        self.pending = command
+        with self._real_files():
+            write_json(self._folder.rank_command_file, {**command, "step": step})
+
+    def take_pending(self) -> dict[str, Any] | None:
+        pending, self.pending = self.pending, None
+        return pending
+
+    # -- the other ranks
+
+    def apply_due(self, step: int, switch: Callable[[Sequence[Choice]], Any]) -> None:
+        """At the end of each step: switch the levers that are due."""
+        if self._clock is not None:
+            if self._step_before is not None:
+                self._clock.wait_for(self._step_before)
+            self._step_before = self._clock.mark()
+        command = self._pending_after(step)
+        if command is not None:
+            switch(choices_of(command["choices"]))
+
+    def _pending_after(self, step: int) -> dict[str, Any] | None:
+        with self._real_files():
+            try:
+                changed = os.stat(self._folder.rank_command_file).st_mtime_ns
+            except OSError:
+                return None
+            if changed != self._last_change:
+                self._last_change, self._announced = changed, read_json(self._folder.rank_command_file)
+        if self._announced is None or step < self._announced["step"]:
+            return None
+        pending, self._announced = self._announced, None
+        return pending
+
+
+def choices_of(data: list[dict[str, Any]]) -> list[Choice]:
+    return [Choice(c["name"], c["value"], Origin.TUNER) for c in data]
 
 
 class WorkerRecord(Listener):

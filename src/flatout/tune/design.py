@@ -24,9 +24,9 @@ MIN_REGRET = 0.01  # expected regret, in log time
 Array = Any  # a numpy array; the shape is in each docstring
 
 
-def worth_more_time(fitted: Fitted, chosen: frozenset[str], min_regret: float = MIN_REGRET) -> bool:
-    """Whether more measuring can pay off: the expected regret of ``chosen`` exceeds ``min_regret`` in log time."""
-    return fitted.regret(chosen) > min_regret
+def worth_more_time(fitted: Fitted, chosen: frozenset[str]) -> bool:
+    """Whether more measuring can pay off: the expected regret of ``chosen`` exceeds ``MIN_REGRET``."""
+    return fitted.regret(chosen) > MIN_REGRET
 
 
 def next_processes(

@@ -9,8 +9,8 @@ from typing import Any
 
 from flatout.job.folder import JobFolder
 from flatout.launch.command import Command
+from flatout.measure.batch_curve import largest_that_fits
 from flatout.measure.clock import seconds
-from flatout.measure.fitting import largest_that_fits
 from flatout.schema.errors import NothingMeasured
 from flatout.schema.facts import Facts
 from flatout.schema.memory_forecast import MemoryForecast, MemoryPoint

@@ -4,7 +4,7 @@ It must never harm a script, and runs in whatever Python the program starts: any
 Without a variable of flatout that asks for something, it only runs the sitecustomize that it hides.
 
 Each process appends a line to the file that FLATOUT_ENTERED names: its pid, then "ok", or why flatout is not in
-it. The process that started the program removes the file once it knows (launch/entry_watch.py).
+it. The process that started the program removes the file once it knows (launch/command.py).
 """
 
 import os

@@ -5,10 +5,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from flatout.checkpoint.checkpoint import Checkpoint, verified
-from flatout.checkpoint.checkpoints import CheckpointFolder
-from flatout.checkpoint.environment import differences, environment
-from flatout.checkpoint.metadata import CheckpointMeta
+from flatout.checkpoint.checkpoints import Checkpoint, CheckpointFolder, verified
+from flatout.checkpoint.metadata import CheckpointMeta, differences, environment
 from flatout.job.trust import file_digest
 from flatout.schema.errors import CannotResume, CheckpointError
 

@@ -17,9 +17,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.utils import _pytree as pytree
 
-from flatout.agent.masks import has_mask
-from flatout.checkpoint.resume.fake_tensors import (
+from flatout.agent.synchronisations import has_mask
+from flatout.checkpoint.resume.gradient_sources import (
     NO_SOURCES,
+    ById,
+    GradFn,
+    GradientSources,
+    Handle,
     ReplayTensor,
     TensorSpec,
     has_fake,
@@ -28,7 +32,6 @@ from flatout.checkpoint.resume.fake_tensors import (
     takes_gradient,
     tensors_in,
 )
-from flatout.checkpoint.resume.gradient_sources import ById, GradFn, GradientSources, Handle
 from flatout.checkpoint.resume.operator_names import (
     GETTERS,
     IN_PLACE,

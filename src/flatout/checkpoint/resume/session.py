@@ -28,20 +28,17 @@ from flatout.agent.frames import is_user_file, user_sources
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
-from flatout.checkpoint.environment import differences, environment
 from flatout.checkpoint.journal import JournalPosition, ValueJournal, is_written, read_journal
-from flatout.checkpoint.metadata import CheckpointMeta, ExactMeta
+from flatout.checkpoint.metadata import CheckpointMeta, ExactMeta, differences, environment
 from flatout.checkpoint.random_states import random_states, set_random_states
 from flatout.checkpoint.rescue import Rescue
 from flatout.checkpoint.resume.choice import check, newest
 from flatout.checkpoint.resume.fake_operators import FakeOperators
 from flatout.checkpoint.resume.files import Files
 from flatout.checkpoint.resume.initial_tensors import InitialTensors
-from flatout.checkpoint.resume.muted_io import MutedIO
-from flatout.checkpoint.resume.program_state import program_state
 from flatout.checkpoint.resume.reachable_state import ReachableState
 from flatout.checkpoint.resume.replayed_loaders import ReplayedLoaders
-from flatout.checkpoint.resume.resume_point import RandomDrawCheck, ResumePoint
+from flatout.checkpoint.resume.resume_point import RandomDrawCheck, ResumePoint, program_state
 from flatout.checkpoint.resume.training_skipper import TrainingSkipper
 from flatout.checkpoint.resume.value_hooks import ValueHooks
 from flatout.checkpoint.resume.value_log import ValueLog
@@ -56,6 +53,58 @@ from flatout.schema.run_request import ResumeOptions
 if TYPE_CHECKING:
     from torch.nn import Module
     from torch.optim import Optimizer
+
+
+# Suppresses output and blocks network connections during a replay.
+#
+# The script must not repeat what it has done outside itself, and must not get new answers from the network.
+
+LOCAL_ADDRESSES = ("127.", "::1", "localhost")
+
+
+class MutedIO:
+    """Mutes output until `stop`.
+
+    ``show_output``: output is shown again. ``refuse`` is called when the script connects to another machine; it
+    does not return.
+    """
+
+    def __init__(self, refuse: Callable[[str], NoReturn], show_output: bool) -> None:
+        self.refuse, self.muted = refuse, True
+        self._ledger = Ledger()
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None and not show_output:
+                self._ledger.set(stream, "write", self._wrap_stream(stream.write), new=True)
+        if not show_output:
+            self._ledger.set(os, "write", self._wrap_os_write(os.write))
+        sockets = sys.modules.get("socket")
+        if sockets is not None:
+            self._ledger.set(sockets.socket, "connect", self._wrap_connect(sockets.socket.connect))
+
+    def stop(self) -> None:
+        self.muted = False  # for code that holds a patched function
+        self._ledger.restore()
+
+    def _wrap_stream(self, write: Callable[[str], int]) -> Callable[[str], int]:
+        return lambda text: len(text) if self.muted else write(text)
+
+    def _wrap_os_write(self, write: Callable[[int, Any], int]) -> Callable[[int, Any], int]:
+        def written(handle: int, data: Any) -> int:
+            silent = self.muted and handle in (1, 2) and is_user_file(sys._getframe(1).f_code.co_filename)
+            return len(data) if silent else write(handle, data)
+
+        return written
+
+    def _wrap_connect(self, connect: Callable[..., Any]) -> Callable[..., Any]:
+        def connect_here(socket: object, address: object) -> Any:
+            if self.muted and isinstance(address, tuple) and not str(address[0]).startswith(LOCAL_ADDRESSES):
+                self.refuse(
+                    f"the script connects to {address[0]} over the network, and the answer may differ from the first run"
+                )
+            return connect(socket, address)
+
+        return connect_here
+
 
 COST_S = 0.02  # assumed cost of a checkpoint, if the one resumed from does not record it
 JOURNAL = "journal-"

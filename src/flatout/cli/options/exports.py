@@ -91,7 +91,7 @@ def start_trackers(request: SummaryRequest, export: Sequence[str]) -> None:
         name = spec.partition("=")[0]
         if name == JSONL:
             continue
-        command = [sys.executable, "-m", "flatout.export.follow", spec, str(folder)]
+        command = [sys.executable, "-m", "flatout.export.trackers", spec, str(folder)]
         command += [str(os.getpid()), shell(request.command)]
         folder.mkdir(parents=True, exist_ok=True)
         # The shell ends at once, so the follower is no child of the program, which may wait for its children.

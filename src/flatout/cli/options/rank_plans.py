@@ -15,7 +15,7 @@ from flatout.job.temporary import remove
 from flatout.launch.command import Command
 from flatout.launch.launcher_signals import exit_by_signal
 from flatout.launch.local_launcher import LocalLauncher, launcher_of
-from flatout.launch.rank_variables import cuda_devices
+from flatout.launch.rank import cuda_devices
 from flatout.levers import TABLE
 from flatout.schema.errors import CannotParallelize
 from flatout.schema.facts import Facts

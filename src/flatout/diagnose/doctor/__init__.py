@@ -7,5 +7,4 @@ This file imports nothing: the child that imports torch loads it first, and its 
     check.py        the types of a check and its answer
     nvidia_smi.py   parses the output of nvidia-smi
     versions.py     compatible versions, from versions.json
-    packages.py     builds install commands for this system
 """

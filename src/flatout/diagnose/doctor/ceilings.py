@@ -8,7 +8,7 @@ from typing import Any
 from flatout import __version__
 from flatout.job.folder import json_lines
 from flatout.job.temporary import temporary_folder
-from flatout.launch.timed_commands import TimedCommand
+from flatout.launch.process import TimedCommand
 from flatout.measure.ceilings import machine_key
 from flatout.measure.clock import utc_now
 from flatout.schema.ceilings import Ceiling, CeilingsRecord

@@ -1,21 +1,21 @@
 """The table of checks, with one file per theme.
 
-To add a check, write a function and add it to its file's CHECKS.
-
-Each theme begins with a code FD0x0. Codes never change and are never reused.
+To add a check, write a function with the decorator `machine_check`. Each theme begins with a code FD0x0. Codes never change and are never reused.
 """
 
-from flatout.diagnose.doctor import driver, gpus, limits, python, system, torch_build, torch_import
+from flatout.diagnose.doctor import driver, limits, python, system, torch_import
 from flatout.diagnose.doctor.check import MachineCheck
 from flatout.diagnose.doctor.nvidia_smi import has_gpu
 from flatout.schema.machine_snapshot import CheckResult, MachineSnapshot, Verdict
 
 TABLE: tuple[MachineCheck, ...] = tuple(
-    check
-    for theme in (python, torch_import, torch_build, driver, gpus, system, limits)
-    for check in theme.CHECKS
+    dict.fromkeys(
+        check
+        for theme in (python, torch_import, driver, system, limits)
+        for check in vars(theme).values()
+        if isinstance(check, MachineCheck)
+    )
 )
-THEMES = tuple(dict.fromkeys(check.theme for check in TABLE))
 
 
 def run_checks(snapshot: MachineSnapshot) -> list[CheckResult]:

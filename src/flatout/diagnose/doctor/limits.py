@@ -11,7 +11,7 @@ from flatout.diagnose.doctor.check import (
     problem,
     warning,
 )
-from flatout.diagnose.doctor.packages import in_container
+from flatout.diagnose.doctor.system import in_container
 from flatout.probe.cgroup import CgroupLimits, group
 from flatout.probe.proc import limits, meminfo, mount_of, mounts, numbers, status
 from flatout.schema.machine_snapshot import MachineSnapshot
@@ -245,13 +245,3 @@ def open_files(snapshot: MachineSnapshot) -> CheckOutcome:
         f"{limit.soft} files may be open (hard limit: {limit.hard or 'none'}): several loader workers need more",
         fix,
     )
-
-
-CHECKS = (
-    core_limit,
-    threads,
-    load,
-    memory_limit,
-    shared_memory,
-    open_files,
-)

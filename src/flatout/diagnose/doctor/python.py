@@ -112,6 +112,3 @@ def enters_programs(snapshot: MachineSnapshot) -> CheckOutcome:
         f"flatout does not enter programs of {hook_run.command[0]}: {why}",
         "pip install --force-reinstall --no-deps flatout",
     )
-
-
-CHECKS = (python_version, nothing_hidden, enters_programs)

@@ -13,7 +13,7 @@ from flatout.job.folder import json_lines
 from flatout.job.interpreter import is_flatout_python, program_python
 from flatout.job.temporary import remove, temporary
 from flatout.launch.environment import ENTERED, EXPLAIN, module_command, with_hook
-from flatout.launch.timed_commands import TimedCommand
+from flatout.launch.process import TimedCommand
 from flatout.measure.clock import seconds, utc_now
 from flatout.probe.snapshot import gather
 from flatout.schema.machine_snapshot import MachineSnapshot
