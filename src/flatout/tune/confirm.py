@@ -85,6 +85,8 @@ def confirm_plan(tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any]
                 f"{text} in fresh processes: fitting again, with their blocks and without cold ones"
             )
             remaining, replica = _best_now(tuning, tried)
+            for candidate in () if remaining else attempt:
+                candidate.reason = rejection.reason
         attempt, pairs = remaining, pairs.without_plan()
         tuned = [*tuned, *(candidate for candidate in attempt if candidate not in tuned)]
     for candidate in tuned:
