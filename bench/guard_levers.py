@@ -26,7 +26,6 @@ from guard_tools import (
     around_step,
     both,
     hook_gradients,
-    in_root,
     in_script,
     lever_of,
     modules,
@@ -289,9 +288,6 @@ def _runs_in_bf16(context: Any) -> str:
     )
 
 
-dropout_of_images = in_root("self.dropout1(x)")
-
-
 def classes(context: Any) -> str:
     return "" if not context.has_layer("Linear") or len(context.parameters) > 2 else "no classes"
 
@@ -313,10 +309,7 @@ GOOD: tuple[Lever, ...] = (
     OF_SHELF["loader"],
     OF_SHELF["cached_prefix"],
     OF_SHELF["batched_transforms"],
-    _where(
-        "channels_last",
-        lambda context: "" if dropout_of_images(context) else "dropout of images uses a different mask",
-    ),
+    OF_SHELF["channels_last"],
     _good("autocast", "bfloat16", _runs_in_bf16),
     _good("reduced_precision", True, _runs_in_bf16),
     OF_SHELF["compile"],
@@ -409,9 +402,6 @@ BAD: tuple[Lever, ...] = (
     lever_of("same_crop", RESAMPLED, same_crop, with_transform("RandomCrop"), Moment.LOADER),
     *HALF_BAD,
     *HIDDEN_BAD,
-    _where(
-        "channels_last", dropout_of_images, "channels_last_with_dropout"
-    ),  # a different mask under a claim of ROUNDING
     lever_of(
         "half_label_smoothing",
         PRECISION,

@@ -261,6 +261,26 @@ def test_no_lever_passes_where_the_programs_own_gradients_are_nan():
     assert check["why"] == "the program's own gradients are NaN or infinite, so rounding cannot be checked"
 
 
+class Spotted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.drop = nn.Conv2d(3, 8, 3), nn.Dropout(0.4)
+        self.second, self.top = nn.Conv2d(8, 8, 3), nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = nn.functional.dropout(self.drop(self.first(x).relu()), 0.2, self.training)
+        return self.top(self.second(x).relu().mean((2, 3)))
+
+
+def test_dropout_of_images_has_the_same_mask_in_another_memory_format():
+    def program():
+        torch.manual_seed(0)
+        learns_classes(Spotted(), lambda: (torch.randn(8, 3, 12, 12), torch.randint(5, (8,))))
+
+    verdict = judged(SHELF["channels_last"], program)
+    assert not failed(verdict), verdict
+
+
 def with_lbfgs():
     torch.manual_seed(0)
     model, criterion = nn.Linear(8, 5), nn.CrossEntropyLoss()

@@ -1,7 +1,8 @@
 """Store convolution weights and images with channels last (NHWC).
 
 What it does: converts the 4-D parameters, their gradients and optimizer state in place, and each image as it
-    enters a root module. Outputs of the module have the default layout again.
+    enters a root module. Outputs of the module have the default layout again. Dropout draws its mask in the
+    default layout: torch draws it in memory order, so another layout would drop other values.
 Why it is faster: convolution kernels read the channels of one pixel together; the default layout makes them
     reorder first.
 When it does not help: models without 2-D convolutions; few channels; some GANs, whose images pass from module
@@ -59,7 +60,18 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
     for root in context.roots:
         context.wrap_forward(root, wrapper, ledger)
+    functional = torch.nn.functional
+    ledger.set(functional, "dropout", _in_default_layout(torch, functional.dropout))
     return ledger.restore
+
+
+def _in_default_layout(torch: ModuleType, dropout: Callable[..., Any]) -> Callable[..., Any]:
+    def drawn(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+        if inplace or not training or input.dim() != 4 or input.is_contiguous():
+            return dropout(input, p, training, inplace)
+        return _to_layout(torch, dropout(input.contiguous(), p), torch.channels_last)
+
+    return drawn
 
 
 def _convert_state(context: TrainingContext, layout: object) -> None:
