@@ -105,7 +105,7 @@ check(
 check(
     "threads",
     "what another thread reads from a clock is not the program's way",
-    "clock_hooks",
+    "value_hooks",
     "if not value_log.observes or not is_user_file",
     "if value_log.paused or not is_user_file",
     "thread_reads_the_same_clock",
@@ -184,7 +184,7 @@ check(
 check(
     "complete",
     "all objects can be looked through",
-    "program_state",
+    "resume_point",
     'reasons = [] if reachable.complete else ["it holds more objects than can be inspected"]',
     "reasons = []",
     "more_than_can_be_looked_through",
@@ -195,7 +195,7 @@ check(
 check(
     "tripped",
     "nothing reads a tensor that has no values",
-    "fake_tensors",
+    "gradient_sources",
     "return ReplayTensor.on_bypass(func, args, kwargs or {})",
     "return func(*torch.utils._pytree.tree_map(lambda each: torch.zeros(each.meta[0], dtype=each.meta[2]) if type(each) is ReplayTensor else each, args), **(kwargs or {}))",
     "loader_in_a_cycle",
@@ -274,7 +274,7 @@ check(
 check(
     "network",
     "nothing is asked over the network",
-    "muted_io",
+    "session",
     """self.refuse(
                     f"the script connects to {address[0]} over the network, and the answer may differ from the first run"
                 )""",

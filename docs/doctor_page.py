@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from flatout.diagnose.doctor.check import SECTIONS, MachineCheck
-from flatout.diagnose.doctor.checks import TABLE, THEMES
+from flatout.diagnose.doctor.checks import TABLE
 from flatout.diagnose.doctor.versions import TABLE_FILE, versions
 
 HEAD = """# What `flatout doctor` looks at
@@ -23,7 +23,7 @@ def page() -> str:
         _contents(),
         *(
             f"## {theme}\n\n" + "\n".join(_entry(check) for check in TABLE if check.theme == theme)
-            for theme in THEMES
+            for theme in dict.fromkeys(check.theme for check in TABLE)
         ),
         _versions(),
     ]
