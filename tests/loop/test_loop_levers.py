@@ -40,10 +40,21 @@ def make(**loader):
     )
 
 
+LOOPS = []
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    yield
+    while LOOPS:
+        LOOPS.pop().close()
+
+
 def trained(plan, **loader):
     model, optimizer, batches = make(**loader)
     torch.manual_seed(1)
     loop = Loop(model, optimizer, loss_fn, batches, plan=plan, epochs=2)
+    LOOPS.append(loop)
     return [step.loss.item() for step in loop], loop
 
 

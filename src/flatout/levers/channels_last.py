@@ -67,7 +67,14 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
 def _in_default_layout(torch: ModuleType, dropout: Callable[..., Any]) -> Callable[..., Any]:
     def drawn(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        if inplace or not training or input.dim() != 4 or input.is_contiguous():
+        # A subclass may stand for a value that is computed later
+        if (
+            inplace
+            or not training
+            or type(input) is not torch.Tensor
+            or input.dim() != 4
+            or input.is_contiguous()
+        ):
             return dropout(input, p, training, inplace)
         return _to_layout(torch, dropout(input.contiguous(), p), torch.channels_last)
 
