@@ -317,8 +317,8 @@ def _bias(plain: StepResults, levers: StepResults, double: StepResults) -> list[
     average away, and is smaller than what `_updates` sees. No check without a float64 reference. Equal weights
     round alike, so the plain step may be biased itself: the smaller bias counts, against float64 or against it.
     """
-    found = [_mean_error(plain, levers, double, against) for against in (double.updates, plain.updates)]
-    biases = [each for each in found if each is not None]
+    references = double.updates, plain.updates
+    biases = [found for each in references if (found := _mean_error(plain, levers, double, each)) is not None]
     if not biases:
         return []
     bias, limit = min(biases, key=lambda each: each[0] / each[1])

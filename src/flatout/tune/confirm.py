@@ -116,7 +116,8 @@ def _confirm_once(
 ) -> Rejection | None:
     """Confirm a plan; None if the plan is kept, and the session then holds it."""
     plan, session, start_s, reused_runs = plan_of(tuned), tuning.session, seconds(), len(pairs.plain)
-    while _time_for_pair(tuning, pairs, reused_runs):
+    ratio: Ratio | None = None
+    while _time_for_pair(tuning, pairs, reused_runs, ratio):
         tuning.stage(
             "confirming",
             f"pair {len(pairs.tuned) + 1}: {plan.describe()} against the plain program, in fresh processes",
@@ -126,17 +127,17 @@ def _confirm_once(
         if pairs.failure:
             tuning.record_comparison(plan.describe(), "fresh pairs", None, pairs.failure, start_s)
             return Rejection(f"failed in fresh processes: {pairs.failure}")
-        tuning.watcher.comparison(plan.describe(), pairs.speed(tuning), f"pair {len(pairs.tuned)}")
+        ratio = pairs.speed(tuning)
+        tuning.watcher.comparison(plan.describe(), ratio, f"pair {len(pairs.tuned)}")
         early = MIN_PAIRS <= len(pairs.tuned) < USUAL_PAIRS
         if early and judge_pairs(tuning, tuned, replica, pairs).verdict == "failed":
             break  # the remaining time is for the plan without the levers responsible
     plain_records, tuned_records = pairs.common_runs()
-    if not tuned_records:
+    if ratio is None or not tuned_records:
         return Rejection(
             f"not confirmed: the budget ran out; {tuning.budget_hint(USUAL_PAIRS * tuning.pair_s)}",
             undecided=True,
         )
-    ratio = pairs.speed(tuning)
     tuning.record_comparison(
         plan.describe(),
         "fresh pairs",
@@ -203,17 +204,16 @@ def _skip_reasons(candidate: Candidate, record: TrialRecord) -> str:
     return "; ".join(dict.fromkeys(s["reason"] for s in record.skipped if s["name"] == candidate.lever.name))
 
 
-def _time_for_pair(tuning: Tuning, pairs: Pairs, reused_runs: int) -> bool:
+def _time_for_pair(tuning: Tuning, pairs: Pairs, reused_runs: int, ratio: Ratio | None) -> bool:
     """Whether there is time for another pair: three pairs within the budget.
 
     The first two may exceed it a little, and further pairs may if the result is undecided. ``reused_runs`` plain
-    runs are reused.
+    runs are reused. ``ratio``: the speed in the pairs so far, None before the first.
     """
     pairs_done = len(pairs.tuned)
     extra_s = REST_OVERRUN_SHARE * tuning.budget_s if reused_runs else 0.0
-    if not pairs_done:
+    if ratio is None:
         return tuning.remaining_s(overrun=True) + extra_s > 0
-    ratio = pairs.speed(tuning)
     if pairs_done >= MIN_PAIRS and ratio.high < 1.0:
         return False
     undecided = not ratio.significant and ratio.median > MIN_SPEEDUP

@@ -29,10 +29,8 @@ MAX_DRIFT_PIECES = 16  # of the drift, per host
 HOST_SD = 3.0  # of a host's log time around the median; hosts may differ by any factor
 BISECTIONS = 36
 QUANTILES = (0.5, 0.025, 0.975)
-PLAN, PLAN_SD = (
-    "the whole plan",
-    1.0,
-)  # a key for the blocks of a plan's fresh processes; its prior in log time
+PLAN = "the whole plan"  # the key of the blocks of a plan's fresh processes
+PLAN_SD = 1.0  # of its prior, in log time
 PLAN_MISFIT = 0.008  # in log time; without it, intervals after two or three pairs cover 91 to 94 %
 
 Array = Any  # a numpy array; the shape is in each docstring
