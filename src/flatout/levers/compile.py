@@ -182,6 +182,7 @@ LEVER = Lever(
     apply=apply,
     live=True,
     warms_up=True,
+    replaces=("graphs",),
     after=("channels_last", "autocast", "attention", "fused_ops"),
     accepts=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     page=__doc__,

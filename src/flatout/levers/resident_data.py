@@ -121,6 +121,7 @@ LEVER = Lever(
     applies,
     code,
     apply=apply,
+    replaces=("loader",),
     after=("loader", "cached_prefix", "batched_transforms"),
     accepts=(Table({"mib": (Number(1, 2**24),), "host": SWITCH}, ("mib",)),),
     page=__doc__,

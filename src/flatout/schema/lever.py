@@ -142,6 +142,7 @@ class Lever:
     * ``saves_memory`` levers trade speed for memory: the search tries them only under a memory limit.
     * ``after`` are levers that act before this one. A test checks that they come first in the table.
     * ``excludes`` are levers that the search does not combine with this one.
+    * ``replaces`` are levers that may be superfluous beside this one.
     * ``needs`` are levers without which this one has no effect.
     * ``reduced_part(value)`` says what a PRECISION lever computes or sends in fewer bits, for the verdict: "bfloat16
       products".
@@ -161,6 +162,7 @@ class Lever:
     warms_up: bool = False
     after: tuple[str, ...] = ()
     excludes: tuple[str, ...] = ()
+    replaces: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     saves_memory: bool = False
     accepts: Sequence[Form] = (True,)
@@ -177,4 +179,4 @@ class Lever:
     @property
     def single_process(self) -> bool:
         """Return whether it needs one process that fetches all samples and calls the model as in the script."""
-        return self.moment is Moment.LOADER or self.warms_up
+        return self.moment is Moment.LOADER or (self.warms_up and self.moment is Moment.MODEL)

@@ -69,6 +69,8 @@ class Trial:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._channels: list[Channel] = []
         self._main: Channel | None = None
+        self._held: list[Channel] = []  # to processes of it that wait for the plan
+        self._released = not options.hold
         self._program: ProgramRun | None = None
         self._watch: EntryWatch | None = None
         self._record: TrialRecord | None = None
@@ -148,6 +150,23 @@ class Trial:
         self.ready = message
         self.ticks_done = message["ticks"]
         return True
+
+    @property
+    def held(self) -> bool:
+        """Whether the program waits for its plan."""
+        return bool(self._held) and not self._released
+
+    def release(self, plan: Plan) -> None:
+        """Give a held program its plan; what acts before a program starts cannot change any more."""
+        self.plan, self._released = plan, True
+        self._send_plan()
+
+    def _send_plan(self) -> None:
+        while self._released and self._held:
+            try:
+                self._held.pop().send({"do": "plan", "plan": self.plan.to_json()})
+            except Hangup:
+                continue  # that process ended; the next message says how
 
     def ask(self, command: dict[str, Any], deadline_s: float) -> dict[str, Any]:
         """Send a command and wait for the answer; the program may run only until then."""
@@ -264,6 +283,9 @@ class Trial:
                 continue
             if "training" in message:
                 self.training = True
+            elif "held" in message:
+                self._held.append(channel)
+                self._send_plan()
             elif "attached" not in message:
                 self._main = channel
                 return message

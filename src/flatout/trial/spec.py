@@ -31,6 +31,7 @@ class TrialOptions:
     monitor: bool = False  # also monitor loaders, garbage collection and call counters, for a profile
     table: str = TABLE  # "module:NAME" of the lever table of the Plan
     requested: Mapping[str, Any] = field(default_factory=dict)  # options of a different entry
+    hold: bool = False  # wait for the plan before the program touches a device or makes a loader
     sketches: bool = False  # also record sketches of all weights (flatout.measure.parity)
 
 

@@ -22,11 +22,13 @@ process that finishes a step. The others use the same levers, and switch after t
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import random
 import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.applier import AFTER_FIRST_STEP, BEFORE_FIRST_STEP
@@ -35,10 +37,11 @@ from flatout.guard.perturb import perturb
 from flatout.job.parent_exit import die_with_parent
 from flatout.measure.clock import clock_for, seconds
 from flatout.measure.cores import current_core
-from flatout.measure.load import copies_that_fit
+from flatout.measure.load import copies_that_fit, resident_bytes
 from flatout.measure.phases import PhaseRecorder
 from flatout.measure.statistics import block_ms, median
 from flatout.measure.steady import is_steady
+from flatout.schema.plan import Plan
 from flatout.trial.channel import Channel, Hangup
 from flatout.trial.monitor import ProgramMonitor
 from flatout.trial.spec import TrialSpec
@@ -66,7 +69,8 @@ class Worker(WorkerRecord):
     # -- the program's events
 
     def attach(self) -> None:
-        self.applier.start(self.spec.plan, BEFORE_FIRST_STEP)
+        if not self.spec.hold:
+            self.applier.start(self.spec.plan, BEFORE_FIRST_STEP)
         self.context.install()
         if self.spec.monitor:
             self.monitor = ProgramMonitor(self.torch, self.context, self.ledger)
@@ -78,9 +82,32 @@ class Worker(WorkerRecord):
             self.channel.send({"attached": os.getpid(), "rank": os.environ.get("RANK", "0")})
         except (OSError, Hangup):
             self.channel = None
+        if self.spec.hold:
+            self._hold_at(self.torch.cuda, "_lazy_init")
+            self._hold_at(self.torch.utils.data.DataLoader, "__init__")
         atexit.register(self._at_exit)
         self._excepthook = self.ledger.set(sys, "excepthook", self._program_failed)
         os.register_at_fork(after_in_child=self._after_fork)
+
+    def _hold_at(self, owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def held(*args: Any, **kwargs: Any) -> Any:
+            self._wait_for_plan()
+            current = getattr(owner, name)  # a lever of the plan may have replaced it
+            return (original if current is held else current)(*args, **kwargs)
+
+        self.hold_ledger.set(owner, name, held)
+
+    def _wait_for_plan(self) -> None:
+        """Hold the program until the parent sends its plan, and apply it."""
+        if not self.spec.hold or os.getpid() != self.owner_pid:
+            return
+        self.hold_ledger.restore()
+        self.send({"held": os.getpid()})
+        self.spec = replace(self.spec, hold=False, plan=Plan.from_json(self.next_command()["plan"]))
+        self.applier.start(self.spec.plan, BEFORE_FIRST_STEP)
 
     def _shift_seeds(self, offset: int) -> None:
         """Shift the program's own seeds; otherwise every seed of flatout would give the same curve.
@@ -107,6 +134,7 @@ class Worker(WorkerRecord):
             self.ledger.set(owner, name, shifted)
 
     def iterator_begin(self, loader: DataLoader) -> None:
+        self._wait_for_plan()
         self._forward("iterator_begin", loader)
 
     def iterator_end(self, loader: DataLoader, iterator: object) -> None:
@@ -123,6 +151,7 @@ class Worker(WorkerRecord):
         self.recorder.batch(batch, describe=not self.warm)
 
     def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._wait_for_plan()
         self.phases.begin("forward")
         self._forward("forward_begin", root, args, kwargs)
         if not self.warm:
@@ -278,6 +307,7 @@ class Worker(WorkerRecord):
                 if self.context.shared_samples is not None
                 else 0.0,
                 "max_copies": copies_that_fit(self.torch, self.context.device, self.ranks.local_world),
+                "host_bytes": resident_bytes(),
                 "device": self.context.device_type,
                 "boundaries": "backward" if self.context.boundaries.by_backward else "optimizer",
                 "applied": [o.to_json() for o in self.applier.outcomes if o.applied],

@@ -215,7 +215,7 @@ class WorkerRecord(Listener):
         self.spec = spec
         self.torch = torch
         self.folder = TrialFolder(Path(spec.folder))
-        self.ledger = Ledger()
+        self.ledger, self.hold_ledger = Ledger(), Ledger()
         self.context = TrainingContext(torch, self, self.ledger)
         self.applier = Applier(levers(spec.table), spec.facts, self.context)
         self.real_files = overlay_of_process().bypass  # inside, files are the real ones

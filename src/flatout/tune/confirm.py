@@ -98,7 +98,7 @@ def confirm_plan(tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any]
     if attempt:
         tuning.session.undecided, tuning.session.obstacle = False, limiting_factor(tuning)
     else:
-        _keep_plain(tuning, tuned)
+        keep_plain(tuning, tuned)
 
 
 def _best_now(tuning: Tuning, tried: set[frozenset[str]]) -> tuple[list[Candidate], dict[str, Any] | None]:
@@ -115,7 +115,7 @@ def _confirm_once(
     tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any] | None, pairs: Pairs
 ) -> Rejection | None:
     """Confirm a plan; None if the plan is kept, and the session then holds it."""
-    plan, session, start_s, reused_runs = plan_of(tuned), tuning.session, seconds(), len(pairs.plain)
+    plan, start_s, reused_runs = plan_of(tuned), seconds(), len(pairs.plain)
     ratio: Ratio | None = None
     while _time_for_pair(tuning, pairs, reused_runs, ratio):
         tuning.stage(
@@ -132,12 +132,24 @@ def _confirm_once(
         early = MIN_PAIRS <= len(pairs.tuned) < USUAL_PAIRS
         if early and judge_pairs(tuning, tuned, replica, pairs).verdict == "failed":
             break  # the remaining time is for the plan without the levers responsible
-    plain_records, tuned_records = pairs.common_runs()
-    if ratio is None or not tuned_records:
+    if ratio is None or not pairs.common_runs()[1]:
         return Rejection(
             f"not confirmed: the budget ran out; {tuning.budget_hint(USUAL_PAIRS * tuning.pair_s)}",
             undecided=True,
         )
+    return conclude_pairs(tuning, tuned, replica, pairs, ratio, start_s)
+
+
+def conclude_pairs(
+    tuning: Tuning,
+    tuned: list[Candidate],
+    replica: dict[str, Any] | None,
+    pairs: Pairs,
+    ratio: Ratio,
+    start_s: float,
+) -> Rejection | None:
+    """Judge a plan by its pairs; None if the plan is kept, and the session then holds it."""
+    plan, session, (plain_records, tuned_records) = plan_of(tuned), tuning.session, pairs.common_runs()
     tuning.record_comparison(
         plan.describe(),
         "fresh pairs",
@@ -341,7 +353,8 @@ def _with_evidence(tuned: Sequence[Candidate], ratio: Ratio, key: dict[str, Any]
     return Plan(tuple(choices), key)
 
 
-def _keep_plain(tuning: Tuning, tuned: Sequence[Candidate]) -> None:
+def keep_plain(tuning: Tuning, tuned: Sequence[Candidate]) -> None:
+    """Make the plain program the result."""
     session = tuning.session
     for candidate in tuned:
         candidate.status = Status.REJECTED

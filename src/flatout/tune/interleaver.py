@@ -7,7 +7,7 @@ program continues while others start, and is stopped while they are measured.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,7 @@ class Interleaver(BlockTimer):
             single_command,
         )
         self.running: list[Trial] = []
+        self.on_poll: Callable[[], None] = lambda: None  # while programs start
         self.background: list[Trial] = []  # not ready yet; they run only while others start
         job.lock()
         # Left by a killed search; the data may have changed since
@@ -67,14 +68,21 @@ class Interleaver(BlockTimer):
 
     # -- programs
 
-    def start(self, plan: Plan, seed: int, perturbation: float = 0.0, as_one_process: bool = False) -> Trial:
-        """Start a program; ``ready`` waits for it."""
+    def start(
+        self,
+        plan: Plan,
+        seed: int,
+        perturbation: float = 0.0,
+        as_one_process: bool = False,
+        hold: bool = False,
+    ) -> Trial:
+        """Start a program; ``ready`` waits for it. ``hold``: it waits for `Trial.release`."""
         command, trial_plan = (
             (self.single_command, plan)
             if as_one_process and self.single_command is not None
             else (self.command, plan.on_top_of(self.base))
         )
-        options = TrialOptions(seed, reseed=True, perturbation=perturbation)
+        options = TrialOptions(seed, reseed=True, perturbation=perturbation, hold=hold)
         return self.start_trial(Trial(command, self.job.new_trial(), trial_plan, self.facts, options))
 
     def start_trial(self, trial: Trial) -> Trial:
@@ -99,6 +107,7 @@ class Interleaver(BlockTimer):
         def poll(i: int) -> bool:
             """Whether this trial needs no further waiting."""
             trial = trials[i]
+            self.on_poll()
             try:
                 if trial.is_ready(trial.started_s + timeout_s, POLL_S):
                     trial.pause()

@@ -42,6 +42,11 @@ class Pairs:
         seeds = sorted(self.plain.keys() & self.tuned.keys())
         return [self.plain[seed] for seed in seeds], [self.tuned[seed] for seed in seeds]
 
+    def add(self, tuning: Tuning, seed: int, plain: TrialRecord, planned: TrialRecord) -> None:
+        """Add a pair that was measured elsewhere."""
+        self.plain[seed], self.tuned[seed] = plain, planned
+        tuning.session.nan_loss = tuning.session.nan_loss or nonfinite_loss(plain)
+
     def without_plan(self) -> Pairs:
         """The plain runs alone, for another plan."""
         blocks = [block for block in self.blocks if not block.active]

@@ -25,6 +25,7 @@ from flatout.trial.blocks import PREFETCHED_BATCHES, LeverFailed
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.budget import LONGER_BUDGET_S
 from flatout.tune.candidates import LIVE, Candidate, drop_slow_fetches, make_candidates, plan_of
+from flatout.tune.card import CardSearch, suits
 from flatout.tune.comparison import compare_running
 from flatout.tune.conclude import noise_floor
 from flatout.tune.confirm import confirm_plan
@@ -286,12 +287,21 @@ def search(tuning: Tuning) -> SessionRecord:
     """
     try:
         tuning.disturbance.wait(tuning.budget_s, tuning.watcher.report)
+        card = CardSearch(tuning) if suits(tuning) else None
+        if card is not None:
+            card.start_first()
         observe(tuning)
-        compare_with_one_process(tuning)
-        measure_named(tuning)
-        tuned, replica = check_step(tuning, fit_memory(tuning, explore(tuning)))
-        tuning.finish_plain_trial()
-        confirm_plan(tuning, tuned, replica)
+        plain = tuning.plain_trial
+        if card is not None and plain is not None and plain.ready["device"] == "cuda":
+            card.run(plain)
+        else:
+            if card is not None:
+                card.close()
+            compare_with_one_process(tuning)
+            measure_named(tuning)
+            tuned, replica = check_step(tuning, fit_memory(tuning, explore(tuning)))
+            tuning.finish_plain_trial()
+            confirm_plan(tuning, tuned, replica)
         if tuning.counted_blocks:
             tuning.session.noise_floor = noise_floor(tuning)
         tuning.session.disturbance = tuning.disturbance.beside

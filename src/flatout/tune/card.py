@@ -1,0 +1,487 @@
+"""Carries out the actions of a search on a GPU (`flatout.tune.card_policy`) with real processes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from flatout.levers import TABLE
+from flatout.measure.clock import seconds
+from flatout.measure.load import available_bytes
+from flatout.measure.statistics import Round, compare
+from flatout.schema.enums import Effect, Moment, Status
+from flatout.schema.lever import Skip
+from flatout.schema.plan import Choice, Plan
+from flatout.schema.records import TrialRecord
+from flatout.trial.parent import ProgramGone, Trial
+from flatout.tune.blame import handle_end
+from flatout.tune.candidates import LIVE, NO_GAIN, SLOWER, Candidate, ordered_plan, widest_effect
+from flatout.tune.card_policy import (
+    PLAIN,
+    Action,
+    Confirm,
+    Costs,
+    End,
+    Keys,
+    Measure,
+    Outcome,
+    Program,
+    Release,
+    Replay,
+    Stage,
+    Start,
+    State,
+    Stop,
+    first_starts,
+    gain,
+    next_action,
+)
+from flatout.tune.comparison import Member, ProgramResult, replay_step, take_turns
+from flatout.tune.conclude import limiting_factor
+from flatout.tune.confirm import conclude_pairs, keep_plain
+from flatout.tune.factors import make_space
+from flatout.tune.limits import COMPILE_S, OVERRUN_SHARE
+from flatout.tune.pairs import Pairs
+from flatout.tune.prior import NEUTRAL, priors
+from flatout.tune.tuning import Tuning
+
+HELD_SHARE = 0.6  # of the time until a program is ready: its imports and its data
+MIN_FREE_SHARE = 0.25  # of the host's memory; below it, no process is held beside the plain program
+POLL_S = 0.05
+SLOW_S = {False: COMPILE_S, True: 40.0}  # of a compiler, on few cores and on more
+MORE_CORES = 4
+
+
+@dataclass
+class Process:
+    """A process of the search: what the policy sees of it, and its trial."""
+
+    program: Program
+    trial: Trial
+    member: Member
+    ms: list[float] = field(default_factory=list)
+    record: TrialRecord | None = None
+
+
+def suits(tuning: Tuning) -> bool:
+    """Whether this search may be one on a GPU, before the program is seen."""
+    goal = tuning.goal
+    simple = tuning.base is None and tuning.single_command is None and tuning.remote is None
+    return bool(tuning.facts.cuda) and simple and not goal.named and goal.memory_limit_bytes is None
+
+
+class CardSearch:
+    """Holds the processes. ``start_first`` comes before the plain program starts, ``run`` when it is ready."""
+
+    def __init__(self, tuning: Tuning) -> None:
+        self.tuning, self.interleaver = tuning, tuning.interleaver
+        self.processes: dict[int, Process] = {}
+        self.outcomes: dict[Keys, Outcome] = {}
+        self.replicas: dict[Keys, dict[str, Any]] = {}
+        self.equal: dict[Keys, bool] = {}
+        self.kept: Keys | None = None
+        self.import_s: float | None = None
+        self.choices: dict[str, Choice] = {}  # also those that left the search
+        self.process_plan = _process_plan(tuning)
+        self.host_bytes = 1  # of the host's memory, that the plain program takes
+
+    # -- processes
+
+    def start_first(self) -> None:
+        """Start the processes that import beside the plain program, and are held."""
+        for start in first_starts(self.tuning.facts.cores, _keys(self.process_plan)):
+            self.interleaver.background.append(self._start(start).trial)
+        self.interleaver.on_poll = self._spare_memory
+
+    def stop_waiting(self) -> None:
+        """The plain program is ready: the others run as this search decides."""
+        self.interleaver.background.clear()
+        self.interleaver.on_poll = lambda: None
+
+    def close(self) -> None:
+        """End the processes that wait: this program does not train on a GPU."""
+        self.stop_waiting()
+        for process in self.processes.values():
+            self.interleaver.dismiss(process.trial)
+
+    def _spare_memory(self) -> None:
+        """End a process that waits if memory becomes short: its size is not known yet."""
+        if self.processes and available_bytes() < MIN_FREE_SHARE * self.tuning.facts.memory_bytes:
+            self.interleaver.dismiss(self.processes.popitem()[1].trial)
+
+    def _start(self, action: Start) -> Process:
+        plan = Plan(tuple(choice for choice in self.process_plan if choice.text in action.plan))
+        trial = self.interleaver.start(plan, action.seed, hold=True)
+        number = 1 + max(self.processes, default=0)
+        process = Process(
+            Program(number, action.seed, Stage.IMPORTING, action.plan),
+            trial,
+            Member(trial, (), ProgramResult()),
+        )
+        self.processes[number] = process
+        return process
+
+    def _starting(self) -> list[Process]:
+        return [p for p in self.processes.values() if p.program.stage in (Stage.IMPORTING, Stage.WARMING)]
+
+    def _poll(self) -> bool:
+        """Whether a process became held, ready, or was lost."""
+        changed = False
+        for process in self._starting():
+            program, trial = process.program, process.trial
+            try:
+                ready = trial.is_ready(trial.started_s + self.tuning.timeout_s, POLL_S)
+            except ProgramGone as gone:
+                self._lose(process, gone)
+                changed = True
+                continue
+            if ready:
+                trial.pause()
+                self._take_ready(process)
+                changed = True
+            elif program.stage is Stage.IMPORTING and trial.held:
+                self.import_s = self.import_s or seconds() - trial.started_s
+                process.program = replace(program, stage=Stage.HELD)
+                changed = True
+        return changed
+
+    def _take_ready(self, process: Process) -> None:
+        """Leave out the levers that this program does not take, in all processes."""
+        for skipped in process.trial.ready["skipped"]:
+            keys = frozenset(key for key, choice in self.choices.items() if choice.name == skipped["name"])
+            dropped = ProgramResult(failed_lever=(skipped["name"], skipped["reason"]))
+            handle_end(self.tuning, keys & process.program.plan, dropped)
+            for other in self.processes.values():
+                other.program = replace(other.program, plan=other.program.plan - keys)
+        program, skipped_names = process.program, {s["name"] for s in process.trial.ready["skipped"]}
+        applied = {choice.text for choice in process.trial.plan if choice.name not in skipped_names}
+        if applied != program.plan:  # another process did not take a lever that this one took
+            self._drop(process)
+            return
+        process.program = replace(program, stage=Stage.READY)
+        process.member.result.ready = process.trial.ready
+        process.member.active_row = self._row(program.plan)
+
+    def _drop(self, process: Process) -> None:
+        del self.processes[process.program.number]
+        self.interleaver.dismiss(process.trial)
+
+    def _lose(self, process: Process, gone: ProgramGone) -> None:
+        """Handle a process that ended or failed: a lever may be to blame."""
+        self._drop(process)
+        handle_end(
+            self.tuning,
+            process.program.plan,
+            ProgramResult(end_record=gone.record, ticks=process.trial.ticks_done),
+        )
+
+    def _end(self, process: Process) -> None:
+        """Take the record of a process, and end it."""
+        process.record = process.trial.finish(fetch_samples=self._resampled(process.program.plan))
+        process.program = replace(process.program, stage=Stage.ENDED)
+        self.interleaver.dismiss(process.trial)
+
+    # -- the policy's view
+
+    def _row(self, keys: Iterable[str]) -> tuple[Choice, ...]:
+        """The live levers among these keys."""
+        return self.tuning.plan_for(key for key in keys if key in self._live).choices
+
+    @property
+    def _live(self) -> Keys:
+        return frozenset(factor.key for factor in self.tuning.space.factors if factor.live)
+
+    def _candidate(self, key: str) -> Candidate:
+        return self.tuning.candidates[self.tuning.choices[key].name]
+
+    def _of(self, keys: Keys) -> list[Candidate]:
+        """The candidates of these keys, with their values."""
+        candidates = []
+        for key in sorted(keys):
+            candidate = self._candidate(key)
+            candidate.value = self.tuning.choices[key].value
+            candidates.append(candidate)
+        return candidates
+
+    def _resampled(self, keys: Keys) -> bool:
+        return bool(keys) and widest_effect(self._of(keys)) is Effect.RESAMPLED
+
+    def state(self) -> State:
+        tuning, step_s = self.tuning, self.interleaver.tick_ms / 1000
+        factors = tuning.space.factors
+        slow = sorted((f for f in factors if f.warms_up), key=lambda f: f.mean)
+        import_s = self.import_s or HELD_SHARE * tuning.start_cost_s
+        warm_steps = tuning.warmup_ticks + 1
+        free_bytes = available_bytes() - MIN_FREE_SHARE * tuning.facts.memory_bytes
+        many = tuning.facts.cores > MORE_CORES
+        return State(
+            now_s=seconds(),
+            end_s=tuning.end_s,
+            overrun_s=OVERRUN_SHARE * tuning.budget_s,
+            cores=tuning.facts.cores,
+            copies=tuning.max_copies,
+            room=max(0, int(free_bytes // self.host_bytes)),
+            costs=Costs(
+                import_s,
+                max(0.5, tuning.start_cost_s - import_s - warm_steps * step_s),
+                warm_steps,
+                step_s,
+                tuning.replica_s,
+                SLOW_S[many],
+            ),
+            space=tuning.space,
+            bundle=self.bundle,
+            process=_keys(self.process_plan) & tuning.choices.keys(),
+            live=self._live,
+            inexact=frozenset(
+                f.key for f in factors if f.live and self._candidate(f.key).effect is not Effect.EXACT
+            ),
+            slow=tuple(f.key for f in slow),
+            replaced_by_slow=frozenset(
+                f.key for f in factors if f.lever in self._replaced(f.key for f in slow)
+            ),
+            programs=tuple(process.program for process in self.processes.values()),
+            blocks=tuple(tuning.blocks),
+            checked=frozenset(self.replicas),
+            wrong=frozenset(f.key for f in factors if self._candidate(f.key).status is Status.REJECTED),
+            equal=self.equal,
+            outcomes=self.outcomes,
+        )
+
+    @property
+    def bundle(self) -> Keys:
+        """The first plan: the first value of each lever, unless it starts slowly or was slower before."""
+        tuning, taken, levers = self.tuning, PLAIN, set[str]()
+        prior = priors(tuning.facts, tuning.session.context, {})
+        replaced = self._replaced(f.key for f in tuning.space.factors if not f.warms_up)
+        for factor in sorted(tuning.space.factors, key=lambda f: f.mean):
+            lever, choice = tuning.candidates[factor.lever].lever, tuning.choices[factor.key]
+            known = prior(factor.lever, choice.value)
+            if (
+                factor.lever in replaced
+                or factor.warms_up
+                or lever.sets_threads
+                or factor.lever in levers
+                or known.mean > NEUTRAL.mean
+            ):
+                continue
+            if lever.moment is Moment.PROCESS and factor.key not in _keys(self.process_plan):
+                continue
+            if tuning.space.allowed(taken | {factor.key}):
+                taken |= {factor.key}
+                levers.add(factor.lever)
+        return taken
+
+    def _replaced(self, keys: Iterable[str]) -> set[str]:
+        return {name for key in keys for name in self._candidate(key).lever.replaces}
+
+    # -- actions
+
+    def run(self, plain: Trial) -> None:
+        """Search until the budget ends; the session then holds the result."""
+        tuning = self.tuning
+        make_space(tuning)
+        self.choices = dict(tuning.choices)
+        member = Member(plain, (), ProgramResult(ready=plain.ready))
+        self.processes[0] = Process(Program(0, 0, Stage.READY), plain, member)
+        self.host_bytes = max(1, plain.ready["host_bytes"])
+        self.stop_waiting()
+        tuning.plain_trial = None
+        for process in self._starting():
+            process.trial.resume()
+        self._poll()
+        while not isinstance(action := next_action(self.state()), Stop):
+            self._carry_out(action)
+            tuning.save()
+        self._conclude()
+
+    def _carry_out(self, action: Action) -> None:
+        tuning = self.tuning
+        match action:
+            case Start():
+                self._start(action)
+            case Release(number, plan):
+                process = self.processes[number]
+                process.trial.release(tuning.plan_for(plan))
+                process.program = replace(process.program, stage=Stage.WARMING, plan=plan)
+            case End(number):
+                self._end(self.processes[number])
+            case Measure():
+                self._measure(action)
+            case Replay(number, keys):
+                self._replay(self.processes[number], keys)
+            case Confirm():
+                self._confirm(action)
+            case _:
+                tuning.stage("starting", "the next programs")
+                while self._starting() and not self._poll():
+                    pass
+
+    def _measure(self, action: Measure) -> None:
+        tuning, processes = self.tuning, [self.processes[number] for number in action.numbers]
+        plans = " against ".join(tuning.plan_for(process.program.plan).describe() for process in processes)
+        tuning.stage("measuring", plans)
+        starting = self._starting() if action.alone else []
+        for process in starting:
+            process.trial.pause(rescan=True)
+        members = []
+        for process, rows in zip(processes, action.rows, strict=True):
+            process.member.rows = tuple(self._row(row) for row in rows)
+            process.member.result.blocks = []
+            members.append(process.member)
+        plain_tick_ms = self.interleaver.tick_ms
+        if all(process.program.plan for process in processes):  # as many ticks as their speed needs
+            slowest_ms = max(process.trial.ready["tick_ms"] for process in processes)
+            self.interleaver.tick_ms = min(plain_tick_ms, max(slowest_ms, 1e-3))
+        take_turns(self.interleaver, members, tuning.end_s + OVERRUN_SHARE * tuning.budget_s)
+        self.interleaver.tick_ms = plain_tick_ms
+        for process in starting:
+            process.trial.resume()
+        for process, rows in zip(processes, action.rows, strict=True):
+            program, result = process.program, process.member.result
+            fixed = program.plan - self._live
+            active = [row | fixed for row in rows]
+            tuning.add_blocks(program.number, active, result, program.seed)
+            process.ms += [b.ms for b in result.blocks if active[b.row] == program.plan]
+            if not result.complete:
+                handle_end(tuning, active[min(len(result.blocks), len(rows) - 1)], result)
+                self._drop(process)
+        tuning.disturbance.sample()
+
+    def _replay(self, process: Process, keys: Keys) -> None:
+        tuning = self.tuning
+        tuning.stage("guard", "replaying one step plainly, with the levers, and in float64")
+        candidates = self._of(keys)
+        slow = any(c.lever.warms_up for c in candidates)
+        timeout_s = 60 + 40 * self.interleaver.tick_ms / 1000 + (COMPILE_S if slow else 0)
+        try:
+            replica = replay_step(self.interleaver, process.trial, [c.choice for c in candidates], timeout_s)
+        except ProgramGone as gone:
+            self._lose(process, gone)
+            replica = {"failure": f"the program ended while the guard replayed a step: {gone}"}
+        process.member.active_row = ()
+        if "failure" in replica:
+            for candidate in candidates:
+                candidate.reject(f"not kept, because its gradient could not be checked: {replica['failure']}")
+            return
+        failing = replica.get("failing", {})
+        for candidate in candidates:
+            if candidate.lever.name in failing:
+                candidate.reject(f"the guard: {failing[candidate.lever.name]}")
+        passed = frozenset(key for key in keys if self._candidate(key).status is not Status.REJECTED)
+        self.replicas[passed] = replica.get("remaining") or replica
+
+    def _confirm(self, action: Confirm) -> None:
+        tuning, start_s = self.tuning, seconds()
+        plan, candidates = action.plan, self._of(action.plan)
+        pairs = Pairs()
+        for plain_number, number in action.pairs:
+            plain, planned = self.processes[plain_number], self.processes[number]
+            pairs.add(tuning, plain.program.seed, self._record(plain), self._record(planned))
+            pairs.plain_ms += plain.ms
+            pairs.tuned_ms += planned.ms
+        numbers = {number for pair in action.pairs for number in pair}
+        pairs.blocks = [b for b in tuning.blocks if b.process in numbers and b.active in (PLAIN, plan)]
+        ratio = pairs.speed(tuning)
+        tuning.stage("confirming", f"{tuning.plan_for(plan).describe()} against the plain program")
+        replica = self.replicas.get(frozenset(key for key in plan if key in self.state().inexact))
+        kept_before, speed_before = self.kept, tuning.session.speedup
+        if speed_before is not None and ratio.median <= speed_before.median:
+            self.outcomes[plan] = Outcome.REJECTED
+            return
+        before = copy.deepcopy(_result(tuning))
+        rejection = conclude_pairs(tuning, candidates, replica, pairs, ratio, start_s)
+        if rejection is None:
+            self.outcomes.pop(plan, None)
+            self.outcomes[plan] = Outcome.KEPT
+            self.kept = plan
+            return
+        if kept_before is not None:
+            _restore(tuning, before)
+        undecided = rejection.undecided or (ratio.median > 1.01 and not ratio.significant)
+        self.outcomes[plan] = Outcome.UNDECIDED if undecided and not self.kept else Outcome.REJECTED
+        tuning.session.undecided, tuning.session.obstacle = rejection.undecided, rejection.reason
+        for candidate in candidates:
+            candidate.reason = rejection.reason
+
+    def _record(self, process: Process) -> TrialRecord:
+        if process.record is None and self._resampled(process.program.plan):
+            self._end(process)
+        if process.record is not None:
+            return process.record
+        answer = process.trial.ask({"do": "record"}, self.interleaver.deadline(1))
+        process.trial.pause()
+        return TrialRecord.from_json(answer["record"])
+
+    def _conclude(self) -> None:
+        """Give every candidate its result."""
+        tuning, state, kept = self.tuning, self.state(), self.kept or PLAIN
+        lever_of = {factor.key: factor.lever for factor in tuning.space.factors}
+        for key in tuning.choices:
+            candidate = self._candidate(key)
+            same = {other for other in kept if lever_of[other] == lever_of[key]}
+            ratio = (
+                gain(state, kept, kept - {key}) if key in kept else gain(state, (kept - same) | {key}, kept)
+            )
+            if ratio is None:
+                continue
+            if key in kept or not same:
+                candidate.value, candidate.ratio, candidate.method = tuning.choices[key].value, ratio, LIVE
+            if not same and candidate.status is not Status.REJECTED:
+                candidate.reject(SLOWER if ratio.high < 1.0 else NO_GAIN)
+        if kept:
+            tuning.session.undecided, tuning.session.obstacle = False, limiting_factor(tuning)
+            return
+        first = state.sound(self.bundle - state.wrong)
+        sides = state.at(0, PLAIN), state.at(0, first)
+        rounds = [state.blocks_of(side) for side in sides if side is not None]
+        if not self.outcomes and len(rounds) == 2 and all(rounds):
+            ratio = compare([[Round(x, y) for x, y in zip(*rounds, strict=False)]])
+            why = f"together {ratio.sentence()} in a fresh pair: no speed-up beyond the noise"
+            tuning.record_comparison(
+                tuning.plan_for(first).describe(), "fresh pairs", ratio, why, tuning.start_s
+            )
+            for candidate in self._of(first):
+                if candidate.status is not Status.REJECTED:
+                    candidate.reject(why)
+        elif not self.outcomes:
+            tuning.session.undecided = True
+            tuning.session.obstacle = f"no plan was confirmed; {tuning.budget_hint(tuning.budget_s)}"
+        keep_plain(tuning, [c for c in tuning.candidates.values() if c.value is not None])
+
+
+def _keys(plan: Plan) -> Keys:
+    return frozenset(choice.text for choice in plan)
+
+
+def _process_plan(tuning: Tuning) -> Plan:
+    """The levers of the first plan that act before a program starts: they depend on the machine alone."""
+    choices = []
+    for lever in TABLE:
+        allowed = tuning.goal.only_levers is None or lever.name in tuning.goal.only_levers
+        if lever.moment is not Moment.PROCESS or not allowed or lever.effect not in tuning.goal.effects:
+            continue
+        answer = lever.applies(tuning.facts, None)
+        if not isinstance(answer, Skip):
+            choices.append(Choice(lever.name, answer.values[0]))
+    return ordered_plan(choices)
+
+
+RESULT_FIELDS = ("guard", "baseline", "best", "speedup", "payback_steps", "certificate")
+
+
+def _result(tuning: Tuning) -> tuple[dict[str, Any], dict[str, tuple[Status, str]]]:
+    """What a confirmation changes in the session and its candidates."""
+    return (
+        {name: getattr(tuning.session, name) for name in RESULT_FIELDS},
+        {name: (c.status, c.reason) for name, c in tuning.candidates.items()},
+    )
+
+
+def _restore(tuning: Tuning, result: tuple[dict[str, Any], dict[str, tuple[Status, str]]]) -> None:
+    for name, value in result[0].items():
+        setattr(tuning.session, name, value)
+    for name, (status, reason) in result[1].items():
+        tuning.candidates[name].status, tuning.candidates[name].reason = status, reason
