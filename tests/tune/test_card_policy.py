@@ -8,9 +8,9 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
-from simulated_card import KINDS, Simulation, start_session  # noqa: E402
+from simulated_card import KINDS, Simulation, start_session
 
-from flatout.tune.card_policy import (  # noqa: E402
+from flatout.tune.card_policy import (
     PLAIN,
     Confirm,
     Outcome,
@@ -68,7 +68,10 @@ def test_a_wrong_lever_is_never_kept_and_no_rule_is_broken(kind, copies):
                     assert programs[plain].plan == PLAIN
                     assert programs[planned].plan == action.plan
                     assert programs[plain].seed == programs[planned].seed
-                    assert min(map(len, map(state.blocks_of, (programs[plain], programs[planned])))) >= state.rounds
+                    assert (
+                        min(map(len, map(state.blocks_of, (programs[plain], programs[planned]))))
+                        >= state.rounds
+                    )
         assert not world.state().kept & world.wrong
         assert world.now_s <= 1.25 * world.budget_s
 
@@ -86,7 +89,9 @@ def test_a_plan_is_confirmed_early_and_stays_until_a_faster_one_is():
 def test_a_refused_lever_leaves_before_any_process_trains_with_it():
     """The guard of the simulated GAN refuses autocast."""
     for _, steps in sessions("gan"):
-        assert not [action for _, action in steps if isinstance(action, Confirm) and "autocast" in action.plan]
+        assert not [
+            action for _, action in steps if isinstance(action, Confirm) and "autocast" in action.plan
+        ]
 
 
 def test_a_plan_that_is_slower_ends_in_the_plain_program():

@@ -32,6 +32,9 @@ class TrialOptions:
     table: str = TABLE  # "module:NAME" of the lever table of the Plan
     requested: Mapping[str, Any] = field(default_factory=dict)  # options of a different entry
     hold: bool = False  # wait for the plan before the program touches a device or makes a loader
+    checked_steps: int = (
+        0  # first steps with deterministic kernels, and of the live levers only the exact ones
+    )
     sketches: bool = False  # also record sketches of all weights (flatout.measure.parity)
 
 

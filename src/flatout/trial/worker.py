@@ -28,11 +28,13 @@ import random
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.applier import AFTER_FIRST_STEP, BEFORE_FIRST_STEP
 from flatout.agent.frames import is_torch
+from flatout.guard.deterministic import deterministic_kernels
 from flatout.guard.perturb import perturb
 from flatout.job.parent_exit import die_with_parent
 from flatout.measure.clock import clock_for, seconds
@@ -41,12 +43,13 @@ from flatout.measure.load import copies_that_fit, resident_bytes
 from flatout.measure.phases import PhaseRecorder
 from flatout.measure.statistics import block_ms, median
 from flatout.measure.steady import is_steady
+from flatout.schema.enums import Effect, Moment
 from flatout.schema.plan import Plan
 from flatout.trial.channel import Channel, Hangup
 from flatout.trial.monitor import ProgramMonitor
 from flatout.trial.spec import TrialSpec
 from flatout.trial.worker_commands import StopTrial, run_commands
-from flatout.trial.worker_record import WorkerRecord
+from flatout.trial.worker_record import DIGEST_STEPS, WorkerRecord
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
 COMPILE_TICKS = 4  # shapes, train and eval, graph recording: each may cost one
 CLOSURE_PASSES = 4  # after this many backward passes and CLOSURE_S in one optimizer step, a pass is a tick
 CLOSURE_S = 1.0
+MAX_CHECKED_S = 3.0  # for the checked steps; then they end at the next digest of the weights
 
 
 def attach(job: dict[str, Any]) -> None:
@@ -109,6 +113,24 @@ class Worker(WorkerRecord):
         self.spec = replace(self.spec, hold=False, plan=Plan.from_json(self.next_command()["plan"]))
         self.applier.start(self.spec.plan, BEFORE_FIRST_STEP)
 
+    def _end_checked_steps(self) -> None:
+        """Let the program choose its kernels again, and apply the rest of the plan."""
+        end, self.end_checked_steps = self.end_checked_steps, None
+        assert end is not None
+        end()
+        table = self.applier.table
+        live = [
+            c for c in self.spec.plan if table[c.name].live and table[c.name].moment is not Moment.PROCESS
+        ]
+        first = [o for o in self.applier.outcomes if o.choice not in live]
+        self.applier.outcomes = first + self.applier.switch(live)
+        self._expect_warm_up()
+        self.tick_start = None
+
+    def _expect_warm_up(self) -> None:
+        if any(o.applied and self.applier.table[o.choice.name].warms_up for o in self.applier.outcomes):
+            self.min_warmup_ticks = COMPILE_TICKS
+
     def _shift_seeds(self, offset: int) -> None:
         """Shift the program's own seeds; otherwise every seed of flatout would give the same curve.
 
@@ -152,6 +174,10 @@ class Worker(WorkerRecord):
 
     def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._wait_for_plan()
+        if self.spec.checked_steps and self.end_checked_steps is None and not self.context.steps:
+            kernels = ExitStack()
+            kernels.enter_context(deterministic_kernels(self.context))
+            self.end_checked_steps = kernels.close
         self.phases.begin("forward")
         self._forward("forward_begin", root, args, kwargs)
         if not self.warm:
@@ -223,6 +249,13 @@ class Worker(WorkerRecord):
             self.ranks.apply_due(self.context.steps, self.applier.switch)
             return
         self.recorder.step(self.context.steps)
+        if self.end_checked_steps is not None:
+            late = seconds() - (self.first_backward_s or 0.0) > MAX_CHECKED_S
+            if self.context.steps >= self.spec.checked_steps or (
+                self.context.steps in DIGEST_STEPS[1:] and late
+            ):
+                self._end_checked_steps()
+            return
         if self.unit == "step":
             self._tick()
         elif self.stopping:
@@ -239,9 +272,14 @@ class Worker(WorkerRecord):
         self.late_applied = True
         if self.spec.perturbation:
             perturb(self.context, self.spec.perturbation, self.ledger)
-        self.applier.start(self.spec.plan, AFTER_FIRST_STEP)
-        if any(o.applied and self.applier.table[o.choice.name].warms_up for o in self.applier.outcomes):
-            self.min_warmup_ticks = COMPILE_TICKS
+        plan = self.spec.plan
+        if self.end_checked_steps is not None:
+            table = self.applier.table
+            plan = Plan(
+                tuple(c for c in plan if not table[c.name].live or table[c.name].effect is Effect.EXACT)
+            )
+        self.applier.start(plan, AFTER_FIRST_STEP)
+        self._expect_warm_up()
         self._use_device_clock()
         if self.unit == "step":
             self.first_step_s = seconds()

@@ -15,6 +15,7 @@ from flatout.schema.enums import Effect, Moment, Status
 from flatout.schema.lever import Skip
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import TrialRecord
+from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.blame import handle_end
 from flatout.tune.candidates import LIVE, NO_GAIN, SLOWER, Candidate, ordered_plan, widest_effect
@@ -47,6 +48,7 @@ from flatout.tune.pairs import Pairs
 from flatout.tune.prior import NEUTRAL, priors
 from flatout.tune.tuning import Tuning
 
+CHECKED_STEPS = 8  # of each process, with deterministic kernels and exact levers alone
 HELD_SHARE = 0.6  # of the time until a program is ready: its imports and its data
 MIN_FREE_SHARE = 0.25  # of the host's memory; below it, no process is held beside the plain program
 POLL_S = 0.05
@@ -62,6 +64,7 @@ class Process:
     trial: Trial
     member: Member
     ms: list[float] = field(default_factory=list)
+    first_bits: tuple[list[str], dict[str, str]] = field(default_factory=lambda: ([], {}))  # losses, digests
     record: TrialRecord | None = None
 
 
@@ -82,6 +85,7 @@ class CardSearch:
         self.replicas: dict[Keys, dict[str, Any]] = {}
         self.equal: dict[Keys, bool] = {}
         self.kept: Keys | None = None
+        self.repeats: bool | None = None  # the plain program's first bits
         self.import_s: float | None = None
         self.choices: dict[str, Choice] = {}  # also those that left the search
         self.process_plan = _process_plan(tuning)
@@ -94,6 +98,7 @@ class CardSearch:
         for start in first_starts(self.tuning.facts.cores, _keys(self.process_plan)):
             self.interleaver.background.append(self._start(start).trial)
         self.interleaver.on_poll = self._spare_memory
+        self.interleaver.checked_steps = CHECKED_STEPS
 
     def stop_waiting(self) -> None:
         """The plain program is ready: the others run as this search decides."""
@@ -163,6 +168,43 @@ class CardSearch:
         process.program = replace(program, stage=Stage.READY)
         process.member.result.ready = process.trial.ready
         process.member.active_row = self._row(program.plan)
+        self._compare_first_steps(process)
+
+    def _compare_first_steps(self, process: Process) -> None:
+        """Compare the bits of the checked steps with the plain program's of the same seed."""
+        record = self._record(process)
+        digests = {step: d for step, d in record.weights_digests.items() if int(step) <= CHECKED_STEPS}
+        process.first_bits = record.losses[:CHECKED_STEPS], digests
+        for planned in self.processes.values():
+            plain = self._at(planned.program.seed, PLAIN)
+            if plain is None or not planned.program.plan or not planned.first_bits[1]:
+                continue
+            exact = frozenset(k for k in planned.program.plan if self._candidate(k).effect is Effect.EXACT)
+            others = planned.program.plan - exact - self._live
+            if others or not exact or exact in self.equal or not plain.first_bits[1]:
+                continue
+            same = _same_bits(plain.first_bits, planned.first_bits)
+            if same or self._repeats(plain):
+                self.equal[exact] = same
+
+    def _repeats(self, plain: Process) -> bool:
+        """Whether a second plain run has the same first bits: otherwise unequal bits say nothing of a lever."""
+        if self.repeats is None:
+            self.tuning.stage("guard", "the plain program once more, to see whether it repeats its own bits")
+            try:
+                again = self.tuning.start_paused(Plan(), plain.program.seed)
+                answer = again.trial.ask({"do": "record"}, self.interleaver.deadline(1))
+                self.interleaver.dismiss(again.trial)
+            except (ProgramGone, LeverFailed):
+                return False
+            record = TrialRecord.from_json(answer["record"])
+            bits = record.losses[:CHECKED_STEPS], record.weights_digests
+            self.repeats = _same_bits(plain.first_bits, bits)
+        return self.repeats
+
+    def _at(self, seed: int, plan: Keys) -> Process | None:
+        program = self.state().at(seed, plan)
+        return self.processes[program.number] if program is not None else None
 
     def _drop(self, process: Process) -> None:
         del self.processes[process.program.number]
@@ -287,6 +329,7 @@ class CardSearch:
         member = Member(plain, (), ProgramResult(ready=plain.ready))
         self.processes[0] = Process(Program(0, 0, Stage.READY), plain, member)
         self.host_bytes = max(1, plain.ready["host_bytes"])
+        self._compare_first_steps(self.processes[0])
         self.stop_waiting()
         tuning.plain_trial = None
         for process in self._starting():
@@ -394,6 +437,9 @@ class CardSearch:
         before = copy.deepcopy(_result(tuning))
         rejection = conclude_pairs(tuning, candidates, replica, pairs, ratio, start_s)
         if rejection is None:
+            exact = frozenset(key for key in plan if self._candidate(key).effect is Effect.EXACT)
+            if self.equal.get(exact) and tuning.session.guard.verdict == "equivalent":
+                tuning.session.guard.why += f"; the first {CHECKED_STEPS} steps, with deterministic kernels and the exact levers alone, are bitwise the plain program's"
             self.outcomes.pop(plan, None)
             self.outcomes[plan] = Outcome.KEPT
             self.kept = plan
@@ -434,7 +480,7 @@ class CardSearch:
         if kept:
             tuning.session.undecided, tuning.session.obstacle = False, limiting_factor(tuning)
             return
-        first = state.sound(self.bundle - state.wrong)
+        first = state.first or self.bundle - state.wrong
         sides = state.at(0, PLAIN), state.at(0, first)
         rounds = [state.blocks_of(side) for side in sides if side is not None]
         if not self.outcomes and len(rounds) == 2 and all(rounds):
@@ -467,6 +513,13 @@ def _process_plan(tuning: Tuning) -> Plan:
         if not isinstance(answer, Skip):
             choices.append(Choice(lever.name, answer.values[0]))
     return ordered_plan(choices)
+
+
+def _same_bits(a: tuple[list[str], dict[str, str]], b: tuple[list[str], dict[str, str]]) -> bool:
+    """Whether the losses and the digests that both have are equal; there must be some."""
+    steps = a[1].keys() & b[1].keys()
+    length = min(max(map(int, steps), default=0), len(a[0]), len(b[0]))
+    return bool(steps) and a[0][:length] == b[0][:length] and all(a[1][step] == b[1][step] for step in steps)
 
 
 RESULT_FIELDS = ("guard", "baseline", "best", "speedup", "payback_steps", "certificate")

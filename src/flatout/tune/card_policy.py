@@ -154,7 +154,22 @@ class State:
     @property
     def base(self) -> Keys:
         """The plan to improve."""
-        return self.kept or self.sound(self.bundle - self.wrong)
+        return self.kept or self.first
+
+    @property
+    def first(self) -> Keys:
+        """The first plan; if it is slower than the plain program, its live levers alone. PLAIN if these are, too."""
+        whole = self.sound(self.bundle - self.wrong)
+        plans = whole, whole & (self.live | self.process)
+        return next((plan for plan in plans if plan and not self.is_slower(plan)), PLAIN)
+
+    def is_slower(self, plan: Keys) -> bool:
+        """Whether its first pair says that the plan is slower than the plain program."""
+        plain, planned = self.at(0, PLAIN), self.at(0, plan)
+        if plain is None or planned is None:
+            return False
+        ours = self.blocks_of(planned)
+        return len(ours) >= self.rounds and median(ours) > median(self.blocks_of(plain))
 
     @property
     def rounds(self) -> int:
@@ -282,26 +297,16 @@ def next_action(state: State) -> Action:
 
 def _plan_to_confirm(state: State) -> Keys | None:
     """The plan that should be confirmed next; None if exploring comes first, or nothing is worth it."""
-    first = state.sound(state.bundle - state.wrong)
-    if state.outcomes or _is_slower(state, first):
+    if state.outcomes or not state.first:
         undecided = [plan for plan, outcome in state.outcomes.items() if outcome is Outcome.UNDECIDED]
         plans = [*undecided[-1:], *_better_plans(state)]
     else:
-        plans = [first]
+        plans = [state.first]
     for plan in plans:
         begun = any(p.plan == plan for p in state.programs)
         if plan and state.fits(_confirm_s(state, plan), begun):
             return plan
     return None
-
-
-def _is_slower(state: State, plan: Keys) -> bool:
-    """Whether its first pair says that the plan is slower than the plain program."""
-    plain, planned = state.at(0, PLAIN), state.at(0, plan)
-    if plain is None or planned is None:
-        return not plan
-    ours = state.blocks_of(planned)
-    return len(ours) >= state.rounds and median(ours) > median(state.blocks_of(plain))
 
 
 def _better_plans(state: State) -> list[Keys]:

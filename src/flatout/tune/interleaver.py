@@ -57,6 +57,7 @@ class Interleaver(BlockTimer):
             single_command,
         )
         self.running: list[Trial] = []
+        self.checked_steps = 0  # of each program that starts from now on
         self.on_poll: Callable[[], None] = lambda: None  # while programs start
         self.background: list[Trial] = []  # not ready yet; they run only while others start
         job.lock()
@@ -82,7 +83,9 @@ class Interleaver(BlockTimer):
             if as_one_process and self.single_command is not None
             else (self.command, plan.on_top_of(self.base))
         )
-        options = TrialOptions(seed, reseed=True, perturbation=perturbation, hold=hold)
+        options = TrialOptions(
+            seed, reseed=True, perturbation=perturbation, hold=hold, checked_steps=self.checked_steps
+        )
         return self.start_trial(Trial(command, self.job.new_trial(), trial_plan, self.facts, options))
 
     def start_trial(self, trial: Trial) -> Trial:
