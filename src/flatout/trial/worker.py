@@ -118,6 +118,7 @@ class Worker(WorkerRecord):
         end, self.end_checked_steps = self.end_checked_steps, None
         assert end is not None
         end()
+        self.checked_steps = self.context.steps
         table = self.applier.table
         live = [
             c for c in self.spec.plan if table[c.name].live and table[c.name].moment is not Moment.PROCESS
@@ -345,6 +346,7 @@ class Worker(WorkerRecord):
                 if self.context.shared_samples is not None
                 else 0.0,
                 "max_copies": copies_that_fit(self.torch, self.context.device, self.ranks.local_world),
+                "checked_steps": self.checked_steps,
                 "host_bytes": resident_bytes(),
                 "device": self.context.device_type,
                 "boundaries": "backward" if self.context.boundaries.by_backward else "optimizer",

@@ -258,6 +258,7 @@ class WorkerRecord(Listener):
         self.written = False
         self.stopping = False
         self.late_applied = False
+        self.checked_steps = 0  # that were done
         self.end_checked_steps: Callable[[], None] | None = None  # while deterministic kernels are asked for
 
     def _forward(self, event: str, *args: object) -> None:

@@ -42,6 +42,7 @@ from flatout.tune.card_policy import (
 from flatout.tune.comparison import Member, ProgramResult, replay_step, take_turns
 from flatout.tune.conclude import limiting_factor
 from flatout.tune.confirm import conclude_pairs, keep_plain
+from flatout.tune.effects import PLAN
 from flatout.tune.factors import make_space
 from flatout.tune.limits import COMPILE_S, OVERRUN_SHARE
 from flatout.tune.pairs import Pairs
@@ -56,6 +57,9 @@ SLOW_S = {False: COMPILE_S, True: 40.0}  # of a compiler, on few cores and on mo
 MORE_CORES = 4
 
 
+Bits = dict[int, tuple[list[str], str]]  # losses before a step, and the digest of the weights after it
+
+
 @dataclass
 class Process:
     """A process of the search: what the policy sees of it, and its trial."""
@@ -64,7 +68,7 @@ class Process:
     trial: Trial
     member: Member
     ms: list[float] = field(default_factory=list)
-    first_bits: tuple[list[str], dict[str, str]] = field(default_factory=lambda: ([], {}))  # losses, digests
+    first_bits: Bits = field(default_factory=dict)  # of the checked steps
     record: TrialRecord | None = None
 
 
@@ -172,16 +176,14 @@ class CardSearch:
 
     def _compare_first_steps(self, process: Process) -> None:
         """Compare the bits of the checked steps with the plain program's of the same seed."""
-        record = self._record(process)
-        digests = {step: d for step, d in record.weights_digests.items() if int(step) <= CHECKED_STEPS}
-        process.first_bits = record.losses[:CHECKED_STEPS], digests
+        process.first_bits = _first_bits(self._record(process), process.trial.ready["checked_steps"])
         for planned in self.processes.values():
             plain = self._at(planned.program.seed, PLAIN)
-            if plain is None or not planned.program.plan or not planned.first_bits[1]:
+            if plain is None or not planned.program.plan or not planned.first_bits:
                 continue
             exact = frozenset(k for k in planned.program.plan if self._candidate(k).effect is Effect.EXACT)
             others = planned.program.plan - exact - self._live
-            if others or not exact or exact in self.equal or not plain.first_bits[1]:
+            if others or not exact or exact in self.equal or not plain.first_bits:
                 continue
             same = _same_bits(plain.first_bits, planned.first_bits)
             if same or self._repeats(plain):
@@ -197,8 +199,8 @@ class CardSearch:
                 self.interleaver.dismiss(again.trial)
             except (ProgramGone, LeverFailed):
                 return False
-            record = TrialRecord.from_json(answer["record"])
-            bits = record.losses[:CHECKED_STEPS], record.weights_digests
+            steps = again.trial.ready["checked_steps"]
+            bits = _first_bits(TrialRecord.from_json(answer["record"]), steps)
             self.repeats = _same_bits(plain.first_bits, bits)
         return self.repeats
 
@@ -426,7 +428,11 @@ class CardSearch:
             pairs.plain_ms += plain.ms
             pairs.tuned_ms += planned.ms
         numbers = {number for pair in action.pairs for number in pair}
-        pairs.blocks = [b for b in tuning.blocks if b.process in numbers and b.active in (PLAIN, plan)]
+        pairs.blocks = [
+            replace(block, active=frozenset({PLAN}) if block.active else PLAIN)
+            for block in tuning.blocks
+            if block.process in numbers and block.active in (PLAIN, plan)
+        ]
         ratio = pairs.speed(tuning)
         tuning.stage("confirming", f"{tuning.plan_for(plan).describe()} against the plain program")
         replica = self.replicas.get(frozenset(key for key in plan if key in self.state().inexact))
@@ -439,7 +445,7 @@ class CardSearch:
         if rejection is None:
             exact = frozenset(key for key in plan if self._candidate(key).effect is Effect.EXACT)
             if self.equal.get(exact) and tuning.session.guard.verdict == "equivalent":
-                tuning.session.guard.why += f"; the first {CHECKED_STEPS} steps, with deterministic kernels and the exact levers alone, are bitwise the plain program's"
+                tuning.session.guard.why += "; the first steps, with deterministic kernels and the exact levers alone, are bitwise the plain program's"
             self.outcomes.pop(plan, None)
             self.outcomes[plan] = Outcome.KEPT
             self.kept = plan
@@ -515,11 +521,20 @@ def _process_plan(tuning: Tuning) -> Plan:
     return ordered_plan(choices)
 
 
-def _same_bits(a: tuple[list[str], dict[str, str]], b: tuple[list[str], dict[str, str]]) -> bool:
-    """Whether the losses and the digests that both have are equal; there must be some."""
-    steps = a[1].keys() & b[1].keys()
-    length = min(max(map(int, steps), default=0), len(a[0]), len(b[0]))
-    return bool(steps) and a[0][:length] == b[0][:length] and all(a[1][step] == b[1][step] for step in steps)
+def _first_bits(record: TrialRecord, steps: int) -> Bits:
+    """The losses before, and the digest of the weights after, each step whose weights were digested."""
+    bits: Bits = {}
+    for step in map(int, record.weights_digests):
+        if step <= steps:
+            before = sum(at < step for at in record.loss_steps)
+            bits[step] = record.losses[:before], record.weights_digests[str(step)]
+    return bits
+
+
+def _same_bits(a: Bits, b: Bits) -> bool:
+    """Whether the bits are equal at each step that both have; there must be one."""
+    steps = a.keys() & b.keys()
+    return bool(steps) and all(a[step] == b[step] for step in steps)
 
 
 RESULT_FIELDS = ("guard", "baseline", "best", "speedup", "payback_steps", "certificate")

@@ -298,7 +298,11 @@ def next_action(state: State) -> Action:
 def _plan_to_confirm(state: State) -> Keys | None:
     """The plan that should be confirmed next; None if exploring comes first, or nothing is worth it."""
     if state.outcomes or not state.first:
-        undecided = [plan for plan, outcome in state.outcomes.items() if outcome is Outcome.UNDECIDED]
+        undecided = [
+            plan
+            for plan, outcome in state.outcomes.items()
+            if outcome is Outcome.UNDECIDED and _pairs_done(state, plan) < MAX_PAIRS
+        ]
         plans = [*undecided[-1:], *_better_plans(state)]
     else:
         plans = [state.first]
@@ -369,8 +373,11 @@ def _rounds(state: State, program: Program | None) -> int:
 
 def _pairs(state: State, plan: Keys) -> int:
     """How many pairs decide on this plan: one more than it has, if they did not."""
-    done = sum(_rounds(state, p) == state.rounds for p in state.programs if p.plan == plan)
-    return min(MAX_PAIRS, done + 1) if state.outcomes.get(plan) is Outcome.UNDECIDED else MIN_PAIRS
+    return _pairs_done(state, plan) + 1 if state.outcomes.get(plan) is Outcome.UNDECIDED else MIN_PAIRS
+
+
+def _pairs_done(state: State, plan: Keys) -> int:
+    return sum(_rounds(state, p) == state.rounds for p in state.programs if p.plan == plan)
 
 
 # -- towards its confirmation
