@@ -69,6 +69,11 @@ THEMES = (
         "How often the intervals of a plan's speed cover the truth, simulated and for a plan that does nothing",
     ),
     (
+        "simulated_card",
+        "python bench/simulated_card.py",
+        "The search on a GPU, simulated: the share of the best plan's speed that it keeps",
+    ),
+    (
         "busy",
         "python bench/busy.py",
         "What `flatout tune` claims beside other programs, against the same plan on the quiet machine",
