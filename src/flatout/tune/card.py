@@ -18,7 +18,7 @@ from flatout.schema.records import TrialRecord
 from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.blame import handle_end
-from flatout.tune.candidates import LIVE, NO_GAIN, SLOWER, Candidate, ordered_plan, widest_effect
+from flatout.tune.candidates import LIVE, SLOWER, Candidate, ordered_plan, widest_effect
 from flatout.tune.card_policy import (
     PLAIN,
     Action,
@@ -49,6 +49,8 @@ from flatout.tune.pairs import Pairs
 from flatout.tune.prior import NEUTRAL, priors
 from flatout.tune.tuning import Tuning
 
+DEVICE_TAKEN = "devices are busy or unavailable"  # cudaErrorDevicesUnavailable: an exclusive compute mode
+NOT_KEPT = "the plans with it were not faster than those without"
 CHECKED_STEPS = 8  # of each process, with deterministic kernels and exact levers alone
 HELD_SHARE = 0.6  # of the time until a program is ready: its imports and its data
 MIN_FREE_SHARE = 0.25  # of the host's memory; below it, no process is held beside the plain program
@@ -213,7 +215,7 @@ class CardSearch:
         self.interleaver.dismiss(process.trial)
 
     def _lose(self, process: Process, gone: ProgramGone) -> None:
-        """Handle a process that ended or failed: a lever may be to blame."""
+        """Handle a process that ended or failed: a lever may be to blame, or a device for one process at a time."""
         self._drop(process)
         handle_end(
             self.tuning,
@@ -470,19 +472,20 @@ class CardSearch:
     def _conclude(self) -> None:
         """Give every candidate its result."""
         tuning, state, kept = self.tuning, self.state(), self.kept or PLAIN
+        base = kept or state.base or self.bundle - state.wrong
         lever_of = {factor.key: factor.lever for factor in tuning.space.factors}
         for key in tuning.choices:
             candidate = self._candidate(key)
-            same = {other for other in kept if lever_of[other] == lever_of[key]}
+            same = {other for other in base if lever_of[other] == lever_of[key]}
             ratio = (
-                gain(state, kept, kept - {key}) if key in kept else gain(state, (kept - same) | {key}, kept)
+                gain(state, base, base - {key}) if key in base else gain(state, (base - same) | {key}, base)
             )
-            if ratio is None:
-                continue
-            if key in kept or not same:
+            if ratio is not None and (key in base or not same):
                 candidate.value, candidate.ratio, candidate.method = tuning.choices[key].value, ratio, LIVE
-            if not same and candidate.status is not Status.REJECTED:
-                candidate.reject(SLOWER if ratio.high < 1.0 else NO_GAIN)
+            measured = any(key in block.active for block in state.blocks)
+            if measured and not kept & same and key not in kept and candidate.status is not Status.REJECTED:
+                candidate.value = tuning.choices[key].value
+                candidate.reject(SLOWER if ratio is not None and ratio.high < 1.0 else NOT_KEPT)
         if kept:
             tuning.session.undecided, tuning.session.obstacle = False, limiting_factor(tuning)
             return
