@@ -175,7 +175,12 @@ class Worker(WorkerRecord):
 
     def forward_begin(self, root: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._wait_for_plan()
-        if self.spec.checked_steps and self.end_checked_steps is None and not self.context.steps:
+        if (
+            self.spec.checked_steps
+            and not self.context.backwards
+            and self.end_checked_steps is None
+            and any(parameter.is_cuda for parameter in root.parameters())
+        ):
             kernels = ExitStack()
             kernels.enter_context(deterministic_kernels(self.context))
             self.end_checked_steps = kernels.close
@@ -219,6 +224,9 @@ class Worker(WorkerRecord):
             and seconds() - self.first_backward_s > CLOSURE_S
         ):
             self._claim()
+            if self.end_checked_steps is not None:
+                self.end_checked_steps()
+                self.end_checked_steps = None
             self.unit = "backward"
             self._use_device_clock()
             self.tick_start = self.clock.mark()

@@ -45,6 +45,7 @@ from flatout.tune.confirm import conclude_pairs, keep_plain
 from flatout.tune.effects import PLAN
 from flatout.tune.factors import make_space
 from flatout.tune.limits import COMPILE_S, OVERRUN_SHARE
+from flatout.tune.narrow import without_culprits
 from flatout.tune.pairs import Pairs
 from flatout.tune.prior import NEUTRAL, priors
 from flatout.tune.tuning import Tuning
@@ -69,6 +70,7 @@ class Process:
     program: Program
     trial: Trial
     member: Member
+    since_s: float  # when it was started or released
     ms: list[float] = field(default_factory=list)
     first_bits: Bits = field(default_factory=dict)  # of the checked steps
     record: TrialRecord | None = None
@@ -91,6 +93,8 @@ class CardSearch:
         self.replicas: dict[Keys, dict[str, Any]] = {}
         self.equal: dict[Keys, bool] = {}
         self.kept: Keys | None = None
+        self.kept_speed = 0.0
+        self.started = 0
         self.repeats: bool | None = None  # the plain program's first bits
         self.import_s: float | None = None
         self.choices: dict[str, Choice] = {}  # also those that left the search
@@ -114,6 +118,7 @@ class CardSearch:
     def close(self) -> None:
         """End the processes that wait: this program does not train on a GPU."""
         self.stop_waiting()
+        self.interleaver.checked_steps = 0
         for process in self.processes.values():
             self.interleaver.dismiss(process.trial)
 
@@ -125,14 +130,10 @@ class CardSearch:
     def _start(self, action: Start) -> Process:
         plan = Plan(tuple(choice for choice in self.process_plan if choice.text in action.plan))
         trial = self.interleaver.start(plan, action.seed, hold=True)
-        number = 1 + max(self.processes, default=0)
-        process = Process(
-            Program(number, action.seed, Stage.IMPORTING, action.plan),
-            trial,
-            Member(trial, (), ProgramResult()),
-        )
-        self.processes[number] = process
-        return process
+        self.started += 1
+        program = Program(self.started, action.seed, Stage.IMPORTING, action.plan)
+        self.processes[self.started] = Process(program, trial, Member(trial, (), ProgramResult()), seconds())
+        return self.processes[self.started]
 
     def _starting(self) -> list[Process]:
         return [p for p in self.processes.values() if p.program.stage in (Stage.IMPORTING, Stage.WARMING)]
@@ -143,7 +144,7 @@ class CardSearch:
         for process in self._starting():
             program, trial = process.program, process.trial
             try:
-                ready = trial.is_ready(trial.started_s + self.tuning.timeout_s, POLL_S)
+                ready = trial.is_ready(process.since_s + self.tuning.timeout_s, POLL_S)
             except ProgramGone as gone:
                 self._lose(process, gone)
                 changed = True
@@ -178,7 +179,7 @@ class CardSearch:
 
     def _compare_first_steps(self, process: Process) -> None:
         """Compare the bits of the checked steps with the plain program's of the same seed."""
-        process.first_bits = _first_bits(self._record(process), process.trial.ready["checked_steps"])
+        process.first_bits = _first_bits(self._record(process.trial), process.trial.ready["checked_steps"])
         for planned in self.processes.values():
             plain = self._at(planned.program.seed, PLAIN)
             if plain is None or not planned.program.plan or not planned.first_bits:
@@ -197,12 +198,10 @@ class CardSearch:
             self.tuning.stage("guard", "the plain program once more, to see whether it repeats its own bits")
             try:
                 again = self.tuning.start_paused(Plan(), plain.program.seed)
-                answer = again.trial.ask({"do": "record"}, self.interleaver.deadline(1))
+                bits = _first_bits(self._record(again.trial), again.trial.ready["checked_steps"])
                 self.interleaver.dismiss(again.trial)
             except (ProgramGone, LeverFailed):
                 return False
-            steps = again.trial.ready["checked_steps"]
-            bits = _first_bits(TrialRecord.from_json(answer["record"]), steps)
             self.repeats = _same_bits(plain.first_bits, bits)
         return self.repeats
 
@@ -217,15 +216,18 @@ class CardSearch:
     def _lose(self, process: Process, gone: ProgramGone) -> None:
         """Handle a process that ended or failed: a lever may be to blame, or a device for one process at a time."""
         self._drop(process)
+        if DEVICE_TAKEN in gone.record.reason and self.processes:
+            self.tuning.max_copies = 1
+            return
         handle_end(
             self.tuning,
             process.program.plan,
             ProgramResult(end_record=gone.record, ticks=process.trial.ticks_done),
         )
 
-    def _end(self, process: Process) -> None:
+    def _end(self, process: Process, fetch_samples: bool = False) -> None:
         """Take the record of a process, and end it."""
-        process.record = process.trial.finish(fetch_samples=self._resampled(process.program.plan))
+        process.record = process.trial.finish(fetch_samples=fetch_samples)
         process.program = replace(process.program, stage=Stage.ENDED)
         self.interleaver.dismiss(process.trial)
 
@@ -250,9 +252,6 @@ class CardSearch:
             candidate.value = self.tuning.choices[key].value
             candidates.append(candidate)
         return candidates
-
-    def _resampled(self, keys: Keys) -> bool:
-        return bool(keys) and widest_effect(self._of(keys)) is Effect.RESAMPLED
 
     def state(self) -> State:
         tuning, step_s = self.tuning, self.interleaver.tick_ms / 1000
@@ -331,7 +330,7 @@ class CardSearch:
         make_space(tuning)
         self.choices = dict(tuning.choices)
         member = Member(plain, (), ProgramResult(ready=plain.ready))
-        self.processes[0] = Process(Program(0, 0, Stage.READY), plain, member)
+        self.processes[0] = Process(Program(0, 0, Stage.READY), plain, member, plain.started_s)
         self.host_bytes = max(1, plain.ready["host_bytes"])
         self._compare_first_steps(self.processes[0])
         self.stop_waiting()
@@ -353,6 +352,7 @@ class CardSearch:
                 process = self.processes[number]
                 process.trial.release(tuning.plan_for(plan))
                 process.program = replace(process.program, stage=Stage.WARMING, plan=plan)
+                process.since_s = seconds()
             case End(number):
                 self._end(self.processes[number])
             case Measure():
@@ -426,7 +426,11 @@ class CardSearch:
         pairs = Pairs()
         for plain_number, number in action.pairs:
             plain, planned = self.processes[plain_number], self.processes[number]
-            pairs.add(tuning, plain.program.seed, self._record(plain), self._record(planned))
+            for process in (plain, planned):
+                if process.record is None and widest_effect(candidates) is Effect.RESAMPLED:
+                    self._end(process, fetch_samples=True)
+            records = (process.record or self._record(process.trial) for process in (plain, planned))
+            pairs.add(tuning, plain.program.seed, *records)
             pairs.plain_ms += plain.ms
             pairs.tuned_ms += planned.ms
         numbers = {number for pair in action.pairs for number in pair}
@@ -438,8 +442,8 @@ class CardSearch:
         ratio = pairs.speed(tuning)
         tuning.stage("confirming", f"{tuning.plan_for(plan).describe()} against the plain program")
         replica = self.replicas.get(frozenset(key for key in plan if key in self.state().inexact))
-        kept_before, speed_before = self.kept, tuning.session.speedup
-        if speed_before is not None and ratio.median <= speed_before.median:
+        kept_before = self.kept
+        if ratio.median <= self.kept_speed:
             self.outcomes[plan] = Outcome.REJECTED
             return
         before = copy.deepcopy(_result(tuning))
@@ -448,25 +452,27 @@ class CardSearch:
             exact = frozenset(key for key in plan if self._candidate(key).effect is Effect.EXACT)
             if self.equal.get(exact) and tuning.session.guard.verdict == "equivalent":
                 tuning.session.guard.why += "; the first steps, with deterministic kernels and the exact levers alone, are bitwise the plain program's"
+            for key in (kept_before or PLAIN) - plan:
+                if self._candidate(key) not in candidates:
+                    self._candidate(key).status = Status.SKIPPED
             self.outcomes.pop(plan, None)
             self.outcomes[plan] = Outcome.KEPT
-            self.kept = plan
+            self.kept, self.kept_speed = plan, ratio.median
             return
         if kept_before is not None:
             _restore(tuning, before)
+        if rejection.guard_record is not None:
+            without_culprits(tuning, candidates, rejection.guard_record, pairs.plain)
         undecided = rejection.undecided or (ratio.median > 1.01 and not ratio.significant)
         self.outcomes[plan] = Outcome.UNDECIDED if undecided and not self.kept else Outcome.REJECTED
         tuning.session.undecided, tuning.session.obstacle = rejection.undecided, rejection.reason
         for candidate in candidates:
             candidate.reason = rejection.reason
 
-    def _record(self, process: Process) -> TrialRecord:
-        if process.record is None and self._resampled(process.program.plan):
-            self._end(process)
-        if process.record is not None:
-            return process.record
-        answer = process.trial.ask({"do": "record"}, self.interleaver.deadline(1))
-        process.trial.pause()
+    def _record(self, trial: Trial) -> TrialRecord:
+        """The record so far; the program stays ready."""
+        answer = trial.ask({"do": "record"}, self.interleaver.deadline(1))
+        trial.pause()
         return TrialRecord.from_json(answer["record"])
 
     def _conclude(self) -> None:

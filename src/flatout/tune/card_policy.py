@@ -297,15 +297,13 @@ def next_action(state: State) -> Action:
 
 def _plan_to_confirm(state: State) -> Keys | None:
     """The plan that should be confirmed next; None if exploring comes first, or nothing is worth it."""
-    if state.outcomes or not state.first:
-        undecided = [
-            plan
-            for plan, outcome in state.outcomes.items()
-            if outcome is Outcome.UNDECIDED and _pairs_done(state, plan) < MAX_PAIRS
-        ]
-        plans = [*undecided[-1:], *_better_plans(state)]
-    else:
-        plans = [state.first]
+    undecided = [
+        plan
+        for plan, outcome in state.outcomes.items()
+        if outcome is Outcome.UNDECIDED and _pairs_done(state, plan) < MAX_PAIRS
+    ]
+    first = [] if state.kept or state.first in state.outcomes else [state.first]
+    plans = [*first, *undecided[-1:], *_better_plans(state)]
     for plan in plans:
         begun = any(p.plan == plan for p in state.programs)
         if plan and state.fits(_confirm_s(state, plan), begun):
