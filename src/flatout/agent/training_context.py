@@ -17,6 +17,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -58,6 +59,7 @@ class TrainingContext(ProgramView):
         self.stopped = False  # paused for good
         self._compiler_safe = False
         self.deferred: Callable[[], None] | None = None
+        self.untimed: Callable[[], AbstractContextManager[None]] = nullcontext
 
     # -- install
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -43,6 +44,7 @@ class TrainingContext(Protocol):
     compiled_by_script: bool
     distributions_seen: bool
     threads_at_import: int
+    flags_of_script: dict[str, bool]  # while flatout asks for other kernels (`kernel_flags`)
     paused: bool  # True stops the observation of steps
     reports: list[tuple[str, str]]  # messages of levers after they were applied
     shared_samples: Any  # where the runs of a search pass on their cached samples
@@ -51,6 +53,9 @@ class TrainingContext(Protocol):
     uncompiled: list[Any]  # modules that `compile` excludes
     boundaries: Any
     listener: Any  # receives the events of the program
+    untimed: Callable[
+        [], AbstractContextManager[None]
+    ]  # around work inside a step that no measurement may count
 
     @property
     def ledger(self) -> Ledger: ...
@@ -116,6 +121,7 @@ class TrainingContext(Protocol):
     def without_hooks(self, held: dict[str, Any], is_ours: Callable[[Any], bool]) -> dict[str, Any]: ...
     def compiler_off(self) -> str: ...
     def variables_of(self, frame: FrameType, always: bool = False) -> dict[str, Any]: ...
+    def kernel_flags(self) -> dict[str, bool]: ...
     def report(self, lever: str, sentence: str) -> None: ...
     def wrap_forward(self, root: Module, wrapper: Wrapper, ledger: Ledger) -> Callable[[], None]:
         """Replace ``root.forward``; the returned function removes the wrapper."""
