@@ -182,6 +182,7 @@ class ProgramView:
         self.distributions_seen = False
         self.threads_at_import = torch.get_num_threads()
         self.reports: list[tuple[str, str]] = []  # messages of levers after they were applied
+        self.flags_of_script: dict[str, bool] = {}  # while flatout asks for other kernels
         self.print_report: Callable[[str, str], None] | None = None  # prints such a message at once
         self.shared_samples: Any = None  # where the runs of a search pass on their cached samples
         self.data_parallel: Any = (
@@ -329,6 +330,15 @@ class ProgramView:
 
     def without_scale(self, loss: Tensor) -> Any:
         return self._scalers.without_scale(loss)
+
+    def kernel_flags(self) -> dict[str, bool]:
+        """Which kernels the script asks for, also while flatout asks for others (`flatout.guard.deterministic`)."""
+        cudnn = self.torch.backends.cudnn
+        return self.flags_of_script or {
+            "deterministic": self.torch.are_deterministic_algorithms_enabled(),
+            "cudnn.deterministic": cudnn.deterministic,
+            "cudnn.benchmark": cudnn.benchmark,
+        }
 
     def report(self, lever: str, sentence: str) -> None:
         if self.print_report is None:
