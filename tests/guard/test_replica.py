@@ -32,8 +32,8 @@ STEPS = 18
 class ReplicaProbe(Listener):
     """Observes a loop, passes its events to a replica, and keeps the replica's result."""
 
-    def __init__(self, *levers, start=START, step_ms=0.0, bitwise=False):
-        self.start, self.step_ms, self.bitwise = start, step_ms, bitwise
+    def __init__(self, *levers, start=START, step_ms=0.0):
+        self.start, self.step_ms = start, step_ms
         self.context = TrainingContext(torch, self, Ledger())
         self.applier = Applier(levers, Facts(cores=2), self.context)
         self.choices = [Choice(lever.name, VALUES.get(lever.name, True)) for lever in levers]
@@ -55,7 +55,7 @@ class ReplicaProbe(Listener):
         if self.context.steps == self.start:
             self.replica = StepReplica(self.context, self.applier, self.choices, self.step_ms)
         elif self.replica is not None and self.replica.captured:
-            self.verdict, self.replica = self.replica.judge(bitwise=self.bitwise), None
+            self.verdict, self.replica = self.replica.judge(), None
 
 
 VALUES = {"threads": 1, "autocast": "bfloat16", "fused_optimizer": "fused"}
@@ -802,42 +802,6 @@ def test_infinities_of_a_mask_in_the_outputs_are_no_error():
         learns_classes(Masked(), lambda: (torch.randn(8, 6), torch.randint(3, (8,))))
 
     assert not failed(judged(SHELF["threads"], program))
-
-
-class Unsteady(nn.Module):
-    """Rounds differently in each call, as sums by atomic additions do."""
-
-    def __init__(self, moves):
-        super().__init__()
-        self.head, self.moves = nn.Linear(8, 5), moves
-
-    def forward(self, x):
-        CALLS[0] += 1
-        return self.head(x) * (1 + self.moves * (CALLS[0] % 3))
-
-
-CALLS = [0]
-
-
-@pytest.mark.parametrize(
-    ("moves", "one", "fails"),
-    [
-        (0.0, "nothing", set()),
-        (0.0, "a little", {"bitwise"}),
-        (1e-6, "nothing", set()),
-        (1e-6, "much", {"gradient", "parameters"}),
-    ],
-)
-def test_bits_are_compared_where_the_plain_step_repeats_its_own(moves, one, fails):
-    share = {"nothing": 0.0, "a little": 1e-6, "much": 0.5}[one]
-    apply = gradients(lambda grad: grad * (1 + share))
-
-    def program():
-        torch.manual_seed(0)
-        learns_classes(Unsteady(moves), lambda: (torch.randn(32, 8), torch.randint(5, (32,))))
-
-    assert failed(judged(lever(apply), program, bitwise=True)) >= fails
-    assert bool(fails) == bool(failed(judged(lever(apply), program, bitwise=True)))
 
 
 @pytest.mark.parametrize("where", ["forward", "optimizer"])

@@ -3,12 +3,14 @@
 Prints the differences by case as JSON; "" means none.
 """
 
+import contextlib
 import gc
 import json
 import random
 import sys
 import traceback
 import warnings
+from unittest import mock
 
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from torch.nn import functional as F
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
+from flatout.kernels.graph_module import ModuleGraphs
 from flatout.levers.graphs import LEVER
 from flatout.measure.memory import reserved_for_graphs
 from flatout.schema.facts import Facts
@@ -108,7 +111,9 @@ def counterparts(train, model, least=20, said="", **more):
     if REPLAYS[0] - before < least:
         return f"{REPLAYS[0] - before} replays"
     off = [
-        at for at, (one, other) in enumerate(zip(expected, found, strict=True)) if not torch.equal(one, other)
+        at
+        for at, (one, other) in enumerate(zip(expected, found, strict=True))
+        if not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
     ]
     return f"{len(off)} of {len(found)} tensors differ, the first is {off[0]}" if off else ""
 
@@ -192,6 +197,23 @@ def a_number_outside_of_the_modules_is_found_by_a_check(t):
     """
     t.steps(3)  # monitored, recorded at the third call
     OUTSIDE["factor"] = 2.0
+    t.steps(6)
+
+
+class Varying(Global):
+    def forward(self, x):
+        return [self.body(x), *[x.sum()] * int(OUTSIDE["factor"])]
+
+
+@copies(
+    Varying,
+    least=0,
+    said="does not repeat its recording",
+    loss=lambda found, y: F.cross_entropy(found[0], y),
+)
+def a_number_of_outputs_that_depends_on_something_outside(t):
+    t.steps(3)
+    OUTSIDE["factor"] = 0.5
     t.steps(6)
 
 
@@ -399,6 +421,91 @@ def a_scheduler_that_is_made_afterwards(t):
 def shapes_that_come_once(t):
     for rows in (6, 6, 6, 6, 2, 6, 6, 3, 6, 6, 6, 6):
         t.step(rows=rows)
+
+
+@copies(small)
+def a_shape_that_changes_for_good(t):
+    for rows in (6, 3, 9):
+        t.steps(12, rows=rows)
+
+
+@copies(lambda: small(nn.BatchNorm1d(16), nn.Dropout(0.3)))
+def evaluations_between_steps(t):
+    """The first comes before anything is recorded. One of them records gradients that nothing uses."""
+    for _ in range(4):
+        t.model.eval()
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                t.found += [t.model(t.batch(rows)[0]).detach() for rows in (6, 6, 6, 2) for _ in range(3)]
+        t.model.train()
+        t.steps(10)
+
+
+def not_finite(t, value):
+    x, y = t.batch()
+    t.optimizer.zero_grad()
+    loss = F.cross_entropy(t.model(x * value), y)
+    loss.backward()
+    t.found.append(loss.detach())
+    return loss
+
+
+@copies(lambda: small(nn.BatchNorm1d(16), nn.Dropout(0.3)), optimizer="AdamW")
+def losses_that_are_nan_from_a_step_on(t):
+    """The check of the 32nd replay compares outputs that are NaN."""
+    t.steps(12)
+    not_finite(t, float("nan"))
+    t.optimizer.step()
+    t.steps(40)
+
+
+@copies(lambda: small(nn.Dropout(0.3)))
+def steps_that_are_left_out_because_their_loss_is_nan(t):
+    for _ in range(6):
+        t.steps(5)
+        for value in (float("nan"), float("inf")):
+            if not not_finite(t, value).isfinite():
+                t.optimizer.zero_grad()
+
+
+@copies(small, loss=lambda found, y: F.cross_entropy(found.float(), y), momentum=0.9)
+def a_scaler_that_skips_steps_of_infinite_gradients(t):
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**120, growth_interval=4)
+    for _ in range(40):
+        x, y = t.batch()
+        t.optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            loss = F.cross_entropy(t.model(x).float(), y)
+        scaler.scale(loss).backward()
+        scaler.step(t.optimizer)
+        scaler.update()
+        t.found += [loss.detach(), torch.tensor(scaler.get_scale())]
+
+
+@case
+def checks_of_replays_are_not_timed():
+    """The second replay is compared with an eager pass, which is no part of a measured step."""
+    training = Training(small, True)
+    inside, eager, run_eagerly = [], [], ModuleGraphs.run_eagerly
+
+    @contextlib.contextmanager
+    def untimed():
+        inside.append(REPLAYS[0])
+        yield
+        inside.append(REPLAYS[0])
+
+    def counted_pass(graphs, call):
+        eager.append(len(inside))
+        return run_eagerly(graphs, call)
+
+    training.undo()
+    training.context.untimed = untimed
+    with mock.patch.object(ModuleGraphs, "run_eagerly", counted_pass):
+        training.undo = LEVER.apply(training.context, True, Ledger())
+        training.steps(8)
+    training.end()
+    ok = len(inside) == 2 and inside[1] == inside[0] + 1 and eager == [0, 0, 1]
+    return "" if ok else f"{inside}, {eager}"
 
 
 @case

@@ -5,10 +5,12 @@ Prints the objections of each check as JSON.
 
 import contextlib
 import copy
+import gc
 import json
 import os
 import traceback
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from torch import nn
@@ -23,13 +25,18 @@ from flatout.distributed.batches import Streams
 from flatout.distributed.rendezvous import _backend_of_cuda
 from flatout.guard.captured_steps import CapturedCall, StepReplayer
 from flatout.guard.copies import random_state
+from flatout.guard.replica import StepReplica
 from flatout.kernels.layer_norm.op import layer_norm
 from flatout.levers.autocast import LEVER as AUTOCAST
 from flatout.levers.resident_data import LEVER as RESIDENT
 from flatout.levers.tf32 import LEVER as TF32
 from flatout.loop.accumulation import ReductionTest
+from flatout.measure import parity
+from flatout.schema.enums import Effect, Moment
 from flatout.schema.errors import LoopError
 from flatout.schema.facts import Facts, Gpu
+from flatout.schema.lever import Lever, Options
+from flatout.schema.plan import Choice
 
 DEVICE = torch.device("cuda:1")
 CHECKS = {}
@@ -183,6 +190,7 @@ def an_overflow_on_the_device_leaves_the_step_out():
     undo = AUTOCAST.apply(
         SimpleNamespace(
             torch=torch,
+            device=DEVICE,
             device_type="cuda",
             roots=[],
             parameters=list(model.parameters()),
@@ -200,6 +208,120 @@ def an_overflow_on_the_device_leaves_the_step_out():
     optimizer.step()
     assert not torch.equal(before[0], model[0].weight)
     undo()
+
+
+@check
+def digests_are_those_of_the_host_and_wait_for_nothing():
+    draw = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randint(0, 2, shape, generator=draw).mul(7).to(dtype)
+        for dtype in (torch.bool, torch.uint8, torch.bfloat16, torch.float32, torch.complex64, torch.float64)
+        for shape in ((), (0, 3), (5,), (3, 70), (9, 5, 7))
+    ]
+    tensors += [torch.full((40,), float("nan")), tensors[-2].T, tensors[-1].transpose(0, 2)]
+    with mock.patch.multiple(parity, ROW=32, DEVICE_PART=128):
+        on_card = [tensor.to(DEVICE) for tensor in tensors]
+        torch.cuda.set_sync_debug_mode("error")
+        found = parity.fingerprints(on_card, torch)
+        torch.cuda.set_sync_debug_mode("default")
+        assert parity.digest_of(found) == parity.digest(tensors, torch)
+        for one, other in zip(found, parity.fingerprints(tensors, torch), strict=True):
+            assert one[0] == other[0], one[0]
+            assert int(one[1]) == int(other[1]), one[0]
+
+
+@check
+def dropout_under_autocast_drops_what_it_drops_in_float32():
+    """On a GPU, the same seed may drop other elements of a tensor in half precision."""
+
+    def mirrored(draw):
+        def other(x, *args, **kwargs):
+            drawn = draw(x, *args, **kwargs)
+            if x.dtype is not torch.bfloat16:
+                return drawn
+            return drawn.flip(0) if isinstance(drawn, torch.Tensor) else [part.flip(0) for part in drawn]
+
+        return other
+
+    model = nn.Sequential(nn.Linear(8, 256), nn.Dropout(0.3)).to(DEVICE)
+    x = torch.ones(64, 8, device=DEVICE, requires_grad=True)
+    torch.manual_seed(3)
+    plain = model(x)
+    with (
+        mock.patch.object(functional, "dropout", mirrored(functional.dropout)),
+        mock.patch.object(torch, "native_dropout", mirrored(torch.native_dropout)),
+    ):
+        state = torch.cuda.get_rng_state(DEVICE)
+        undo = AUTOCAST.apply(context(model), "bfloat16", Ledger())
+        assert torch.equal(state, torch.cuda.get_rng_state(DEVICE)), "it has drawn"
+        torch.manual_seed(3)
+        half = model(x)
+        half.sum().backward()
+        undo()
+    assert torch.equal(plain == 0, half == 0)
+    assert torch.allclose(plain, half, rtol=2**-6, atol=2**-6)
+    gradient, x.grad = x.grad, None
+    plain.sum().backward()
+    assert (x.grad - gradient).norm() < 2**-6 * x.grad.norm()
+
+
+def replica_of(model, lever):
+    """The verdict of a replica after a few steps."""
+    optimizer = torch.optim.Adam(model.parameters())
+    found = TrainingContext(torch, Listener(), Ledger())
+    found.register_objects([model], [optimizer], [])
+    replica = StepReplica(found, Applier([lever], Facts(), found), [Choice(lever.name, True)])
+    for _ in range(6):
+        x = torch.randn(8, 8, device=DEVICE)
+        optimizer.zero_grad()
+        replica.forward_begin(model, (x,), {})
+        output = model(x)
+        replica.forward_end(model, output)
+        functional.cross_entropy(output, torch.zeros(8, dtype=torch.long, device=DEVICE)).backward()
+        replica.optimizer_begin(optimizer)
+        optimizer.step()
+        found.steps += 1
+    return replica.judge()
+
+
+def one_lever(apply):
+    return Lever(
+        "one", Moment.STEP, Effect.ROUNDING, lambda *_: Options((True,)), str, apply=apply, live=True
+    )
+
+
+@check
+def a_replica_leaves_memory_to_others():
+    """It runs out of its own share, gives back what it took, and blames no lever."""
+    tried = []
+
+    def apply(context, value, ledger):
+        def fill(*_):
+            free, total = torch.cuda.mem_get_info(DEVICE)
+            tried.append(free / total)
+            torch.empty(int(0.9 * free), dtype=torch.uint8, device=DEVICE)
+
+        return context.roots[0].register_forward_pre_hook(fill).remove
+
+    gc.collect()
+    torch.cuda.empty_cache()  # what other checks have left would be used first
+    model = nn.Linear(8, 5).to(DEVICE)
+    torch.cuda.set_per_process_memory_fraction(0.97, DEVICE)
+    verdict = replica_of(model, one_lever(apply))
+    assert tried
+    assert "too little memory" in verdict.get("failure", ""), verdict
+    assert abs(torch.cuda.get_per_process_memory_fraction(DEVICE) - 0.97) < 1e-6
+    torch.cuda.set_per_process_memory_fraction(1.0, DEVICE)
+    verdict = replica_of(model, one_lever(lambda context, value, ledger: ledger.restore))
+    assert all(each["passed"] for each in verdict["checks"]), verdict
+    before = torch.cuda.memory_reserved(DEVICE)
+    with mock.patch.object(torch.cuda, "mem_get_info", return_value=(800, 2**31)):
+        verdict = replica_of(model, one_lever(apply))
+    assert "failure" in verdict, verdict
+    assert "copies of the model need 720 bytes, and the guard may use 640 bytes" in verdict["failure"], (
+        verdict
+    )
+    assert torch.cuda.memory_reserved(DEVICE) <= before
 
 
 def main():

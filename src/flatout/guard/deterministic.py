@@ -26,7 +26,7 @@ def deterministic_kernels(context: TrainingContext) -> Iterator[None]:
     """
     torch, ledger = context.torch, Ledger()
     context.flags_of_script = context.kernel_flags()
-    warnings.simplefilter("always")
+    warnings.filterwarnings("ignore", ".* does not have a deterministic implementation")
     ignored = warnings.filters[0]
     ledger.on_restore("warning", lambda: ignored in warnings.filters and warnings.filters.remove(ignored))  # type: ignore[attr-defined]
     if WORKSPACE[0] not in os.environ:

@@ -18,8 +18,8 @@ whose gradient vanishes late, nor a lever that breaks after more updates than th
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,12 +33,13 @@ from flatout.guard.batch_slices import (
     whole_batch_factor,
 )
 from flatout.guard.captured_steps import CapturedCall, StepReplayer, StepResults
-from flatout.guard.copies import clone, deep_copy, random_state, set_random_state
-from flatout.guard.rounding import HALF_NUDGE, NUDGE, check, compare, compare_bitwise, later_checks
+from flatout.guard.copies import clone, deep_copy, random_state, set_random_state, tensors_of
+from flatout.guard.rounding import HALF_NUDGE, NUDGE, check, compare, later_checks
 from flatout.measure.clock import seconds
 from flatout.measure.nests import tensors_in
 from flatout.schema.enums import Effect
 from flatout.schema.plan import Choice
+from flatout.schema.sizes import size
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -55,6 +56,10 @@ LARGE_MODEL_STEPS = 2  # also for slow models
 SLOW_STEP_MS = 1000.0
 LARGE_PARAMETERS = 100_000_000  # parameters; the gradients of all steps are held at once
 MAX_CAPTURE_STEPS = 12
+MODEL_COPIES = (
+    4  # of the model and its optimizers' state: one to start from, and one in float64 with its gradients
+)
+MEMORY_SHARE = 0.8  # of a GPU's free memory, for all of these copies
 
 
 @dataclass
@@ -140,6 +145,8 @@ class StepReplica:
         try:
             if self._frozen is None:
                 self._originals, self._optimizers = self.context.roots, self.context.optimizers
+                if not self._fits():
+                    return
                 roots = [self.context.unwrap_ddp(root) for root in self._originals]
                 self._frozen = deep_copy((roots, self._optimizers), self.torch)
             root_number = next((i for i, original in enumerate(self._originals) if original is root), None)
@@ -150,6 +157,36 @@ class StepReplica:
         except Exception as error:
             why = f"{type(error).__name__}: {str(error)[:120]}"
             self.failure = f"a step of this program cannot be copied ({why})"
+
+    def _fits(self) -> bool:
+        if self.context.device_type != "cuda":
+            return True
+        states = [list(optimizer.state.values()) for optimizer in self._optimizers]
+        held = tensors_in([tensors_of(self._originals), states])
+        needed = MODEL_COPIES * sum(tensor.numel() * tensor.element_size() for tensor in held)
+        left = int(MEMORY_SHARE * self.torch.cuda.mem_get_info(self.context.device)[0])
+        if needed > left:
+            self.failure = f"copies of the model need {size(needed)}, and the guard may use {size(left)} of the GPU's free memory"
+        return needed <= left
+
+    @contextmanager
+    def _bounded_memory(self) -> Iterator[None]:
+        """Leave memory of a GPU to the program and to others on it: beyond its share, the replica runs out alone."""
+        if self.context.device_type != "cuda":
+            yield
+            return
+        cuda, device = self.torch.cuda, self.context.device
+        free, total = cuda.mem_get_info(device)
+        share, before = (
+            cuda.memory_reserved(device) + MEMORY_SHARE * free,
+            cuda.get_per_process_memory_fraction(device),
+        )
+        cuda.set_per_process_memory_fraction(min(before, share / total), device)
+        try:
+            yield
+        finally:
+            cuda.set_per_process_memory_fraction(before, device)
+            cuda.empty_cache()
 
     def forward_end(self, root: Module, output: object) -> None:
         calls = self._steps.get(self._number, ())
@@ -179,11 +216,10 @@ class StepReplica:
         """The verdict on all choices, and which of them to leave out (`blame_levers`)."""
         return blame_levers(self.judge, self.choices, self._judge_remaining)
 
-    def judge(self, choices: Sequence[Choice] | None = None, bitwise: bool = False) -> dict[str, Any]:
+    def judge(self, choices: Sequence[Choice] | None = None) -> dict[str, Any]:
         """The answer of `flatout.guard.rounding.compare`, or ``{"failure": sentence}``.
 
-        ``choices``: those of other levers. ``bitwise``: no bit may differ, if two plain plays agree in every
-        bit.
+        ``choices``: those of other levers.
         """
         if choices is not None:
             self.choices = list(choices)
@@ -195,10 +231,10 @@ class StepReplica:
         was_asleep, self.context.paused = self.context.paused, True
         state, parallel = random_state(self.context), self.context.data_parallel
         try:
-            with parallel.single_rank() if parallel is not None else nullcontext():
+            with self._bounded_memory(), parallel.single_rank() if parallel is not None else nullcontext():
                 while True:
                     try:
-                        return self._judge(steps, bitwise)
+                        return self._judge(steps)
                     except (
                         self.torch.OutOfMemoryError
                     ):  # the copies need memory too: this says nothing of the levers
@@ -214,7 +250,7 @@ class StepReplica:
             set_random_state(self.context, state)
             self.context.paused = was_asleep
 
-    def _judge(self, steps: list[list[CapturedCall]], bitwise: bool) -> dict[str, Any]:
+    def _judge(self, steps: list[list[CapturedCall]]) -> dict[str, Any]:
         if self._reference is None:
             self._sliced_steps, self._share = take_samples(
                 steps, self._step_ms, self._max_samples, self.torch
@@ -240,13 +276,6 @@ class StepReplica:
         if levers.failure:
             why = f"a step of the program fails under the levers: {levers.failure}"
             return {"checks": [check("levers", 1.0, 0.0, why)]}
-        if bitwise:
-            answer = compare_bitwise(reference.plain, levers, self.torch)
-            # If the plain step is not repeatable (sums by atomic additions), the comparison allows for rounding
-            if not answer["passed"]:
-                repeat = reference.replay.play(steps)
-            if answer["passed"] or compare_bitwise(reference.plain, repeat, self.torch)["passed"]:
-                return {"checks": [answer]}
         half = reference.half
         batch_factor = 1.0 if half is None else self._batch_factor(reference, half, levers)
         plain, double, nudged = reference.plain, reference.double, reference.nudged

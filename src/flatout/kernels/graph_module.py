@@ -17,6 +17,7 @@ second time, or with ``create_graph``) recomputes the forward pass from the same
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -55,9 +56,15 @@ class ModuleGraphs:
     """
 
     def __init__(
-        self, module: Module, forward: Callable[..., Any], report: Callable[[str], None], operators: bool
+        self,
+        module: Module,
+        forward: Callable[..., Any],
+        report: Callable[[str], None],
+        operators: bool,
+        untimed: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.module, self.forward, self.report, self.operators = module, forward, report, operators
+        self.untimed = untimed
         self.device = next(p.device for p in module.parameters())
         self.modules = list(module.modules())
         self.shapes: dict[Any, _ShapeRecord] = {}
@@ -111,7 +118,8 @@ class ModuleGraphs:
             return self._observe(shape, inputs, call)
         if not shape.used_outputs:
             if shape.calls > MAX_UNUSED_PASSES:
-                self._stays_eager(shape, "has no output that is differentiated")
+                # An evaluation is no reason to report
+                self._stays_eager(shape, "has no output that is differentiated" * self.module.training)
             return _note_used_outputs(shape, self.run_eagerly(call))
         recorded = shape.idle_recording()
         if recorded is None:
@@ -167,7 +175,7 @@ class ModuleGraphs:
 
     def _stays_eager(self, shape: _ShapeRecord, why: str) -> None:
         shape.eager, shape.recordings = True, []
-        if not any(other.recordings for other in self.shapes.values()):
+        if why and not any(other.recordings for other in self.shapes.values()):
             self.report(why)
 
     def _give_up(self, why: str) -> None:
@@ -184,15 +192,14 @@ class ModuleGraphs:
 
         Restores buffers and the generator.
         """
-        generator, written = generator_state(self.device), recorded.observation.written
-        saved = [buffer.clone() for buffer in written]
-        replayed = recorded.replay_forward(inputs)
-        restore_state(self.device, generator, written, saved)
-        outputs = self.run_eagerly(call)
-        restore_state(self.device, generator, written, saved)
-        return all(
-            nearly_equal(left, right) for left, right in zip(replayed, tensors_of(outputs), strict=True)
-        )
+        with self.untimed():
+            generator, written = generator_state(self.device), recorded.observation.written
+            saved = [buffer.clone() for buffer in written]
+            replayed = recorded.replay_forward(inputs)
+            restore_state(self.device, generator, written, saved)
+            outputs = tensors_of(self.run_eagerly(call))
+            restore_state(self.device, generator, written, saved)
+            return len(replayed) == len(outputs) and all(map(nearly_equal, replayed, outputs))
 
 
 class _ShapeRecord:

@@ -19,14 +19,14 @@ from flatout.schema.program import Ledger, TrainingContext
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
-    torch, known = context.torch, bool(context.parameters)
+    flags, known = context.kernel_flags(), bool(context.parameters)
     if not known and not facts.cuda:
         return Skip(NO_GPU)
     if known and context.device_type != "cuda" and not any(p.is_cuda for p in context.parameters):
         return Skip(NO_CUDA)
-    if torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled():
+    if flags["cudnn.deterministic"] or flags["deterministic"]:
         return Skip("deterministic algorithms are enabled, and this lever would choose other algorithms")
-    if torch.backends.cudnn.benchmark:
+    if flags["cudnn.benchmark"]:
         return Skip("torch.backends.cudnn.benchmark is already True")
     if known and not context.has_layer("Conv"):
         return Skip("no module of the model is an nn.Conv layer")

@@ -99,6 +99,7 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
                 forward,
                 report_eager,
                 operators=not (context.compiled_by_script or getattr(forward, "compiled", False)),
+                untimed=context.untimed,
             )
             ledger.on_restore("recorded passes", graphs.discard)
             for module in graphs.modules:

@@ -28,7 +28,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
         return Skip(NO_CUDA)
     if torch.cuda.get_device_capability(device)[0] < 8:
         return Skip("this GPU has no TF32, which needs compute capability 8.0 or higher")
-    if torch.are_deterministic_algorithms_enabled():
+    if context.kernel_flags()["deterministic"]:
         return Skip("deterministic algorithms are enabled, so the precision does not change")
     return _choice_of_the_script(torch) or Options((True,))
 

@@ -213,7 +213,7 @@ class Worker(WorkerRecord):
         self._forward("backward_end")
         if self.first_backward_s is None:
             self.first_backward_s = seconds()
-            self.tick_start = self.clock.mark()
+            self.start_tick()
             self.send({"training": os.getpid()})
         elif self.unit == "backward":
             self._tick()
@@ -229,7 +229,7 @@ class Worker(WorkerRecord):
                 self.end_checked_steps = None
             self.unit = "backward"
             self._use_device_clock()
-            self.tick_start = self.clock.mark()
+            self.start_tick()
 
     def exchange_begin(self) -> None:
         self._forward("exchange_begin")
@@ -257,7 +257,8 @@ class Worker(WorkerRecord):
         if not self.claimed:
             self.ranks.apply_due(self.context.steps, self.applier.switch)
             return
-        self.recorder.step(self.context.steps)
+        if self.active_probe.probe is None:  # a probe would measure it
+            self.recorder.step(self.context.steps)
         if self.end_checked_steps is not None:
             late = seconds() - (self.first_backward_s or 0.0) > MAX_CHECKED_S
             if self.context.steps >= self.spec.checked_steps or (
@@ -313,28 +314,35 @@ class Worker(WorkerRecord):
             os._exit(0)
         if not self.claimed:
             return
-        now = self.clock.mark()
-        start, self.tick_start = self.tick_start, now
-        if start is None:
+        if self.tick_start is None:
+            self.start_tick()
             if self.replica is None:
                 return
-        elif self.warm:
-            if self.active_probe.probe is None:
-                self.phases.step(start, now)
+        else:
+            parts = [*self.tick_parts, (self.tick_start, self.clock.mark())]
+            self.tick_start, self.tick_parts = parts[-1][1], []
+            self._book(parts)
+        if self.warm and self.ticks_left <= 0:
+            self._end_block()
+
+    def _book(self, parts: list[tuple[Any, Any]]) -> None:
+        if self.warm:
+            probe = self.active_probe.probe
+            if probe is None and self.replica is None and len(parts) == 1:
+                self.phases.step(*parts[0])
             else:
                 self.phases.discard_spans()
+            if probe is not None:
                 self.active_probe.tick()
-            self.block.append((start, now))
+            self.block.append(parts)
             self.block_samples += self.recorder.take_samples()
             self.ticks_left = self.ticks_left - 1 if seconds() < self.block_until_s else 0
         elif self.replica is None:
-            self.ticks_ms.append(self.clock.elapsed_ms(start, now))
+            self.ticks_ms.append(self.tick_ms(parts))
             self.data_waits_ms.append(self.phases.waited_ms())
             self.phases.reset()
             if is_steady(self.ticks_ms, seconds() - (self.first_backward_s or 0.0), self.min_warmup_ticks):
                 self._warmed_up()
-        if self.warm and self.ticks_left <= 0:
-            self._end_block()
 
     def _warmed_up(self) -> None:
         self.warm = True
@@ -373,7 +381,7 @@ class Worker(WorkerRecord):
             self.send({"replica": verdict})
         elif self.replica is None:
             self.clock.synchronize()
-            ms = [self.clock.elapsed_ms(a, b) for a, b in self.block]
+            ms = [*map(self.tick_ms, self.block)]
             self.block = []
             if self.active_probe.probe is not None:
                 self.send({**self.active_probe.end(), "ms": ms})
@@ -397,7 +405,7 @@ class Worker(WorkerRecord):
             recorded = self.active_probe.partial_result()
             self._write_last("failed", text[-8000:])
             if recorded is not None:
-                ms = [self.clock.elapsed_ms(a, b) for a, b in self.block]
+                ms = [*map(self.tick_ms, self.block)]
                 why = traceback.format_exception_only(kind, error)[-1].strip()[:400]
                 self.send({**recorded, "ms": ms, "failed": why})
         self._excepthook(kind, error, trace)

@@ -126,7 +126,7 @@ def run_commands(worker: WorkerRecord) -> None:
         worker.send(_execute(worker, name, command))
     worker.phases._started.clear()
     worker.clock.synchronize()
-    worker.tick_start = worker.clock.mark()
+    worker.start_tick()
 
 
 def _execute(worker: WorkerRecord, name: str, command: dict[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,9 +46,9 @@ class TrainingRecorder:
         self.torch, self._sketches = torch, sketches
         self.context = context
         self.loss_steps: list[int] = []
-        self.batch_hashes: list[str] = []
+        self.batch_hashes: list[Any] = []
         self.batch_statistics: list[list[float]] = []
-        self.weights_digests: dict[str, str] = {}
+        self.weights_digests: dict[str, Any] = {}
         self.weights_sketches: dict[str, dict[str, list[float]]] = {}
         self.from_loader = False
         self._samples = 0
@@ -62,14 +62,9 @@ class TrainingRecorder:
             )
             self.loss_steps.append(self.context.steps)
 
-    def loss_tensors(self) -> list[Any]:
-        """The tensors that we keep of the program's."""
-        return [
-            tensor
-            for loss in self._losses
-            if not isinstance(loss, str)
-            for tensor in (loss if isinstance(loss, list) else [loss])
-        ]
+    def kept_tensors(self) -> list[Any]:
+        """The tensors that this recorder keeps."""
+        return list(tensors_in([self._losses, self.batch_hashes, self.weights_digests]))
 
     def batch(self, batch: object, describe: bool) -> None:
         """Record a batch of a DataLoader. Describing it costs time, so it is limited to the warm-up."""
@@ -78,8 +73,9 @@ class TrainingRecorder:
         if first is not None and first.dim():
             self._samples += len(first)
         if describe and len(self.batch_hashes) < MAX_HASHED:
-            self.batch_hashes.append(parity.digest(tensors_in(batch), self.torch))
-            self.batch_statistics.extend(parity.batch_statistics(batch, self.torch))
+            with self.context.untimed():
+                self.batch_hashes.append(parity.fingerprints(tensors_in(batch), self.torch))
+                self.batch_statistics.extend(parity.batch_statistics(batch, self.torch))
 
     def take_samples(self) -> int:
         """How many samples came since the last call."""
@@ -91,29 +87,40 @@ class TrainingRecorder:
         if not self.from_loader and len(self.batch_hashes) < MAX_HASHED:
             first = next(tensors_in((args, kwargs)), None)
             if first is not None:
-                self.batch_hashes.append(parity.digest([first], self.torch))
+                with self.context.untimed():
+                    self.batch_hashes.append(parity.fingerprints([first], self.torch))
 
     def step(self, steps: int) -> None:
-        if steps in DIGEST_STEPS:
-            buffers = [b for root in self.context.roots for b in root.buffers()]
-            self.weights_digests[str(steps)] = parity.digest([*self.context.parameters, *buffers], self.torch)
-        if self._sketches and not steps & (steps - 1):
-            self.weights_sketches[str(steps)] = {
-                f"{i}.{name}": parity.sketch(tensor, self.torch)
-                for i, root in enumerate(self.context.roots)
-                for name, tensor in (*root.named_parameters(), *root.named_buffers())
-            }
+        if steps & (steps - 1):
+            return
+        with self.context.untimed():
+            if steps in DIGEST_STEPS:
+                buffers = [b for root in self.context.roots for b in root.buffers()]
+                tensors = [*self.context.parameters, *buffers]
+                self.weights_digests[str(steps)] = parity.fingerprints(tensors, self.torch)
+            if self._sketches:
+                self.weights_sketches[str(steps)] = {
+                    f"{i}.{name}": parity.sketch(tensor, self.torch)
+                    for i, root in enumerate(self.context.roots)
+                    for name, tensor in (*root.named_parameters(), *root.named_buffers())
+                }
 
     def losses(self) -> list[str]:
-        """Return hexadecimal floats, one per backward pass.
+        """Return hexadecimal floats, one per backward pass; turn fingerprints into digests.
 
         Waits for the device, so call it between blocks only.
         """
+        self.batch_hashes = [*map(_read, self.batch_hashes)]
+        self.weights_digests = {step: _read(found) for step, found in self.weights_digests.items()}
         for i, loss in enumerate(self._losses):
             if not isinstance(loss, str):
                 parts = loss if isinstance(loss, list) else [loss]
                 self._losses[i] = float(sum(float(tensor.double().mean()) for tensor in parts)).hex()
         return self._losses
+
+
+def _read(found: Any) -> str:
+    return found if isinstance(found, str) else parity.digest_of(found)
 
 
 # Makes all ranks of a program switch levers after the same step.
@@ -217,6 +224,7 @@ class WorkerRecord(Listener):
         self.folder = TrialFolder(Path(spec.folder))
         self.ledger, self.hold_ledger = Ledger(), Ledger()
         self.context = TrainingContext(torch, self, self.ledger)
+        self.context.untimed = self._untimed
         self.applier = Applier(levers(spec.table), spec.facts, self.context)
         self.real_files = overlay_of_process().bypass  # inside, files are the real ones
         if self.folder.shared_samples.is_dir():
@@ -231,7 +239,7 @@ class WorkerRecord(Listener):
         self.peak_bytes: int | None = None  # measured before a replica
         self.monitor: ProgramMonitor | None = None
         self.active_probe = ActiveProbe(
-            ProbeTools(torch, self.context, self.real_files, self.recorder.loss_tensors)
+            ProbeTools(torch, self.context, self.real_files, self.recorder.kept_tensors)
         )
         self.ranks = RankSync(self.folder, self.real_files)
         self.channel: Channel | None = None
@@ -249,7 +257,8 @@ class WorkerRecord(Listener):
         self.ticks_ms: list[float] = []
         self.data_waits_ms: list[float] = []  # for data, during the warm-up
         self.tick_start: Any = None
-        self.block: list[tuple[Any, Any]] = []
+        self.tick_parts: list[tuple[Any, Any]] = []  # of the current tick, between which flatout worked
+        self.block: list[list[tuple[Any, Any]]] = []
         self.block_samples = 0
         self.ticks_left = 0
         self.block_until_s = 0.0
@@ -265,6 +274,24 @@ class WorkerRecord(Listener):
         for listener in (self.monitor, self.active_probe.probe):
             if listener is not None:
                 getattr(listener, event)(*args)
+
+    @contextmanager
+    def _untimed(self) -> Iterator[None]:
+        """No part of the current tick. Work that a device has yet to do belongs to the body as well."""
+        start, self.tick_start = self.tick_start, None
+        if start is not None:
+            self.tick_parts.append((start, self.clock.mark()))
+        try:
+            yield
+        finally:
+            if start is not None:
+                self.tick_start = self.clock.mark()
+
+    def start_tick(self) -> None:
+        self.tick_start, self.tick_parts = self.clock.mark(), []
+
+    def tick_ms(self, parts: Sequence[tuple[Any, Any]]) -> float:
+        return sum(self.clock.elapsed_ms(start, end) for start, end in parts)
 
     def next_command(self) -> dict[str, Any]:
         if self.channel is None:
