@@ -501,6 +501,11 @@ ROWS = [
         "switched_off",
         "own_sampler",
     ),
+    Row(
+        "graphs",
+        "torch.compile records GPT as CUDA graphs itself",
+        not_run="not run: it needs the lever compile beside it, as in test_compile.py",
+    ),
     *each(
         ("compile", "memory_budget"),
         "torch.compile is switched off in this process (TORCH_COMPILE_DISABLE=1)",
