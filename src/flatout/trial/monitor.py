@@ -130,7 +130,10 @@ class ProgramMonitor(Listener):
             events[name] = {"calls": 1.0, "ms": 0.0, "places": _places(lines, 3)}
         compiled = compile_record()
         return {
-            "settings": settings(self.torch, self.context),
+            "settings": {
+                **settings(self.torch, self.context),
+                "attention": list(self.counters.attention.values()),
+            },
             "compiled": compiled and compiled.to_json(),
             "gc_ms": sum(self._pauses_ms) / steps,
             "gc_longest_ms": max(self._pauses_ms, default=0.0),
