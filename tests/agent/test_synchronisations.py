@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-from flatout.agent.call_counters import CallCounters
+from flatout.agent.call_counters import CallCounters, attention_kernel
 from flatout.agent.frames import is_user_file
 from flatout.agent.ledger import Ledger
 from flatout.agent.synchronisations import SyncRecorder
@@ -132,3 +132,23 @@ def test_calls_are_counted_with_their_place():
 def test_whose_file(file):
     assert not is_user_file(file) or file == "gc"
     assert is_user_file(__file__)
+
+
+def test_the_kernels_of_attention_are_named_with_the_reason_against_a_faster_one(monkeypatch):
+    ledger, query = Ledger(), torch.ones(1, 2, 8, 16)
+    counters = CallCounters(torch, ledger, ticking())
+    counters.install()
+    for mask in (None, None, torch.ones(8, 8)):
+        torch.nn.functional.scaled_dot_product_attention(query, query, query, mask, 0.1 * (mask is not None))
+    ledger.restore()
+    assert list(counters.attention.values()) == [
+        "[1, 2, 8, 16] in torch.float32: flash attention",
+        "[1, 2, 8, 16] in torch.float32: math",
+    ]
+    # on a card; this torch says the same of any tensor that is not on one
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    seen = attention_kernel(torch, query, query, query, torch.ones(8, 8), 0.1)
+    assert seen.startswith(
+        "[1, 2, 8, 16] in torch.float32: math; not flash attention, because: All tensors need to be on cuda"
+    )
+    assert attention_kernel(torch, query, query, query).endswith("float32: flash attention (FA2)")

@@ -24,8 +24,9 @@ from flatout.diagnose.check import profile_findings, ranked
 from flatout.diagnose.rules import TABLE
 from flatout.levers import TABLE as LEVERS
 from flatout.schema.findings import Finding, Severity
-from flatout.schema.profile import CompileRecord, ProfileRecord, WhatIf
+from flatout.schema.profile import ProfileRecord, WhatIf
 from flatout.schema.records import PhaseTime, Ratio
+from flatout.schema.run_summary import CompileRecord
 
 MEASURED = [rule for rule in TABLE if rule.check_profile is not None]
 

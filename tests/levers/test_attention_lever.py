@@ -17,7 +17,7 @@ from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
 from flatout.levers import TABLE
-from flatout.levers.attention import LEVER
+from flatout.levers.attention import FLASH, LEVER
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Options, Skip
 
@@ -321,3 +321,78 @@ def test_models_of_transformers():
     for name, ((plain, none), (fused, count)) in json.loads(done.stdout.splitlines()[-1]).items():
         assert (none, count) == (0, 4 * 2), name  # steps, layers
         assert fused == pytest.approx(plain, rel=1e-5), name
+
+
+class Fused(torch.nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.qkv, self.dropout = torch.nn.Linear(8, 24), dropout
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout)
+
+
+def _context(model):
+    context = TrainingContext(torch, Listener(), Ledger())
+    context.register_objects([model], [torch.optim.SGD(model.parameters(), 0.1)], [])
+    return context
+
+
+@pytest.mark.parametrize(
+    ("capability", "installed", "expected"),
+    [
+        (None, ["FA3", "FA4"], "of compute capability 9 or 10; the parameters are on none"),
+        ((8, 0), ["FA3", "FA4"], "of compute capability 9 or 10; this one has 8.0"),
+        ((9, 0), [], "the package of a newer FlashAttention is not installed (flash-attn-4 or flash-attn-3)"),
+        ((10, 0), ["FA3"], "the package of a newer FlashAttention is not installed (flash-attn-4)"),
+        ((9, 0), ["FA3"], ("FA3",)),
+        ((9, 0), ["FA3", "FA4"], ("FA4", "FA3")),
+    ],
+)
+def test_newer_flash_attention_is_offered_where_torch_can_run_it(
+    monkeypatch, tmp_path, capability, installed, expected
+):
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in installed:
+        _, module, file, _ = FLASH[name]
+        path = tmp_path / (f"{module}/{file}" if file else f"{module}.py")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("raise ImportError('only found, not imported')")
+        if file:
+            (tmp_path / module / "__init__.py").touch()
+    model = Fused()
+    context = _context(model)
+    if capability is not None:
+        monkeypatch.setattr(type(context), "device_type", "cuda")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    answer = LEVER.applies(Facts(), context)
+    if isinstance(expected, tuple):
+        assert answer.values == expected
+    else:
+        assert answer.reason.startswith("the program calls scaled_dot_product_attention itself, and ")
+        assert answer.reason.endswith(expected)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_newer_flash_attention_ends_with_the_lever_or_with_dropout(monkeypatch, dropout):
+    from torch.nn import attention
+
+    class Handle:
+        def remove(self):
+            removed.append(True)
+
+    removed, plain = [], torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setitem(attention._registry._FLASH_ATTENTION_IMPLS, "FA3", Handle)
+    model = Fused(dropout)
+    context = _context(model)
+    undo = LEVER.apply(context, "FA3", Ledger())
+    model(torch.ones(2, 4, 8))
+    assert attention.current_flash_attention_impl() == (None if dropout else "FA3")
+    assert context.reports == [("attention", "FA3 has no dropout, so torch's own kernel is used")] * bool(
+        dropout
+    )
+    undo()
+    assert removed == [True]
+    assert attention.current_flash_attention_impl() is None
+    assert torch.nn.functional.scaled_dot_product_attention is plain

@@ -1,6 +1,8 @@
 """Real torch.compile: names and random numbers stay, and unsupported code runs uncompiled."""
 
 import copy
+import json
+import pickle
 import shutil
 
 import pytest
@@ -9,7 +11,8 @@ from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
 from flatout.levers.autocast_policy import keep_float32
-from flatout.levers.compile import LEVER
+from flatout.levers.compile import LEVER, MANY_BLOCKS
+from flatout.levers.graphs import LEVER as GRAPHS
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Options, Skip
 
@@ -121,10 +124,138 @@ def test_on_a_gpu_triton_needs_a_host_compiler(program, monkeypatch, tmp_path, p
 
 
 @needs_a_compiler
-def test_on_a_cpu_there_is_one_mode(program):
-    answer = LEVER.applies(Facts(), program().context)
+@pytest.mark.parametrize(
+    ("blocks", "device", "backwards", "values"),
+    [
+        (MANY_BLOCKS - 1, "cpu", 1, ("default",)),
+        (MANY_BLOCKS, "cpu", 1, ("default", "blocks")),
+        (MANY_BLOCKS, "cuda", 1, ("default", "blocks", "reduce-overhead", "max-autotune-no-cudagraphs")),
+        (1, "cuda", 2, ("default", "max-autotune-no-cudagraphs")),
+    ],
+)
+def test_modes_are_offered_where_they_apply(monkeypatch, blocks, device, backwards, values):
+    monkeypatch.setattr("flatout.levers.compile.find_spec", lambda name: True)
+    model = _stack([1] * blocks)
+    context = _context(model)
+    monkeypatch.setattr(type(context), "device_type", device)
+    context.backwards_in_last_step = backwards
+    answer = LEVER.applies(Facts(), context)
     assert isinstance(answer, Options)
-    assert answer.values == ("default",)
+    assert answer.values == values
+
+
+class _Block(torch.nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.number = number
+
+    def forward(self, x):
+        return x + self.second(self.first(x).relu()) * self.number
+
+
+def _stack(numbers):
+    """Blocks between two layers that do not repeat."""
+    return torch.nn.Sequential(
+        torch.nn.Linear(4, 4), torch.nn.Sequential(*map(_Block, numbers)), torch.nn.Linear(4, 5)
+    )
+
+
+def _context(model):
+    context = TrainingContext(torch, Listener(), Ledger())
+    context.register_objects([model], [torch.optim.SGD(model.parameters(), 0.1)], [])
+    return context
+
+
+@pytest.mark.parametrize(("numbers", "graphs"), [([1] * 12, 1), (range(12), 12)])
+def test_one_graph_serves_all_blocks_of_a_kind(monkeypatch, numbers, graphs):
+    """A number that each block has for itself needs a graph for each; torch would stop after eight."""
+    made, really = [], torch.compile
+
+    def counting(graph, example):
+        made.append(graph)
+        return graph
+
+    monkeypatch.setattr(
+        torch,
+        "compile",
+        lambda forward, mode=None, dynamic=None: really(forward, backend=counting, dynamic=dynamic),
+    )
+    model, batch = _stack(numbers), torch.ones(2, 4)
+    context, expected = _context(model), model(batch)
+    undo = LEVER.apply(context, "blocks", Ledger())
+    for _ in range(2):
+        assert torch.equal(model(batch), expected)
+    undo()
+    assert len(made) == graphs
+    assert context.reports == []
+
+
+def test_outputs_that_recorded_graphs_overwrite_are_copied(monkeypatch):
+    """CUDA graphs write each output to the same memory; the lever `graphs` leaves such a module alone."""
+    model, buffer = _stack([1]), torch.zeros(2, 5)
+    context = _context(model)
+    monkeypatch.setattr(
+        torch, "compile", lambda forward, mode, dynamic: lambda *batch: (buffer.add_(1), {"loss": buffer})
+    )
+    ledger = Ledger()
+    undo = LEVER.apply(context, "reduce-overhead", ledger)
+    (first, named), _ = model(torch.ones(2, 4)), model(torch.ones(2, 4))
+    assert first.eq(1).all()
+    assert named["loss"].eq(1).all()
+    with pytest.raises(LookupError, match=r"torch\.compile records Sequential as CUDA graphs itself"):
+        GRAPHS.apply(context, True, ledger)
+    undo()
+
+
+ATTENTION = """
+import torch
+
+
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v = (torch.nn.Linear(16, 16, bias=False) for _ in range(3))
+
+    def forward(self, x):
+        return (self.q(x) @ self.k(x).mT * 0.25).softmax(-1) @ self.v(x)
+
+
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(4):
+    optimizer.zero_grad()
+    model(torch.randn(2, 8, 16)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.processes
+def test_a_second_process_takes_the_compiled_code_from_the_cache(flatout, script, tmp_path):
+    """Fused attention leaves no operation that needs a C++ compiler."""
+    script(ATTENTION)
+    env, seen = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}, []
+    for _ in range(2):
+        known = set(flatout.folder.glob(".flatout/*/runs/*/rank0.json"))
+        done = flatout("run", "--with", "attention", "--with", "compile", "python", "train.py", env=env)
+        assert done.code == 0, done.err
+        assert "Failed to pickle" not in done.err
+        (path,) = set(flatout.folder.glob(".flatout/*/runs/*/rank0.json")) - known
+        seen.append(json.loads(path.read_text())["compiled"])
+    assert [(each["cached"], each["uncached"]) for each in seen] == [(0, 2), (2, 0)]
+    assert seen[1]["saved_ms"] > 0
+    assert "| compiled code came from the cache: " in done.err
+
+
+def test_graph_passes_are_part_of_a_key_that_other_processes_calculate():
+    """torch 2.11 pickles them, torch 2.14 asks for their uuid."""
+    from flatout.kernels.attention_graphs import rewrite
+    from flatout.kernels.graph_passes import GraphPasses
+
+    passes = GraphPasses([rewrite])
+    loaded = pickle.loads(pickle.dumps(passes))
+    assert (loaded.passes, loaded.uuid()) == ((rewrite,), passes.uuid())
+    assert GraphPasses([]).uuid() != passes.uuid()
 
 
 def test_the_inductor_uses_the_plain_random_numbers_while_it_is_on(program):

@@ -69,7 +69,7 @@ VALUES = {
         {"workers": 0, "pin": True},
     ],
     "autocast": ["bfloat16", "float16"],
-    "compile": ["default", "max-autotune-no-cudagraphs"],
+    "compile": ["default", "blocks", "reduce-overhead", "max-autotune-no-cudagraphs"],
     "fused_optimizer": ["fused", "foreach"],
     "batched_transforms": ["all", "light"],
     "cached_prefix": [{"mib": 64}, {"mib": 64, "ahead": True}],

@@ -501,6 +501,16 @@ ROWS = [
         "switched_off",
         "own_sampler",
     ),
+    Row(
+        "attention",
+        "the program calls scaled_dot_product_attention itself, and FlashAttention 3 and 4 need a GPU",
+        not_run="not run: no program here calls it by name; test_attention_lever.py sees it",
+    ),
+    Row(
+        "graphs",
+        "torch.compile records GPT as CUDA graphs itself",
+        not_run="not run: it needs the lever compile beside it, as in test_compile.py",
+    ),
     *each(
         ("compile", "memory_budget"),
         "torch.compile is switched off in this process (TORCH_COMPILE_DISABLE=1)",

@@ -1,10 +1,13 @@
-"""Reports what torch.compile does in this process: which modules it compiles, and whether it is disabled."""
+"""Reports what torch.compile does in this process: which modules it compiles, at what cost, and whether it is disabled."""
 
 from __future__ import annotations
 
 import os
 import sys
 from typing import TYPE_CHECKING
+
+from flatout.agent.frames import is_user_file, place_at
+from flatout.schema.run_summary import CompileRecord
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -13,6 +16,10 @@ DISABLING_VARIABLES = ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE")
 COMPILED_MARK = (
     "_torchdynamo_orig_callable"  # attribute of every callable from torch.compile, unless disable=True
 )
+
+# Temporary hooks with which flatout finds root modules; not caused by the program
+OWN_HOOK = "._global_forward_"
+MAX_REASONS = 12
 
 
 def compiler_off() -> str:
@@ -44,3 +51,42 @@ def _has_compiled_code(module: Module) -> bool:
         hasattr(code, COMPILED_MARK)
         for code in (getattr(module, "_compiled_call_impl", None), vars(module).get("forward"))
     )
+
+
+def compile_record() -> CompileRecord | None:
+    """What torch.compile did, from torch's counters; None if nothing was compiled. Loads nothing."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    if dynamo is None or not dynamo.counters["frames"].get("total"):
+        return None
+    breaks, cache = dynamo.counters["graph_break"], dynamo.counters["inductor"]
+    record = CompileRecord(
+        graphs=dynamo.counters["stats"]["unique_graphs"],
+        breaks=sum(breaks.values()),
+        cached=cache["fxgraph_cache_hit"],
+        uncached=cache["fxgraph_cache_miss"] + cache["fxgraph_cache_bypass"],
+    )
+    # torch keeps no line of a break that ends the compilation of its function
+    reasons: list[tuple[str, list[tuple[str, int]]]]
+    reasons = [
+        (reason, []) for reason in breaks.keys() - {seen.reason for seen in dynamo.graph_break_reasons}
+    ]
+    reasons += [
+        (seen.reason, [(frame.filename, frame.lineno) for frame in reversed(seen.user_stack)])
+        for seen in dynamo.graph_break_reasons
+    ]
+    for metrics in list(dynamo._compilation_metrics):
+        record.ms += (metrics.duration_us or 0) / 1000
+        record.saved_ms += (metrics.distributed_ephemeral_timeout_us or 0) / 1000
+        reason = metrics.recompile_reason
+        if reason and OWN_HOOK not in reason:
+            record.recompiles += 1
+            reasons.append((f"recompiled: {reason}", [(metrics.co_filename, metrics.co_firstlineno)]))
+    for reason, lines in reasons:
+        place = next((place_at(*line) for line in lines if is_user_file(line[0])), None)
+        text = " ".join(reason.strip().split("\n")[0].partition("  # ")[0].split())[:240]
+        if place is not None:
+            text += f" ({os.path.basename(place.file)}:{place.line})"
+            record.places += [place] * (place not in record.places)
+        record.reasons += [text] * (text not in record.reasons)
+    del record.reasons[MAX_REASONS:]
+    return record

@@ -18,6 +18,7 @@ from typing import Any, TextIO
 
 from flatout import __version__
 from flatout.agent.bootstrap import notify, show
+from flatout.agent.compilers import compile_record
 from flatout.agent.heartbeat import StepCounters, counters
 from flatout.agent.live_figures import LiveFigures, PeriodicThread
 from flatout.job.claims import REPORT, SUMMARY, claim
@@ -191,6 +192,7 @@ class Summarizer:
             peak_memory_bytes=self.figures.memory_bytes,
             gpu_busy=self.figures.gpu_busy,
             piped=self.request.piped,
+            compiled=compile_record(),
         )
 
 

@@ -34,7 +34,6 @@ from flatout.schema.findings import SourceLocation
 from flatout.schema.lever import Lever
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.profile import (
-    CompileRecord,
     IdleGap,
     LoaderRecord,
     MemoryGrowth,
@@ -45,6 +44,7 @@ from flatout.schema.profile import (
     WhatIf,
 )
 from flatout.schema.records import PhaseTime, Ratio, TrialRecord
+from flatout.schema.run_summary import CompileRecord
 from flatout.trial.blocks import PREFETCHED_BATCHES, BlockTimer, LeverFailed, Watcher
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.trial.spec import TrialOptions

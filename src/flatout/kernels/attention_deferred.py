@@ -359,7 +359,7 @@ class AttentionMode(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = function.__name__
-        self.calls_fused_kernel |= function is torch.nn.functional.scaled_dot_product_attention
+        self.calls_fused_kernel |= function is torch._C._nn.scaled_dot_product_attention
         if name in PRODUCTS:
             result = self._product(function, name, args, kwargs)
             if result is not None:

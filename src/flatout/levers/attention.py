@@ -3,10 +3,11 @@
 What it does: finds modules whose forward multiplies matrices and takes a softmax. In them, it replaces
     softmax(scale * q @ k' + mask) @ v by one call of scaled_dot_product_attention. It recognises a constant
     causal mask and no longer reads it. Attention weights that the script returns or reads are computed as
-    written. With the lever compile, it changes the graph before compilation. Evaluation is unchanged.
+    written. With the lever compile, it changes the graph before compilation. Evaluation is unchanged. "FA3" and
+    "FA4" also let torch compute scaled_dot_product_attention by the FlashAttention kernels of an installed package.
 Why it is faster: weights of heads x length x length are neither written nor read, forward and backward.
     Entries that a causal mask hides are not computed.
-When it does not help: dropout on the attention weights, because the fused kernel draws other random numbers;
+When it does not help: float32 with "FA3" and "FA4"; dropout on the attention weights, because the fused kernel draws other random numbers;
     short sequences; layers that use it already (nn.TransformerEncoderLayer); weights that are read at every
     step. On a CPU it depends on the sizes.
 What it can change: rounding. Backward passes of some CUDA kernels add in no fixed order unless
@@ -22,6 +23,8 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +40,12 @@ if TYPE_CHECKING:
 REPORT_AFTER_STEPS = 4
 SOFTMAX = frozenset(("softmax", "Softmax"))
 PRODUCTS = frozenset(("matmul", "bmm", "baddbmm", "einsum", "mm"))
+FUSED = "scaled_dot_product_attention"
+# By name in torch.nn.attention: what to install, its module and file, and the compute capabilities (major) of its kernels
+FLASH = {
+    "FA4": ("flash-attn-4", "flash_attn", "cute/interface.py", (9, 10)),
+    "FA3": ("flash-attn-3", "flash_attn_interface", "", (9,)),
+}
 MAX_FUNCTIONS = 64  # functions of the script that one forward may reach
 
 
@@ -49,9 +58,34 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
         return Skip(
             "the script differentiates twice (create_graph=True), and fused attention has no second derivative"
         )
-    if not _attention_modules(context):
-        return Skip("no module of the model multiplies matrices and takes a softmax in its forward")
-    return Options((True,))
+    by_hand, fused = _attention_modules(context)
+    kernels, why_not = flash_kernels(context)
+    if by_hand:
+        return Options((True, *kernels))
+    if fused:
+        return Options(kernels) if kernels else Skip(f"the program calls {FUSED} itself, and {why_not}")
+    return Skip("no module of the model multiplies matrices and takes a softmax in its forward")
+
+
+def flash_kernels(context: TrainingContext) -> tuple[tuple[str, ...], str]:
+    """The FlashAttention kernels that torch could run instead of its own, and why there is none."""
+    major = 0
+    if context.device_type == "cuda":
+        major, minor = context.torch.cuda.get_device_capability(context.device)
+    suitable = [name for name, (*_, majors) in FLASH.items() if major in majors]
+    if not suitable:
+        gpu = f"this one has {major}.{minor}" if major else "the parameters are on none"
+        return (), f"FlashAttention 3 and 4 need a GPU of compute capability 9 or 10; {gpu}"
+    names = tuple(name for name in suitable if _is_installed(*FLASH[name][1:3]))
+    packages = " or ".join(FLASH[name][0] for name in suitable)
+    return names, f"the package of a newer FlashAttention is not installed ({packages})"
+
+
+def _is_installed(module: str, file: str) -> bool:
+    spec = find_spec(module)  # without importing it
+    return spec is not None and any(
+        (Path(folder) / file).exists() for folder in spec.submodule_search_locations or [""]
+    )
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
@@ -61,7 +95,9 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     from flatout.kernels.attention_graphs import rewrite
 
     torch, modes = context.torch, []
-    for module in _attention_modules(context):
+    if value is not True:
+        _activate(context, str(value), ledger)
+    for module in _attention_modules(context)[0]:
         modes.append(AttentionMode())
         context.wrap_forward(module, _with_mode(torch, modes[-1]), ledger)
     context.graph_passes.append(rewrite)
@@ -81,6 +117,38 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
     ledger.on_restore("optimizer step hook", register_optimizer_step_pre_hook(step).remove)
     return ledger.restore
+
+
+def _activate(context: TrainingContext, name: str, ledger: Ledger) -> None:
+    """Let torch compute attention by a FlashAttention that has no dropout: a call with dropout ends that."""
+    from torch.nn import attention, functional
+
+    before = attention.current_flash_attention_impl()
+
+    def restore() -> None:
+        attention.restore_flash_attention_impl(_raise_warn=False)
+        if before is not None:
+            attention.activate_flash_attention_impl(before)
+
+    plain = functional.scaled_dot_product_attention
+
+    def without_dropout(
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if dropout_p and attention.current_flash_attention_impl() == name:
+            attention.restore_flash_attention_impl()
+            context.report("attention", f"{name} has no dropout, so torch's own kernel is used")
+        return plain(query, key, value, attn_mask, dropout_p, *args, **kwargs)
+
+    attention.activate_flash_attention_impl(name)
+    ledger.on_restore("FlashAttention", restore)
+    ledger.set(functional, FUSED, without_dropout)
 
 
 def _with_mode(torch: ModuleType, mode: AttentionMode) -> Any:
@@ -109,26 +177,29 @@ def _why_not_fused(modes: list[Any]) -> str:
     return "nothing was replaced: the form of this program's attention is unknown, or the program reads its attention weights"
 
 
-def _attention_modules(context: TrainingContext) -> list[Any]:
+def _attention_modules(context: TrainingContext) -> tuple[list[Any], bool]:
+    """The modules with hand-written attention, and whether a module calls torch's fused kernel."""
     nn, modules, operators_by_class = context.torch.nn, [], {}
+    any_fused = False
     for module in modules_of(context):
         class_ = type(module)
         if class_ not in operators_by_class:
             operators_by_class[class_] = _operators_of(class_)
-        softmax, product = operators_by_class[class_]
+        softmax, product, fused = operators_by_class[class_]
+        any_fused |= fused
         softmax |= any(isinstance(child, nn.Softmax) for child in module.children())
         compiled = isinstance(module, context.torch.jit.ScriptModule)
         if (product and softmax and not compiled) or class_ is nn.MultiheadAttention:
             modules.append(module)
-    return modules
+    return modules, any_fused
 
 
-def _operators_of(class_: type) -> tuple[bool, bool]:
-    """Whether the forward of this class takes a softmax, and whether it multiplies matrices.
+def _operators_of(class_: type) -> tuple[bool, bool, bool]:
+    """Whether the forward of this class takes a softmax, multiplies matrices, and calls torch's fused kernel.
 
     Torch's own classes do not count.
     """
-    softmax = product = False
+    softmax = product = fused = False
     pending = [getattr(class_, "forward", None)]
     visited: set[FunctionType] = set()
     while pending and len(visited) < MAX_FUNCTIONS:
@@ -141,6 +212,7 @@ def _operators_of(class_: type) -> tuple[bool, bool]:
             continue
         visited.add(function)
         for code in _nested_code(function.__code__):
+            fused |= FUSED in code.co_names
             softmax |= not SOFTMAX.isdisjoint(code.co_names)
             product |= not PRODUCTS.isdisjoint(code.co_names) or any(
                 instruction.opname == "BINARY_MATRIX_MULTIPLY"  # Python 3.10
@@ -152,16 +224,8 @@ def _operators_of(class_: type) -> tuple[bool, bool]:
             ]
             if "forward" in code.co_names:  # perhaps the forward of a base class
                 pending += [vars(base).get("forward") for base in class_.__mro__]
-        pending += [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-    return softmax, product
-
-
-def _is_filled(cell: CellType) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:
-        return False
-    return True
+        pending += [cell.cell_contents for cell in function.__closure__ or () if cell != CellType()]
+    return softmax, product, fused
 
 
 def _nested_code(code: CodeType) -> list[CodeType]:
@@ -177,10 +241,22 @@ def _nested_code(code: CodeType) -> list[CodeType]:
 
 
 def code(value: Value) -> str:
+    if value is not True:
+        return f'torch.nn.attention.activate_flash_attention_impl("{value}")'
     return (
         "y = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # or attn_mask=mask, True where a key is kept\n"
         "# instead of F.softmax((q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))).masked_fill(~mask, -math.inf), -1) @ v"
     )
 
 
-LEVER = Lever("attention", Moment.MODEL, Effect.ROUNDING, applies, code, apply=apply, live=True, page=__doc__)
+LEVER = Lever(
+    "attention",
+    Moment.MODEL,
+    Effect.ROUNDING,
+    applies,
+    code,
+    apply=apply,
+    live=True,
+    accepts=(True, "FA3", "FA4"),
+    page=__doc__,
+)

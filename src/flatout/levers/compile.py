@@ -2,8 +2,10 @@
 
 What it does: replaces the forward of each root module by its compiled form, in place: names, types and
     state_dict stay. With fused_ops, the wide last layer and its callers stay uncompiled, and the largest
-    other parts of the module are compiled. "default" fuses operations; "max-autotune-no-cudagraphs" tries
-    more kernels. The lever graphs records compiled code as CUDA graphs.
+    other parts of the module are compiled. "default" fuses operations. "blocks" compiles repeated blocks only,
+    and one block's code serves all. "reduce-overhead" records CUDA graphs, and the script gets copies of their
+    outputs; the lever graphs can record the other values. "max-autotune-no-cudagraphs" tries more kernels: on
+    a CPU none for training, whose weights change.
 Why it is faster: fused element-wise operations touch memory once, and a step is launched without Python in
     between.
 When it does not help: short runs (compiling takes seconds to minutes); shapes that change every step; double
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -26,6 +28,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.levers.reasons import COMPILED_ONCE, COMPILER_OFF, NO_ROOT, why_model_is_split
+from flatout.levers.recompute import repeated
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Undo, Value
@@ -34,6 +37,8 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from flatout.schema.program import Ledger, TrainingContext
+
+MANY_BLOCKS = 6  # of one kind: from here on, compiling one of them saves much of the time
 
 
 def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
@@ -63,8 +68,14 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
             return Skip(
                 f"Triton needs a C compiler on the host, and {compiler} was not found; install it (`apt-get install gcc`) or set CC to another one"
             )
-        return Options(("default", "max-autotune-no-cudagraphs"))
-    return Options(("default",))
+    blocks = [block for root in context.roots for block in repeated(context.torch, root)]
+    kinds = Counter((type(block), *(p.shape for p in block.parameters())) for block in blocks)
+    values: list[Value] = ["default", *["blocks"] * (max(kinds.values(), default=0) >= MANY_BLOCKS)]
+    if context.device_type == "cuda":
+        # Its graphs overwrite what a second forward pass before the backward pass would need
+        single = len(context.roots) == 1 and context.backwards_in_last_step == 1
+        values += [*["reduce-overhead"] * single, "max-autotune-no-cudagraphs"]
+    return Options(tuple(values))
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
@@ -73,12 +84,16 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
 
     ledger.set(config, "fallback_random", True)
     if context.graph_passes:
-        ledger.set(config, "pre_grad_custom_pass", _combined_pass(context.graph_passes))
+        from flatout.kernels.graph_passes import GraphPasses
+
+        ledger.set(config, "pre_grad_custom_pass", GraphPasses(context.graph_passes))
     distribution = torch.distributions.Distribution  # the first torch.compile disables its argument checks
     ledger.on_restore(
         "argument checks", partial(distribution.set_default_validate_args, distribution._validate_args)
     )
-    mode = None if value == "default" else str(value)
+    mode = None if value in ("default", "blocks") else str(value)
+    own_graphs = value in ("reduce-overhead", "max-autotune")
+    tree_map_only = torch.utils._pytree.tree_map_only
 
     def wrapper(forward: Callable[..., Any]) -> Any:
         of_one_shape = torch.compile(forward, mode=mode, dynamic=False)
@@ -91,7 +106,9 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
             shapes = _shapes(args, kwargs, torch)
             compiled = of_one_shape if state.setdefault("shapes", shapes) == shapes else of_any_shape
             try:
-                return compiled(*args, **kwargs)
+                output = compiled(*args, **kwargs)
+                # the next replay overwrites the original
+                return tree_map_only(torch.Tensor, torch.clone, output) if own_graphs else output
             except (torch._dynamo.exc.TorchDynamoException, torch._inductor.exc.InductorError) as error:
                 state["broken"] = True
                 context.report(
@@ -100,16 +117,21 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
                 return forward(*args, **kwargs)
 
         compiled_or_plain.compiled = True  # type: ignore[attr-defined]  # a dispatch mode would make it recompile
+        compiled_or_plain.own_graphs = own_graphs  # type: ignore[attr-defined]
         return compiled_or_plain
 
     excluded_ids = {id(module) for module in context.uncompiled}
     for root in map(context.unwrap_ddp, context.roots):
-        if excluded_ids.isdisjoint(map(id, root.modules())):
-            context.wrap_forward(root, wrapper, ledger)
-            continue
-        for part in _parts(root, excluded_ids, torch.nn.Module.forward):
+        wholes, parts = repeated(torch, root) if value == "blocks" else [root], [root]
+        if wholes != parts or not excluded_ids.isdisjoint(map(id, root.modules())):
+            parts = [p for whole in wholes for p in _parts(whole, excluded_ids, torch.nn.Module.forward)]
+            # a number that each block has for itself compiles each of them
+            limit = torch._dynamo.config.recompile_limit + len(parts)
+            ledger.set_flag(torch._dynamo.config, "recompile_limit", limit)
+        for part in parts:
             context.wrap_forward(part, wrapper, ledger)
-        context.wrap_forward(root, _mark_compiled, ledger)
+        if parts != [root]:
+            context.wrap_forward(root, _mark_compiled, ledger)
     return ledger.restore
 
 
@@ -124,39 +146,9 @@ def _parts(module: Module, excluded_ids: set[int], base_forward: object) -> list
 
 
 def _mark_compiled(forward: Callable[..., Any]) -> Any:
-    def marked(*args: object, **kwargs: object) -> Any:
-        return forward(*args, **kwargs)
-
-    marked.compiled = True  # type: ignore[attr-defined]
+    marked: Any = partial(forward)
+    marked.compiled = True
     return marked
-
-
-def _combined_pass(passes: list[Any]) -> Any:
-    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-
-    graph_passes = tuple(passes)
-
-    class Passes(CustomGraphPass):
-        def __call__(self, graph: object) -> None:
-            for graph_pass in graph_passes:
-                graph_pass(graph)
-
-        def uuid(self) -> Any:
-            sources = {
-                *(graph_pass.__module__ for graph_pass in graph_passes),
-                *(
-                    str(getattr(value, "__module__", ""))
-                    for graph_pass in graph_passes
-                    for value in graph_pass.__globals__.values()
-                ),
-            }
-            return get_hash_for_files(
-                tuple(
-                    sorted(str(sys.modules[name].__file__) for name in sources if name.startswith("flatout."))
-                )
-            )
-
-    return Passes()
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any], torch: ModuleType) -> tuple[Any, ...]:
@@ -170,6 +162,8 @@ def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any], torch: ModuleType) ->
 
 
 def code(value: Value) -> str:
+    if value == "blocks":
+        return "for block in model.blocks: block.compile()"
     return "model.compile()" if value == "default" else f'model.compile(mode="{value}")'
 
 
@@ -184,6 +178,6 @@ LEVER = Lever(
     warms_up=True,
     replaces=("graphs",),
     after=("channels_last", "autocast", "attention", "fused_ops"),
-    accepts=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+    accepts=("default", "blocks", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     page=__doc__,
 )

@@ -63,6 +63,8 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 
 def _why_not(context: TrainingContext, root: Module) -> str:
     torch, name = context.torch, type(root).__name__
+    if getattr(root.forward, "own_graphs", False):
+        return f"torch.compile records {name} as CUDA graphs itself"
     if isinstance(root, (torch.nn.DataParallel, torch.jit.ScriptModule)):
         return f"{name} cannot be recorded"
     tensors = [*root.parameters(), *root.buffers()]

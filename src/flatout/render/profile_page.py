@@ -423,6 +423,7 @@ def _also_measured(profile: ProfileRecord) -> Section:
         )
         rows.append(("compiled", f"{counts}, {milliseconds(compiled.ms)} of compiling"))
         rows += [("", reason) for reason in compiled.reasons[:4]]
+    rows += [("attention", text) for text in profile.settings.get("attention", ())]
     rows += list(_idle(profile))
     return Section("Also measured", [Table((), rows)])
 

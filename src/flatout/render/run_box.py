@@ -3,8 +3,8 @@
 import textwrap
 from collections.abc import Mapping, Sequence
 
-from flatout.render.formatting import duration, one_line, rounded, shell, size
-from flatout.schema.run_summary import RunSummary
+from flatout.render.formatting import duration, one_line, plural, rounded, shell, size
+from flatout.schema.run_summary import CompileRecord, RunSummary
 
 WIDTH = 78
 TEXT_WIDTH = WIDTH - 4
@@ -43,7 +43,24 @@ def _figures(record: RunSummary) -> list[str]:
         f"{record.steps:,} steps in {duration(record.seconds)}{ranks}: {', '.join(speed)}",
         ", ".join(usage),
         f"limited by: {record.limited_by}",
+        *(_compiled(record.compiled) if record.compiled is not None else ()),
     ]
     if record.next_command:
         lines.append(f"next: flatout {record.next_command} {one_line(shell(record.command), 120)}")
     return lines
+
+
+def _compiled(record: CompileRecord) -> list[str]:
+    """What compiling cost, what the cache saved, and the first reason why code was split or compiled again."""
+    text = f"compiling took {duration(record.ms / 1000)}"
+    if record.cached and record.saved_ms:
+        source = (
+            "compiled code"
+            if not record.uncached
+            else f"{record.cached} of {record.cached + record.uncached} compiled passes"
+        )
+        text = f"{source} came from the cache: {duration(record.ms / 1000)} instead of {duration((record.ms + record.saved_ms) / 1000)}"
+    if not record.breaks and not record.recompiles:
+        return [text]
+    counts = f"{plural(record.breaks, 'graph break')}, {plural(record.recompiles, 'recompilation')}"
+    return [text, one_line(f"{counts}, first: {record.reasons[0]}", 2 * TEXT_WIDTH - 4)]

@@ -13,6 +13,7 @@ from typing import Any
 
 from flatout.schema.findings import Finding, SourceLocation
 from flatout.schema.records import PhaseTime, ProgramRecord, Ratio, Record
+from flatout.schema.run_summary import CompileRecord
 
 PROFILE_SCHEMA = 1
 MEMORY_KINDS = (
@@ -158,17 +159,6 @@ class MemoryGrowth(Record):
     steps: int = 0  # between the first and the last of ``series``
     tensors_a_step: float | None = None  # growth of the number of live tensors
     series: list[float] = field(default_factory=list)
-
-
-@dataclass
-class CompileRecord(Record):
-    graphs: int = 0
-    recompiles: int = 0
-    breaks: int = 0
-    # of graph breaks and recompilations
-    reasons: list[str] = field(default_factory=list)
-    places: list[SourceLocation] = field(default_factory=list)
-    ms: float = 0.0  # spent compiling, whole run
 
 
 @dataclass

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flatout.schema.records import ProgramRecord
+from flatout.schema.findings import SourceLocation
+from flatout.schema.records import ProgramRecord, Record
 
 SCHEMA = 1
 DATA_BOUND_SHARE = 0.15  # of the time: from here on, waiting for data limits a run
@@ -41,6 +42,21 @@ class SummaryRequest:
 
 
 @dataclass
+class CompileRecord(Record):
+    """What torch.compile did. ``reasons`` of breaks and recompilations end with their line."""
+
+    graphs: int = 0
+    recompiles: int = 0
+    breaks: int = 0
+    reasons: list[str] = field(default_factory=list)
+    places: list[SourceLocation] = field(default_factory=list)
+    ms: float = 0.0  # spent compiling, whole run
+    saved_ms: float = 0.0  # that compiling took where the cached code was made
+    cached: int = 0  # forward and backward passes whose code came from the cache
+    uncached: int = 0
+
+
+@dataclass
 class RunSummary(ProgramRecord):
     """Figures from the first to the last optimizer step of one process.
 
@@ -64,6 +80,7 @@ class RunSummary(ProgramRecord):
     peak_memory_bytes: int = 0
     gpu_busy: float | None = None
     piped: bool = False
+    compiled: CompileRecord | None = None
 
     @property
     def limited_by(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import sys
 from collections import Counter
 from contextlib import suppress
@@ -12,13 +11,14 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.call_counters import CallCounters
-from flatout.agent.frames import Line, is_user_file, place_at, place_of, user_line
+from flatout.agent.compilers import compile_record
+from flatout.agent.frames import Line, place_of, user_line
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.measure.clock import HostClock
 from flatout.measure.load import private_bytes
 from flatout.schema.findings import SourceLocation
-from flatout.schema.profile import CompileRecord, LoaderRecord
+from flatout.schema.profile import LoaderRecord
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from flatout.schema.program import TrainingContext
 
 MAX_CALLS = 64  # enough to know where the model is called
-# Temporary hooks with which flatout finds root modules; not caused by the program
-OWN_HOOK = "._global_forward_"
-SOURCE_LINE = re.compile(r'File "([^"]+)", line (\d+)')
 LOADER_SETTINGS = ("pin_memory", "persistent_workers", "prefetch_factor", "batch_size", "dataset")
 OPTIMIZER_SETTINGS = ("lr", "foreach", "fused", "capturable", "differentiable", "momentum", "weight_decay")
 
@@ -131,15 +128,18 @@ class ProgramMonitor(Listener):
             }
         for name, lines in (("forward", self._forward_lines), ("backward", self._backward_lines)):
             events[name] = {"calls": 1.0, "ms": 0.0, "places": _places(lines, 3)}
-        compiled_record = compiled()
+        compiled = compile_record()
         return {
-            "settings": settings(self.torch, self.context),
-            "compiled": compiled_record.to_json() if compiled_record is not None else None,
+            "settings": {
+                **settings(self.torch, self.context),
+                "attention": list(self.counters.attention.values()),
+            },
+            "compiled": compiled and compiled.to_json(),
             "gc_ms": sum(self._pauses_ms) / steps,
             "gc_longest_ms": max(self._pauses_ms, default=0.0),
             "gc_calls": len(self._pauses_ms) / steps,
             "events": events,
-            "loaders": [compiled_record.to_json() for compiled_record in self._loaders(steps)],
+            "loaders": [loader.to_json() for loader in self._loaders(steps)],
         }
 
     def _loaders(self, steps: int) -> list[LoaderRecord]:
@@ -169,37 +169,6 @@ class ProgramMonitor(Listener):
 def _places(lines: Counter[Line | None], n: int) -> list[dict[str, Any]]:
     places = (place_of(line) for line, _ in lines.most_common(n))
     return [place.to_json() for place in places if place is not None]
-
-
-def compiled() -> CompileRecord | None:
-    """What torch.compile did, from torch's counters; None if nothing was compiled. Loads nothing."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    if dynamo is None or not dynamo.counters["frames"].get("total"):
-        return None
-    breaks = dynamo.counters.get("graph_break", {})
-    record = CompileRecord(
-        graphs=int(dynamo.counters["stats"].get("unique_graphs", 0)), breaks=int(sum(breaks.values()))
-    )
-    record.reasons = [_sentence(reason) for reason, _ in breaks.most_common(8)] if breaks else []
-    lines = []
-    for metrics in list(getattr(dynamo, "_compilation_metrics", ())):
-        file, line = getattr(metrics, "co_filename", None), getattr(metrics, "co_firstlineno", None)
-        record.ms += 1000 * (getattr(metrics, "entire_frame_compile_time_s", None) or 0.0)
-        reason = getattr(metrics, "recompile_reason", None)
-        if reason and OWN_HOOK not in reason:
-            record.recompiles += 1
-            record.reasons.append(f"recompiled: {_sentence(reason)}")
-            if file and line and is_user_file(file):
-                lines.append((file, line))
-    for reason in breaks:
-        lines += [(file, int(line)) for file, line in SOURCE_LINE.findall(reason) if is_user_file(file)]
-    record.reasons = list(dict.fromkeys(record.reasons))[:12]
-    record.places = [place_at(file, line) for file, line in dict.fromkeys(lines)]
-    return record
-
-
-def _sentence(reason: str) -> str:
-    return " ".join(reason.strip().split("\n")[0].split())[:240]
 
 
 def settings(torch: ModuleType, context: TrainingContext) -> dict[str, Any]:
