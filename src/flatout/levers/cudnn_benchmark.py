@@ -42,4 +42,13 @@ def code(value: Value) -> str:
     return "torch.backends.cudnn.benchmark = True"
 
 
-LEVER = Lever("cudnn_benchmark", Moment.IMPORT, Effect.ROUNDING, applies, code, apply=apply, page=__doc__)
+LEVER = Lever(
+    "cudnn_benchmark",
+    Moment.IMPORT,
+    Effect.ROUNDING,
+    applies,
+    code,
+    apply=apply,
+    takes_memory="the workspaces of the algorithms that cuDNN tries once for each shape",
+    page=__doc__,
+)
