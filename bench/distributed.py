@@ -131,7 +131,7 @@ def run(script: dict[str, Any], folder: Path, procs: int, facts: Facts) -> dict[
                 entry["one"] = [course(command, Plan(), job, facts, seed) for seed in (0, 1, 2)]
             return entry
     except ProgramGone as gone:
-        return {**entry, "failed": gone.record.last_line}
+        return {**entry, "failed": gone.record.error_line}
     except FlatoutError as error:
         return {"failed": str(error).splitlines()[0]}
     finally:

@@ -304,19 +304,9 @@ THEMES = (
         "A GPU profile, compared with torch events, sync debug mode and Nsight Compute; leaks; out of memory",
     ),
     (
-        "tutorial",
-        "python bench/gpu/tutorial.py",
-        "ResNet-18 at 32x32: the plain tutorial, common one-line optimisations, flatout",
-    ),
-    (
-        "gpt",
-        "python bench/gpu/gpt.py",
-        "GPT-2 124M in float32: the plain script, common one-line optimisations, flatout",
-    ),
-    (
-        "small",
-        "python bench/gpu/small.py",
-        "A launch-bound network: the plain script, common one-line optimisations, flatout",
+        "speed_gpu",
+        "python bench/gpu/speed.py",
+        "Six programs on a GPU: plain, common one-line optimisations, tuned by flatout, all levers",
     ),
 )
 NEEDS_GPU = {
@@ -327,9 +317,7 @@ NEEDS_GPU = {
     "again_gpu",
     "trust_gpu",
     "diagnosis_gpu",
-    "tutorial",
-    "gpt",
-    "small",
+    "speed_gpu",
 }
 COLUMNS_OF_INDEX = ("theme", "what it measures", "device", "date", "page", "made by")
 

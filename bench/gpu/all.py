@@ -1,11 +1,11 @@
-"""Runs all benchmarks that need a GPU, the most important first: `python bench/gpu/all.py`.
+"""Runs all benchmarks that need a GPU: `python bench/gpu/all.py --minutes 12`.
 
-Each row is a process with its own time limit. Its output and its state are on disk when it ends, in --folder.
+First the rows that check correctness, side by side on the card, then the timed rows, each alone. Each row is a process with its own time limit. Its output and its state are on disk when it ends, in --folder.
 If a row fails, it reports why, and the others still run. A restart runs the remaining rows. Each benchmark
 writes its results to bench/results, or to --out.
 
     python bench/gpu/all.py --list            print the rows and their limits
-    python bench/gpu/all.py --minutes 9       run the rows that fit into nine minutes; the next start
+    python bench/gpu/all.py --minutes 12      run the rows that fit into twelve minutes; the next start
                                               continues
     python bench/gpu/all.py --only tutorial   run some of them again
     python bench/gpu/all.py --rehearse        run all at a small size on the stand-in for a GPU
@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +32,7 @@ ROOT = HERE.parent.parent
 DONE, FAILED, LATE = "done", "failed", "cut off"
 GRACE_S = 10.0
 SLOWER = 3  # time factor of a rehearsal, because other programs may use the machine
+CORES_EACH = 2  # of a row that runs beside others
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -38,7 +40,9 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 class Row:
     """A benchmark with its limit. ``small``: arguments for a short rehearsal.
 
-    ``compiles``: it has compiled kernels, which the stand-in for a GPU cannot run.
+    ``beside``: it runs at once with the other such rows. ``continues``: it gets the minutes that are left, at least
+    ``limit_s``, and a file for its state. ``compiles``: it has compiled kernels, which the stand-in for a GPU
+    cannot run.
     """
 
     name: str
@@ -48,33 +52,41 @@ class Row:
     small: tuple[str, ...] = ("--smoke",)
     what: str = ""
     compiles: bool = False
+    beside: bool = False
+    continues: bool = False
 
 
-SEARCH = ("--budget", "120s", "--limit", "4m15s", "--sets", "2")
-SMALL_SEARCH = ("--smoke", "--budget", "10s", "--rounds", "2")
 ROWS = (
     Row(
         "runs",
-        150,
+        200,
         "runs.py",
-        what="basic operation: programs with and without flatout, their levers, a profile, a search",
+        what="basic operation: programs with and without flatout, their levers, a profile",
+        beside=True,
     ),
     Row(
-        "tutorial",
-        265,
-        "tutorial.py",
-        SEARCH,
-        SMALL_SEARCH,
-        what="ResNet-18 of the tutorial: plain, one-liners, flatout",
+        "again",
+        240,
+        "again.py",
+        ("--kills", "2"),
+        what="exact resume of plain scripts to their end",
+        beside=True,
     ),
-    Row("gpt", 265, "gpt.py", SEARCH, SMALL_SEARCH, what="GPT-2 124M: plain, one-liners, flatout"),
     Row(
-        "small",
-        180,
-        "small.py",
-        ("--budget", "75s", "--limit", "2m50s", "--sets", "2"),
-        SMALL_SEARCH,
-        what="a launch-bound network",
+        "trust",
+        240,
+        "trust.py",
+        ("--kills", "2", "--seconds", "40"),
+        what="checkpoints: killed and resumed",
+        beside=True,
+    ),
+    Row("ranks", 200, "ranks.py", what="ranks that share the GPU", beside=True),
+    Row(
+        "speed",
+        240,
+        "speed.py",
+        what="six programs: plain, one-liners, tuned by flatout, all levers",
+        continues=True,
     ),
     Row(
         "kernels",
@@ -94,11 +106,6 @@ ROWS = (
         what="profiles compared with direct measurements",
     ),
     Row("memory", 130, "memory.py", ("--limit-s", "105"), what="out of memory, micro-batches, recomputation"),
-    Row(
-        "trust", 120, "trust.py", ("--kills", "2", "--seconds", "40"), what="checkpoints: killed and resumed"
-    ),
-    Row("again", 100, "again.py", ("--kills", "2"), what="exact resume of plain scripts"),
-    Row("ranks", 70, "ranks.py", what="ranks that share the GPU"),
 )
 
 
@@ -141,25 +148,38 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     out = args.out or (folder / "results" if args.rehearse else None)
     end = time.monotonic() + 60 * args.minutes if args.minutes is not None else None
-    left_out = []
+    todo, left_out = [], []
     for row in rows:
         known = state_of(folder, row)
         if known.get("state") == DONE and args.only is None:
             print(f"{row.name}: done already, {known['seconds']} s", flush=True)
-            continue
-        if end is not None and time.monotonic() + row.limit_s > end:
+        elif end is not None and time.monotonic() + row.limit_s > end:
+            left_out.append(row.name)
+        else:
+            todo.append(row)
+    beside, alone = [row for row in todo if row.beside], [row for row in todo if not row.beside]
+    at_once = max(1, len(os.sched_getaffinity(0)) // CORES_EACH)
+    with ThreadPoolExecutor(at_once) as pool:
+        for row, state in zip(
+            beside, pool.map(lambda row: run(row, folder, out, args.rehearse), beside), strict=True
+        ):
+            report(row, state, args.archive, folder, out)
+    for row in alone:
+        left_s = row.limit_s if end is None else end - time.monotonic()
+        if left_s < row.limit_s:
             left_out.append(row.name)
             continue
-        state = run(row, folder, out, args.rehearse)
-        print(
-            f"{row.name}: {state['state']}, {state['seconds']} s{': ' + state['why'] if state['why'] else ''}",
-            flush=True,
-        )
-        if args.archive:
-            archive(args.archive, folder, out or ROOT / "bench" / "results")
+        report(row, run(row, folder, out, args.rehearse, left_s), args.archive, folder, out)
     if left_out:
         print(f"no time for {', '.join(left_out)}: run the same command again", flush=True)
     return 1 if left_out or any(state_of(folder, row).get("state") != DONE for row in rows) else 0
+
+
+def report(row: Row, state: dict, target: Path | None, folder: Path, out: Path | None) -> None:
+    why = f": {state['why']}" if state["why"] else ""
+    print(f"{row.name}: {state['state']}, {state['seconds']} s{why}", flush=True)
+    if target:
+        archive(target, folder, out or ROOT / "bench" / "results")
 
 
 def state_of(folder: Path, row: Row) -> dict:
@@ -169,7 +189,7 @@ def state_of(folder: Path, row: Row) -> dict:
         return {}
 
 
-def run(row: Row, folder: Path, out: Path | None, rehearse: bool) -> dict:
+def run(row: Row, folder: Path, out: Path | None, rehearse: bool, left_s: float = 0.0) -> dict:
     """Runs a row and records its outcome. Its output goes to NAME.log, which grows while it runs."""
     command = [sys.executable, "-u", str(HERE / row.script), *(row.small if rehearse else row.arguments)]
     environment = {
@@ -184,8 +204,11 @@ def run(row: Row, folder: Path, out: Path | None, rehearse: bool) -> dict:
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         command += ["--out", str(out)]
-    log, start = folder / f"{row.name}.log", time.monotonic()
     limit_s = row.limit_s * (SLOWER if rehearse else 1)
+    if row.continues:
+        limit_s = max(limit_s, left_s)
+        command += ["--minutes", f"{limit_s / 60:.2f}", "--state", str(folder / f"{row.name}-sides.json")]
+    log, start = folder / f"{row.name}.log", time.monotonic()
     state, why = DONE, ""
     with log.open("w") as output:
         child = subprocess.Popen(

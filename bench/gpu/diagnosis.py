@@ -26,13 +26,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from provenance import RESULTS, look, markdown_table, stamp, write_result
-from three_way import NO_GPU, has_gpu
 
 from flatout.measure.statistics import median, quantile
 from flatout.schema.profile import ProfileRecord
 
 HERE = Path(__file__).resolve().parent
 PROGRAMS = HERE / "programs"
+NO_GPU = 2
 TINY = {
     "tutorial.py": ("--batch-size", "8", "--images", "2000"),
     "gpt.py": (
@@ -59,6 +59,12 @@ LIMIT_S = 200.0
 
 class Failed(Exception):
     """Raised for a command that gave no figures, with its output."""
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return bool(torch.cuda.is_available())
 
 
 def run(

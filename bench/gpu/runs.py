@@ -4,23 +4,28 @@
 
 Each program runs plain twice: the GPU itself causes any differences between the two outputs (atomics). It
 then runs attached, and gan.py runs under each lever that affects a GPU. A lever that claims to change no bit
-must give the same lines. Then gan.py is interrupted and resumed, profiled, and tuned for 40 s. The row of a
-failure shows its last output. ``--smoke``: two programs, a few levers, no search.
+must give the same lines; the tutorial gives them with deterministic kernels, down to the bits of its weights.
+Closures, trainers and a loss of NaN run under levers. gan.py is interrupted and resumed to its end, profiled, and
+tuned for 40 s. Programs run side by side, one for two cores: nothing is timed. The row of a failure shows its last
+output. ``--smoke``: few programs and levers, no search.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -61,9 +66,16 @@ RUNS = {
     "loop": (str(REHEARSAL / "loop.py"), "--steps", "100"),
     "lightning": (str(REHEARSAL / "lightning_trainer.py"), "--epochs", "2"),
     "hf_trainer": (str(REHEARSAL / "hf_trainer.py"), "--epochs", "1"),
+    "not_finite": (str(REHEARSAL / "not_finite.py"), "--steps", "60"),
+    "deterministic": (
+        str(PROGRAMS / "deterministic.py"),
+        str(PROGRAMS / "tutorial.py"),
+        *("--images", "256", "--batch-size", "64", "--epochs", "2"),
+    ),
 }
 PACKAGES = {"lightning": "lightning", "hf_trainer": "transformers"}
-IN_SMALL = ("gan", "default_device")
+IN_SMALL = ("gan", "not_finite")
+CORES_EACH = 2
 EXACT = (
     "resident_data",
     "resident_data={mib=64,host=true}",
@@ -87,6 +99,37 @@ ROUNDING = (
     "compile",
     "graphs",
 )
+
+DATA_PATH = (
+    "cached_prefix",
+    "batched_transforms",
+    "resident_data",
+    "loader={workers=0,pin=true}",
+    "device_prefetch=0",
+    "early_values",
+)
+# Levers under which a program runs besides gan.py, together.
+TOGETHER = {
+    "deterministic": DATA_PATH,
+    "closure": ("gc_pause", "allocator", "early_values"),
+    "lightning": ("gc_pause", "allocator", "early_values"),
+    "hf_trainer": ("gc_pause", "allocator", "early_values"),
+    "reads": ("early_values",),
+}
+ROUNDED = {
+    "closure": ("graphs", "tf32"),
+    "lightning": ("autocast", "graphs", "fused_optimizer"),
+    "hf_trainer": ("autocast", "graphs", "fused_optimizer"),
+    "not_finite": ("graphs",),
+    "tutorial": (
+        "channels_last",
+        "cudnn_benchmark",
+        "autocast",
+        "compile",
+        "batched_transforms",
+        "resident_data",
+    ),
+}
 
 
 @dataclass
@@ -135,71 +178,69 @@ def main() -> int:
     return int(any(result.outcome in ("failed", "other lines") for result in results))
 
 
-def every(folder: Path, smoke: bool) -> Any:
-    plain = {}
-    for name, program in RUNS.items():
-        if smoke and name not in IN_SMALL:
-            continue
-        if name in PACKAGES and find_spec(PACKAGES[name]) is None:
-            yield Result("plain", name, 0.0, "not run", f"{PACKAGES[name]} is not installed")
-            continue
-        first, lines = run("plain", name, folder, (sys.executable, *program), None)
-        yield first
-        if first.outcome == "failed":
-            continue
-        again, others = run("plain, repeated", name, folder, (sys.executable, *program), lines)
-        plain[name] = lines if others == lines else None  # None: the program is not deterministic
-        yield again
-        yield run(
-            "attached", name, folder, (*FLATOUT, "run", "--plan", "none", "python", *program), plain[name]
-        )[0]
+Job = Callable[[], tuple[Result, list[str]]]
+
+
+def every(folder: Path, smoke: bool) -> Iterator[Result]:
+    """Runs all programs plain, then everything that is compared with them."""
+    programs = {name: program for name, program in RUNS.items() if not smoke or name in IN_SMALL}
+    for name, package in PACKAGES.items():
+        if name in programs and find_spec(package) is None:
+            del programs[name]
+            yield Result("plain", name, 0.0, "not run", f"{package} is not installed")
+    plain: dict[str, list[str] | None] = {}
+    first = at_once(
+        partial(run, "plain", name, folder, (sys.executable, *programs[name]), None)
+        for name in programs
+        for _ in range(2)
+    )
+    for (one, lines), (again, others) in zip(first, first, strict=True):
+        yield one
+        if one.outcome != "failed":
+            plain[one.program] = (
+                lines if others == lines else None
+            )  # None: the program does not repeat itself
+            again.what, again.outcome = "plain, repeated", "same lines" if others == lines else "ran"
+            yield again
+    for result, _ in at_once(compared(folder, smoke, plain)):
+        yield result
+
+
+def compared(folder: Path, smoke: bool, plain: Mapping[str, list[str] | None]) -> Iterator[Job]:
+    def under(name: str, levers: Sequence[str], exact: bool) -> Job:
+        options = [word for lever in levers for word in ("--with", lever)]
+        command = (*FLATOUT, "run", *options, "python", *RUNS[name])
+        what = f"lever{'s' * (len(levers) > 1)} {', '.join(levers)}"
+        return partial(run, what, name, folder, command, plain[name] if exact else None)
+
+    for name in plain:
+        command = (*FLATOUT, "run", "--plan", "none", "python", *RUNS[name])
+        yield partial(run, "attached", name, folder, command, plain[name])
+    for levers, exact in ((EXACT, True), (ROUNDING, False)):
+        for lever in levers[:1] if smoke else levers:
+            if "gan" in plain:
+                yield under("gan", (lever,), exact)
+    for table, exact in ((TOGETHER, True), (ROUNDED, False)):
+        for name, levers in table.items():
+            if name in plain and name == "tutorial":
+                for lever in levers:
+                    yield under(name, (lever,), exact)
+            elif name in plain:
+                yield under(name, levers, exact or name == "not_finite")
     if "gan" not in plain:
         return
-    for lever in (*EXACT, *ROUNDING) if not smoke else (EXACT[0], ROUNDING[0]):
-        yield run(
-            f"lever {lever}",
-            "gan",
-            folder,
-            (*FLATOUT, "run", "--with", lever, "python", *GAN),
-            plain["gan"] if lever in EXACT else None,
-        )[0]
-    for lever in (
-        ("channels_last", "cudnn_benchmark", "autocast", "compile", "batched_transforms", "resident_data")
-        if not smoke
-        else ()
-    ):
-        yield run(
-            f"lever {lever}",
-            "tutorial",
-            folder,
-            (*FLATOUT, "run", "--with", lever, "python", *RUNS["tutorial"]),
-            None,
-        )[0]
-    if "reads" in plain:
-        yield run(
-            "lever early_values",
-            "reads",
-            folder,
-            (*FLATOUT, "run", "--with", "early_values", "python", *RUNS["reads"]),
-            plain["reads"],
-        )[0]
-    yield interrupted(folder, plain["gan"])
-    yield run(
-        "profile",
-        "gan",
-        folder,
-        (*FLATOUT, "profile", "--steps", "20", "--budget", "15s", "python", GAN[0]),
-        None,
-    )[0]
+    yield partial(interrupted, folder, plain["gan"])
+    command = (*FLATOUT, "profile", "--steps", "20", "--budget", "15s", "python", GAN[0])
+    yield partial(run, "profile", "gan", folder, command, None, 90)
     if not smoke:
-        yield run(
-            "tune",
-            "gan",
-            folder,
-            (*FLATOUT, "tune", "--no-write", "--budget", "40s", "python", GAN[0]),
-            None,
-            90,
-        )[0]
+        command = (*FLATOUT, "tune", "--no-write", "--budget", "40s", "python", GAN[0])
+        yield partial(run, "tune", "gan", folder, command, None, 120)
+
+
+def at_once(jobs: Iterable[Job]) -> Iterator[tuple[Result, list[str]]]:
+    """Runs the jobs side by side, each in a folder of its own, and yields their results in order."""
+    with ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)) // CORES_EACH)) as pool:
+        yield from pool.map(lambda job: job(), jobs)
 
 
 def run(
@@ -209,12 +250,13 @@ def run(
     command: tuple[str, ...],
     expected: list[str] | None,
     limit_s: float = LIMIT_S,
+    in_place: bool = False,
 ) -> tuple[Result, list[str]]:
     start = time.monotonic()
     try:
         done = subprocess.run(
             command,
-            cwd=folder,
+            cwd=folder if in_place else tempfile.mkdtemp(dir=folder),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -231,8 +273,9 @@ def run(
     return Result(what, name, spent, outcome, refused[:200]), lines
 
 
-def interrupted(folder: Path, expected: list[str] | None) -> Result:
-    """Sends SIGTERM after three lines, then runs the same command again."""
+def interrupted(folder: Path, expected: list[str] | None) -> tuple[Result, list[str]]:
+    """Sends SIGTERM after three lines, then runs the same command again, to its end."""
+    folder = Path(tempfile.mkdtemp(dir=folder))
     start, command = time.monotonic(), (*FLATOUT, "run", "--plan", "none", "--resume", "python", *GAN)
     first = subprocess.Popen(
         command,
@@ -249,11 +292,11 @@ def interrupted(folder: Path, expected: list[str] | None) -> Result:
         if len(said) == 3:
             first.send_signal(signal.SIGTERM)
     first.wait()
-    again, lines = run("interrupted", "gan", folder, command, None)
+    again, lines = run("interrupted", "gan", folder, command, None, in_place=True)
     again.seconds = time.monotonic() - start
     if again.outcome == "ran" and expected is not None:
         again.outcome = "same lines" if progress("\n".join(said)) + lines == expected else "other lines"
-    return again
+    return again, lines
 
 
 def progress(text: str) -> list[str]:

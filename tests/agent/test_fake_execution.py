@@ -22,13 +22,14 @@ def fake_run():
     """``fake_run(blocks)`` installs the fake execution; afterwards everything is restored."""
     ledger = Ledger()
 
-    def install(blocks, device_type="cpu"):
+    def install(blocks, device_type="cpu", **more):
         fake_execution = FakeExecution(
             torch,
             ledger,
             lambda size, real: blocks.allocate(size, "real" if real else "temporary"),
             blocks.free,
             device_type,
+            **more,
         )
         fake_execution.install()
         return fake_execution
@@ -36,6 +37,17 @@ def fake_run():
     yield install
     ledger.restore()
     assert torch.ones(2).sum().item() == 2.0
+
+
+def test_products_of_matrices_are_seen_in_both_passes(fake_run):
+    convolution, linear, seen = torch.nn.Conv2d(1, 2, 3), torch.nn.Linear(4, 4), []
+    fake_run(MemoryBlockTracker(), on_matmul=lambda: seen.append(1))
+    convolution(torch.zeros(1, 1, 8, 8)).sum().backward()
+    assert not seen
+    loss = linear(torch.zeros(2, 4)).sum()
+    forward = len(seen)
+    loss.backward()
+    assert 0 < forward < len(seen)
 
 
 def test_a_step_changes_nothing_and_its_memory_is_counted(fake_run):

@@ -268,7 +268,7 @@ RECORDED = (
             ),
             (
                 "FE107",
-                ("GLIBCXX_3.4.30", "unset LD_LIBRARY_PATH"),
+                ("GLIBCXX_3.4.30", "but not that of libcuda.so"),
                 "ImportError: /usr/lib/libstdc++.so.6: version `GLIBCXX_3.4.30' not found (required by /x/libtorch.so)",
             ),
             (

@@ -296,7 +296,7 @@ FAULTS = [
             loaded=["/usr/local/cuda/lib64/libcudart.so.13", f"{ENVIRON}/torch/lib/libtorch_cpu.so"],
         ),
         "not torch's own",
-        "unset LD_LIBRARY_PATH",
+        'echo "$LD_LIBRARY_PATH"',
     ),
     (
         "FD018",
@@ -413,7 +413,7 @@ FAULTS = [
         "note",
         gpu({"used": 31000, "processes": PROCESS.replace(">C<", ">G<").replace("python", "Xorg")}),
         "by the display (Xorg)",
-        "multi-user",
+        "",
     ),
     # compilers and the system
     (
@@ -525,6 +525,15 @@ def test_a_fault_is_named(code, verdict, change, seen, fix):
     if verdict in ("problem", "warning"):
         assert found.fix, found
         assert found.why, found
+
+
+def test_no_advice_takes_the_gpu_away():
+    """The driver's libcuda may be reached through LD_LIBRARY_PATH alone, and another node may have the GPU."""
+    for _, _, change, *_ in FAULTS:
+        snapshot = healthy()
+        change(snapshot)
+        fixes = [found.fix for found in checked(snapshot).values()]
+        assert not [fix for fix in fixes if "unset LD_LIBRARY_PATH" in fix or "whl/cpu" in fix]
 
 
 def test_every_check_has_a_fault_that_it_names():

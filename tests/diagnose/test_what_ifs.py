@@ -7,13 +7,15 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from profiles import healthy
 
 from flatout.agent.ledger import Ledger
-from flatout.diagnose import what_ifs
+from flatout.diagnose import profiling, what_ifs
 from flatout.diagnose.what_ifs import TABLE
 from flatout.schema.enums import Effect
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Options, Skip
+from flatout.schema.records import TrialRecord
 
 torch = pytest.importorskip("torch")
 BY_NAME = {lever.name: lever for lever in TABLE}
@@ -58,6 +60,45 @@ def context():
 def switched(name, context, value=None):
     ledger = Ledger()
     return BY_NAME[name].apply(context, VALUES[name] if value is None else value, ledger)
+
+
+def profiled(monkeypatch, budget_s, tick_ms=10.0):
+    """A program whose start takes 100 s, and what is measured of it in which order."""
+    measured, record, clock = [], healthy(), SimpleNamespace(now=0.0)
+    answer = {
+        "context": {"loaders": []},
+        "record": TrialRecord("finished", "").to_json(),
+        "options": {lever.name: {"values": [True]} for lever in TABLE},
+    }
+    trial = SimpleNamespace(ask=lambda *_: answer, pause=lambda: None)
+
+    def start(program):
+        clock.now, program.blocks.tick_ms = 100.0, tick_ms
+        return trial
+
+    monkeypatch.setattr(profiling, "seconds", lambda: clock.now)
+    monkeypatch.setattr(profiling, "_what_if", lambda _, what_if, *rest: measured.append(what_if.name))
+    for name, change in (
+        ("start_trial", start),
+        ("_copy_record", lambda *_: None),
+        ("_copy_watched", lambda *_: None),
+    ):
+        monkeypatch.setattr(profiling.ProfiledProgram, name, change)
+    options = profiling.ProfileOptions(steps=0, budget_s=budget_s)
+    program = profiling.ProfiledProgram(None, None, Facts(cores=2), options, record, {})
+    monkeypatch.setattr(program.disturbance, "observe", lambda *_: None)
+    program.measure()
+    profiling._what_ifs(program, trial)
+    return measured, {each.name: each.why_not for each in record.what_ifs}
+
+
+def test_the_start_takes_nothing_of_the_budget_and_the_largest_cost_comes_first(monkeypatch):
+    measured, why_not = profiled(monkeypatch, 30.0)
+    assert measured[:2] == ["optimizer", "loader"]
+    assert not any("no time" in why for why in why_not.values())
+    measured, why_not = profiled(monkeypatch, 2.0, tick_ms=1000.0)
+    assert not measured
+    assert "no time was left" in why_not["loader"]
 
 
 def test_the_table():

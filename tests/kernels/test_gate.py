@@ -80,6 +80,31 @@ def test_a_fault_is_detected(call, check, says):
     assert says in found.why
 
 
+class Centred(torch.autograd.Function):
+    """x minus its mean over one element, with a gradient that is off by rounding or more."""
+
+    @staticmethod
+    def forward(ctx, x, error):
+        ctx.error = error
+        return x - x.mean(-1, keepdim=True)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.error, None
+
+
+@pytest.mark.parametrize(("error", "status"), [(3e-8, "ok"), (1e-3, "failed")])
+def test_a_result_of_zero_may_be_off_by_the_rounding_of_its_terms(error, status):
+    case = Case("3x1", lambda draw: {"x": torch.randn(3, 1, generator=draw)}, differentiate=("x",))
+    kernel = replace(
+        GOOD,
+        reference=lambda x: (x - x.mean(-1, keepdim=True), 2 * x.detach()),
+        cases=lambda: [case],
+        implementations=(Implementation("double", lambda x: (Centred.apply(x, error), 2 * x.detach())),),
+    )
+    assert outcome(kernel, "double: values").status == status
+
+
 def test_a_gate_that_lets_a_wrong_variant_pass_has_failed():
     found = outcome(replace(GOOD, wrong={"same": double}), "rejects same")
     assert found.status == "failed"

@@ -23,6 +23,16 @@ def test_findings_come_with_line_fix_prediction_and_outcome():
     assert "/job/" not in text.partition("folder")[0], "places are relative to the folder of the program"
 
 
+def test_rounding_of_sums_is_no_overlap():
+    record = ill()
+    record.step_ms, record.idle_ms = 6.5615, 6.5615 - 0.1 - 0.2
+    for copying, overlap in ((0.2, ""), (0.25, "0.0500 ms on the device overlap")):
+        record.device_ms = {"computing": 0.1, "copying": copying}
+        text = Parsed(html(profile_page(record))).text
+        assert ("on the device overlap" in text) == bool(overlap)
+        assert overlap in text
+
+
 def test_every_chart_is_drawn():
     page = html(profile_page(ill()))
     for label in (

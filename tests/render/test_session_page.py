@@ -35,6 +35,9 @@ def page_text(record):
         (formatting.factor(38.21), "38.2x"),
         (formatting.interval(1.2, None), ""),
         (formatting.duration(0.25), "250 ms"),
+        (formatting.duration(-4.44e-19), "0 ms"),
+        (formatting.milliseconds(4.88e-15), "0 ms"),
+        (formatting.milliseconds(2.4e-4), "0.00024 ms"),
         (formatting.duration(9.14), "9.1 s"),
         (formatting.duration(59.7), "1 min 00 s"),
         (formatting.duration(3780), "1 h 03 min"),
@@ -187,6 +190,16 @@ def test_curves_of_any_length(count):
 def test_why_a_lever_is_applied(status, low, words):
     reason = summary.lever_reason(LeverRecord("tf32", None, status, 1.2, low))
     assert reason.startswith(words) if words else not reason
+
+
+def test_more_memory_is_explained():
+    record = session()
+    record.memory_reason = "cudnn_benchmark: workspaces"
+    record.baseline.peak_memory_bytes, record.best.peak_memory_bytes = 262 << 20, 3345 << 20
+    assert "+1,177 %" in page_text(record)
+    assert "cudnn_benchmark: workspaces" in page_text(record)
+    record.best.peak_memory_bytes = 270 << 20
+    assert "workspaces" not in page_text(record)
 
 
 def test_an_unknown_result_is_no_verdict_and_other_programs_are_named():

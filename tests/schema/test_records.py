@@ -3,12 +3,15 @@
 import json
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flatout.schema.enums import Effect, Moment
+from flatout.schema.errors import error_line
 from flatout.schema.facts import Facts, Gpu
 from flatout.schema.records import PhaseTime, Ratio, TrialRecord
+from flatout.schema.run_summary import RunSummary
 from flatout.schema.session import (
     ComparisonRecord,
     GuardCheck,
@@ -54,6 +57,43 @@ def test_unknown_keys_are_ignored_everywhere(session):
     for place in (data, data["guard"], data["baseline"], *data["levers"], *data["comparisons"]):
         place["of a newer flatout"] = {"x": [1]}
     assert SessionRecord.from_json(data) == session
+
+
+CUDA = """CUDA error: device-side assert triggered
+CUDA kernel errors might be asynchronously reported at some other API call.
+Compile with `TORCH_USE_CUDA_DSA` to enable device-side assertions.
+"""
+TRACE = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    step()\n'
+WORKER = f"RuntimeError: Caught ValueError in DataLoader worker process 0.\nOriginal {TRACE}ValueError: bad\n"
+
+
+@pytest.mark.parametrize(
+    ("reason", "line"),
+    [
+        (CUDA, "CUDA error: device-side assert triggered"),
+        (f"{TRACE}torch.AcceleratorError: {CUDA}", "torch.AcceleratorError: CUDA error: device-side assert"),
+        (f"{TRACE}KeyError: 'x'\n", "KeyError: 'x'"),
+        (f"{TRACE}RuntimeError:\n\n  Start it in main\n", "RuntimeError: Start it in main"),
+        (f"{TRACE}{WORKER}", "ValueError: bad"),
+        ("loading\nstopped\n", "stopped"),
+        ("", "it ended without a message"),
+    ],
+)
+def test_what_a_program_ended_with(reason, line):
+    assert error_line(reason).startswith(line)
+    assert TrialRecord("failed", reason).error_line == (error_line(reason) if reason else "failed")
+
+
+def test_the_limit_of_a_run_is_not_called_computing_where_the_gpu_is_idle():
+    def run(**more):
+        return RunSummary([], "", device="cuda", steps_per_s=1000 / 6.56, **more)
+
+    assert run(gpu_busy=0.04).limited_by == "launches and Python: the device is idle 6.3 of 6.6 ms a step"
+    assert run(gpu_busy=0.9).limited_by == "computing on the GPU"
+    assert run().limited_by.startswith("unknown")
+    tuned = {"choices": [1]}
+    assert run(plan=tuned, gpu_busy=0.9).next_command == ""
+    assert run(plan=tuned, gpu_busy=0.0).next_command == run(plan=tuned).next_command == "profile"
 
 
 def test_trial_through_a_file():

@@ -9,8 +9,10 @@ import pytest
 
 from flatout.render.memory_page import memory_page
 from flatout.render.page import html
+from flatout.schema.facts import Gpu
 from flatout.schema.memory_forecast import MemoryForecast, MemoryPoint
-from flatout.tune.memory_forecast import advice
+from flatout.trial.memory_prediction import cublas_bytes
+from flatout.tune.memory_forecast import add_overhead, advice
 
 pytestmark = pytest.mark.processes
 
@@ -179,6 +181,33 @@ def test_clear_messages(flatout, script, source, code, words):
     done = flatout("memory", "--job", "job", "python", "train.py")
     assert done.code == code
     assert words in done.err
+
+
+def test_what_the_real_step_took_beyond_its_prediction_counts_for_other_sizes():
+    """Figures of a ResNet-18 on an H100, in KiB; the step with 2,048 samples took 1,103,509."""
+    own = MemoryPoint(128, 181_177 + 65_536, measured_bytes=267_834)
+    larger, largest = (
+        MemoryPoint(2048, 1_013_267 + 65_536, measured_bytes=1_103_509),
+        MemoryPoint(185_922, 83_000_000),
+    )
+    record = MemoryForecast([], "", device="cuda", largest=185_922, notes=["more comes on top"])
+    record.points = [own, larger, largest]
+    add_overhead(record, own, (2048,))
+    assert own.error == pytest.approx(-0.079, abs=1e-3)
+    assert abs(larger.error) < 0.005
+    assert record.largest == largest.batch_size < 185_922
+    assert 82_999_000 < record.largest_peak_bytes <= 83_000_000
+
+
+@pytest.mark.parametrize(
+    ("config", "capability", "kib"),
+    [(None, (9, 0), 32768), (None, (8, 0), 8320), (":4096:2:16:8", (9, 0), 8320), (":0:0", (9, 0), 0)],
+)
+def test_the_workspace_of_cublas(monkeypatch, config, capability, kib):
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    if config is not None:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", config)
+    assert cublas_bytes(Gpu("a GPU", 2**30, capability)) == kib * 1024
 
 
 def test_what_would_help():

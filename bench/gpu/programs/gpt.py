@@ -5,6 +5,7 @@ Tokens are made up (word frequencies like a language's, and some order), so noth
 
 import argparse
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import torch
@@ -100,6 +101,7 @@ def arguments():
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=10_000_000)
     parser.add_argument("--epochs", type=int, default=1000)
+    parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16")
     return parser
 
 
@@ -116,13 +118,15 @@ def main():
     model = GPT(args.vocabulary, args.context, args.width, args.heads, args.layers).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
 
+    autocast = torch.autocast(device.type, torch.bfloat16) if args.bf16 else nullcontext()
     step = 0
     for _ in range(args.epochs):
         for inputs, targets in loader:
             inputs, targets = inputs.to(device), targets.to(device)
             optimizer.zero_grad()
-            logits = model(inputs)
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+            with autocast:
+                logits = model(inputs)
+                loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
             loss.backward()
             optimizer.step()
             if step % 10 == 0:

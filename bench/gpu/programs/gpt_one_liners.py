@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 def main():
     parser = arguments()
+    parser.add_argument("--fast", metavar="MODE", default="default", help="mode of torch.compile")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     args = parser.parse_args()
     torch.set_float32_matmul_precision("high")  # (+)
@@ -25,7 +26,8 @@ def main():
     )
     model = GPT(args.vocabulary, args.context, args.width, args.heads, args.layers).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, weight_decay=0.1, fused=True)  # (+)
-    model = torch.compile(model, backend=args.backend)  # (+)
+    mode = {"mode": args.fast} if args.backend == "inductor" else {}
+    model = torch.compile(model, backend=args.backend, **mode)  # (+)
 
     step = 0
     for _ in range(args.epochs):

@@ -18,6 +18,7 @@ def main():
     parser.add_argument("--epochs", type=int, default=1000)
     parser.add_argument("--batch-size", type=int, default=128)
     parser.add_argument("--images", type=int, default=50_000)
+    parser.add_argument("--fast", metavar="MODE", default="default", help="mode of torch.compile")
     parser.add_argument("--backend", default="inductor", help="of torch.compile")
     args = parser.parse_args()
 
@@ -44,7 +45,8 @@ def main():
     )  # (+)
 
     model = models.resnet18(num_classes=10).to(device, memory_format=torch.channels_last)  # (+)
-    model = torch.compile(model, backend=args.backend)  # (+)
+    mode = {"mode": args.fast} if args.backend == "inductor" else {}
+    model = torch.compile(model, backend=args.backend, **mode)  # (+)
     criterion = nn.CrossEntropyLoss()
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
 

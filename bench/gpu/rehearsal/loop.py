@@ -1,4 +1,4 @@
-"""flatout's own loop on a card, with levers tried in its first steps where ``--plan auto`` is given."""
+"""flatout's own loop on a card."""
 
 import argparse
 
@@ -13,7 +13,6 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--plan")
     parser.add_argument("--micro-batch")
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -32,7 +31,6 @@ def main():
         loader,
         epochs=args.steps,
         steps=args.steps,
-        plan=args.plan,
         micro_batch=args.micro_batch,
     ):
         if step.index % 10 == 0:

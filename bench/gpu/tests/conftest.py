@@ -4,4 +4,4 @@ import sys
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[3] / "tests"
-sys.path[:0] = [str(TESTS), str(TESTS / "rehearsal")]
+sys.path[:0] = [str(TESTS), str(TESTS / "rehearsal"), str(Path(__file__).resolve().parents[1])]

@@ -3,14 +3,19 @@ started again.
 """
 
 import json
+import re
 import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import speed
 from limits import hang_s
+
+from flatout.schema.facts import Facts
 
 pytestmark = pytest.mark.processes
 
@@ -18,6 +23,12 @@ ALL = Path(__file__).resolve().parents[1] / "all.py"
 FIRST = "import pathlib; pathlib.Path('{0}/first').open('a').write('x'); print('fine')"
 SECOND = "import sys; print('almost'); sys.exit('the card has gone')"
 THIRD = "import time; print('begun', flush=True); time.sleep(600)"
+MEETS = """
+import pathlib, time
+pathlib.Path('{0}/{1}').touch()
+while not (pathlib.Path('{0}/one').exists() and pathlib.Path('{0}/two').exists()):
+    time.sleep(0.02)
+"""
 LAST = "import pathlib; pathlib.Path('{0}/last').open('a').write('x')"
 # The rows of the real command are replaced by these, and nothing else.
 RUN = """
@@ -26,8 +37,11 @@ spec = importlib.util.spec_from_file_location("all_rows", {path!r})
 rows = importlib.util.module_from_spec(spec)
 sys.modules["all_rows"] = rows
 spec.loader.exec_module(rows)
-rows.ROWS = tuple(rows.Row(name, limit, {folder!r} + "/" + name + ".py") for name, limit in {limits!r})
-rows.GRACE_S = 1.0
+rows.ROWS = tuple(
+    rows.Row(name, limit, {folder!r} + "/" + name + ".py", beside={beside!r}, continues={continues!r})
+    for name, limit in {limits!r}
+)
+rows.GRACE_S, rows.CORES_EACH = 1.0, 0.5
 sys.exit(rows.main())
 """
 
@@ -37,9 +51,11 @@ def command(tmp_path):
     for name, text in (("one", FIRST), ("two", SECOND), ("three", THIRD), ("four", LAST)):
         (tmp_path / f"{name}.py").write_text(text.format(tmp_path))
 
-    def made(*arguments, three_s=2):
-        limits = [("one", 60), ("two", 60), ("three", three_s), ("four", 60)]
-        text = RUN.format(path=str(ALL), folder=str(tmp_path), limits=limits)
+    def made(*arguments, three_s=2, beside=False, continues=False, names=("one", "two", "three", "four")):
+        limits = [(name, three_s if name == "three" else 60) for name in names]
+        text = RUN.format(
+            path=str(ALL), folder=str(tmp_path), limits=limits, beside=beside, continues=continues
+        )
         return [sys.executable, "-c", text, "--folder", str(tmp_path / "states"), *arguments]
 
     return made
@@ -64,7 +80,7 @@ def test_a_row_that_fails_or_times_out_is_reported_and_the_rest_continues(comman
         "cut off",
         "done",
     ]
-    assert "two: failed, 0 s: the card has gone" in done.stdout
+    assert re.search(r"two: failed, \d+ s: the card has gone", done.stdout)
     assert (tmp_path / "states" / "three.log").read_text() == "begun\n"
 
 
@@ -91,6 +107,41 @@ def test_no_row_starts_that_may_not_end_in_time(command, tmp_path):
     assert not (tmp_path / "states" / "three.log").exists()
 
 
+def test_rows_that_time_nothing_run_side_by_side(command, tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").write_text(MEETS.format(tmp_path, name))
+    assert ran(command(beside=True, names=("one", "two")), tmp_path).returncode == 0
+
+
+def test_a_row_that_continues_gets_the_minutes_that_are_left(command, tmp_path):
+    (tmp_path / "one.py").write_text("import sys; print(sys.argv[1:])")
+    ran(command("--minutes", "9", continues=True, names=("one",)), tmp_path)
+    said = (tmp_path / "states" / "one.log").read_text()
+    assert 8.5 < float(said.split("'")[3]) <= 9.0
+    assert "one-sides.json" in said
+
+
+def test_the_page_of_speed_names_what_is_not_finished(tmp_path):
+    def side(ms):
+        step = {"median": ms, "low": ms, "high": ms}
+        rest = {"start_s": 9, "peak_memory_bytes": 2**30, "plan": "", "not_applied": []}
+        return {"step_ms": step, "blocks_ms": [ms] * 8, "per_s": 128000 / ms, "mfu": 0.0123, **rest}
+
+    state = tmp_path / "state.json"
+    sides = {
+        "tutorial": {"plain": side(30.0), "flatout tune": side(10.0)},
+        "dcgan": {"plain": {"failure": "no"}},
+    }
+    state.write_text(json.dumps({"smoke": False, "sides": sides}))
+    args = Namespace(minutes=0.0, smoke=False, out=tmp_path, state=state)
+    bench = speed.Bench(args, Facts(), tmp_path)
+    assert bench.run() == 1
+    page = bench.page()
+    assert "| flatout tune | 12,800 | 10 [10, 10] | 3.00x" in page
+    assert "| one-liners | not finished |" in page
+    assert "| plain | no |" in page
+
+
 def test_the_list_and_names_that_are_not_in_it():
     listed = subprocess.run(
         [sys.executable, str(ALL), "--list"], capture_output=True, text=True, timeout=hang_s(60), check=True
@@ -98,7 +149,7 @@ def test_the_list_and_names_that_are_not_in_it():
     assert listed.splitlines()[0].startswith("runs")
     assert float(listed.split()[-2]) <= 1500
     assert (
-        "choose from runs, tutorial"
+        "choose from runs, again"
         in subprocess.run(
             [sys.executable, str(ALL), "--only", "nothing"],
             capture_output=True,

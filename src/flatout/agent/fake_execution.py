@@ -228,6 +228,8 @@ def workspace_bytes(torch: ModuleType, args: Sequence[Any]) -> int:
     return int(measured * (steps * samples) / (few_steps * few_samples))
 
 
+# Operators that call cuBLAS on a GPU
+MATMULS = {"mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot"}
 OnAlloc = Callable[[int, bool], Any]  # (bytes, whether a real tensor owns it) -> handle of the block
 OnFree = Callable[[Any], None]
 
@@ -237,7 +239,7 @@ class FakeExecution:
 
     ``on_alloc`` gets each allocated block and returns a handle, which ``on_free`` gets back.
 
-    ``same_machine``: the script will run on this machine, so the workspaces of its kernels can be
+    ``on_matmul`` is called before each product of matrices. ``same_machine``: the script will run on this machine, so the workspaces of its kernels can be
     measured here.
     """
 
@@ -249,10 +251,12 @@ class FakeExecution:
         on_free: OnFree,
         device_type: str,
         same_machine: bool = True,
+        on_matmul: Callable[[], None] = lambda: None,
     ) -> None:
         from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
         self.torch, self.ledger, self.on_alloc, self.on_free = torch, ledger, on_alloc, on_free
+        self.on_matmul = on_matmul
         self.device_type = device_type
         self.measures_workspaces = same_machine and device_type == "cpu"
         self.fake_tensor = FakeTensor
@@ -321,6 +325,8 @@ class FakeExecution:
             values = self.values.compute(function, leaves, rebuild)
         if function is torch.ops.aten.equal.default:
             return values if isinstance(values, bool) else True
+        if function.overloadpacket.__name__ in MATMULS:
+            self.on_matmul()
         result = self._run_fake(function, leaves, rebuild, values)
         with self.real_execution():
             self.values.record_outputs(function, leaves, result, values)

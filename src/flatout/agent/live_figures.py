@@ -1,7 +1,6 @@
 """Figures of a running program between two moments, from the counters of its steps and from the machine."""
 
-from __future__ import annotations
-
+import ctypes
 import resource
 import threading
 from collections.abc import Callable
@@ -49,9 +48,10 @@ class LiveFigures:
 
     @property
     def memory_bytes(self) -> int:
-        """The peak memory of the device, or of the process."""
+        """The peak memory of the devices together, or of the process."""
         if self.on_cuda:
-            return int(self.torch.cuda.max_memory_allocated())
+            cuda = self.torch.cuda
+            return sum(map(cuda.max_memory_allocated, range(cuda.device_count())))
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     @property
@@ -59,15 +59,25 @@ class LiveFigures:
         return sum(self._gpu_samples) / len(self._gpu_samples) if self._gpu_samples else None
 
     def sample(self) -> float | None:
-        """Return how busy the GPU is now."""
+        """Return how busy the GPU with most of the tensors is now. Other programs count, too."""
         if self._no_nvml or not self.on_cuda:
             return None
         try:
-            self._gpu_samples.append(self.torch.cuda.utilization() / 100)
+            self._gpu_samples.append(self._utilization() / 100)
         except Exception:  # no NVML, or a driver that does not tell
             self._no_nvml = True
             return None
         return self._gpu_samples[-1]
+
+    def _utilization(self) -> int:
+        """Ask NVML: torch does it through a package that is seldom installed, and for the current device."""
+        cuda, handle, percent = self.torch.cuda, ctypes.c_void_p(), (ctypes.c_uint * 2)()  # GPU, memory
+        used = max(range(cuda.device_count()), key=cuda.memory_allocated)
+        nvml, uuid = ctypes.CDLL("libnvidia-ml.so.1"), f"GPU-{cuda.get_device_properties(used).uuid}".encode()
+        failed = nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(uuid, ctypes.byref(handle))
+        if failed or nvml.nvmlDeviceGetUtilizationRates(handle, percent):
+            raise OSError("NVML does not tell")
+        return percent[0]
 
 
 class PeriodicThread:

@@ -1,7 +1,5 @@
 """`flatout compare`: measure two programs, revisions, environments or plans against each other."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path

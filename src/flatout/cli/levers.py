@@ -50,7 +50,7 @@ def command(name: str | None, why: bool, job: Path | None, as_json: bool) -> Non
             table.add_row(entry.name, entry.effect.value, entry.page.strip().splitlines()[0])
         Console().print(table)
     else:
-        click.echo(lever.page.strip())
+        click.echo(f"{lever.page.strip()}\n\n`flatout tune` measures it before it keeps it.")
 
 
 def _page(lever: Lever) -> LeverPage:

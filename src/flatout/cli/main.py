@@ -1,7 +1,5 @@
 """The `flatout` command. Subcommands are imported when they are called, so that `flatout --help` starts quickly."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from inspect import cleandoc

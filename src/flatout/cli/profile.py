@@ -1,7 +1,5 @@
 """`flatout profile`: show how a step spends its time and memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path

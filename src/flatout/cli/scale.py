@@ -1,7 +1,5 @@
 """`flatout scale`: predict the speed of a program on many devices from a measurement on one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click

@@ -230,4 +230,4 @@ def _side_error(side: Side, record: TrialRecord) -> FlatoutError:
     if record.status == "failed":
         headline = f"{side.label} fails (exit code {record.exit_code})"
         return NothingMeasured(str(failure_error(record, headline)))
-    return unmeasured_error(record, f"{side.label} cannot be measured", "compare longer runs")
+    return unmeasured_error(record, f"{side.label} cannot be measured", "Compare longer runs")

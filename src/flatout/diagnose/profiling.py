@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from flatout.diagnose.bottleneck import name_bottleneck
+from flatout.diagnose.bottleneck import WHAT_IF_OF_BOUND, name_bottleneck
 from flatout.diagnose.check import locate_causes, profile_findings
 from flatout.diagnose.what_ifs import TABLE as WHAT_IFS
 from flatout.job.folder import JobFolder
@@ -28,7 +28,7 @@ from flatout.measure.statistics import Round, block_ms, compare, median
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import Unreadable
 from flatout.schema.enums import Origin
-from flatout.schema.errors import FlatoutError, NothingMeasured, ProgramFailed, last_line
+from flatout.schema.errors import FlatoutError, NothingMeasured, ProgramFailed, error_line
 from flatout.schema.facts import Facts
 from flatout.schema.findings import SourceLocation
 from flatout.schema.lever import Lever
@@ -55,7 +55,7 @@ SETTLING_TICKS = 4
 LEAK_TICKS = 40
 MAX_PROBE_S = 8.0  # of one recording; slow programs are recorded over fewer steps
 WHAT_IF_SHARE = 0.5  # of the budget is reserved for what-ifs
-ALL_STAGES = frozenset({"synchronisations", "lines", "operators", "memory", "growth", "what-ifs", "data set"})
+ALL_STAGES = frozenset(["synchronisations", "lines", "operators", "memory", "growth", "what-ifs", "data set"])
 
 
 class ProfiledProgram:
@@ -79,11 +79,16 @@ class ProfiledProgram:
         self.blocks = BlockTimer()
         self.disturbance = Disturbance(facts.cores)
         self.trial: Trial | None = None
-        self.end_s = seconds() + options.budget_s
-        self.probes_until_s = self.end_s - WHAT_IF_SHARE * options.budget_s
+        self._begin_budget()
         self.startup_s = 0.0
         self.plain_ms: list[float] = []
         self.not_finite_share = 0.0  # share of the losses that are NaN or infinite
+
+    def _begin_budget(self) -> None:
+        """Begin the time in steady state. The start of the program, however slow, takes none of it."""
+        self.end_s = seconds() + self.options.budget_s
+        self.probes_until_s = self.end_s - WHAT_IF_SHARE * self.options.budget_s
+        self.watcher.set_end(self.end_s)
 
     def start_trial(self) -> Trial:
         start_s = seconds()
@@ -131,7 +136,7 @@ class ProfiledProgram:
                 self.close_trial()
                 if attempt == 2 or ended.record.status != "ended":
                     what = "is too short" if ended.record.status == "ended" else "failed during it"
-                    self.record.notes.append(f"{name}: the program {what}: {last_line(ended.record.reason)}")
+                    self.record.notes.append(f"{name}: the program {what}: {error_line(ended.record.reason)}")
                     return
 
     def measure(self) -> None:
@@ -140,6 +145,7 @@ class ProfiledProgram:
         self.disturbance.sample()
         try:
             trial = self.start_trial()
+            self._begin_budget()
         except ProgramGone as ended:
             raise profile_error(ended.record) from None
         try:
@@ -162,7 +168,7 @@ class ProfiledProgram:
                 raise profile_error(ended.record) from None
             self._copy_record(ended.record)
             record.notes.append(
-                f"the program ended after {len(self.plain_ms)} measured steps: {last_line(ended.record.reason)}"
+                f"the program ended after {len(self.plain_ms)} measured steps: {error_line(ended.record.reason)}"
             )
 
     def _copy_record(self, trial: TrialRecord) -> None:
@@ -240,24 +246,19 @@ def profile_error(record: TrialRecord) -> FlatoutError:
     """The error for a program that could not be profiled: its own failure, or nothing to measure."""
     if record.status == "failed":
         output = record.log_tail.strip() or record.reason
-        return ProgramFailed(
-            f"the program itself fails (exit code {record.exit_code}):\n\n{output}", record.exit_code or 1
-        )
-    if record.status == "unattached":
-        return NothingMeasured(f"there is nothing to profile: {record.reason}.")
+        failed = f"the program itself fails (exit code {record.exit_code}):\n\n{output}"
+        return ProgramFailed(failed, record.exit_code or 1)
     if record.status == "broken":
         return NothingMeasured(
             f"flatout could not instrument this program and left it unchanged. Please report this:\n\n{record.reason.strip()}"
         )
-    if record.status == "hung":
-        return NothingMeasured(f"the program did not train: {record.reason}.")
     steps = len(set(record.loss_steps))
-    when = (
-        f"after {steps} training {'step' if steps == 1 else 'steps'}, before they were steady"
-        if steps
-        else "without a training step"
-    )
-    return NothingMeasured(f"there is nothing to profile: the program ended {when}. Let it train longer.")
+    when = f"after {steps} training steps, before they were steady" if steps else "without a training step"
+    why = {
+        "unattached": record.reason,
+        "hung": f"the program did not train: {record.reason}",
+    }.get(record.status, f"the program ended {when}. Let it train longer")
+    return NothingMeasured(f"there is nothing to profile: {why}.")
 
 
 SYNCHRONISATION_TICKS = 10
@@ -406,6 +407,12 @@ def _what_ifs(program: ProfiledProgram, trial: Trial) -> None:
         record.what_ifs.append(what_if)
         if not what_if.why_not:
             pending.append((what_if, lever, answer["values"]))
+    shares = {
+        name: phase.share
+        for kind, name in WHAT_IF_OF_BOUND.items()
+        if (phase := record.phases.get(kind)) is not None
+    }
+    pending.sort(key=lambda each: -shares.get(each[0].name, 0.0))  # the largest cost while there is time
     while pending:
         what_if, lever, values = pending.pop(0)
         remaining_s = program.end_s - seconds()
@@ -455,7 +462,7 @@ def _what_if(
         except ProgramGone as ended:
             program.close_trial()
             what_if.why_not = (
-                f"the program fails with it: {ended.record.last_line}"
+                f"the program fails with it: {ended.record.error_line}"
                 if ended.record.status != "ended"
                 else "the program is too short"
             )

@@ -46,14 +46,7 @@ PAGE_BYTES = mmap.PAGESIZE
 POISON_BYTE = 0x7F  # for types that are not floating: far from any sensible number
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 FILLED_ALLOCATIONS = {
-    "zeros",
-    "zeros_like",
-    "new_zeros",
-    "full",
-    "full_like",
-    "new_full",
-    "ones",
-    "ones_like",
+    *["zeros", "zeros_like", "new_zeros", "full", "full_like", "new_full", "ones", "ones_like"]
 }
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -115,6 +108,8 @@ class Fenced(TorchDispatchMode):
 # |result - float64|  <=  MAX_ULPS * u(dtype) * |float64|
 # +  (inner_roundings * u(dtype) + SUM_SLACK * u(sums) * (1 + sqrt(terms))) * max |float64|
 #
+# If all of the exact result is zero (the gradient of a row of one element), its terms cancel, and each of them is
+# rounded. The scale is then that of the other results.
 # ``inner_roundings`` counts the values inside the formula that are rounded to the storage type before further
 # use, and u is the unit roundoff. No limit is tuned by hand for a kernel.
 
@@ -142,11 +137,12 @@ def distance(
     terms: int,
     inner_roundings: float = 0.0,
     input_dtype: torch.dtype | None = None,
+    other_scale: float = 0.0,
 ) -> Distance:
     """The distance of ``result`` from the float64 tensor ``expected`` of the same shape.
 
     NaN equals only NaN, and an infinity only itself. ``input_dtype`` is the type of the inputs, if coarser than
-    the result's.
+    the result's. ``other_scale`` replaces the largest value of ``expected`` if that is zero.
     """
     if result.numel() == 0:
         return Distance(0.0)
@@ -154,8 +150,7 @@ def distance(
     actual = result.detach().to("cpu", torch.float64)
     expected = expected.detach().to("cpu", torch.float64)
     equal = (actual == expected) | (actual.isnan() & expected.isnan())
-    finite = expected.isfinite()
-    scale = float(expected[finite].abs().max()) if bool(finite.any()) else 0.0
+    scale = _scale(expected) or other_scale
     u = max(torch.finfo(dtype).eps / 2 for dtype in (result.dtype, input_dtype or result.dtype))
     sum_error = SUM_SLACK * torch.finfo(sum_dtype).eps / 2 * (1 + math.sqrt(terms))
     allowed = MAX_ULPS * u * expected.abs() + (inner_roundings * u + sum_error) * scale
@@ -168,12 +163,18 @@ def distance(
     return Distance(ratio, tuple(map(int, indices)), actual, expected)
 
 
+def _scale(expected: torch.Tensor) -> float:
+    finite = expected.detach()[expected.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
 def compare(kernel: Kernel, case: Case, seed: int, call: Function) -> float:
     """The largest error as a share of the allowed error. Raises CheckFailed with the position if it exceeds 1."""
     expected = evaluate(kernel.reference, in_double(inputs_of(case, seed)), case, seed)
     results = run_case(call, case, seed)
     if len(results) != len(expected):
         raise CheckFailed(f"{case.title}: {len(results)} results, but the reference has {len(expected)}")
+    other_scale = max(map(_scale, expected), default=0.0)
     outputs, max_ratio = len(results) - len(case.differentiate), 0.0
     for index, (result, expected_result) in enumerate(zip(results, expected, strict=True)):
         title = f"output {index}" if index < outputs else f"gradient of {case.differentiate[index - outputs]}"
@@ -181,7 +182,7 @@ def compare(kernel: Kernel, case: Case, seed: int, call: Function) -> float:
             raise CheckFailed(
                 f"{case.title}: {title} has shape {tuple(result.shape)}, not {tuple(expected_result.shape)}"
             )
-        error = distance(result, expected_result, case.terms, case.inner_roundings, case.dtype)
+        error = distance(result, expected_result, case.terms, case.inner_roundings, case.dtype, other_scale)
         if error.error_ratio > 1:
             raise CheckFailed(
                 f"{case.title}: {title} at {error.position} is {error.got:.9g}, not {error.expected:.9g} ({error.error_ratio:.3g} times the allowed error)"

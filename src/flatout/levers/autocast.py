@@ -11,8 +11,7 @@ When it does not help: processors without bfloat16 instructions (0.61x to 0.89x 
     small operations.
 What it can change: products, which have two (bfloat16) or three (float16) decimal digits. Parameters, their
     updates and losses stay in float32.
-Evidence: a 124M GPT 1.60x over TF32 (A100, torch 2.6, LLMs-from-scratch, chapter 5); measured on your program
-    before it is kept.
+Evidence: a 124M GPT 1.60x over TF32 (A100, torch 2.6, LLMs-from-scratch, chapter 5).
 Sources: torch.amp documentation, "CUDA Ops that can autocast to float32"; Micikevicius et al., Mixed
     Precision Training, 2018.
 """

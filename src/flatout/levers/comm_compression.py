@@ -12,8 +12,7 @@ When it does not help: the exchange overlaps the backward pass; the ranks share 
 What it can change: gradients, which travel with three digits ("bf16") or four ("fp16", which overflows above
     65,504). Gradients accumulated in earlier passes are sent, and rounded, again. PowerSGD changes the maths:
     an update has low rank, the rest follows later, and training reaches another result.
-Evidence: bytes and exposed time in `bench/exchange.py` of the repository; measured on your program before it
-    is kept.
+Evidence: bytes and exposed time in `bench/exchange.py` of the repository.
 Sources: Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization";
     torch documentation, "DDP Communication Hooks".
 """

@@ -50,5 +50,6 @@ LEVER = Lever(
     code,
     apply=apply,
     warms_up=True,
+    takes_memory="the workspaces of the algorithms that cuDNN tries once for each shape",
     page=__doc__,
 )

@@ -9,8 +9,7 @@ What it can change: nothing, bit for bit. If the number of ranks is not a power 
     accumulated, or zeroed by optimizer.zero_grad(set_to_none=False), round differently. A script must not
     keep `p.grad` across the next backward pass, which overwrites it. With static_graph, torch ends the program
     with an error if the graph changes, for example by stochastic depth or freezing.
-Evidence: published: gradient_as_bucket_view 2 ms of a step of 28 ms (ACT, eight B200);
-    measured on your program before it is kept.
+Evidence: published: gradient_as_bucket_view 2 ms of a step of 28 ms (ACT, eight B200).
 Sources: torch documentation, "DistributedDataParallel"; huggingface/lerobot, "training on 8x B200".
 """
 

@@ -9,8 +9,7 @@ When it does not help: a program that uses none of these. Gradchecks stay, becau
     function, which may draw random numbers.
 What it can change: nothing in the results. An invalid argument or a NaN is no longer reported where it
     appears. A program that reads memory before writing it reads arbitrary values.
-Evidence: filling took 17 of the 229 ms of a step in a published case (ultralytics); measured on your program
-    before it is kept.
+Evidence: filling took 17 of the 229 ms of a step in a published case (ultralytics).
 Sources: torch.autograd.set_detect_anomaly; torch.distributions.Distribution.set_default_validate_args;
     torch.utils.deterministic.
 """

@@ -9,7 +9,7 @@ When it does not help: small batches; loaders that are the bottleneck; data that
 What it can change: nothing: a copy is used only if the host tensor is unchanged since the copy. Batches are
     taken ahead only if loader workers draw their random numbers, so the order of the program's own draws does
     not change.
-Evidence: apex and DALI prefetch for this reason; measured on your program before it is kept.
+Evidence: apex and DALI prefetch for this reason.
 Sources: torch documentation, "CUDA semantics" on streams and `record_stream`; NVIDIA apex, examples/imagenet,
     data_prefetcher.
 """

@@ -6,8 +6,7 @@ Why it is faster: each automatic collection walks every object of the program, i
     graphs. It starts at an arbitrary place: on many GPUs, a pause on one rank stops all ranks.
 When it does not help: a step that creates few Python objects.
 What it can change: nothing in the results; garbage in reference cycles may live longer.
-Evidence: nanochat reports that pauses of 500 ms disappeared (8 H100, development log);
-    measured on your program before it is kept.
+Evidence: nanochat reports that pauses of 500 ms disappeared (8 H100, development log).
 Sources: Python documentation, module gc.
 """
 

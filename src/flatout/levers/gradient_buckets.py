@@ -8,8 +8,7 @@ When it does not help: the exchange is short compared with the backward pass; ra
     compute; each pass touches only some of the parameters (several optimizers), where nothing is sent early.
 What it can change: rounding. The order in which ranks add a number depends on its position in the bucket.
     With two ranks there is one order, and every bit stays.
-Evidence: exposed time by bucket size in `bench/exchange.py` of the repository; measured on your program
-    before it is kept.
+Evidence: exposed time by bucket size in `bench/exchange.py` of the repository.
 Sources: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", section
     3.2.3.
 """

@@ -11,7 +11,7 @@ When it does not help: on a GPU, where tensors are not in host memory; if the ma
     touching the memory.
 What it can change: nothing in the results; the process may hold more memory.
 Evidence: word_language_model LSTM 1.54x, MNIST 1.31x (2 CPU cores, torch 2.14.1, interleaved process pairs, n
-    = 3, against the plain program, 2026-11-21); measured on your program before it is kept.
+    = 3, against the plain program, 2026-11-21).
 Sources: mallopt(3), section "M_MMAP_THRESHOLD"; gperftools, jemalloc and mimalloc documentation; PyTorch
     performance tuning guide.
 """

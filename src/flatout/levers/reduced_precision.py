@@ -6,8 +6,7 @@ Why it is faster: processors with AMX or AVX512-BF16 multiply bfloat16 at severa
     Tensors stay float32.
 When it does not help: processors without these instructions; small operations.
 What it can change: products, which have about two decimal digits; sums and tensors stay float32.
-Evidence: oneDNN convolution backward 1.14-1.48x (Sapphire Rapids, pytorch pull request 126054);
-    measured on your program before it is kept.
+Evidence: oneDNN convolution backward 1.14-1.48x (Sapphire Rapids, pytorch pull request 126054).
 Sources: PyTorch documentation, "MKLDNN backend".
 """
 

@@ -10,8 +10,7 @@ When it does not help: data sets that do not fit; transforms that need single sa
     the model anyway.
 What it can change: nothing: random numbers are still drawn on the host, in the same order. The first batch is
     computed both ways and compared bit for bit.
-Evidence: airbench and similar programs keep CIFAR-10 on the GPU for this reason; measured on your program
-    before it is kept.
+Evidence: airbench and similar programs keep CIFAR-10 on the GPU for this reason.
 Sources: KellerJordan/cifar10-airbench; torch documentation, "CUDA semantics".
 """
 
@@ -95,9 +94,8 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
             None if feed.why_no_cache else ResidentDevice(device, device_copies, bool(value.get("host")))
         )
         feed.emulated_workers = requested.get("num_workers", 0) if not seeds_itself(loader) else 0
-        feed.listeners["keep"] = feed.listeners["batched"] = lambda sentence: context.report(
-            "resident_data", sentence
-        )
+        # "batched" has its own lever: a data set without transforms is resident all the same
+        feed.listeners["keep"] = lambda sentence: context.report("resident_data", sentence)
         return feed
 
     context.change_loaders(change, ledger)
@@ -122,6 +120,7 @@ LEVER = Lever(
     code,
     apply=apply,
     replaces=("loader",),
+    takes_memory="all samples",
     after=("loader", "cached_prefix", "batched_transforms"),
     accepts=(Table({"mib": (Number(1, 2**24),), "host": SWITCH}, ("mib",)),),
     page=__doc__,

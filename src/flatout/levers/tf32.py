@@ -7,8 +7,7 @@ Why it is faster: TF32 multiplies with 10 bits of mantissa at several times the 
 When it does not help: CPUs; GPUs before Ampere; models that already run in half precision.
 What it can change: products, which have about three decimal digits: the mantissa of float16 with the range of
     float32. So its effect is that of half precision, and `--effects exact,rounding` excludes it.
-Evidence: a 124M GPT 2.21x (one A100, torch 2.6, LLMs-from-scratch, chapter 5); measured on your program
-    before it is kept.
+Evidence: a 124M GPT 2.21x (one A100, torch 2.6, LLMs-from-scratch, chapter 5).
 Sources: PyTorch documentation, "CUDA semantics", section "TensorFloat-32 on Ampere (and later) devices".
 """
 

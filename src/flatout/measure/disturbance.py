@@ -4,8 +4,6 @@ A search waits a little for them to end. Threads that share a core with another 
 speed-up beside it is no property of the plan: such blocks count only if most are, and no figure is claimed then.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

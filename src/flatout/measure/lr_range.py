@@ -3,11 +3,14 @@
 Source: Smith, "Cyclical Learning Rates for Training Neural Networks", WACV 2017, section 3.3.
 
 The learning rate grows by a constant factor per step. Losses of single batches are noisy, so they are
-smoothed by an exponential mean (corrected for its start), and slopes are taken over SPAN steps.
+smoothed by an exponential mean (corrected for its start), and slopes are taken over SLOPE_STEPS steps. Only the
+fall counts: noise of the steps before it may be steeper.
 """
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
+from statistics import median
 
 from flatout.schema.lr_range import LrPoint
 
@@ -15,6 +18,7 @@ SMOOTHING = 0.9  # weight of the previous mean at each step
 SLOPE_STEPS = 10  # steps for a slope
 DIVERGENCE_FACTOR = 1.5  # the loss diverges at this multiple of the first losses
 MIN_RELATIVE_FALL = 0.02  # a smaller relative fall of the loss counts as noise
+BEGUN = 0.25  # share of the fall after which it has begun
 
 
 def smoothed(losses: Sequence[float | None]) -> list[float | None]:
@@ -39,13 +43,17 @@ def find_rates(points: Sequence[LrPoint]) -> tuple[float | None, float | None, f
     if len(usable) <= SLOPE_STEPS:
         return None, None, first_non_finite
     losses = [loss for _, loss in usable]
-    start, lowest_index = min(losses[:SLOPE_STEPS]), min(range(len(losses)), key=losses.__getitem__)
+    start = losses[SLOPE_STEPS - 1]  # means of fewer steps are noise
+    lowest_index = min(range(SLOPE_STEPS - 1, len(losses)), key=losses.__getitem__)
     lowest = losses[lowest_index]
     divergence_loss = lowest + (DIVERGENCE_FACTOR - 1) * max(abs(start), start - lowest)
     diverged = next((lr for lr, loss in usable[lowest_index:] if loss > divergence_loss), first_non_finite)
-    if start - lowest < MIN_RELATIVE_FALL * max(abs(start), 1e-12):
+    raw = [point.loss or 0.0 for point in points[: len(usable)]]
+    noise = median(abs(after - before) for before, after in pairwise(raw))
+    if start - lowest < max(MIN_RELATIVE_FALL * max(abs(start), 1e-12), noise):
         return None, None, diverged
-    ends = range(SLOPE_STEPS, max(lowest_index, SLOPE_STEPS) + 1)
+    begun = max(i for i in range(lowest_index) if losses[i] >= start - BEGUN * (start - lowest))
+    ends = range(max(begun + SLOPE_STEPS // 2, SLOPE_STEPS), lowest_index + 1) or [lowest_index]
     steepest = max(ends, key=lambda end: losses[end - SLOPE_STEPS] - losses[end]) - SLOPE_STEPS // 2
     return usable[steepest][0], usable[lowest_index][0], diverged
 

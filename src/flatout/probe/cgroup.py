@@ -4,8 +4,6 @@ The effective limit is the lowest of a group and all groups above it. Sources: c
 documentation of cgroup v1 (CFS bandwidth, memory) and v2.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Parse files of /proc and /sys. Pure functions from text to a value, or None or empty for invalid text."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

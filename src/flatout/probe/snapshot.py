@@ -3,8 +3,6 @@
 The root is "/" except in tests, which use the files of a container below another folder.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

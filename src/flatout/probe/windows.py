@@ -1,7 +1,5 @@
 """Conditions on the number of a micro-batch: ``(i + 1) % n == 0`` holds once in n passes."""
 
-from __future__ import annotations
-
 import ast
 import operator
 from collections.abc import Callable, Iterator, Sequence

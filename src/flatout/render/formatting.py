@@ -92,7 +92,9 @@ def interval(low: object, high: object, dash: str = "–") -> str:
 
 
 def milliseconds(value: object) -> str:
-    return MISSING if finite(value) is None else f"{rounded(value)} ms"
+    """Format milliseconds. What is below a nanosecond is rounding of sums, so it is zero."""
+    number = finite(value)
+    return MISSING if number is None else f"{rounded(number if abs(number) >= 1e-6 else 0)} ms"
 
 
 def per_second(value: object) -> str:
@@ -105,7 +107,7 @@ def duration(seconds: object) -> str:
     if number is None:
         return MISSING
     if number < 1:
-        return f"{rounded(number * 1000)} ms"
+        return milliseconds(number * 1000)
     if round(number) < 60:
         return f"{number:.1f} s" if number < 10 else f"{number:.0f} s"
     minutes, rest = divmod(round(number), 60)

@@ -5,8 +5,6 @@ Colours come from CSS classes of the page, which support dark mode. Colour is ne
 names, what was not kept is a hollow dot, and shapes have tooltips.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Sequence

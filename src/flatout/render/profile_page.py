@@ -59,6 +59,7 @@ from flatout.schema.profile import (
 )
 
 MAX_OPERATIONS = 20
+MIN_OVERLAP = 0.01  # of the device's work; less is rounding
 BOUNDS = {
     "data": "it waits for data",
     "python": "Python limits it",
@@ -241,7 +242,8 @@ def _parallel_work(profile: ProfileRecord) -> Iterator[tuple[str, str]]:
             )
     device = {kind: ms for kind, ms in profile.device_ms.items() if ms > 0 and finite(ms)}
     busy = profile.step_ms - profile.idle_ms if profile.step_ms and profile.idle_ms is not None else None
-    overlap = max(0.0, sum(device.values()) - busy) if busy is not None else 0.0
+    total = sum(device.values())
+    overlap = total - busy if busy is not None and total - busy > MIN_OVERLAP * total else 0.0
     for kind, ms in device.items():
         overlapping = (
             f"; {milliseconds(overlap)} on the device overlap" if overlap and kind == "computing" else ""

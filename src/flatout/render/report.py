@@ -24,6 +24,7 @@ from flatout.schema.records import CONFIDENCE
 from flatout.schema.session import LeverRecord, ProgramFigures, SessionOutcome, SessionRecord
 
 MAX_LEVERS_DRAWN = 40  # levers
+MORE_MEMORY = 10  # percent; more is explained
 
 EFFECTS = {
     "exact": "The results stay the same, bit for bit.",
@@ -106,7 +107,7 @@ def _before_and_after(session: SessionRecord) -> Section:
             "peak memory of the process",
             size(plain.peak_memory_bytes),
             size(best.peak_memory_bytes),
-            _change(plain.peak_memory_bytes, best.peak_memory_bytes),
+            _change(plain.peak_memory_bytes, best.peak_memory_bytes, session.memory_reason),
         ),
         ("warm-up", warmups[0], warmups[1], ""),
     ]
@@ -125,12 +126,13 @@ def _ranks(session: SessionRecord) -> Section:
     return Section("Ranks compared with one process", [Paragraph(text, "verdict")])
 
 
-def _change(before: object, after: object) -> str:
+def _change(before: object, after: object, why_more: str) -> Cell:
     a, b = finite(before), finite(after)
     if not a or b is None:
-        return ""
+        return Cell("")
     change = round(100 * (b - a) / abs(a))
-    return f"{change:+,d} %".replace("-", "−") if change else "unchanged"
+    text = f"{change:+,d} %".replace("-", "−") if change else "unchanged"
+    return Cell(text, why_more if change >= MORE_MEMORY else "")
 
 
 def _phases(session: SessionRecord) -> Section:

@@ -1,7 +1,5 @@
 """Records of `flatout batch`: throughput and memory by batch size, and the gradient noise scale."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from flatout.schema.records import ProgramRecord, Ratio, Record

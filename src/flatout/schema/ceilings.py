@@ -4,8 +4,6 @@ The suffix of a name gives its unit: FLOPs or bytes per second. An unavailable f
 and a note that says why.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The certificate of a confirmed plan: what its verdict was made from."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Exceptions of flatout and their exit codes. A message says what happened, why, and the next command."""
 
-from __future__ import annotations
-
 # Raised by reading JSON of another form.
 MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
@@ -110,7 +108,15 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
-def last_line(reason: str) -> str:
-    """Return the last line of the message with which a program ended, at most 240 characters."""
-    lines = [line.strip() for line in reason.strip().splitlines() if line.strip()]
-    return lines[-1][:240] if lines else "it ended without a message"
+def error_line(reason: str) -> str:
+    """Return what a program ended with, in at most 240 characters.
+
+    The first line of the last exception: CUDA's messages end with advice for its developers. Or the last line."""
+    lines = [line.rstrip() for line in reason.strip().splitlines() if line.strip()]
+    headers = [at for at, line in enumerate(lines) if "Traceback (most recent call last)" in line]
+    if headers:
+        after = lines[headers[-1] + 1 :]
+        message = next((at for at, line in enumerate(after) if not line.startswith(" ")), 0)
+        lines = [" ".join(after[message : message + 1 + after[message].endswith(":")])] if after else lines
+    lines = [line for line in lines if "CUDA error: " in line][:1] or lines
+    return " ".join(lines[-1].split())[:240] if lines else "it ended without a message"

@@ -4,8 +4,6 @@ It holds no data of the program: of tensors only shape, dtype and device, and of
 and the largest entry. Those two are enough to identify a label or an index out of range.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

@@ -5,8 +5,6 @@ measured), FD for the machine, FE for an error. The code, the name and the page 
 may change.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from flatout.schema.enums import StrEnum

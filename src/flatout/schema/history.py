@@ -3,8 +3,6 @@
 Paths are relative to the folder, so that a page in it can link to them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from flatout.schema.records import Ratio, Record

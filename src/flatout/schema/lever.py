@@ -140,6 +140,7 @@ class Lever:
     * ``warms_up``: the first steps with it are slow, a cost that later steps must recover.
     * ``bare``: the name without a value means the first value that it offers.
     * ``saves_memory`` levers trade speed for memory: the search tries them only under a memory limit.
+    * ``takes_memory`` says in a sentence what it may need memory for.
     * ``after`` are levers that act before this one. A test checks that they come first in the table.
     * ``excludes`` are levers that the search does not combine with this one.
     * ``replaces`` are levers that may be superfluous beside this one.
@@ -165,6 +166,7 @@ class Lever:
     replaces: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     saves_memory: bool = False
+    takes_memory: str = ""
     accepts: Sequence[Form] = (True,)
     bare: bool = True
     reduced_part: Callable[[Value], str] = lambda value: ""

@@ -4,8 +4,6 @@ A machine snapshot keeps texts unchanged: files of /proc, output of programs, tr
 available is absent or None: a check must be able to tell "none" from "not checked".
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

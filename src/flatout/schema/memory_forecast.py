@@ -1,7 +1,5 @@
 """Records of `flatout memory`: predicted and measured peak memory of a training step by batch size."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from flatout.schema.records import ProgramRecord, Record
@@ -17,6 +15,8 @@ FORECAST_KINDS = (
     "inputs",
     "activations",
     "temporary",
+    "cuBLAS workspaces",
+    "cuDNN and fragmentation",
 )
 
 
@@ -31,7 +31,6 @@ class MemoryPoint(Record):
 
     batch_size: int | None
     peak_bytes: int | None = None  # predicted
-    first_peak_bytes: int | None = None  # of the first step, in which optimizers create their state
     kinds: dict[str, int] = field(default_factory=dict)
     by_module: dict[str, int] = field(default_factory=dict)
     why_not: str = ""  # reason for a missing prediction

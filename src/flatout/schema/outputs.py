@@ -1,7 +1,5 @@
 """Records that commands print with --json and keep in no file."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

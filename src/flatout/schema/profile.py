@@ -6,8 +6,6 @@ of many times the median, such as the first of an epoch. Sizes are in bytes. A v
 this machine is None, never 0: a rule must be able to tell "none" from "not checked".
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 

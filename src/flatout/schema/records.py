@@ -11,6 +11,8 @@ from functools import cache
 from types import UnionType
 from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
+from flatout.schema.errors import error_line
+
 if TYPE_CHECKING:
     from typing_extensions import Self  # typing.Self of Python 3.11
 
@@ -182,7 +184,7 @@ class TrialRecord(Record):
     schema: int = TRIAL_SCHEMA
 
     @property
-    def last_line(self) -> str:
-        """Return the last line of the reason or of the output, without a full stop."""
-        lines = (self.reason or self.log_tail).strip().splitlines()
-        return lines[-1].strip().rstrip(".")[:300] if lines else self.status
+    def error_line(self) -> str:
+        """Return the line of the reason or of the output that says what failed, without a full stop."""
+        text = (self.reason or self.log_tail).strip()
+        return error_line(text).rstrip(".") if text else self.status

@@ -87,10 +87,16 @@ class RunSummary(ProgramRecord):
         """What took most of the time, as far as counters can tell."""
         if self.data_wait >= DATA_BOUND_SHARE:
             return f"waiting for data, {self.data_wait:.0%} of the time"
-        if self.gpu_busy is not None and self.gpu_busy < GPU_BUSY_SHARE:
-            return f"the host: the GPU was busy {self.gpu_busy:.0%} of the time"
+        if self.gpu_busy is not None and self.gpu_busy < GPU_BUSY_SHARE and self.steps_per_s:
+            step_ms = 1000 / self.steps_per_s
+            idle_ms = (1 - self.gpu_busy) * step_ms
+            return f"launches and Python: the device is idle {idle_ms:.1f} of {step_ms:.1f} ms a step"
         if self.device == "cuda":
-            return "computing on the GPU"
+            return (
+                "unknown: no load of the GPU was reported"
+                if self.gpu_busy is None
+                else "computing on the GPU"
+            )
         return f"computing, on {self.cores_used:.1f} of {self.cores} cores"
 
     @property
@@ -108,6 +114,4 @@ class RunSummary(ProgramRecord):
             return ""
         if not self.has_levers:
             return "tune"
-        return (
-            "profile" if self.data_wait >= DATA_BOUND_SHARE or (self.gpu_busy or 1.0) < GPU_BUSY_SHARE else ""
-        )
+        return "" if self.limited_by.startswith("computing") else "profile"

@@ -1,7 +1,5 @@
 """Input and records of `flatout scale`: links and networks, the timing of one device, and the predictions."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field, replace
 

@@ -168,6 +168,7 @@ class SessionRecord(Record):
     noise_floor: Ratio | None = None
     disturbance: str = ""  # load by other programs meanwhile, if relevant
     undecided: bool = False  # the plain program stays for lack of time or of an idle machine
+    memory_reason: str = ""  # levers of the plan that take more memory, and for what
     obstacle: str = ""  # what prevents a larger speed-up, with the command that helps
     guard: GuardRecord = field(default_factory=lambda: GuardRecord("not checked", "nothing was chosen yet"))
     nan_loss: str = ""  # a sentence, if the plain program's loss is NaN

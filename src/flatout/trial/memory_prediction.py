@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -28,9 +29,9 @@ from flatout.measure.memory_blocks import (
     TEMPORARY,
     MemoryBlock,
     MemoryBlockTracker,
-    Peak,
 )
 from flatout.measure.nests import tensors_in
+from flatout.schema.facts import Gpu
 from flatout.trial.spec import TrialSpec
 from flatout.trial.worker import Worker
 from flatout.trial.worker_commands import finish
@@ -45,6 +46,15 @@ ENTRY = "flatout.trial.memory_prediction:attach"
 STEPS = 2  # the first one creates the optimizer's state
 UNCLASSIFIED = "held by the program"
 MAX_BATCHES = 4096  # of one batch size; a step that takes more never ends
+
+
+def cublas_bytes(gpu: Gpu | None) -> int:
+    """Bytes of each workspace that torch gives cuBLAS (aten/src/ATen/cuda/CublasHandlePool.cpp).
+
+    It is a tensor for the allocator, and stays."""
+    if (config := os.environ.get("CUBLAS_WORKSPACE_CONFIG")) is not None:
+        return sum(1024 * int(kib) * int(count) for kib, count in re.findall(r":(\d+):(\d+)", config))
+    return 0 if gpu is None else 32 * 2**20 if gpu.capability in ((9, 0), (10, 0)) else 8320 * 2**10
 
 
 def attach(job: dict[str, Any]) -> None:
@@ -74,11 +84,11 @@ class MemoryPredictor(Worker):
         self.batch_count = 0
         self.step_event = 0  # the event at its start
         self.ledger_mark = 0  # length of the ledger before
-        self.first_peak: Peak | None = None
         self.module_stack: list[str] = []  # modules inside their forward pass
         self.forward_event = 0  # the event at which the outermost one was entered
         self.names: dict[int, str] = {}
         self.real_kind = UNCLASSIFIED
+        self.cublas_bytes, self.in_backward, self.with_workspace = 0, False, set[bool]()
         # Iterator -> its first batch
         self._first_batches: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -150,8 +160,15 @@ class MemoryPredictor(Worker):
         self.simulated = bool(self.spec.requested.get("cuda")) and device_type != "cuda"
         if self.simulated or device_type == "cuda":
             self.blocks = MemoryBlockTracker(CUDA_ROUNDING_BYTES)
+            self.cublas_bytes = cublas_bytes(self.spec.facts.gpu(self.context.device.index))
         self.fake_execution = FakeExecution(
-            self.torch, self.ledger, self._allocated, self._freed, device_type, not self.simulated
+            self.torch,
+            self.ledger,
+            self._allocated,
+            self._freed,
+            device_type,
+            not self.simulated,
+            self._multiplies,
         )
         self._count_live(batch)
         self.real_kind = "inputs"  # later real tensors are made by the program from its data
@@ -255,7 +272,6 @@ class MemoryPredictor(Worker):
         for module in objects:
             if issubclass(type(module), torch.nn.Module):
                 kinds.update({id(b): "buffers" for b in module._buffers.values() if b is not None})
-                kinds.update({id(p): "parameters" for p in module._parameters.values() if p is not None})
         for parameter in [
             obj for obj in objects if issubclass(type(obj), torch.nn.Parameter)
         ] + self.context.parameters:
@@ -278,6 +294,12 @@ class MemoryPredictor(Worker):
             self.real_kind if is_real else TEMPORARY,
             self.module_stack[-1] if self.module_stack else "outside the model",
         )
+
+    def _multiplies(self) -> None:
+        """Allocate cuBLAS's workspace of this thread: the script's, or the one that computes gradients."""
+        if self.cublas_bytes and self.in_backward not in self.with_workspace:
+            self.with_workspace.add(self.in_backward)
+            self.blocks.allocate(self.cublas_bytes, "cuBLAS workspaces")
 
     def _freed(self, block: MemoryBlock) -> None:
         self.blocks.free(block)
@@ -315,12 +337,14 @@ class MemoryPredictor(Worker):
                 self.names[id(module)] = ".".join(filter(None, [type(root).__name__, name]))
 
     def backward_begin(self, losses: tuple[Any, ...]) -> None:
+        self.in_backward = True
         if (
             self.fake_execution is not None
         ):  # otherwise a model without modules, unknown until its first step ends
             self.blocks.classify_survivors("activations", self.step_event)
 
     def backward_end(self) -> None:
+        self.in_backward = False
         if self.fake_execution is not None:
             self._set_kind([p.grad for p in self.context.parameters], "gradients")
             if self.context.closure_steps:  # a step may have hundreds of passes, of the same memory
@@ -343,19 +367,16 @@ class MemoryPredictor(Worker):
 
     def _end_step(self, unit: str) -> None:
         self.steps_left -= 1
-        if self.steps_left == STEPS - 1:
-            self.first_peak = self.blocks.peak()
         if self.steps_left > 0 and self.fake_execution is not None:
             self.fake_execution.measure_workspaces()
             self._begin_step()
             return
-        peak, first_peak = self.blocks.peak(), self.first_peak or self.blocks.peak()
+        peak = self.blocks.peak()
         self.send(
             {
                 "batch": self.requested_size or self.samples,
                 "unit": unit,
                 "peak_bytes": peak.peak_bytes,
-                "first_peak_bytes": first_peak.peak_bytes,
                 "kinds": peak.kinds,
                 "by_module": peak.by_module,
                 "guessed": sorted(self.fake_execution.values.guesses) if self.fake_execution else [],

@@ -168,9 +168,10 @@ def _execute(worker: WorkerRecord, name: str, command: dict[str, Any]) -> dict[s
 
 def finish(worker: WorkerRecord, fetch_samples: bool = False) -> NoReturn:
     if fetch_samples:
-        worker.context.paused = True  # this loader is not the program's
+        # This loader is not the program's, nor are the reports about it
+        worker.context.paused, reports = True, list(worker.context.reports)
         worker.fetched_samples = worker.sample_probe.fetch()
-        worker.context.paused = False
+        worker.context.paused, worker.context.reports = False, reports
     worker.write_record("finished", "stopped after the requested steps")
     worker.send({"written": True, "pid": os.getpid()})
     worker.stopping = True

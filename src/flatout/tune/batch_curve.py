@@ -135,7 +135,9 @@ class BatchCurve:
             trial.close()
             if isinstance(error, ProgramGone):
                 what = "batch sizes could not be measured"
-                raise unmeasured_error(error.record, what, "reduce --budget") from None
+                raise unmeasured_error(
+                    error.record, what, "Let it train longer, or reduce --budget"
+                ) from None
             raise
         try:
             record.noise = observe_noise(

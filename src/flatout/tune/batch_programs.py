@@ -76,16 +76,16 @@ class SizeFailed(Exception):
 def size_error(record: TrialRecord) -> SizeFailed:
     """Say how a program with another batch size failed."""
     output = (record.log_tail or record.reason).strip()
-    last_line = output.splitlines()[-1].strip() if output else record.status
+    message = record.error_line
     if record.exit_code == -9:
         return SizeFailed("out of memory", "killed by the kernel: the machine ran out of memory")
     if any(text in output for text in OUT_OF_MEMORY):
-        return SizeFailed("out of memory", last_line)
+        return SizeFailed("out of memory", message)
     if record.status == "hung":
         return SizeFailed("no time", record.reason)
     if record.status == "ended":
         return SizeFailed("failed", "the program finished before its steps were steady")
-    return SizeFailed("failed", f"the program fails with this size: {last_line}")
+    return SizeFailed("failed", f"the program fails with this size: {message}")
 
 
 def mark_if_too_big(point: BatchPoint, record: BatchRecord) -> None:

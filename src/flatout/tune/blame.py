@@ -7,7 +7,7 @@ disappear.
 from collections.abc import Collection, Sequence
 
 from flatout.measure.clock import seconds
-from flatout.schema.errors import last_line
+from flatout.schema.errors import error_line
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import TrialRecord
 from flatout.trial.blocks import LeverFailed
@@ -89,7 +89,7 @@ def blame(tuning: Tuning, choices: Sequence[Choice], record: TrialRecord, ticks:
     """Reject the lever with which the program fails, or exclude the pair that does not work together."""
     suspects = [choice for choice in choices if choice.name in tuning.candidates]
     message, end_tick = (
-        last_line(record.reason),
+        error_line(record.reason),
         _tick_past_failure(tuning, max(ticks, _trained_ticks(record))),
     )
     if not suspects:

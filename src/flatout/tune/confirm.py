@@ -178,7 +178,10 @@ def conclude_pairs(
     beside = tuning.disturbance.beside
     session.speedup = None if beside else ratio
     for candidate in tuned:
-        candidate.status, candidate.reason = Status.APPLIED, _skip_reasons(candidate, tuned_records[0])
+        candidate.status, candidate.reason = Status.APPLIED, _limits_of(candidate, tuned_records)
+    session.memory_reason = "; ".join(
+        f"{c.lever.name}: {c.lever.takes_memory}" for c in tuned if c.lever.takes_memory
+    )
     session.best.plan = _with_evidence(tuned, ratio, session.key, beside).to_json()
     if tuning.base is None:  # ranks need more than a command and a plan
         session.certificate = certify(tuning, plan, session.guard, pairs, session.speedup)
@@ -212,8 +215,11 @@ def _rejected_by_speed(tuning: Tuning, tuned: Sequence[Candidate], ratio: Ratio)
     return Rejection(f"{beside}, which may hide the speed-up; {hint}", undecided=True, ratio=ratio)
 
 
-def _skip_reasons(candidate: Candidate, record: TrialRecord) -> str:
-    return "; ".join(dict.fromkeys(s["reason"] for s in record.skipped if s["name"] == candidate.lever.name))
+def _limits_of(candidate: Candidate, records: Sequence[TrialRecord]) -> str:
+    """What an applied lever could not do in the confirming programs."""
+    skipped = (skip for record in records for skip in record.skipped)
+    reasons = dict.fromkeys(s["reason"] for s in skipped if s["name"] == candidate.lever.name)
+    return f"in part: {'; '.join(reasons)}" if reasons else ""
 
 
 def _time_for_pair(tuning: Tuning, pairs: Pairs, reused_runs: int, ratio: Ratio | None) -> bool:

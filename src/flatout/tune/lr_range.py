@@ -47,7 +47,7 @@ def lr_range(
             )
         except ProgramGone as gone:
             what = "the learning rate could not be raised"
-            raise unmeasured_error(gone.record, what, "reduce --steps") from None
+            raise unmeasured_error(gone.record, what, "Let it train longer, or reduce --steps") from None
     if recorded.get("why_not"):
         raise NothingMeasured(f"the learning rate cannot be raised: {recorded['why_not']}.")
     rates, losses, step_ms = recorded["lr"], recorded["losses"], recorded["ms"]

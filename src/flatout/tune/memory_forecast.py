@@ -1,7 +1,5 @@
 """Predicts the memory of a step at several batch sizes, then measures some of them in real steps."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import log
@@ -11,15 +9,15 @@ from flatout.job.folder import JobFolder
 from flatout.launch.command import Command
 from flatout.measure.batch_curve import largest_that_fits
 from flatout.measure.clock import seconds
+from flatout.schema import sizes
 from flatout.schema.errors import NothingMeasured
 from flatout.schema.facts import Facts
 from flatout.schema.memory_forecast import MemoryForecast, MemoryPoint
 from flatout.schema.plan import Choice, Plan
-from flatout.schema.records import TrialRecord
 from flatout.trial.memory_prediction import ENTRY
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.trial.spec import TrialOptions
-from flatout.tune.endings import failure_error
+from flatout.tune.endings import unmeasured_error
 
 START_TIMEOUT_S = 600.0  # until the first batch
 STEPS_TIMEOUT_S = 600.0  # for the steps of one batch size, with shapes alone
@@ -106,7 +104,6 @@ class Forecast:
         point = MemoryPoint(
             answer.get("batch", size),
             answer.get("peak_bytes"),
-            answer.get("first_peak_bytes"),
             answer.get("kinds", {}),
             answer.get("by_module", {}),
             answer.get("why_not", ""),
@@ -136,8 +133,9 @@ class Forecast:
         except ProgramGone as gone:
             self._close_trial()
             if not self.ready:
-                raise _no_step_error(gone.record) from None
-            return {"why_not": gone.record.last_line}
+                goal, remedy = "the memory of a step cannot be predicted", "Check that this command trains"
+                raise unmeasured_error(gone.record, goal, remedy) from None
+            return {"why_not": gone.record.error_line}
 
     def _start_trial(self) -> Trial:
         self.trial = trial = Trial(
@@ -205,6 +203,7 @@ class Forecast:
             return
         if (base.peak_bytes or 0) <= self._safe_bytes():
             self._measure_point(base, Plan())
+            add_overhead(record, base, self.options.sizes)
         else:
             base.measured_why_not = "its step is not expected to fit"
         farthest = self._farthest_point(base)
@@ -255,7 +254,7 @@ class Forecast:
                     return
                 recorded = trial.run_probe("peak", deadline_s, ticks=MEASURED_TICKS)
         except ProgramGone as gone:
-            point.measured_why_not = gone.record.last_line
+            point.measured_why_not = gone.record.error_line
             return
         if recorded.get("peak_bytes"):
             point.measured_bytes = int(recorded["peak_bytes"])
@@ -265,7 +264,7 @@ class Forecast:
     def _add_notes(self) -> None:
         record, note = self.record, self.record.notes.append
         if record.simulated or record.device == "cuda":
-            note("tensors only: the CUDA context, cuDNN and cuBLAS workspaces and fragmentation come on top")
+            note("the CUDA context, cuDNN's workspaces and fragmentation come on top")
         if record.simulated:
             note(
                 "the program ran on the CPU; operators with other kernels on a GPU may save other tensors there"
@@ -282,6 +281,31 @@ class Forecast:
                 f"some values that the program reads are unknown without computing ({', '.join(sorted(self.guessed_values))}); if more "
                 "or fewer elements could be selected, all are"
             )
+
+
+def add_overhead(record: MemoryForecast, base: MemoryPoint, requested: Sequence[int]) -> None:
+    """Add to other sizes what the real step took beyond its prediction: it hardly grows with the batch."""
+    predicted = base.peak_bytes or 0
+    overhead = (base.measured_bytes or 0) - predicted
+    if record.device != "cuda" or overhead <= 0 or not predicted:
+        return
+    record.notes[0] = (
+        f"cuDNN's workspaces and fragmentation took {sizes.size(overhead)} of the measured step; other sizes include them. "
+        "The CUDA context comes on top"
+    )
+    for point in record.points:
+        if point is base or point.peak_bytes is None:
+            continue
+        more = (point.batch_size or 0) - (base.batch_size or 0)
+        if point.batch_size == record.largest and more > 0 and point.batch_size not in requested:
+            growth = point.peak_bytes - predicted
+            fewer = -(-overhead * more // max(1, growth))
+            point.batch_size = record.largest = (point.batch_size or 0) - fewer
+            point.peak_bytes -= fewer * growth // more
+        point.peak_bytes += overhead
+        point.kinds["cuDNN and fragmentation"] = overhead
+        if point.batch_size == record.largest:
+            record.largest_peak_bytes = point.peak_bytes
 
 
 def advice(base: MemoryPoint, limit_bytes: int, largest: int | None) -> str:
@@ -304,14 +328,3 @@ def advice(base: MemoryPoint, limit_bytes: int, largest: int | None) -> str:
         )
     kind = max(REMEDIES, key=lambda kind: base.kinds.get(kind, 0))
     return f"{REMEDIES[kind]}; lower precision (bf16) roughly halves the activations."
-
-
-def _no_step_error(record: TrialRecord) -> Exception:
-    if record.status == "failed":
-        return failure_error(record)
-    if record.status == "ended":
-        return NothingMeasured(
-            "the memory of a step cannot be predicted: the program ended before its first training step (a forward pass with gradients of a "
-            "module, or a batch of a DataLoader). Is this the command that trains?"
-        )
-    return NothingMeasured(f"the memory of a step cannot be predicted: {record.last_line}.")

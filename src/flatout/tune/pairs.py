@@ -9,7 +9,7 @@ from typing import Any
 from flatout.guard.loss_curves import nonfinite_loss
 from flatout.measure.clock import seconds
 from flatout.schema.enums import Effect
-from flatout.schema.errors import last_line
+from flatout.schema.errors import error_line
 from flatout.schema.plan import Plan
 from flatout.schema.records import Ratio, TrialRecord
 from flatout.tune.blame import ended_like_plain
@@ -158,7 +158,7 @@ def _record_pair(
             why = (
                 f"{result.failed_lever[0]}: {result.failed_lever[1]}"
                 if result.failed_lever
-                else last_line(result.end_record.reason)
+                else error_line(result.end_record.reason)
                 if result.end_record
                 else "it was lost"
             )

@@ -190,7 +190,7 @@ class Rehearsal:
             )
         except ProgramGone as gone:
             raise _failed_alone(
-                record, f"; {self.procs} ranks with sharded weights fail too: {gone.record.last_line}"
+                record, f"; {self.procs} ranks with sharded weights fail too: {gone.record.error_line}"
             ) from None
 
     def _check_memory(self, reference: dict[str, Any], one_process: bool) -> None:
@@ -344,7 +344,7 @@ class Rehearsal:
         return self._reject(why)
 
     def _why_failed(self, record: TrialRecord, reference: dict[str, Any]) -> str:
-        message = record.last_line
+        message = record.error_line
         _, split_error, sentence = message.rpartition("CannotParallelize: ")
         if reference["training_loaders"]:
             return sentence if split_error else f"split over {self.procs} ranks it fails: {message}"
@@ -385,4 +385,4 @@ def _numbers(losses: Sequence[str]) -> list[float]:
 
 
 def _failed_alone(record: TrialRecord, suffix: str = "") -> Exception:
-    return failure_error(record, f"the program does not train as one process ({record.last_line}{suffix})")
+    return failure_error(record, f"the program does not train as one process ({record.error_line}{suffix})")

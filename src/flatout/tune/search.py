@@ -17,9 +17,8 @@ from dataclasses import dataclass
 
 from flatout.measure.clock import seconds
 from flatout.schema.enums import Origin, Status
-from flatout.schema.errors import FlatoutError, NothingMeasured
+from flatout.schema.errors import NothingMeasured
 from flatout.schema.plan import Choice, Plan
-from flatout.schema.records import TrialRecord
 from flatout.schema.session import NamedLeverRecord, ProgramFigures, SessionRecord, TimeMemoryPoint
 from flatout.trial.blocks import PREFETCHED_BATCHES, LeverFailed
 from flatout.trial.parent import ProgramGone, Trial
@@ -29,7 +28,7 @@ from flatout.tune.card import CardSearch, suits
 from flatout.tune.comparison import compare_running
 from flatout.tune.conclude import noise_floor
 from flatout.tune.confirm import confirm_plan
-from flatout.tune.endings import end_reason, failure_error
+from flatout.tune.endings import end_reason, unmeasured_error
 from flatout.tune.explore import explore
 from flatout.tune.interleaver import RunningCandidate, ask_options
 from flatout.tune.limits import COMPILE_S
@@ -321,7 +320,8 @@ def observe(tuning: Tuning) -> None:
         plain = tuning.interleaver.start_paused(Plan(), 0, timeout_s)
         answer = ask_options(plain.trial)
     except ProgramGone as gone:
-        raise _unobservable_error(tuning, gone.record) from None
+        remedy = f"Let it train {MIN_TICKS} steps or more, or increase --budget; the logs are in {tuning.job.trials}"
+        raise unmeasured_error(gone.record, "nothing to tune", remedy) from None
     ready, interleaver = plain.trial.ready, tuning.interleaver
     for skipped in ready["skipped"]:  # levers that every program of the search needs
         raise NothingMeasured(f"{skipped['name']} could not be applied: {skipped['reason']}")
@@ -355,29 +355,3 @@ def observe(tuning: Tuning) -> None:
         step_ms=ready["tick_ms"], unit=ready["unit"], warmup_ms=ready["warmup_ms"]
     )
     tuning.save()
-
-
-def _unobservable_error(tuning: Tuning, record: TrialRecord) -> FlatoutError:
-    if record.status == "failed":
-        return failure_error(
-            record, f"the program fails before flatout changes anything (exit code {record.exit_code})"
-        )
-    if record.status == "unattached":
-        return NothingMeasured(f"nothing to tune: {record.reason}. The program was not changed.")
-    if record.status == "broken":
-        return NothingMeasured(
-            f"flatout could not analyse this program and did not change it. Please report this:\n\n{record.reason.strip()}"
-        )
-    if record.status == "hung":
-        return NothingMeasured(
-            f"the program did not train: {record.reason}. Increase --budget, or see the logs in {tuning.job.trials}."
-        )
-    steps = len(set(record.loss_steps))
-    end = (
-        f"it ended after {steps} training {'step' if steps == 1 else 'steps'}"
-        if steps
-        else "it ended without a training step"
-    )
-    return NothingMeasured(
-        f"nothing to tune: {end}, and a comparison needs at least {MIN_TICKS}. Run more training steps while tuning."
-    )

@@ -3,8 +3,6 @@
 For the CPU `flatout.agent.device` redirects the program; a card is chosen by CUDA_VISIBLE_DEVICES.
 """
 
-from __future__ import annotations
-
 import os
 import re
 

@@ -1,11 +1,9 @@
 """A check of a machine: a function of a machine snapshot, with a documentation page and its inputs.
 
-The docstring is the page: the first line says what must hold, then come the sections "Why it matters" and
-"How to fix it". If the snapshot lacks an input of the check, the result is *not checked* and the check does not
+The docstring's first line says what must hold, the others why it matters. docs/doctor_page.py says how to fix it.
+If the snapshot lacks an input of the check, the result is *not checked* and the check does not
 run: missing data never counts as fine.
 """
-
-from __future__ import annotations
 
 import inspect
 import re
@@ -13,11 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from flatout.diagnose.rule import Rule, section
+from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding
 from flatout.schema.machine_snapshot import CheckResult, MachineSnapshot, Verdict
-
-SECTIONS = ("Why it matters", "How to fix it")
 
 
 @dataclass(frozen=True)
@@ -49,8 +45,9 @@ class MachineCheck:
 
     title = Rule.title
 
-    def section(self, name: str) -> str:
-        return section(self.page, name)
+    @property
+    def why(self) -> str:
+        return " ".join(self.page.partition("\n")[2].split())
 
     def run(self, snapshot: MachineSnapshot) -> CheckResult:
         missing = [need for need in self.needs if not has_input(snapshot, need)]
@@ -59,14 +56,13 @@ class MachineCheck:
         )
         fix = outcome.fix.replace("sudo ", "") if snapshot.python.get("root") is True else outcome.fix
         notable = outcome.verdict not in (Verdict.OK, Verdict.NOT_CHECKED)
-        why = " ".join(self.section("Why it matters").split()) if notable else ""
         return CheckResult(
             self.code,
             self.name,
             self.theme,
             outcome.verdict.value,
             outcome.observed,
-            why,
+            self.why if notable else "",
             fix,
             list(outcome.evidence),
         )

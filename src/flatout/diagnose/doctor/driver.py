@@ -56,11 +56,7 @@ SMI_FAILURES = {
 def driver(snapshot: MachineSnapshot) -> CheckOutcome:
     """The NVIDIA driver answers.
 
-    Why it matters:
-        Without a working driver no program reaches the GPU, whatever else is installed.
-    How to fix it:
-        Install or reload the driver on the host (`sudo modprobe nvidia`). Start a container with `docker run
-        --gpus all`.
+    Without a working driver no program reaches the GPU, whatever else is installed.
     """
     run, report, gpu = snapshot.command_results["nvidia-smi"], smi_report(snapshot), has_gpu(snapshot)
     if report is not None and report.gpus:
@@ -107,12 +103,9 @@ def _tail(run: CommandResult) -> list[str]:
 def driver_for_cuda(snapshot: MachineSnapshot) -> CheckOutcome:
     """The driver is new enough for torch's CUDA.
 
-    Why it matters:
-        A program built with CUDA 13 needs driver 580 or newer, a program built with CUDA 12 driver 525 or
-        newer. With an older driver torch warns once, "The NVIDIA driver on your system is too old", and
-        trains on the processor.
-    How to fix it:
-        Install a build of the same torch for an older CUDA (with the given command), or a newer driver.
+    A program built with CUDA 13 needs driver 580 or newer, a program built with CUDA 12 driver 525 or newer.
+    With an older driver torch warns once, "The NVIDIA driver on your system is too old", and trains on the
+    processor.
     """
     driver_text, build = driver_version(snapshot), build_of(snapshot)
     installed = version(driver_text)
@@ -161,11 +154,8 @@ def driver_for_cuda(snapshot: MachineSnapshot) -> CheckOutcome:
 def visible_devices(snapshot: MachineSnapshot) -> CheckOutcome:
     """CUDA_VISIBLE_DEVICES names existing GPUs.
 
-    Why it matters:
-        CUDA stops reading the list at the first entry that is not a GPU: "0,7" on a machine with two GPUs
-        leaves one, "7" none. An empty list hides all GPUs.
-    How to fix it:
-        `unset CUDA_VISIBLE_DEVICES`, or name GPUs that `nvidia-smi -L` lists.
+    CUDA stops reading the list at the first entry that is not a GPU: "0,7" on a machine with two GPUs leaves
+    one, "7" none. An empty list hides all GPUs.
     """
     value, report = snapshot.variable("CUDA_VISIBLE_DEVICES"), smi_report(snapshot)
     if value is None:
@@ -197,7 +187,7 @@ def visible_devices(snapshot: MachineSnapshot) -> CheckOutcome:
     if len(set(entries)) < len(entries):
         return problem(f"CUDA_VISIBLE_DEVICES={value!r} names a GPU twice; CUDA then uses none", show_all)
     if len(entries) < count:
-        return note(f"CUDA_VISIBLE_DEVICES={value!r}: {len(entries)} of {count} GPUs are visible", show_all)
+        return note(f"CUDA_VISIBLE_DEVICES={value!r}: {len(entries)} of {count} GPUs are visible")
     return ok(f"CUDA_VISIBLE_DEVICES={value!r}: all {count} GPUs")
 
 
@@ -205,12 +195,8 @@ def visible_devices(snapshot: MachineSnapshot) -> CheckOutcome:
 def torch_computes(snapshot: MachineSnapshot) -> CheckOutcome:
     """torch reaches the GPU, if there is one.
 
-    Why it matters:
-        `torch.cuda.is_available()` is False if driver, build and variables do not fit. Many scripts then
-        silently train on the processor.
-    How to fix it:
-        Fix what the other checks of the driver report. If they report nothing, torch's own warning names the
-        cause.
+    `torch.cuda.is_available()` is False if driver, build and variables do not fit. Many scripts then silently
+    train on the processor.
     """
     cuda, gpu = snapshot.torch["cuda"], has_gpu(snapshot)
     warnings = [str(text).splitlines()[0] for text in cuda.get("warnings") or () if text]
@@ -260,10 +246,7 @@ WORST_FIRST = ("warning", "not checked", "note", "ok")
 def free_memory(snapshot: MachineSnapshot) -> CheckOutcome:
     """No other process uses the GPU.
 
-    Why it matters:
-        Another process takes memory and time: runs end out of memory, and every measured time is wrong.
-    How to fix it:
-        Find the process with `nvidia-smi`. End it, or use another GPU with CUDA_VISIBLE_DEVICES.
+    Another process takes memory and time: runs end out of memory, and every measured time is wrong.
     """
     report = smi_report(snapshot)
     if report is None or not report.gpus:
@@ -292,7 +275,7 @@ def _use_of(gpu: GpuStatus) -> CheckOutcome:
         return warning(f"{used}, by {names}", f"ps -o pid,user,etime,args -p {pids}")
     if share > 0.1 and displaying:
         names = ", ".join(dict.fromkeys(displaying))
-        return note(f"{used}, by the display ({names})", "sudo systemctl isolate multi-user.target")
+        return note(f"{used}, by the display ({names})")
     if share > 0.1:
         return warning(
             f"{used}, by processes not shown here (of another user or container, or left behind)",

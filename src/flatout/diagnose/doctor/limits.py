@@ -54,12 +54,8 @@ def _threads(snapshot: MachineSnapshot) -> int | None:
 def core_limit(snapshot: MachineSnapshot) -> CheckOutcome:
     """The cores that libraries count are available to this process.
 
-    Why it matters:
-        Libraries count the cores they see. Under a quota of two cores on a machine with 64, they start 64
-        threads, and the kernel stops all of them for the rest of each period. That is slower than two
-        threads.
-    How to fix it:
-        Set the number of threads with `export OMP_NUM_THREADS=N`. `flatout tune` finds the best number.
+    Libraries count the cores they see. Under a quota of two cores on a machine with 64, they start 64
+    threads, and the kernel stops all of them for the rest of each period. That is slower than two threads.
     """
     online = numbers(snapshot.text("/sys/devices/system/cpu/online"))
     allowed, limit = _allowed_cores(snapshot), _cgroup(snapshot)
@@ -89,11 +85,8 @@ def core_limit(snapshot: MachineSnapshot) -> CheckOutcome:
 def threads(snapshot: MachineSnapshot) -> CheckOutcome:
     """The thread variables fit the number of cores.
 
-    Why it matters:
-        More threads than cores waste time in context switches. A single thread leaves the other cores idle.
-        Launchers set OMP_NUM_THREADS=1 by default.
-    How to fix it:
-        `unset OMP_NUM_THREADS`, or use `flatout tune`, which measures the best number for your program.
+    More threads than cores waste time in context switches. A single thread leaves the other cores idle.
+    Launchers set OMP_NUM_THREADS=1 by default.
     """
     cores = _cores(snapshot)
     if cores is None:
@@ -123,10 +116,7 @@ def threads(snapshot: MachineSnapshot) -> CheckOutcome:
 def load(snapshot: MachineSnapshot) -> CheckOutcome:
     """Other programs leave the cores to training.
 
-    Why it matters:
-        Cores used by other programs are missing for training, and every measured time varies with them.
-    How to fix it:
-        `top -o %CPU` shows the programs.
+    Cores used by other programs are missing for training, and every measured time varies with them.
     """
     average, cores = re.match(r"(\d+\.\d+) ", snapshot.text("/proc/loadavg") or ""), _cores(snapshot)
     if not average or cores is None:
@@ -145,11 +135,8 @@ def load(snapshot: MachineSnapshot) -> CheckOutcome:
 def memory_limit(snapshot: MachineSnapshot) -> CheckOutcome:
     """Enough memory is free within the container's limit.
 
-    Why it matters:
-        Libraries see the machine's memory. Beyond the control group's limit the kernel ends a process with
-        SIGKILL, and Python prints no message.
-    How to fix it:
-        Give the container more memory with `docker run --memory 32g`, or use fewer loader workers.
+    Libraries see the machine's memory. Beyond the control group's limit the kernel ends a process with
+    SIGKILL, and Python prints no message.
     """
     memory, limit = meminfo(snapshot.text("/proc/meminfo")), _cgroup(snapshot)
     total, available = memory.get("MemTotal"), memory.get("MemAvailable")
@@ -176,12 +163,8 @@ def memory_limit(snapshot: MachineSnapshot) -> CheckOutcome:
 def shared_memory(snapshot: MachineSnapshot) -> CheckOutcome:
     """/dev/shm is large enough for loader workers.
 
-    Why it matters:
-        Workers pass their batches through /dev/shm. Docker gives it 64 MiB: a worker then dies with "bus
-        error" or "unable to open shared memory object".
-    How to fix it:
-        Start the container with `--shm-size=8g` or `--ipc=host`. On a machine use `sudo mount -o
-        remount,size=8g /dev/shm`.
+    Workers pass their batches through /dev/shm. Docker gives it 64 MiB: a worker then dies with "bus error"
+    or "unable to open shared memory object".
     """
     mount = mount_of("/dev/shm", mounts(snapshot.text("/proc/self/mountinfo")))
     if mount is None:
@@ -219,12 +202,8 @@ def shared_memory(snapshot: MachineSnapshot) -> CheckOutcome:
 def open_files(snapshot: MachineSnapshot) -> CheckOutcome:
     """The limit of open files is high enough.
 
-    Why it matters:
-        Each tensor that a loader worker passes on is an open file in both processes. At the usual limit of
-        1,024, several workers with many tensors per sample end with "Too many open files".
-    How to fix it:
-        `ulimit -n 65536` in the shell that starts the training; in a container `docker run --ulimit
-        nofile=65536:65536`.
+    Each tensor that a loader worker passes on is an open file in both processes. At the usual limit of 1,024,
+    several workers with many tensors per sample end with "Too many open files".
     """
     limit = limits(snapshot.text("/proc/self/limits")).get("open files")
     if limit is None:

@@ -3,8 +3,6 @@
 The XML comes from `nvidia-smi -q -x`. `flatout doctor --all` quotes the rest of what nvidia-smi says.
 """
 
-from __future__ import annotations
-
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass

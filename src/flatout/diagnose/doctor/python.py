@@ -23,11 +23,8 @@ THEME = "Python"
 def python_version(snapshot: MachineSnapshot) -> CheckOutcome:
     """flatout and this torch support this Python.
 
-    Why it matters:
-        A torch wheel is built for specific versions of Python. For other versions pip finds no wheel, or an
-        old one, or builds for hours.
-    How to fix it:
-        Create a virtual environment with a supported Python: `python3.12 -m venv .venv`.
+    A torch wheel is built for specific versions of Python. For other versions pip finds no wheel, or an old
+    one, or builds for hours.
     """
     text = str(snapshot.python["version"])
     running, table = version(text), versions()
@@ -66,11 +63,8 @@ def python_version(snapshot: MachineSnapshot) -> CheckOutcome:
 def nothing_hidden(snapshot: MachineSnapshot) -> CheckOutcome:
     """No file in the working folder hides a module.
 
-    Why it matters:
-        Python looks for modules next to the script first. A file torch.py, random.py or types.py there is
-        imported instead of the real module, and the error that follows names something else.
-    How to fix it:
-        Rename the file and remove its compiled copy: `mv torch.py my_torch.py`.
+    Python looks for modules next to the script first. A file torch.py, random.py or types.py there is
+    imported instead of the real module, and the error that follows names something else.
     """
     libraries = {"torch", "torchvision", "torchaudio", "numpy", "triton", "lightning"}
     builtin = set(sys.stdlib_module_names) - {"__main__", "test", "this", "antigravity"}
@@ -97,11 +91,8 @@ def nothing_hidden(snapshot: MachineSnapshot) -> CheckOutcome:
 def enters_programs(snapshot: MachineSnapshot) -> CheckOutcome:
     """flatout enters a program of this Python.
 
-    Why it matters:
-        flatout acts inside the program: its start-up hook runs before the first line of a script. If the hook
-        is missing or fails, `tune` measures nothing and `run` applies nothing.
-    How to fix it:
-        Install flatout again: `pip install --force-reinstall --no-deps flatout`.
+    flatout acts inside the program: its start-up hook runs before the first line of a script. If the hook is
+    missing or fails, `tune` measures nothing and `run` applies nothing.
     """
     hook_run = snapshot.command_results["start-up hook"]
     report = hook_run.out.strip().partition(" ")[2]

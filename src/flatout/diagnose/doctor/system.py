@@ -100,12 +100,8 @@ SLOW_SWITCHES: dict[str, tuple[str | None, str]] = {
 def glibc(snapshot: MachineSnapshot) -> CheckOutcome:
     """The C library is new enough for torch's wheels.
 
-    Why it matters:
-        Wheels of torch since 2.7 are built for glibc 2.28. On CentOS 7 (2.17) or Ubuntu 18.04 (2.27) pip
-        finds none of them, or installs a wheel that fails with "GLIBC_2.28 not found".
-    How to fix it:
-        Use a container with its own glibc: `docker run --rm -it -v "$PWD":/work -w /work pytorch/pytorch
-        bash`. Do not replace the system's glibc.
+    Wheels of torch since 2.7 are built for glibc 2.28. On CentOS 7 (2.17) or Ubuntu 18.04 (2.27) pip finds
+    none of them, or installs a wheel that fails with "GLIBC_2.28 not found".
     """
     kind, text = [*map(str, snapshot.python["libc"]), "", ""][:2]
     if not kind:
@@ -133,11 +129,8 @@ def glibc(snapshot: MachineSnapshot) -> CheckOutcome:
 def cpp_compiler(snapshot: MachineSnapshot) -> CheckOutcome:
     """torch.compile has a C++ compiler.
 
-    Why it matters:
-        On the processor torch.compile generates and compiles C++. On the GPU triton compiles a small launcher
-        in C. Without a compiler both stop with InvalidCxxCompiler or "Failed to find C compiler".
-    How to fix it:
-        `apt-get install g++`, or in conda `conda install -c conda-forge gxx`.
+    On the processor torch.compile generates and compiles C++. On the GPU triton compiles a small launcher in
+    C. Without a compiler both stop with InvalidCxxCompiler or "Failed to find C compiler".
     """
     run = snapshot.command_results["c++"]
     command = install_command(snapshot, "g++", "gcc-c++", "gxx")
@@ -158,11 +151,8 @@ def cpp_compiler(snapshot: MachineSnapshot) -> CheckOutcome:
 def python_headers(snapshot: MachineSnapshot) -> CheckOutcome:
     """Python's headers are installed.
 
-    Why it matters:
-        The code that torch.compile and triton compile includes Python.h. Linux distributions package it
-        separately from Python.
-    How to fix it:
-        `apt-get install python3-dev` (Fedora: `dnf install python3-devel`).
+    The code that torch.compile and triton compile includes Python.h. Linux distributions package it
+    separately from Python.
     """
     header = snapshot.python.get("header")
     if header is True:
@@ -180,12 +170,9 @@ def python_headers(snapshot: MachineSnapshot) -> CheckOutcome:
 def disk_space(snapshot: MachineSnapshot) -> CheckOutcome:
     """The working folder, the temporary folder and the cache are writable and have space.
 
-    Why it matters:
-        A checkpoint with the optimizer's state is three times as large as the model. If the disk fills up
-        while it is written, it is lost. torch.compile, triton and loader workers write to the temporary
-        folder and the cache.
-    How to fix it:
-        `du -xh . | sort -h | tail` shows the largest folders. TMPDIR and XDG_CACHE_HOME name other folders.
+    A checkpoint with the optimizer's state is three times as large as the model. If the disk fills up while
+    it is written, it is lost. torch.compile, triton and loader workers write to the temporary folder and the
+    cache.
     """
     fixes = {
         "working folder": "du -xh . | sort -h | tail",
@@ -211,12 +198,9 @@ def disk_space(snapshot: MachineSnapshot) -> CheckOutcome:
 def debugging_switches(snapshot: MachineSnapshot) -> CheckOutcome:
     """No variable left over from debugging slows training down.
 
-    Why it matters:
-        CUDA_LAUNCH_BLOCKING makes the processor wait for every kernel, PYTHONDEVMODE checks every allocation,
-        NCCL_P2P_DISABLE sends gradients over the slowest path, TORCHDYNAMO_DISABLE disables torch.compile.
-        They often stay set after debugging.
-    How to fix it:
-        `unset` the named variable.
+    CUDA_LAUNCH_BLOCKING makes the processor wait for every kernel, PYTHONDEVMODE checks every allocation,
+    NCCL_P2P_DISABLE sends gradients over the slowest path, TORCHDYNAMO_DISABLE disables torch.compile. They
+    often stay set after debugging.
     """
     values = snapshot.environment or {}
     slow = {

@@ -40,11 +40,8 @@ def reinstall(snapshot: MachineSnapshot) -> str:
 def torch_imports(snapshot: MachineSnapshot) -> CheckOutcome:
     """`import torch` works.
 
-    Why it matters:
-        No training runs without torch. The import runs in a child process with a time limit, so that a crash
-        or a hang is told apart from a missing torch.
-    How to fix it:
-        The command depends on the cause and is given with it; usually `pip install --force-reinstall torch`.
+    No training runs without torch. The import runs in a child process with a time limit, so that a crash or a
+    hang is told apart from a missing torch.
     """
     run, stages = snapshot.command_results["import torch"], snapshot.torch
     found, imported, failed = stages.get("found"), stages.get("imported"), stages.get("import failed")
@@ -118,11 +115,8 @@ def _failed(failed: dict[str, Any], snapshot: MachineSnapshot) -> CheckOutcome:
 def torch_version(snapshot: MachineSnapshot) -> CheckOutcome:
     """flatout supports this torch release.
 
-    Why it matters:
-        flatout hooks into the installed torch. It is tested with torch 2.11 to 2.14. An older torch lacks the
-        hooks. A newer one is used as it is, and the version table has no data on it.
-    How to fix it:
-        `pip install "torch>=2.11"`.
+    flatout hooks into the installed torch. It is tested with torch 2.11 to 2.14. An older torch lacks the
+    hooks. A newer one is used as it is, and the version table has no data on it.
     """
     build = snapshot.torch.get("build")
     text = build.get("version") if isinstance(build, dict) else snapshot.distribution("torch")
@@ -153,12 +147,8 @@ def build_of(snapshot: MachineSnapshot) -> Mapping[str, Any] | None:
 def cuda_build(snapshot: MachineSnapshot) -> CheckOutcome:
     """torch is built for this machine's device.
 
-    Why it matters:
-        A CPU build on a machine with a GPU trains on the processor, tens of times slower, or stops with
-        "Torch not compiled with CUDA enabled".
-    How to fix it:
-        Install a CUDA build that the driver supports: `pip install --force-reinstall torch --index-url
-        https://download.pytorch.org/whl/cu126`.
+    A CPU build on a machine with a GPU trains on the processor, tens of times slower, or stops with "Torch
+    not compiled with CUDA enabled".
     """
     build, gpu = build_of(snapshot), has_gpu(snapshot)
     if build is None:
@@ -178,8 +168,7 @@ def cuda_build(snapshot: MachineSnapshot) -> CheckOutcome:
     if cuda is not None and gpu is False:
         return note(
             f"torch {build['version']} was built for CUDA {cuda}, and no NVIDIA GPU was found: training runs on the processor; "
-            "the CPU build is several GB smaller",
-            versions().install_command(build["version"], None),
+            "the CPU build is several GB smaller"
         )
     if gpu is None:
         return not_checked(
@@ -192,12 +181,9 @@ def cuda_build(snapshot: MachineSnapshot) -> CheckOutcome:
 def loaded_libraries(snapshot: MachineSnapshot) -> CheckOutcome:
     """The loaded CUDA libraries are torch's own, with a single OpenMP.
 
-    Why it matters:
-        LD_LIBRARY_PATH or LD_PRELOAD can replace the library that torch was tested with by another CUDA's:
-        wrong versions, missing symbols, slow kernels. Two OpenMP runtimes in one process create twice as many
-        threads as there are cores.
-    How to fix it:
-        `unset LD_LIBRARY_PATH`; keep a single OpenMP.
+    LD_LIBRARY_PATH or LD_PRELOAD can replace the library that torch was tested with by another CUDA's: wrong
+    versions, missing symbols, slow kernels. Two OpenMP runtimes in one process create twice as many threads
+    as there are cores.
     """
     loaded = snapshot.torch["libraries"].get("loaded")
     if not isinstance(loaded, list) or not any("libtorch_cpu" in str(path) for path in loaded):
@@ -211,7 +197,9 @@ def loaded_libraries(snapshot: MachineSnapshot) -> CheckOutcome:
     ]
     if foreign:
         return warning(
-            f"{foreign[0]} was loaded, but it is not torch's own", "unset LD_LIBRARY_PATH", foreign
+            f"{foreign[0]} was loaded, but it is not torch's own",
+            'echo "$LD_LIBRARY_PATH"',
+            foreign,
         )
     runtimes = sorted({match[0] for p in paths if (match := re.search(r"lib(gomp|iomp5|omp)\b", p))})
     copies = [p for p in paths if re.search(r"lib(gomp|iomp5|omp)\b", p)]

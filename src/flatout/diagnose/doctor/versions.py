@@ -3,8 +3,6 @@
 The data is in versions.json, each row with its source and date.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from functools import cache

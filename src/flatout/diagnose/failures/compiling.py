@@ -157,12 +157,12 @@ torch_not_loadable = pattern_kind(
     ),
     Form(
         "{library} needs {needed}: the loaded libstdc++ is older than torch needs",
-        "unset LD_LIBRARY_PATH   # in conda: conda install -c conda-forge libstdcxx-ng",
+        'echo "$LD_LIBRARY_PATH"   # remove the folder of another libstdc++, but not that of libcuda.so; in conda: conda install -c conda-forge libstdcxx-ng',
         r".{0,200}version [`'](?P<needed>(?:GLIBCXX|CXXABI)_[\d.]+)' not found \(required by (?P<library>[^)]+)\)",
     ),
     Form(
         "{library} is not a complete library",
-        "pip install --force-reinstall torch   # or unset LD_LIBRARY_PATH, if it leads to this file",
+        "pip install --force-reinstall torch   # or remove its folder, if another one, from LD_LIBRARY_PATH",
         r"(?P<library>\S+): (?:file too short|invalid ELF header|ELF load command|cannot read file data|wrong ELF class)",
     ),
     Form(

@@ -6,9 +6,7 @@ SHOW_LINE = "CUDA_LAUNCH_BLOCKING=1 python train.py            # shows the real 
 CHECK_MEMORY = (
     "nvidia-smi                                        # is the memory full? then use a smaller batch"
 )
-HIDE_OTHER_LIBRARY = (
-    "unset LD_LIBRARY_PATH                             # another library may hide torch's own"
-)
+HIDE_OTHER_LIBRARY = 'echo "$LD_LIBRARY_PATH"                           # remove a folder that hides torch\'s own libraries, but not that of libcuda.so'
 
 cudnn_error = pattern_kind(
     "FE050",
@@ -20,7 +18,7 @@ cudnn_error = pattern_kind(
     https://docs.pytorch.org/docs/stable/backends.html#module-torch.backends.cudnn""",
     Form(
         "a cuDNN other than torch's own was loaded: {why}",
-        "unset LD_LIBRARY_PATH   # or remove the folder with the other cuDNN from it",
+        HIDE_OTHER_LIBRARY,
         r"cuDNN version incompatibility: (?P<why>[^\n]{0,160})",
     ),
     Form(

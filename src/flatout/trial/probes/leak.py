@@ -1,7 +1,5 @@
 """A probe for memory that grows from step to step: how much, and what holds it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from flatout.agent.leak_finder import LeakFinder
