@@ -387,7 +387,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="speed-") as place:
         args.out = (args.out or (Path(place) / "results" if args.smoke else RESULTS)).resolve()
         args.state = args.state and args.state.resolve()
-        os.chdir(place)
+        work = Path(place) / "work"  # programs run in a folder that nothing else changes
+        work.mkdir()
+        os.chdir(work)
         return Bench(args, look(), Path(place)).run()
 
 

@@ -23,8 +23,6 @@ from __future__ import annotations
 
 import dis
 from collections.abc import Callable
-from importlib.util import find_spec
-from pathlib import Path
 from types import CellType, CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -41,11 +39,8 @@ REPORT_AFTER_STEPS = 4
 SOFTMAX = frozenset(("softmax", "Softmax"))
 PRODUCTS = frozenset(("matmul", "bmm", "baddbmm", "einsum", "mm"))
 FUSED = "scaled_dot_product_attention"
-# By name in torch.nn.attention: what to install, its module and file, and the compute capabilities (major) of its kernels
-FLASH = {
-    "FA4": ("flash-attn-4", "flash_attn", "cute/interface.py", (9, 10)),
-    "FA3": ("flash-attn-3", "flash_attn_interface", "", (9,)),
-}
+# By its name in torch.nn.attention: the package, and the compute capabilities (major) of its kernels
+FLASH = {"FA4": ("flash-attn-4", (9, 10)), "FA3": ("flash-attn-3", (9,))}
 MAX_FUNCTIONS = 64  # functions of the script that one forward may reach
 
 
@@ -59,7 +54,7 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
             "the script differentiates twice (create_graph=True), and fused attention has no second derivative"
         )
     by_hand, fused = _attention_modules(context)
-    kernels, why_not = flash_kernels(context)
+    kernels, why_not = _flash_kernels(facts, context)
     if by_hand:
         return Options((True, *kernels))
     if fused:
@@ -67,25 +62,16 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
     return Skip("no module of the model multiplies matrices and takes a softmax in its forward")
 
 
-def flash_kernels(context: TrainingContext) -> tuple[tuple[str, ...], str]:
+def _flash_kernels(facts: Facts, context: TrainingContext) -> tuple[tuple[str, ...], str]:
     """The FlashAttention kernels that torch could run instead of its own, and why there is none."""
-    major = 0
-    if context.device_type == "cuda":
-        major, minor = context.torch.cuda.get_device_capability(context.device)
-    suitable = [name for name, (*_, majors) in FLASH.items() if major in majors]
-    if not suitable:
-        gpu = f"this one has {major}.{minor}" if major else "the parameters are on none"
+    on_gpu = context.device_type == "cuda"
+    major, minor = context.torch.cuda.get_device_capability(context.device) if on_gpu else (0, 0)
+    packages = {name: package for name, (package, majors) in FLASH.items() if major in majors}
+    if not packages:
+        gpu = f"this one has {major}.{minor}" if on_gpu else "the parameters are on none"
         return (), f"FlashAttention 3 and 4 need a GPU of compute capability 9 or 10; {gpu}"
-    names = tuple(name for name in suitable if _is_installed(*FLASH[name][1:3]))
-    packages = " or ".join(FLASH[name][0] for name in suitable)
-    return names, f"the package of a newer FlashAttention is not installed ({packages})"
-
-
-def _is_installed(module: str, file: str) -> bool:
-    spec = find_spec(module)  # without importing it
-    return spec is not None and any(
-        (Path(folder) / file).exists() for folder in spec.submodule_search_locations or [""]
-    )
+    names = tuple(name for name, package in packages.items() if package in facts.versions)
+    return names, f"no newer FlashAttention is installed ({' or '.join(packages.values())})"
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:

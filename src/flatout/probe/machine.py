@@ -30,7 +30,16 @@ WATCHED = (
     "MIMALLOC_PURGE_DELAY",
     DEVICE_VARIABLE,
 )
-DISTRIBUTIONS = ("torch", "torchvision", "numpy", "lightning", "triton", "cmeel-mimalloc")
+DISTRIBUTIONS = (
+    "torch",
+    "torchvision",
+    "numpy",
+    "lightning",
+    "triton",
+    "cmeel-mimalloc",
+    "flash-attn-3",
+    "flash-attn-4",
+)
 LIBRARIES = (
     "/usr/lib/x86_64-linux-gnu",
     "/usr/lib/aarch64-linux-gnu",
