@@ -4,6 +4,7 @@ Streams and pinned memory need a GPU (tests/levers/test_gpu.py).
 """
 
 import gc
+import itertools
 import weakref
 
 import numpy as np
@@ -17,6 +18,8 @@ from PIL import Image
 from torchvision import transforms
 
 from flatout.agent.ledger import Ledger
+from flatout.data.batch_comparison import same_bits
+from flatout.data.deferred import is_deferred
 from flatout.data.device import (
     MAX_COPIES,
     CopyStream,
@@ -27,8 +30,10 @@ from flatout.data.device import (
     host_tensors,
     intercept_moves,
 )
+from flatout.data.draws import Integer, Uniform, draw_columns
 from flatout.data.feed import Feed
 from flatout.data.keeping import CacheBudget, CacheOptions
+from flatout.data.operations import Window
 from flatout.data.pipelines import INTERCEPTION
 
 CPU = torch.device("cpu")
@@ -36,9 +41,7 @@ CPU = torch.device("cpu")
 
 def test_a_counterpart_is_returned_once():
     device_copies, host = DeviceCopies(), torch.arange(4.0)
-    assert not device_copies
     device_copies.offer(host, device_copy := host.clone(), None)
-    assert device_copies
     assert device_copies.take(host, CPU) is device_copy
     assert device_copies.take(host, CPU) is None
 
@@ -73,11 +76,10 @@ def test_counterparts_keep_no_batch_alive_and_are_few():
 def test_copies_have_the_original_values():
     lane, tensor = CopyStream(CPU), torch.arange(6).view(2, 3)
     with lane.open():
-        there, back = lane.to_device(tensor), lane.to_host(tensor)
+        there = lane.to_device(tensor)
     assert lane.record_event() is None
     assert torch.equal(there, tensor)
-    assert torch.equal(back, tensor)
-    assert there.data_ptr() != tensor.data_ptr() != back.data_ptr()
+    assert there.data_ptr() != tensor.data_ptr()
 
 
 @pytest.mark.processes
@@ -252,21 +254,59 @@ def same(a, b):
 @pytest.mark.parametrize("beside", [False, True])
 def test_batches_made_on_the_device_are_the_plain_ones(beside):
     dataset, device_copies = Images(transforms.Compose(PIPELINE)), DeviceCopies()
-    found, end, info = fed(dataset, ResidentDevice(CPU, device_copies, beside))
+    found, end, info = fed(dataset, ResidentDevice(CPU, beside))
     expected, expected_end = plain(dataset)
     assert info == []
+    for host in (found[-1][0], found[-1][1]["label"]):
+        assert is_deferred(host)  # not copied to the host yet
+        assert host.shape[0] == 4
+        device_copy = device_copies.take(host, CPU)
+        assert is_deferred(host)
+        kept = device_copy.clone()
+        device_copy.zero_()  # the script may write to it
+        assert torch.equal(kept, host)
+        assert type(host) is torch.Tensor
     assert same(found, expected)
     assert torch.equal(end, expected_end)
-    images, labels = found[-1][0], found[-1][1]["label"]
-    for host in (images, labels):
-        device_copy = device_copies.take(host, CPU)
-        assert device_copy is not None
-        assert torch.equal(device_copy, host)
+
+
+def test_a_deferred_batch_is_pinned_without_a_copy():
+    host = ResidentDevice(CPU).to_host(torch.arange(3.0))
+    assert not host.is_pinned()
+    pinned = host.pin_memory()
+    assert pinned.is_pinned()
+    assert is_deferred(host)
+    assert is_deferred(pinned)
+    assert torch.equal(DeviceCopies().take(pinned, CPU), torch.arange(3.0))
+    assert DeviceCopies().take(host, torch.device("meta")) is None
+    assert torch.stack([host, host]).tolist() == [[0, 1, 2]] * 2
+
+
+@pytest.mark.parametrize("drawn", range(6))
+def test_windows_are_gathered_on_a_device_as_they_are_copied_on_the_host(drawn):
+    generator = torch.Generator().manual_seed(drawn)
+    height, width = (int(torch.randint(1, 9, (), generator=generator)) for _ in range(2))
+    images = torch.randint(256, (5, 3, height + drawn % 3, width + drawn % 2), generator=generator)
+    window = Window(height, width)
+    numbers = draw_columns((Integer(1 + drawn % 3), Integer(1 + drawn % 2), Uniform()), 5, generator)
+    for top, left, uniform in itertools.product(*((None, column) for column in numbers)):
+        flipped = None if uniform is None else uniform < 0.5
+        assert torch.equal(
+            window.gather(images, top, left, flipped), window.copies(images, top, left, flipped)
+        )
+
+
+def test_columns_are_sent_in_one_copy():
+    integers, floats = torch.arange(3), torch.tensor([0.1, -0.0, 2.5])
+    found = CopyStream(CPU).send([[integers], [floats, "an image's own numbers"], []])
+    assert torch.equal(found[0][0], integers)
+    assert same_bits(found[1][0], floats)
+    assert found[1][1:] == ["an image's own numbers"]
 
 
 def test_data_that_needs_single_samples_stays_on_the_host():
     dataset = Images(transforms.Compose([transforms.RandomChoice([transforms.Pad(0)]), *PIPELINE]))
-    found, end, info = fed(dataset, ResidentDevice(CPU, DeviceCopies()))
+    found, end, info = fed(dataset, ResidentDevice(CPU))
     expected, expected_end = plain(dataset)
     assert same(found, expected)
     assert torch.equal(end, expected_end)

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 from flatout.data.streams import (
     WorkerStreams,
     can_emulate,
-    has_custom_sampler,
+    custom_sampler,
     own_generators,
     restore_states,
     same_states,
@@ -153,10 +153,10 @@ GENERATOR = torch.Generator()
     ids=lambda value: type(value).__name__,
 )
 def test_whose_sampler_order_it_is(sampler, own):
-    assert has_custom_sampler(sampler, None) is own
-    assert has_custom_sampler(None, sampler) is own
+    assert bool(custom_sampler(sampler, None)) is own
+    assert custom_sampler(None, sampler) is own
     if isinstance(sampler, torch.utils.data.Sampler):
-        assert has_custom_sampler(None, BatchSampler(sampler, 2, False)) is own
+        assert custom_sampler(None, BatchSampler(sampler, 2, False)) is own
 
 
 def test_loaders_that_seed_their_workers_themselves():

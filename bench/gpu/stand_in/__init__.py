@@ -51,13 +51,15 @@ def environment(
     mib: int = MIB,
     waits: Path | None = None,
     kernel_us: int = 0,
+    empty_kernels: bool = False,
 ) -> dict[str, str]:
     """Returns ``before`` (default: the current environment) with stand-in cards instead of real GPUs.
 
     ``cards`` cards have ``mib`` MiB each. ``waits``: a file to which each process appends at its end how
     often each line waited for the card (count, call, line; separated by tabs). ``kernel_us``: how long each
-    kernel and copy keeps the card busy, in addition to the host, which computes them at their launch. Raises
-    RuntimeError where the stand-in cannot be compiled.
+    kernel and copy keeps the card busy, in addition to the host, which computes them at their launch.
+    ``empty_kernels``: torch's own CUDA code launches kernels that do nothing. Results are then meaningless, and
+    the host's time is that of torch's code alone. Raises RuntimeError where the stand-in cannot be compiled.
     """
     folder = built()
     values = dict(os.environ if before is None else before)
@@ -72,6 +74,9 @@ def environment(
         "CUDA_STAND_IN_MIB": str(mib),
         "CUDA_STAND_IN_KERNEL_US": str(kernel_us),
     }
+    if empty_kernels:
+        del values["CUDA_STAND_IN_OPERATORS"]
+        values["CUDA_STAND_IN_EMPTY_KERNELS"] = "1"
     return values | ({"CUDA_STAND_IN_WAITS": str(waits)} if waits else {})
 
 

@@ -1,6 +1,6 @@
 """Runs a command on stand-in GPUs.
 
-Usage: ``python bench/gpu/stand_in [--cards 2] [--mib 2048] [--waits FILE] COMMAND...``.
+Usage: ``python bench/gpu/stand_in [--cards 2] [--mib 2048] [--waits FILE] [--empty-kernels] COMMAND...``.
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ def main() -> None:
     parser.add_argument(
         "--kernel-us", type=int, default=0, help="time for which each kernel keeps the card busy"
     )
+    parser.add_argument(
+        "--empty-kernels", action="store_true", help="kernels do nothing: for the time of the host alone"
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER)
     args = parser.parse_args()
     if not args.command:
         parser.error("which command?")
     try:
-        values = environment(None, args.cards, args.mib, args.waits, args.kernel_us)
+        values = environment(None, args.cards, args.mib, args.waits, args.kernel_us, args.empty_kernels)
     except RuntimeError as error:
         sys.exit(f"stand_in: {error}")
     os.execvpe(args.command[0], args.command, values)

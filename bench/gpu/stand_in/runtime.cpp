@@ -276,6 +276,8 @@ cudaError_t copy_async(void* to, const void* from, size_t size, Stream* stream) 
 }
 
 cudaError_t unknown_kernel(const void* function) {
+    static const bool empty = getenv("CUDA_STAND_IN_EMPTY_KERNELS");
+    if (empty) return cudaSuccess;
     Held held(lock);
     auto found = kernels.find(function);
     fprintf(stderr, "stand-in: no operator stands in for the kernel %s\n", found == kernels.end() ? "(unnamed)" : found->second.c_str());

@@ -65,7 +65,10 @@ class TransformState:
             self._record(value, depth + 1)
 
     def changed(self) -> bool:
-        return any(_members(container) != members for container, members in self._recorded.values())
+        return any(
+            (container or members) and _members(container) != members
+            for container, members in self._recorded.values()
+        )
 
 
 def _members(container: list[Any] | dict[Any, Any]) -> list[Any]:
@@ -112,12 +115,11 @@ class DatasetState:
                 *(self._block_sums(thing.detach().contiguous()) if thing.device.type == "cpu" else ()),
             )
         if isinstance(thing, (list, dict)):
-            first = next(iter(thing.values() if isinstance(thing, dict) else thing), None)
+            parts = thing.values() if isinstance(thing, dict) else thing
+            first = next(iter(parts), None)
             if isinstance(first, Tensor):
-                parts = thing.values() if isinstance(thing, dict) else thing
                 return thing.copy(), [part._version if isinstance(part, Tensor) else 0 for part in parts]
             if type(first) in (list, dict):
-                parts = thing.values() if isinstance(thing, dict) else thing
                 return thing.copy(), [part.copy() if type(part) in (list, dict) else part for part in parts]
             return (thing.copy(),)
         import numpy

@@ -38,16 +38,16 @@ class _Deferred(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        answer = METADATA.get(func)
-        if answer is not None and not kwargs and is_deferred(args[0]) and args[0].pending.metadata_known:
-            return answer(args[0].pending, *args[1:])
+        if args and not kwargs and is_deferred(args[0]) and (pending := args[0].pending).metadata_known:
+            answer = getattr(pending, "answers", METADATA).get(func)
+            if answer is not None:
+                return answer(pending, *args[1:])
         if func is torch.stack and not set(kwargs) - {"dim", "tensors", "out"} and kwargs.get("out") is None:
             images, dim = [*args, *(kwargs[name] for name in ("tensors", "dim") if name in kwargs), 0][:2]
             batch = stack_deferred(images) if dim == 0 else None
             if batch is not None:
                 return batch
-        for image in deferred_in((args, kwargs)):
-            image.pending.recorder.on_access(image)
+        access((args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -68,21 +68,22 @@ def _size(pending: Pending, dim: int | None = None) -> Any:
 METADATA: dict[Any, Callable[..., Any]] = {
     Tensor.shape.__get__: lambda pending, *_: torch.Size(pending.out_shape),
     Tensor.size: _size,
-    Tensor.dim: lambda pending: 3,
-    Tensor.ndimension: lambda pending: 3,
-    Tensor.ndim.__get__: lambda pending, *_: 3,
-    Tensor.numel: lambda pending: torch.Size(pending.out_shape).numel(),
-    Tensor.nelement: lambda pending: torch.Size(pending.out_shape).numel(),
     Tensor.__len__: lambda pending: pending.out_shape[0],
     Tensor.dtype.__get__: lambda pending, *_: pending.form.dtype,
-    Tensor.is_floating_point: lambda pending: pending.form.dtype.is_floating_point,
-    torch.is_floating_point: lambda pending: pending.form.dtype.is_floating_point,
     Tensor.device.__get__: lambda pending, *_: EMPTY.device,
-    Tensor.is_cuda.__get__: lambda pending, *_: False,
     Tensor.layout.__get__: lambda pending, *_: torch.strided,
-    Tensor.is_sparse.__get__: lambda pending, *_: False,
-    Tensor.is_nested.__get__: lambda pending, *_: False,
-    Tensor.requires_grad.__get__: lambda pending, *_: False,
+    **dict.fromkeys(
+        (Tensor.dim, Tensor.ndimension, Tensor.ndim.__get__), lambda pending, *_: len(pending.out_shape)
+    ),
+    **dict.fromkeys((Tensor.numel, Tensor.nelement), lambda pending: torch.Size(pending.out_shape).numel()),
+    **dict.fromkeys(
+        (Tensor.is_floating_point, torch.is_floating_point),
+        lambda pending: pending.form.dtype.is_floating_point,
+    ),
+    **dict.fromkeys(
+        [getattr(Tensor, name).__get__ for name in ("is_cuda", "is_sparse", "is_nested", "requires_grad")],
+        lambda pending, *_: False,
+    ),
 }
 
 
@@ -161,6 +162,8 @@ def is_deferred(thing: object) -> bool:
 
 def materialize(image: Any, value: Any) -> None:
     """Turn the deferred image into ``value``: a tensor with its own memory, or a PIL image."""
+    if not is_deferred(image):  # a compiler has accessed it in between
+        return
     attributes, real_class = vars(image), type(image).real_class
     del attributes["pending"]
     if isinstance(value, Tensor):
@@ -190,15 +193,15 @@ def collate_deferred(batch: Sequence[Any], *, collate_fn_map: object = None) -> 
         return batch_tensor
     from torch.utils.data._utils.collate import collate_tensor_fn
 
-    for image in deferred_in(batch):
-        image.pending.recorder.on_access(image)
+    access(batch)
     collated: Tensor = collate_tensor_fn(list(batch), collate_fn_map=collate_fn_map)
     return collated
 
 
-def deferred_in(thing: object) -> Iterator[Any]:
-    """Yield the deferred images in nested lists, tuples and dictionaries."""
-    return filter(is_deferred, leaves(thing))
+def access(thing: object) -> None:
+    """Compute the deferred images in nested lists, tuples and dictionaries."""
+    for image in filter(is_deferred, leaves(thing)):
+        image.pending.recorder.on_access(image)
 
 
 def leaves(thing: object, depth: int = 0) -> Iterator[Any]:

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial, wraps
+from functools import cached_property, partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from flatout.data.deferred import leaves
+from flatout.data.deferred import METADATA, deferred_image, is_deferred, leaves, materialize
+from flatout.data.operation import ImageForm
 
 MAX_COPIES = 64  # of batches that the script received but never moved
 
@@ -46,92 +47,115 @@ class CopyStream:
         pinned = tensor if tensor.is_pinned() else tensor.pin_memory()
         return pinned.to(self.device, non_blocking=True)
 
-    def to_host(self, tensor: Tensor) -> Tensor:
-        """Start a copy of a device tensor to the host. It is valid after the next event."""
-        if self._stream is None:
-            return tensor.clone()
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True).copy_(
-            tensor, non_blocking=True
-        )
+    def send(self, groups: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        """Start one copy of all columns of numbers [B] to the device. Other values stay."""
+        columns = [value for group in groups for value in group if isinstance(value, Tensor)]
+        words = [column if column.itemsize == 8 else column.view(torch.int32).long() for column in columns]
+        pinned = self._stream is not None
+        packed = torch.empty((len(words), len(words[0])), dtype=torch.int64, pin_memory=pinned)
+        rows = iter(torch.stack(words, out=packed).to(self.device, non_blocking=True))
 
+        def sent(value: Any) -> Any:
+            row = next(rows) if isinstance(value, Tensor) else value
+            return row.int().view(value.dtype) if row is not value and value.itemsize == 4 else row
 
-def identity(tensor: Tensor) -> Tensor:
-    return tensor
+        return [[sent(value) for value in group] for group in groups]
 
 
 class DeviceCopies:
     """The device copies of host tensors. Also reports where registered host tensors are moved to."""
 
     def __init__(self) -> None:
-        self._device_copies: dict[
-            int, tuple[Any, int, Tensor, Any]
-        ] = {}  # weak reference, version, device copy, mark
-        self._observed: dict[int, tuple[Any, Callable[[torch.device], None]]] = {}
+        # weak reference, version, device copy and event, or None and who is told of the move
+        self._entries: dict[int, tuple[Any, int, Tensor | None, Any]] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._device_copies or self._observed)
-
-    def offer(self, host: Tensor, device_copy: Tensor, event: object) -> None:
-        if len(self._device_copies) >= MAX_COPIES:
-            self._device_copies.pop(next(iter(self._device_copies)))
-        self._device_copies[id(host)] = (weakref.ref(host), host._version, device_copy, event)
+    def offer(self, host: Tensor, device_copy: Tensor | None, event: Any) -> None:
+        if len(self._entries) >= MAX_COPIES:
+            self._entries.pop(next(iter(self._entries)))
+        self._entries[id(host)] = (weakref.ref(host), host._version, device_copy, event)
 
     def observe_move(self, host: Tensor, moved: Callable[[torch.device], None]) -> None:
         """Call ``moved`` with the device that the script moves this tensor to."""
-        if len(self._observed) >= MAX_COPIES:
-            self._observed.pop(next(iter(self._observed)))
-        self._observed[id(host)] = (weakref.ref(host), moved)
+        self.offer(host, None, moved)
 
     def take(self, host: Tensor, device: torch.device) -> Tensor | None:
         """The copy of this tensor on this device, or None: the caller then copies as usual."""
-        observed = self._observed.pop(id(host), None)
-        if observed is not None and observed[0]() is host:
-            observed[1](device)
-        entry = self._device_copies.pop(id(host), None)
-        if entry is None or entry[0]() is not host or entry[1] != host._version or entry[2].device != device:
+        if is_deferred(host):
+            batch = vars(host)["pending"]
+            return batch.take(device) if isinstance(batch, BatchOnDevice) else None
+        entry = self._entries.pop(id(host), None)
+        if entry is None or entry[0]() is not host:
             return None
-        _, _, device_copy, event = entry
-        if event is not None:
-            stream = torch.cuda.current_stream(device)
-            stream.wait_event(event)
-            device_copy.record_stream(stream)
-        return device_copy
+        _, version, device_copy, event = entry
+        if device_copy is None:
+            event(device)
+        elif version == host._version and device_copy.device == device:
+            _use(device_copy, event)
+            return device_copy
+        return None
+
+
+def _use(device_copy: Tensor, event: Any) -> None:
+    """Let the current stream use what another stream makes until the event."""
+    if event is not None:
+        stream = torch.cuda.current_stream(device_copy.device)
+        stream.wait_event(event)
+        device_copy.record_stream(stream)
+
+
+class BatchOnDevice:
+    """What a deferred host tensor stands for: it is copied to the host when the program accesses it.
+
+    A move to the device returns a copy, because the program may write to it.
+    """
+
+    metadata_known = True
+
+    def __init__(self, stream: CopyStream, tensor: Tensor, pinned: bool = False) -> None:
+        self.out_shape, self.form = tensor.shape, ImageForm("tensor", tensor.dtype)
+        self.recorder, self.answers = self, ANSWERS
+        self.stream, self.tensor, self.pinned = stream, tensor, pinned
+
+    def take(self, device: torch.device) -> Tensor | None:
+        if device != self.tensor.device:
+            return None
+        _use(self.tensor, self.stream.record_event())
+        return self.tensor.clone()
+
+    def on_access(self, host: Tensor) -> None:
+        with torch.inference_mode(False), self.stream.open():
+            value = self.tensor.cpu()  # waits for this stream and not for the script's work
+            materialize(host, value.pin_memory() if self.pinned else value)
+
+    def stack(self, images: Sequence[Tensor]) -> None:
+        """None: the program stacks them itself."""
+
+
+ANSWERS = {
+    **METADATA,
+    Tensor.is_pinned: lambda pending, *_: pending.pinned,
+    Tensor.pin_memory: lambda pending, *_: deferred_image(
+        BatchOnDevice(pending.stream, pending.tensor, True)
+    ),
+}
 
 
 class ResidentDevice:
-    """A device that makes batches of kept samples. The script receives host tensors with device copies.
+    """A device that makes batches of kept samples. The script receives deferred host tensors.
 
     The samples are on the device too. With ``on_host`` they are in host memory, and each batch is copied from
     there.
     """
 
-    def __init__(self, device: torch.device, device_copies: DeviceCopies, on_host: bool = False) -> None:
-        self.device = device
-        self.on_host = on_host
-        self._device_copies = device_copies
-        self._stream: CopyStream | None = None
+    def __init__(self, device: torch.device, on_host: bool = False) -> None:
+        self.device, self.on_host = device, on_host
 
-    def make_batch(
-        self, make: Callable[[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]], Any]
-    ) -> Any:
-        """The result of ``make(to_host, to_device)`` once all its host copies are complete."""
-        if self._stream is None:  # a stream belongs to the process that uses it
-            self._stream = CopyStream(self.device)
-        pairs: list[tuple[Tensor, Tensor]] = []
+    @cached_property  # a stream belongs to the process that uses it
+    def stream(self) -> CopyStream:
+        return CopyStream(self.device)
 
-        def to_host(tensor: Tensor) -> Tensor:
-            pairs.append((stream.to_host(tensor), tensor))
-            return pairs[-1][0]
-
-        stream = self._stream
-        with stream.open():
-            batch = make(to_host, stream.to_device if self.on_host else identity)
-        event = stream.record_event()
-        if event is not None:
-            event.synchronize()  # only this stream waits: the model's work continues
-        for host, device_copy in pairs:
-            self._device_copies.offer(host, device_copy, event)
-        return batch
+    def to_host(self, tensor: Tensor) -> Any:
+        return deferred_image(BatchOnDevice(self.stream, tensor))
 
 
 class DevicePrefetcher:
@@ -181,6 +205,8 @@ class DevicePrefetcher:
 
     def _start_copies(self, batch: object) -> None:
         for index, tensor in enumerate(host_tensors(batch)):
+            if is_deferred(tensor):  # it is on the device
+                continue
             if index not in self._targets:
                 self._device_copies.observe_move(tensor, partial(self._targets.__setitem__, index))
                 continue
@@ -200,11 +226,7 @@ def host_tensors(batch: object) -> Iterator[Tensor]:
 
 def return_device_copies(device_copies: DeviceCopies, ledger: Any) -> None:
     """Make ``tensor.to(device)`` and ``tensor.cuda()`` return device copies until the ledger is restored."""
-
-    def take(tensor: Tensor, device: torch.device, kwargs: dict[str, Any]) -> Tensor | None:
-        return device_copies.take(tensor, device) if device_copies else None
-
-    intercept_moves(take, ledger)
+    intercept_moves(lambda tensor, device, _: device_copies.take(tensor, device), ledger)
 
 
 def move_without_waiting(ledger: Any) -> None:

@@ -38,6 +38,8 @@ class Uniform:
         ``low``.
         """
         low, high = c_float(self.low).value, c_float(self.high).value
+        if low == 0 and high == 1:  # exact in float32
+            return (words & 0xFFFFFF).float().mul_(2.0**-24)
         numbers = _add_rounding_to_odd(
             (words & 0xFFFFFF).double() * 2.0**-24 * c_float(high - low).value, low
         ).float()
@@ -97,7 +99,7 @@ def draw_columns(kinds: Sequence[Draw], rows: int, generator: torch.Generator | 
 
 def _next_words(count: int, generator: torch.Generator) -> Tensor:
     pairs = torch.empty(count // 2, dtype=torch.int64).random_(-(2**63), None, generator=generator)
-    return torch.stack((pairs >> 32 & 0xFFFFFFFF, pairs & 0xFFFFFFFF), dim=1).flatten()
+    return pairs.view(torch.int32).view(-1, 2).flip(1).view(torch.uint32).flatten().long()
 
 
 class NumberSource:

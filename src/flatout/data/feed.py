@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from flatout.data.batch_comparison import difference
+from flatout.data.deferred import access
 from flatout.data.device import DeviceCopies, DevicePrefetcher, ResidentDevice
 from flatout.data.inspection import inspection_copy
 from flatout.data.keeping import CacheOptions
@@ -248,9 +250,10 @@ class Feed:
             try:
                 if tracker is not None:
                     tracker.draw_now = draw_now
-                why = difference(
-                    batch, self._make_batch(indices, inspection_copy(self.dataset)), self.tolerance
-                )  # fetching has already changed the data set
+                # fetching has already changed the data set
+                made = self._make_batch(indices, inspection_copy(self.dataset))
+                access(made)
+                why = difference(batch, made, self.tolerance)
                 why = why or (
                     ""
                     if same_states(end, states(self._rngs))
@@ -271,8 +274,8 @@ class Feed:
                 self._stop_caching(str(why))
         samples, tracker = self.samples, self.tracker
         if rows is not None and samples is not None and self._can_gather:
-            make = partial(gather_batch, self.pipelines, samples.store, rows)
-            batch = self.resident.make_batch(make) if self.resident is not None else make()
+            with self.resident.stream.open() if self.resident is not None else nullcontext():
+                batch = gather_batch(self.pipelines, samples.store, rows, self.resident)
         elif tracker is None:
             return self._plain_collate(fetch_samples(dataset, indices))
         elif rows is not None and samples is not None:
@@ -372,7 +375,7 @@ class Feed:
                     "not all of it can be on the device: some samples do not fit, or some transforms need single images"
                 )
             if not self.resident.on_host:
-                store.move_to(self.resident.device)
+                store.move_to(self.resident.stream)
 
     def _close_samples(self) -> None:
         if self.samples is not None:

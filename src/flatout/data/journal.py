@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flatout.data.draws import BulkNumberSource, NumberSource, draw_columns
-from flatout.data.operation import BatchOperation, ImageShape, draw_row, listed_draws, rows_to_columns
+from flatout.data.draws import BulkNumberSource, NumberSource
+from flatout.data.operation import BatchOperation, ImageShape, draw_listed, draw_row, rows_to_columns
 
 MAX_PATTERN_CALLS = 16  # most calls per sample that are recognised as a pattern
 
@@ -91,17 +91,13 @@ class DrawJournal:
             self.in_order and self._state is not None and torch.equal(torch.get_rng_state(), self._state)
         )
         period = _period(calls)
-        listed = [listed_draws(draws.operations, draws.shape) for draws in calls[:period]]
-        if period == 0 or any(draws is None for draws in listed):
+        pattern = [(draws.operations, draws.shape) for draws in calls[:period]]
+        blocks = draw_listed(pattern, len(calls) // period) if period else None
+        if blocks is None:
             with BulkNumberSource() as source:
                 for draws in calls:
                     draws.row = draw_row(draws.operations, draws.shape, source)
             return
-        kinds = [kind for operations in listed for draws in operations or () for kind in draws]
-        columns = iter(draw_columns(kinds, len(calls) // period))
-        blocks: list[list[Sequence[Any]]] = [
-            [[next(columns) for _ in draws] for draws in operations or ()] for operations in listed
-        ]
         for position, draws in enumerate(calls):
             draws.shared_columns, draws.index = blocks[position % period], position // period
 

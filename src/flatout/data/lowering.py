@@ -8,7 +8,7 @@ The longest run of known transforms becomes operations; of several equally long 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -57,11 +57,6 @@ class Lowered:
         # channels first, so that windows, flips and floats are long runs of memory
         images = images.contiguous()
         for operation, columns in zip(self.operations, numbers, strict=True):
-            if images.device.type != "cpu":
-                columns = [
-                    column.to(images.device, non_blocking=True) if isinstance(column, Tensor) else column
-                    for column in columns
-                ]
             images = operation(images, columns)
         return images.contiguous()
 
@@ -159,15 +154,7 @@ def extend(before: Lowered, transform: object, light: bool = False) -> Lowered:
     reasons: dict[str, None] = dict.fromkeys(before.reasons)
     end = len(before.steps)
     if before.tail:
-        return Lowered(
-            (*before.steps, *steps),
-            before.start,
-            before.end,
-            before.operations,
-            before.entry,
-            form,
-            before.reasons,
-        )
+        return replace(before, steps=(*before.steps, *steps))
     for step in steps:
         try:
             added = read(step, form)
@@ -186,8 +173,13 @@ def extend(before: Lowered, transform: object, light: bool = False) -> Lowered:
         raise NotBatchable(next(reversed(reasons)))
     # The draws of earlier calls belong to their operations, so those are not joined with the new ones.
     appended = merge_adjacent(operations[len(before.operations) :])
-    return Lowered(
-        all_steps, before.start, end, (*before.operations, *appended), before.entry, form, tuple(reasons)
+    return replace(
+        before,
+        steps=all_steps,
+        end=end,
+        operations=(*before.operations, *appended),
+        exit=form,
+        reasons=tuple(reasons),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from flatout.data.draws import Draw, NumberSource, Uniform
+from flatout.data.draws import Draw, NumberSource, Uniform, draw_columns
 
 
 class ImageShape(NamedTuple):
@@ -93,16 +93,21 @@ def shape_after(operations: Sequence[BatchOperation], shape: ImageShape) -> Imag
     return shape
 
 
-def listed_draws(operations: Sequence[BatchOperation], shape: ImageShape) -> list[tuple[Draw, ...]] | None:
-    """The draws of each operation, or None if their count depends on drawn values."""
-    listed = []
-    for operation in operations:
-        draws = operation.draws(shape)
-        if draws is None:
-            return None
-        listed.append(draws)
-        shape = operation.shape(shape)
-    return listed
+def draw_listed(
+    calls: Sequence[tuple[Sequence[BatchOperation], ImageShape]], rows: int
+) -> list[list[Sequence[Any]]] | None:
+    """The columns of each operation of calls, or None if a count of numbers depends on drawn values."""
+    listed: list[list[tuple[Draw, ...]]] = []
+    for operations, shape in calls:
+        listed.append([])
+        for operation in operations:
+            draws = operation.draws(shape)
+            if draws is None:
+                return None
+            listed[-1].append(draws)
+            shape = operation.shape(shape)
+    columns = iter(draw_columns([kind for call in listed for draws in call for kind in draws], rows))
+    return [[[next(columns) for _ in draws] for draws in call] for call in listed]
 
 
 def draw_row(operations: Sequence[BatchOperation], shape: ImageShape, source: NumberSource) -> list[Any]:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from flatout.data.draws import Draw, Integer, Uniform
 from flatout.data.operation import BatchOperation, ImageForm, ImageShape
+
+
+@lru_cache(maxsize=256)
+def constant(values: float | Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers on a device, copied once: the host waits for such a copy."""
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True)
@@ -23,14 +31,10 @@ class Flip(BatchOperation):
         return (Uniform(),)
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
-        flipped = images.flip(self.axis).unbind()
-        chosen = (numbers[0] < self.p).tolist()
-        return torch.stack(
-            [
-                mirrored if flip else image
-                for image, mirrored, flip in zip(images.unbind(), flipped, chosen, strict=True)
-            ]
-        )
+        chosen, flipped = numbers[0] < self.p, images.flip(self.axis)
+        if images.device.type != "cpu":
+            return torch.where(chosen.view(-1, 1, 1, 1), flipped, images)
+        return torch.stack([(flipped if flip else images)[i] for i, flip in enumerate(chosen.tolist())])
 
 
 @dataclass(frozen=True)
@@ -59,15 +63,15 @@ class Pad(BatchOperation):
         batch, *dimensions = images.shape
         old = ImageShape(*dimensions)
         if self.mode != "constant":
-            rows = _positions(old.height, self.top, self.bottom, self.mode).to(images.device)
-            columns = _positions(old.width, self.left, self.right, self.mode).to(images.device)
+            rows = _positions(old.height, self.top, self.bottom, self.mode, images.device)
+            columns = _positions(old.width, self.left, self.right, self.mode, images.device)
             return images.index_select(2, rows).index_select(3, columns)
         new = self.shape(old)
         if len(self.fill) == 1:
             padded = images.new_full((batch, *new), self.fill[0])
         else:
             padded = (
-                torch.tensor(self.fill, dtype=images.dtype, device=images.device)
+                constant(self.fill, images.dtype, images.device)
                 .view(-1, 1, 1)
                 .repeat(batch, 1, new.height, new.width)
             )
@@ -75,13 +79,14 @@ class Pad(BatchOperation):
         return padded
 
 
-def _positions(length: int, before: int, after: int, mode: str) -> Tensor:
+@lru_cache(maxsize=256)
+def _positions(length: int, before: int, after: int, mode: str, device: torch.device) -> Tensor:
     source = torch.arange(-before, length + after)
     if mode == "edge" or length == 1:
-        return source.clamp(0, length - 1)
-    period = 2 * length - 2 if mode == "reflect" else 2 * length
-    source = source % period
-    return torch.where(source < length, source, period - source if mode == "reflect" else period - 1 - source)
+        return source.clamp(0, length - 1).to(device)
+    last = 2 * length - 1 - (mode == "reflect")
+    source = source % (last + (mode != "reflect"))
+    return torch.where(source < length, source, last - source).to(device)
 
 
 @dataclass(frozen=True)
@@ -105,13 +110,20 @@ class PadTo(BatchOperation):
         return pad(images, numbers) if pad.top or pad.left else images
 
 
+Column: TypeAlias = Tensor | None  # one number per image
+
+
 @dataclass(frozen=True)
 class Window(BatchOperation):
-    """Crop a window of this size at a random position. An image of exactly this size draws nothing."""
+    """Crop a window of this size at a random position. An image of exactly this size draws nothing.
+
+    Then mirror it with probability ``flip``.
+    """
 
     height: int
     width: int
     separate_axes: bool = False  # v2 draws for each axis separately, v1 for both or none
+    flip: float | None = None
 
     def _random_axes(self, shape: ImageShape) -> tuple[bool, bool]:
         rows, columns = shape.height > self.height, shape.width > self.width
@@ -119,9 +131,11 @@ class Window(BatchOperation):
 
     def draws(self, shape: ImageShape) -> tuple[Draw, ...]:
         rows, columns = self._random_axes(shape)
-        return (Integer(shape.height - self.height + 1),) * rows + (
-            Integer(shape.width - self.width + 1),
-        ) * columns
+        return (
+            *(Integer(shape.height - self.height + 1),) * rows,
+            *(Integer(shape.width - self.width + 1),) * columns,
+            *(Uniform(),) * (self.flip is not None),
+        )
 
     def shape(self, shape: ImageShape) -> ImageShape:
         if shape.height < self.height or shape.width < self.width:
@@ -131,53 +145,38 @@ class Window(BatchOperation):
         return ImageShape(shape.channels, self.height, self.width)
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
-        images = images.contiguous()
-        return self.cut([images] * len(images), *self.corners(images, numbers))
-
-    def corners(self, images: Tensor, numbers: Sequence[Tensor]) -> tuple[list[int], list[int]]:
-        """The top row and the left column of each window."""
-        rows, columns = self._random_axes(ImageShape(*images.shape[1:]))
-        columns_of_numbers = iter(numbers)
-        zeros = [0] * len(images)
-        return next(columns_of_numbers).tolist() if rows else zeros, next(
-            columns_of_numbers
-        ).tolist() if columns else zeros
-
-    def cut(self, images: Sequence[Tensor], top: Sequence[int], left: Sequence[int]) -> Tensor:
-        """Cut the window of ``images[i][i]`` at corner i. The tensors are contiguous and of one shape."""
-        _, channels, height, width = images[0].shape
-        sizes, strides = (1, channels, self.height, self.width), (0, height * width, width, 1)
-        image_size = channels * height * width
-        views = [
-            image.as_strided(sizes, strides, image.storage_offset() + row * image_size + y * width + x)
-            for row, (image, y, x) in enumerate(zip(images, top, left, strict=True))
-        ]
-        # twice as fast as gathering from an unfolded view: a few long copies per window
-        return torch.cat(views)
-
-
-@dataclass(frozen=True)
-class FlippedWindow(BatchOperation):
-    """Crop and then flip horizontally, by cropping from an image that is already flipped."""
-
-    window: Window
-    flip: Flip
-
-    def draws(self, shape: ImageShape) -> tuple[Draw, ...]:
-        return self.window.draws(shape) + self.flip.draws(shape)
-
-    def shape(self, shape: ImageShape) -> ImageShape:
-        return self.window.shape(shape)
-
-    def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
-        images = images.contiguous()
-        mirrored, chosen = images.flip(-1), (numbers[-1] < self.flip.p).tolist()
-        top, left = self.window.corners(images, numbers[:-1])
-        max_left = images.shape[-1] - self.window.width
-        sources = [mirrored if flip else images for flip in chosen]
-        return self.window.cut(
-            sources, top, [max_left - x if flip else x for x, flip in zip(left, chosen, strict=True)]
+        remaining = iter(numbers)
+        top, left = (
+            next(remaining) if random else None for random in self._random_axes(ImageShape(*images.shape[1:]))
         )
+        flipped = next(remaining) < self.flip if self.flip is not None else None
+        cut = self.copies if images.device.type == "cpu" else self.gather
+        return cut(images.contiguous(), top, left, flipped)
+
+    def gather(self, images: Tensor, top: Column, left: Column, flipped: Column) -> Tensor:
+        """In a few launches, without waiting for the device."""
+        numbers = partial(constant, dtype=torch.int64, device=images.device)
+        batch, channels = (numbers(range(count)) for count in images.shape[:2])
+        rows, columns = numbers(range(self.height)).view(-1, 1), numbers(range(self.width))
+        if flipped is not None:
+            mirrored = numbers(range(self.width - 1, -1, -1))
+            columns = torch.where(flipped.view(-1, 1, 1, 1), mirrored, columns)
+        rows = rows if top is None else rows + top.view(-1, 1, 1, 1)
+        columns = columns if left is None else columns + left.view(-1, 1, 1, 1)
+        return images[batch.view(-1, 1, 1, 1), channels.view(-1, 1, 1), rows, columns]
+
+    def copies(self, images: Tensor, top: Column, left: Column, flipped: Column) -> Tensor:
+        """In long copies: on a CPU, twice as fast as a gather."""
+        count, channels, height, width = images.shape
+        sizes, strides = (1, channels, self.height, self.width), (0, height * width, width, 1)
+        mirrored = images if flipped is None else images.flip(-1)
+        corners = ([0] * count if column is None else column.tolist() for column in (top, left, flipped))
+        views = []
+        for row, (y, x, flip) in enumerate(zip(*corners, strict=True)):
+            image, x = (mirrored, width - self.width - x) if flip else (images, x)
+            offset = image.storage_offset() + row * channels * height * width + y * width + x
+            views.append(image.as_strided(sizes, strides, offset))
+        return torch.cat(views)
 
 
 @dataclass(frozen=True)
@@ -227,13 +226,12 @@ class Convert(BatchOperation):
 
 
 def divide_in_place(tensor: Tensor, by: float) -> Tensor:
-    """Divide a floating-point tensor in place by a number. Nothing else may use the tensor.
+    """Divide a tensor of floats in place by a number.
 
-    For a host number, CUDA multiplies by its reciprocal (BinaryDivTrueKernel.cu of torch 2.14). Of the 256
-    byte values divided by 255, 126 then differ from torchvision's CPU result in the last bit. With a tensor
-    on the same device as divisor, CUDA divides.
+    For a host number, CUDA multiplies by its reciprocal (BinaryDivTrueKernel.cu of torch 2.14): of the 256
+    bytes divided by 255, 126 then differ in the last bit. By a tensor on the device, it divides.
     """
-    return tensor.div_(torch.full((), by, dtype=tensor.dtype, device=tensor.device))
+    return tensor.div_(constant(by, tensor.dtype, tensor.device))
 
 
 @dataclass(frozen=True)
@@ -263,7 +261,7 @@ class Normalize(BatchOperation):
 
     def __call__(self, images: Tensor, numbers: Sequence[Tensor]) -> Tensor:
         mean, deviation = (
-            torch.tensor(values, dtype=images.dtype, device=images.device).view(-1, 1, 1)
+            constant(values, images.dtype, images.device).view(-1, 1, 1)
             for values in (self.mean, self.deviation)
         )
         return images.sub(mean).div_(deviation)
@@ -273,8 +271,14 @@ def merge_adjacent(operations: Sequence[BatchOperation]) -> tuple[BatchOperation
     """Merge adjacent operations where that is faster."""
     merged: list[BatchOperation] = []
     for operation in operations:
-        if isinstance(operation, Flip) and operation.axis == -1 and merged and isinstance(merged[-1], Window):
-            merged[-1] = FlippedWindow(merged[-1], operation)
+        last = merged[-1] if merged else None
+        if (
+            isinstance(last, Window)
+            and last.flip is None
+            and isinstance(operation, Flip)
+            and operation.axis == -1
+        ):
+            merged[-1] = replace(last, flip=operation.p)
         else:
             merged.append(operation)
     return tuple(merged)

@@ -403,7 +403,7 @@ class DeferredWork:
     metadata_known: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        lowered = _lowered(self.pipeline)
+        lowered = lowered_of(self.pipeline)
         self.form = lowered.exit
         self.metadata_known = not lowered.tail
 
@@ -411,7 +411,7 @@ class DeferredWork:
 def batch_of(works: Sequence[DeferredWork]) -> Tensor | None:
     """The images [B, C, H, W] if all works share pipeline and shape without single-image steps."""
     first = works[0]
-    if _lowered(first.pipeline).tail or any(
+    if lowered_of(first.pipeline).tail or any(
         work.pipeline is not first.pipeline or work.shape != first.shape for work in works
     ):
         return None
@@ -426,7 +426,7 @@ def rows_of(works: Sequence[DeferredWork]) -> list[Any]:
     rows: list[Any] = [None] * len(works)
     for members in groups.values():
         group = [works[number] for number in members]
-        for number, row in zip(members, apply_tail(_lowered(group[0].pipeline), _run(group)), strict=True):
+        for number, row in zip(members, apply_tail(lowered_of(group[0].pipeline), _run(group)), strict=True):
             rows[number] = row
     return rows
 
@@ -437,7 +437,7 @@ def _run(works: Sequence[DeferredWork]) -> Tensor:
         for call_draws in zip(*(work.draws for work in works), strict=True)
         for columns in numbers_of(call_draws)
     ]
-    return _lowered(works[0].pipeline).run(stack([work.pixels for work in works], works[0].shape), numbers)
+    return lowered_of(works[0].pipeline).run(stack([work.pixels for work in works], works[0].shape), numbers)
 
 
 def apply_tail(lowered: Lowered, batch: Tensor) -> list[Any]:
@@ -454,7 +454,7 @@ def apply_tail(lowered: Lowered, batch: Tensor) -> list[Any]:
     return rows
 
 
-def _lowered(pipeline: TransformPipeline) -> Lowered:
+def lowered_of(pipeline: TransformPipeline) -> Lowered:
     if pipeline.lowered is None:
         raise LookupError(f"the steps of {pipeline.name} run on single images")
     return pipeline.lowered

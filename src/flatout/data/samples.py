@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,12 +12,12 @@ from torch.utils.data import Dataset
 from torch.utils.data._utils.collate import collate, default_collate_fn_map
 
 from flatout.data.changes import DatasetState
-from flatout.data.device import identity
-from flatout.data.draws import BulkNumberSource, draw_columns
+from flatout.data.device import ResidentDevice
+from flatout.data.draws import BulkNumberSource
 from flatout.data.inspection import inspection_copy
 from flatout.data.keeping import CacheOptions, tested_store
-from flatout.data.operation import ImageShape, NotBatchable, draw_row, listed_draws, rows_to_columns
-from flatout.data.pipelines import Pipelines, apply_tail, recording
+from flatout.data.operation import ImageShape, NotBatchable, draw_listed, draw_row, rows_to_columns
+from flatout.data.pipelines import Pipelines, apply_tail, lowered_of, recording
 from flatout.data.source import fetch_samples
 from flatout.data.store import CallResult, Cell, ReplayProgram, SampleRecorder, Store
 from flatout.data.streams import restore_states, same_states, states
@@ -41,34 +42,34 @@ def program_of(store: Store) -> ReplayProgram:
 
 
 def gather_batch(
-    pipelines: Pipelines,
-    store: Store,
-    rows: Tensor,
-    to_host: Callable[[Tensor], Tensor] = identity,
-    to_device: Callable[[Tensor], Tensor] = identity,
+    pipelines: Pipelines, store: Store, rows: Tensor, device: ResidentDevice | None = None
 ) -> Any:
-    """The batch of kept samples, as torch's default collation would make it.
-
-    ``to_device`` moves the gathered columns to where they are transformed, and ``to_host`` moves results
-    back.
-    """
-    columns = [to_device(column) for column in store.gather(rows)]
+    """The batch of kept samples, as torch's default collation would make it, made on the host or ``device``."""
     structure, sources, program = store.template
+    shapes = [ImageShape(*_images(store.columns[cell.column], cell).shape[1:]) for cell in sources]
+    numbers = _draw_numbers(pipelines, program, shapes, len(rows))
+    if device is None:
+        columns = store.gather(rows)
+    else:
+        sent = iter(device.stream.send([[rows], *(drawn for call in numbers for drawn in call)]))
+        (sent_rows,) = next(sent)
+        numbers = [[next(sent) for _ in call] for call in numbers]
+        columns = store.gather(rows if device.on_host else sent_rows)
+        if device.on_host:
+            columns = [*map(device.stream.to_device, columns)]
     inputs = [_images(columns[cell.column], cell) for cell in sources]
-    numbers = _draw_numbers(pipelines, program, inputs, len(rows))
+    finish: Callable[[Tensor], Tensor] = (lambda tensor: tensor) if device is None else device.to_host
 
     def collate_results(results: Sequence[CallResult], *, collate_fn_map: object = None) -> Any:
         call_index = results[0].number
-        pipeline = pipelines.entries[program.calls[call_index][0]]
-        if pipeline.lowered is None:
-            raise LookupError(f"the steps of {pipeline.name} run on single images")
-        batch = pipeline.lowered.run(inputs[_source(program, call_index)], numbers[call_index])
-        if not pipeline.lowered.tail:
-            return to_host(batch)
-        return collate(apply_tail(pipeline.lowered, batch.cpu()), collate_fn_map=default_collate_fn_map)
+        lowered = lowered_of(pipelines.entries[program.calls[call_index][0]])
+        batch = lowered.run(inputs[_source(program, call_index)], numbers[call_index])
+        if not lowered.tail:
+            return finish(batch)
+        return collate(apply_tail(lowered, batch.cpu()), collate_fn_map=default_collate_fn_map)
 
     def collate_cells(cells: Sequence[Cell], *, collate_fn_map: object = None) -> Tensor:
-        return to_host(columns[cells[0].column])
+        return finish(columns[cells[0].column])
 
     return collate(
         [structure],
@@ -77,13 +78,9 @@ def gather_batch(
 
 
 def _images(column: Tensor, cell: Cell) -> Tensor:
-    return (
-        column
-        if cell.kind != "array"
-        else column.unsqueeze(1)
-        if column.dim() == 3
-        else column.permute(0, 3, 1, 2)
-    )
+    if cell.kind != "array":
+        return column
+    return column.unsqueeze(1) if column.dim() == 3 else column.permute(0, 3, 1, 2)
 
 
 def _source(program: ReplayProgram, call_index: int) -> int:
@@ -92,37 +89,22 @@ def _source(program: ReplayProgram, call_index: int) -> int:
 
 
 def _draw_numbers(
-    pipelines: Pipelines, program: ReplayProgram, inputs: Sequence[Tensor], count: int
+    pipelines: Pipelines, program: ReplayProgram, sources: Sequence[ImageShape], count: int
 ) -> list[Numbers]:
     of_calls = [pipelines.entries[number] for number, _ in program.calls]
     shapes: list[ImageShape] = []  # before each call
     for _, start in program.calls:
         before = None if start >= 0 else of_calls[-1 - start].out_shape(shapes[-1 - start])
-        shapes.append(before or ImageShape(*inputs[start].shape[1:]))
-    listed = [
-        listed_draws(pipeline.call_operations, shape)
-        for pipeline, shape in zip(of_calls, shapes, strict=True)
-    ]
-    if any(draws is None for draws in listed):
+        shapes.append(before or sources[start])
+    calls = [(pipeline.call_operations, shape) for pipeline, shape in zip(of_calls, shapes, strict=True)]
+    call_numbers = draw_listed(calls, count)
+    if call_numbers is None:
         with BulkNumberSource() as source:
-            rows = [
-                [
-                    draw_row(pipeline.call_operations, shape, source)
-                    for pipeline, shape in zip(of_calls, shapes, strict=True)
-                ]
-                for _ in range(count)
-            ]
+            rows = [[draw_row(*call, source) for call in calls] for _ in range(count)]
         call_numbers = [
-            rows_to_columns(pipeline.call_operations, [row[call_index] for row in rows], shape)
-            for call_index, (pipeline, shape) in enumerate(zip(of_calls, shapes, strict=True))
+            rows_to_columns(operations, [row[index] for row in rows], shape)
+            for index, (operations, shape) in enumerate(calls)
         ]
-    else:
-        drawn = iter(
-            draw_columns(
-                [kind for operations in listed for draws in operations or () for kind in draws], count
-            )
-        )
-        call_numbers = [[[next(drawn) for _ in draws] for draws in operations or ()] for operations in listed]
     collected: list[Numbers] = []
     for numbers, (_, start) in zip(call_numbers, program.calls, strict=True):
         collected.append([*(collected[-1 - start] if start < 0 else ()), *numbers])
@@ -130,7 +112,7 @@ def _draw_numbers(
 
 
 FETCH_SIZE = 256  # samples fetched together when all are kept ahead
-ALWAYS_CHECKED_BATCHES = 64  # batches in which one kept sample is fetched again; later every eighth
+ALWAYS_CHECKED_BATCHES = 64  # batches in which one kept sample is fetched again; later every 32nd
 CHANGED = "samples are no longer kept: the script has changed its data set"
 
 
@@ -175,7 +157,7 @@ class KeptSamples:
     def _fetch_missing(self) -> None:
         missing = (~self.store.filled).nonzero().flatten().tolist()
         for first in range(0, len(missing), FETCH_SIZE):
-            self._fill(missing[first : first + FETCH_SIZE], self.dataset)
+            self._fetch(missing[first : first + FETCH_SIZE], self.dataset, self.store.put)
 
     def rows(self, indices: Sequence[Any], dataset: Dataset) -> Tensor | None:
         """The rows of these samples, fetching missing ones; None if one of them has no row."""
@@ -185,12 +167,11 @@ class KeptSamples:
         if {*map(type, indices)} != {int} or min(indices) < 0 or max(indices) >= self.store.rows:
             return None
         self._ran_dataset_code = False
-        rows = torch.tensor(indices)
-        missing = rows[~self.store.filled[rows]].unique().tolist()
-        if missing:
-            self._fill(missing, dataset)
+        rows = torch.frombuffer(array("q", indices), dtype=torch.int64)
+        if not self.store.full and (missing := rows[~self.store.filled[rows]].unique().tolist()):
+            self._fetch(missing, dataset, self.store.put)
         self._batches += 1
-        if self._batches <= ALWAYS_CHECKED_BATCHES or self._batches % 8 == 0:
+        if self._batches <= ALWAYS_CHECKED_BATCHES or self._batches % 32 == 0:
             self._recheck(indices[self._batches % len(indices)], dataset)
         return rows
 
@@ -228,40 +209,31 @@ class KeptSamples:
         return recorder.sample(sample)
 
     def _holds(self, index: int) -> bool:
-        before = states(self.rngs)
         try:
-            same = self.store.holds(index, self._sample(self.dataset, index)) and same_states(
-                before, states(self.rngs)
-            )
+            self._recheck(index, self.dataset)
         except NotBatchable:
-            same = False
-        if not same:
-            restore_states(before)
-        return same
+            return False
+        return True
 
-    def _fill(self, indices: Sequence[int], dataset: Dataset) -> None:
+    def _recheck(self, index: int, dataset: Dataset) -> None:
+        def compare(indices: Sequence[int], samples: Sequence[Any]) -> None:
+            if not self.store.holds(index, samples[0]):
+                raise NotBatchable("one of them has changed")
+
+        self._fetch([index], dataset, compare)
+
+    def _fetch(
+        self, indices: Sequence[int], dataset: Dataset, use: Callable[[Sequence[int], Sequence[Any]], None]
+    ) -> None:
         before = states(self.rngs)
         try:
             samples = [self._sample(dataset, index) for index in indices]
             if not same_states(before, states(self.rngs)):
                 raise NotBatchable("fetching a sample draws random numbers")
-            self.store.put(indices, samples)
+            use(indices, samples)
         except NotBatchable as why:
             restore_states(before)
             raise NotBatchable(f"samples are no longer kept: {why}") from why
-
-    def _recheck(self, index: int, dataset: Dataset) -> None:
-        before = states(self.rngs)
-        try:
-            sample = self._sample(dataset, index)
-        except NotBatchable as why:
-            restore_states(before)
-            raise NotBatchable(f"samples are no longer kept: {why}") from why
-        if not same_states(before, states(self.rngs)):
-            restore_states(before)
-            raise NotBatchable("samples are no longer kept: fetching one of them now draws random numbers")
-        if not self.store.holds(index, sample):
-            raise NotBatchable("samples are no longer kept: one of them has changed")
 
 
 def open_samples(

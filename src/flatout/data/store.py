@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from flatout.data.batch_comparison import same_bits
-from flatout.data.deferred import deferred_image, is_deferred, materialize
+from flatout.data.deferred import access, deferred_image, is_deferred, materialize
 from flatout.data.deferring import BatchRecorder
+from flatout.data.device import CopyStream
 from flatout.data.images import form_of, shape_of, stack
 from flatout.data.lowering import name_of
 from flatout.data.operation import ImageShape, NotBatchable
@@ -47,6 +48,9 @@ class Cell:
     @property
     def row_bytes(self) -> int:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+    def fits(self, kind: str, tensor: Tensor, detail: Any) -> bool:
+        return (kind, tensor.dtype, tensor.shape, detail) == (self.kind, self.dtype, self.shape, self.detail)
 
 
 def template_of(sample: object) -> tuple[Any, list[Cell]]:
@@ -137,25 +141,19 @@ def _column_values(cell: Cell, values: Sequence[Any]) -> Tensor:
     first = values[0]
     if cell.kind == "number" and all(type(value) is cell.detail for value in values):
         return torch.tensor(values, dtype=cell.dtype)
-    if cell.kind == "pil" and all(
-        type(v) is type(first) and v.mode == cell.detail and v.size == first.size and not v.info
-        for v in values
+    if (
+        cell.kind == "pil"
+        and all(
+            type(v) is type(first) and v.mode == cell.detail and v.size == first.size and not v.info
+            for v in values
+        )
+        and cell.fits(*encode(first))
     ):
-        kind, tensor, detail = encode(first)
-        if (kind, tuple(tensor.shape), detail) == (cell.kind, cell.shape, cell.detail):
-            return stack(values)
-    tensors = []
-    for value in values:
-        kind, tensor, detail = encode(value)
-        if (kind, tensor.dtype, tuple(tensor.shape), detail) != (
-            cell.kind,
-            cell.dtype,
-            cell.shape,
-            cell.detail,
-        ):
-            raise NotBatchable("samples differ in size or type")
-        tensors.append(tensor)
-    return torch.stack(tensors)
+        return stack(values)
+    encoded = [encode(value) for value in values]
+    if not all(cell.fits(*each) for each in encoded):
+        raise NotBatchable("samples differ in size or type")
+    return torch.stack([tensor for _, tensor, _ in encoded])
 
 
 class Store:
@@ -178,6 +176,7 @@ class Store:
         if shared:
             self.filled.share_memory_()
         self.length = length
+        self._stream = CopyStream(torch.device("cpu"))
         self._full = False
 
     def _column(self, cell: Cell, shared: bool, folder: str | None) -> Tensor:
@@ -211,9 +210,9 @@ class Store:
             _match(self.template, sample, rows[-1])
         return [_column_values(cell, [row[number] for row in rows]) for number, cell in enumerate(self.cells)]
 
-    def move_to(self, device: torch.device) -> None:
-        """Move the columns to a device. All rows must be filled."""
-        self.columns = [column.to(device) for column in self.columns]
+    def move_to(self, stream: CopyStream) -> None:
+        """Move the columns to the device of a stream, which reads them. All rows must be filled."""
+        self.columns, self._stream = [column.to(stream.device) for column in self.columns], stream
 
     def holds(self, index: int, sample: object) -> bool:
         """Whether the row equals this sample, bit for bit."""
@@ -221,47 +220,41 @@ class Store:
             columns = self._encode([sample])
         except NotBatchable:
             return False
-        return all(
-            same_bits(column[index].cpu(), values[0])
-            for column, values in zip(self.columns, columns, strict=True)
-        )
+        with self._stream.open():  # waits for this stream and not for the script's work
+            return all(
+                same_bits(column[index].cpu(), values[0])
+                for column, values in zip(self.columns, columns, strict=True)
+            )
 
     def gather(self, indices: Tensor) -> list[Tensor]:
-        """The rows [B, ...] of each column, on the device of the columns."""
-        device = self.columns[0].device if self.columns else indices.device
-        indices = indices.to(device, non_blocking=True)
+        """The rows [B, ...] of each column. Indices and columns are on one device."""
         return [column.index_select(0, indices) for column in self.columns]
 
     def samples(self, indices: Tensor) -> list[Any]:
         """The samples in their original form."""
-        gather_batch = self.gather(indices)
+        columns = self.gather(indices)
 
         def sample(row: int) -> Any:
-            return map_values(
-                self.template,
-                lambda cell: (
-                    self._decode(cell, gather_batch[cell.column][row]) if type(cell) is Cell else cell
-                ),
-            )
+            return map_values(self.template, lambda cell: self._decode(cell, columns, row))
 
         return [sample(row) for row in range(len(indices))]
 
     @staticmethod
-    def _decode(cell: Cell, row: Tensor) -> Any:
-        value: Any = row
+    def _decode(cell: Any, columns: Sequence[Tensor], row: int) -> Any:
+        if type(cell) is not Cell:
+            return cell
+        value = columns[cell.column][row]
         if cell.kind == "number":
-            value = row.item()
-        elif cell.kind == "array":
-            value = row.numpy()
-        elif cell.kind == "scalar":
-            value = row.numpy()[()]
-        elif cell.kind == "pil":
-            from PIL import Image
+            return value.item()
+        if cell.kind in ("array", "scalar"):
+            return value.numpy() if cell.kind == "array" else value.numpy()[()]
+        if cell.kind != "pil":
+            return value
+        from PIL import Image
 
-            value = Image.fromarray(
-                row[0].numpy() if len(row) == 1 else row.permute(1, 2, 0).contiguous().numpy()
-            )
-        return value
+        return Image.fromarray(
+            value[0].numpy() if len(value) == 1 else value.permute(1, 2, 0).contiguous().numpy()
+        )
 
 
 # Kept samples: images before any random transform, and the calls that remain.
@@ -341,9 +334,7 @@ class SampleRecorder:
         materialize(image, value)
 
     def stack(self, images: Sequence[Any]) -> Tensor | None:
-        for image in images:
-            if is_deferred(image):
-                self.on_access(image)
+        access(images)
         return None
 
     def sample(self, sample: object) -> tuple[Any, tuple[Any, ...], ReplayProgram]:

@@ -188,17 +188,12 @@ def seeds_itself(loader: DataLoader) -> bool:
     return bool(loader.worker_init_fn is not None or loader.persistent_workers)
 
 
-def has_custom_sampler(sampler: Sampler, batch_sampler: object) -> bool:
-    """Whether the sample order comes from the script's code or is drawn step by step.
+def custom_sampler(sampler: Sampler, batch_sampler: object) -> str:
+    """The class of a sampler whose order comes from the script's code or is drawn step by step, or "".
 
     If the script's generator draws it step by step, other draws may depend on the order, or the order on the
     training.
     """
-    return bool(custom_sampler(sampler, batch_sampler))
-
-
-def custom_sampler(sampler: Sampler, batch_sampler: object) -> str:
-    """The class name of the sampler of such an order, or an empty string for a plain order."""
     plain = (type(None), list, tuple, range)
     return next(
         (

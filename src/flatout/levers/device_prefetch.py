@@ -52,9 +52,9 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
 
 
 def _has_own_order(loader: DataLoader) -> bool:
-    from flatout.data.streams import has_custom_sampler
+    from flatout.data.streams import custom_sampler
 
-    return has_custom_sampler(loader.sampler, loader.batch_sampler)
+    return bool(custom_sampler(loader.sampler, loader.batch_sampler))
 
 
 def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:

@@ -46,12 +46,12 @@ def applies(facts: Facts, context: TrainingContext) -> Options | Skip:
         return Skip(
             "the training data set is an IterableDataset; another number of workers could repeat or reorder its samples"
         )
-    from flatout.data.streams import can_emulate, custom_sampler, has_custom_sampler, seeds_itself
+    from flatout.data.streams import can_emulate, custom_sampler, seeds_itself
 
     training_loaders = context.training_loaders
     pin: dict[str, Any] = {"pin": True} if context.device_type == "cuda" else {}
     if training_loaders and all(
-        has_custom_sampler(loader.sampler, loader.batch_sampler) for loader in training_loaders
+        custom_sampler(loader.sampler, loader.batch_sampler) for loader in training_loaders
     ):
         return Skip(
             CUSTOM_SAMPLER.format(
@@ -119,9 +119,9 @@ def _worker_arguments(dataset: Dataset, arguments: dict[str, Any], value: dict[s
         return arguments
     if batches < MIN_BATCHES:
         return arguments
-    from flatout.data.streams import can_emulate, has_custom_sampler, without_workers
+    from flatout.data.streams import can_emulate, custom_sampler, without_workers
 
-    if has_custom_sampler(arguments.get("sampler"), arguments.get("batch_sampler")):
+    if custom_sampler(arguments.get("sampler"), arguments.get("batch_sampler")):
         return arguments
     requested = arguments.get("num_workers", 0)
     workers = int(value.get("workers", requested))

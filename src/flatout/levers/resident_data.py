@@ -2,8 +2,8 @@
 
 What it does: stores each sample as it is before its random transforms, as `cached_prefix` does, but on the
     GPU. It gathers and transforms batches there. With "host", samples stay in host memory, and the bytes of a
-    batch are copied before the transforms. The script receives the same host tensors as before. When it moves
-    one to the GPU, it gets the copy that is already there.
+    batch are copied before the transforms. The script receives host tensors that are copied to the host
+    when it reads them. When it moves one to the GPU, it gets what is already there.
 Why it is faster: even a small GPU makes batches faster than many CPU cores, and the program's thread only
     launches the work.
 When it does not help: data sets that do not fit; transforms that need single samples; programs that wait for
@@ -70,9 +70,8 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     torch = context.torch
     if not torch.cuda.is_available():
         raise LookupError("there is no CUDA device to make batches on")
-    device_copies = DeviceCopies()
     keep = CacheOptions(CacheBudget(value["mib"] * MIB), eager=True, shared_samples=context.shared_samples)
-    return_device_copies(device_copies, ledger)
+    return_device_copies(DeviceCopies(), ledger)
 
     def change(dataset: Dataset, arguments: dict[str, Any]) -> dict[str, Any]:
         return (
@@ -90,9 +89,10 @@ def apply(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
             if context.device_type == "cuda"
             else torch.device("cuda", torch.cuda.current_device())
         )
-        feed.resident = (
-            None if feed.why_no_cache else ResidentDevice(device, device_copies, bool(value.get("host")))
-        )
+        if feed.why_no_cache:
+            feed.resident = None
+        elif feed.resident is None or feed.resident.device != device:
+            feed.resident = ResidentDevice(device, bool(value.get("host")))
         feed.emulated_workers = requested.get("num_workers", 0) if not seeds_itself(loader) else 0
         # "batched" has its own lever: a data set without transforms is resident all the same
         feed.listeners["keep"] = lambda sentence: context.report("resident_data", sentence)
