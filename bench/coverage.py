@@ -84,7 +84,7 @@ def simulated(number: int, spread: tuple[float, float], effect: bool) -> Iterato
             joined = [dataclasses.replace(b, active=plan if b.active else b.active) for b in fresh]
             yield {
                 "pairs": pair + 1,
-                "fresh pairs": against(plan_speed(space, blocks, fresh), truth),
+                "fresh pairs": against(plan_speed(fresh), truth),
                 "all blocks": against(fit_effects(space, [*blocks, *joined]).gain(plan), truth),
             }
 

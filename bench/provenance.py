@@ -139,6 +139,11 @@ THEMES = (
         "The quality of the plans that each search strategy finds in a given time, on simulated programs",
     ),
     (
+        "search_sessions",
+        "python bench/search_sessions.py",
+        "Whole searches on simulated processes with cold starts: the plan that is kept, intervals, a recorded session",
+    ),
+    (
         "batch",
         "python bench/batch.py",
         "How much slower the recommended batch size is than the best of a sweep; accumulation, computed and measured",

@@ -70,7 +70,6 @@ def look(program: Program, fitted: Fitted, best: float, claims: bool) -> dict[st
         "more": worth_more_time(fitted, plan),
         "covered": sum(alone),
         "levers": len(alone),
-        "blocks": fitted.blocks,
     }
     if plan:
         beside = [covers(fitted.effect(key, plan), program, plan, plan - {key}) for key in sorted(plan)]

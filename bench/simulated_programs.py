@@ -21,9 +21,11 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from provenance import SRC  # noqa: F401  puts src on the path
@@ -78,9 +80,13 @@ class Program:
     drift: float
     work: float
     outliers: float
+    workers: int = 0  # of the program's own loader
 
     def log_times(self, rows: Any) -> Any:
         """Returns the (n,) true log times of a step, of (n, factors) booleans; plain is 0."""
+        return self._log_times(rows) - self._log_times(np.zeros((1, rows.shape[1]), dtype=bool))
+
+    def _log_times(self, rows: Any) -> Any:
         parts = {
             name: math.log(max(share, 1e-9)) * np.ones(len(rows))
             for name, share in zip(("compute", "fetch", "transform"), self.shares, strict=True)
@@ -93,11 +99,13 @@ class Program:
                 parts[name] = parts[name] + rows[:, at] * self.effects[at]
         data = np.exp(parts["fetch"]) + np.exp(parts["transform"])
         compute = np.exp(parts["compute"])
-        total = compute + data
-        if "loader" in on:
-            threads = on.get("threads", np.zeros(len(rows), dtype=bool))
-            beside = np.maximum(compute * np.exp(np.where(threads, 0.0, self.crowding)), data) + 0.02
-            total = np.where(on["loader"], beside, total)
+        workers = np.full(len(rows), self.workers)
+        for at in columns.get("loader", ()):
+            workers[rows[:, at]] = int(self.space.factors[at].key.partition("=")[2])
+        threads = on.get("threads", np.zeros(len(rows), dtype=bool))
+        crowded = compute * np.exp(np.where(threads, 0.0, self.crowding * workers))
+        beside = np.maximum(crowded, data / np.maximum(workers, 1)) + 0.02
+        total = np.where(workers > 0, beside, compute + data)
         times = np.log(total)
         for i, j, size in self.interactions:
             times = times + rows[:, i] * rows[:, j] * size
@@ -108,18 +116,29 @@ class Program:
 
     def best(self) -> float:
         """Returns the least log time of an allowed set."""
-        rows = self.space.allowed_sets
+        return self.log_time(self.best_keys)
+
+    @cached_property
+    def best_keys(self) -> frozenset[str]:
+        """Returns the fastest allowed set, also of a space that a search would not enumerate."""
+        with mock.patch("flatout.tune.space.MAX_ENUMERATED", 10**6):
+            rows = replace(self.space).allowed_sets
         assert rows is not None
-        return float(self.log_times(rows).min())
+        return self.space.keys(rows[int(np.argmin(self.log_times(rows)))])
 
 
-def draw_program(rng: np.random.Generator, measured: dict[str, list[float]], informed: bool) -> Program:
-    """Generates a program. ``informed``: priors have the measured mean and spread; otherwise mean 0."""
+def draw_program(
+    rng: np.random.Generator, measured: dict[str, list[float]], informed: bool, workers: int = 0
+) -> Program:
+    """Generates a program. ``informed``: priors have the measured mean and spread; otherwise mean 0.
+
+    ``workers`` of its own loader. With any, the program waits for data that takes longer than the compute.
+    """
 
     def draw(lever: str) -> float:
         return float(rng.choice(measured[lever]) + JITTER * rng.standard_normal())
 
-    data_bound = bool(rng.random() < 0.4)
+    data_bound = bool(rng.random() < 0.4) or workers > 0
     malloc = draw("malloc")
     chosen: list[tuple[str, str, bool, bool, float]] = []  # key, lever, live, warms up, effect
     for at, key in enumerate(rng.permutation(np.array(MALLOCS[: 2 + int(rng.random() < 0.3)], dtype=object))):
@@ -128,7 +147,7 @@ def draw_program(rng: np.random.Generator, measured: dict[str, list[float]], inf
         )
     if data_bound:
         chosen += [
-            ("loader=1", "loader", False, False, 0.0),
+            *((f"loader={n}", "loader", False, False, 0.0) for n in ((0, workers + 1) if workers else (1,))),
             ("cached_prefix", "cached_prefix", False, False, math.log(rng.uniform(0.05, 0.7))),
             ("batched_transforms", "batched_transforms", False, False, math.log(rng.uniform(0.1, 0.9))),
         ]
@@ -159,7 +178,8 @@ def draw_program(rng: np.random.Generator, measured: dict[str, list[float]], inf
     ]
     shares = (1.0, 0.0, 0.0)
     if data_bound:
-        data, fetch = float(rng.uniform(0.05, 0.65)), float(rng.uniform(0.2, 0.8))
+        low, high = (0.5, 0.75) if workers else (0.05, 0.65)
+        data, fetch = float(rng.uniform(low, high)), float(rng.uniform(0.2, 0.8))
         shares = (1 - data, data * fetch, data * (1 - fetch))
     factors = tuple(
         Factor(key, lever, live, *_prior(lever, measured, informed), warms_up=warms)
@@ -178,6 +198,7 @@ def draw_program(rng: np.random.Generator, measured: dict[str, list[float]], inf
         drift=float(rng.uniform(0, 0.02)),
         work=float(rng.uniform(0.05, 0.2)) if rng.random() < 0.3 else 0.0,
         outliers=float(rng.uniform(0, 0.05)),
+        workers=workers,
     )
 
 

@@ -1,7 +1,6 @@
 """Interleaved programs that are compared at the same step, so that with one seed they do the same work."""
 
 import sys
-import time
 
 import pytest
 
@@ -10,6 +9,7 @@ from flatout.launch.command import parse_command
 from flatout.measure.clock import seconds
 from flatout.probe.machine import look
 from flatout.schema.plan import Plan
+from flatout.trial.blocks import BlockTimer
 from flatout.tune.comparison import Member, ProgramResult, compare_running, take_turns
 from flatout.tune.interleaver import Interleaver
 
@@ -119,26 +119,34 @@ def test_a_pair_whose_plain_program_ends_keeps_what_was_measured(interleaver):
     assert 1 <= ratio.n <= 300 / ring.block_ticks
 
 
-# After a stop of more than a second, three steps take four, three and two times as long.
-COLD = """
-import time, torch
-model, cold = torch.nn.Linear(2, 2), 0
-for step in range(%d):
-    time.sleep(0.35 * (1 + cold))
-    began, cold = time.monotonic(), max(0, cold - 1)
-    model.zero_grad()
-    loss = model(torch.ones(1, 2)).sum()  # here a step ends
-    cold = 3 if time.monotonic() - began > 1 else cold
-    loss.backward()
-"""
+class Scripted:
+    """A program, stopped for long, whose ticks take these milliseconds, and then the last of them."""
+
+    def __init__(self, times):
+        self.times, self.ticks_done, self.stopped_s, self.core, self.ready = times, 0, -100.0, None, {}
+
+    def run_ticks(self, ticks, deadline_s, max_s=1e9, core=None):
+        self.ticks_done += ticks
+        self.stopped_s = seconds()
+        return [
+            self.times[min(at, len(self.times) - 1)] for at in range(self.ticks_done - ticks, self.ticks_done)
+        ]
 
 
-def test_a_block_counts_once_its_program_is_steady_again(interleaver, monkeypatch):
-    monkeypatch.setattr("flatout.tune.comparison.COLD_STOP_S", 1.0)
-    ring = interleaver(program=COLD)
-    trial = ring.start_paused(Plan(), 0, 60.0).trial
-    ring.tick_ms = 360.0
-    member = Member(trial, (None,) * 2, ProgramResult(), fresh=False)
-    time.sleep(1.5)
-    take_turns(ring, [member], seconds() + 60)
-    assert [block.ms for block in member.result.blocks] == pytest.approx([360.0] * 2, rel=0.5)
+@pytest.mark.parametrize(
+    ("times", "ms", "most_ticks"),
+    [
+        ([5862.0, 5100.0, 4394.0, 2900.0, 1436.0, 741.0], 741.0, 8),  # every other one was recorded
+        ([2800.0, 690.0], 690.0, 4),
+        ([1400.0], 1400.0, 5),  # slow, and not cold
+        ([400.0], 400.0, 3),
+    ],
+)
+def test_a_block_counts_once_its_program_is_steady_again(monkeypatch, times, ms, most_ticks):
+    monkeypatch.setattr("flatout.tune.comparison.busy_cores", lambda seconds: 0.0)
+    timer, trial = BlockTimer(), Scripted(times)
+    timer.tick_ms = 690.0
+    member = Member(trial, (None,), ProgramResult(), fresh=False)
+    take_turns(timer, [member], seconds() + 60)
+    assert [block.ms for block in member.result.blocks] == [ms]
+    assert trial.ticks_done <= most_ticks

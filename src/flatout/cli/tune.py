@@ -65,7 +65,7 @@ EFFECTS = ("exact", "rounding", "precision", "resampled")  # without those that 
     "--budget",
     default=None,
     type=Duration(),
-    help="Time to spend.  [default: 90s; 5m if a start takes over 10s, a step over 100ms, or compiling should pay within --horizon]",
+    help="Time to spend.  [default: 90s; 3m if compiling may pay within --horizon; 5m if a start takes over 10s or a step over 100ms]",
 )
 @click.option(
     "--effects",

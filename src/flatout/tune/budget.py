@@ -9,17 +9,19 @@ from flatout.tune.candidates import Candidate
 from flatout.tune.prior import Prior
 
 USUAL_BUDGET_S = 90.0
-# For a slow start, long steps, a request beyond a plan, or a compiler that is worth its time
+COMPILER_BUDGET_S = 180.0  # has time for a compiler, also after slow starts
+# For a slow start, long steps, a request beyond a plan, or a compiler that saves much
 LONGER_BUDGET_S = 300.0
 QUICK_START_S, QUICK_STEP_MS = 10.0, 100.0
 MIN_PAYBACK = 3.0  # times the longer search: its time is certain, the length of the job is a guess
 
 
 def default_budget_s(start_s: float, step_ms: float, beyond_plan: bool, compiler_saves_s: float) -> float:
-    """The longer budget for slow programs, for a request ``beyond_plan``, or for a compiler that saves its cost."""
+    """The longer budget for slow programs and for a request ``beyond_plan``; else by what a compiler saves."""
     quick = start_s <= QUICK_START_S and step_ms <= QUICK_STEP_MS
-    pays_off = compiler_saves_s > MIN_PAYBACK * (LONGER_BUDGET_S - USUAL_BUDGET_S)
-    return USUAL_BUDGET_S if quick and not beyond_plan and not pays_off else LONGER_BUDGET_S
+    if not quick or beyond_plan or compiler_saves_s > MIN_PAYBACK * (LONGER_BUDGET_S - USUAL_BUDGET_S):
+        return LONGER_BUDGET_S
+    return COMPILER_BUDGET_S if compiler_saves_s > COMPILER_BUDGET_S - USUAL_BUDGET_S else USUAL_BUDGET_S
 
 
 def compiler_gain(candidates: Iterable[Candidate], prior: Callable[[str, Value], Prior]) -> float:

@@ -31,8 +31,8 @@ LOAD_SAMPLE_S = 0.05
 MAX_ROUNDS = 1000  # when the clock ends a comparison
 COSTLY_TICK_MS = 300.0  # from here on a block is one or two ticks, too costly to discard
 COLD_STOP_S = 15.0  # after a longer stop, queues and caches are cold again
-# A cold tick takes longer than COLD_FACTOR times a warm one; the next one takes less than FALLING times that.
-COLD_FACTOR, FALLING, MAX_COLD_TICKS = 1.3, 0.85, 8
+# A cold tick takes longer than COLD_FACTOR times a warm one; FLAT_TICKS later it takes less than FALLING times that.
+COLD_FACTOR, FALLING, FLAT_TICKS, MAX_COLD_TICKS = 1.3, 0.85, 2, 8
 LiveLevers = tuple[Choice, ...] | None  # of one block; None: as the program started
 
 
@@ -304,12 +304,12 @@ def _settle(interleaver: Interleaver, member: Member, turn: int, start_tick: int
 
 def _warm_up(interleaver: Interleaver, trial: Trial) -> None:
     """Run ticks one by one while they are slow and become faster: such a block would count as a lever's effect."""
-    before_ms = math.inf
-    for _ in range(MAX_COLD_TICKS):
-        (ms,) = trial.run_ticks(1, interleaver.deadline(1))
-        if ms <= COLD_FACTOR * interleaver.tick_ms or ms > FALLING * before_ms:
+    times: list[float] = []
+    while len(times) < MAX_COLD_TICKS:
+        times += trial.run_ticks(1, interleaver.deadline(1))
+        flat = len(times) > FLAT_TICKS and times[-1] > FALLING * times[-1 - FLAT_TICKS]
+        if times[-1] <= COLD_FACTOR * interleaver.tick_ms or flat:
             return
-        before_ms = ms
 
 
 def replay_step(

@@ -20,7 +20,6 @@ from flatout.tune.tuning import Tuning
 # The chance of being faster that a lever of the plan needs: in general, if it is exact, if it has a warm-up.
 MIN_CHANCE, MIN_CHANCE_EXACT, MIN_CHANCE_WARMUP = 0.75, 0.6, 0.9
 REPORTED_DATA_SHARE = 0.3  # of a step
-MIN_GAIN_PER_LEVER = 0.003  # of log time
 
 
 def best_measured(tuning: Tuning) -> frozenset[str]:
@@ -28,24 +27,16 @@ def best_measured(tuning: Tuning) -> frozenset[str]:
 
     A lever whose benefit is uncertain stays out of the plan.
     """
-    keys = {
-        key
-        for key in tuning.measured_keys
-        if tuning.candidates[tuning.choices[key].name].status is not Status.REJECTED
-    }
+    candidates = {key: tuning.candidates[choice.name] for key, choice in tuning.choices.items()}
+    keys = {key for key in tuning.measured_keys if candidates[key].status is not Status.REJECTED}
     if not keys:
         return frozenset()
     fitted = tuning.fit_effects(restricted(tuning.space, keys))
-    best = fitted.best(MIN_GAIN_PER_LEVER)
+    best = fitted.best()
     if tuning.disturbance.disturbed:
-        best = frozenset(
-            key for key in best if not tuning.candidates[tuning.choices[key].name].lever.sets_threads
-        )
+        best = frozenset(key for key in best if not candidates[key].lever.sets_threads)
     while best:
-        margin = {
-            key: fitted.effect(key, best).chance - _min_chance(tuning.candidates[tuning.choices[key].name])
-            for key in sorted(best)
-        }
+        margin = {key: fitted.effect(key, best).chance - _min_chance(candidates[key]) for key in sorted(best)}
         weakest = min(margin, key=lambda key: margin[key])
         if margin[weakest] >= 0 or not tuning.space.allowed(best - {weakest}):
             break

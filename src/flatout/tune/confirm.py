@@ -1,8 +1,6 @@
 """Confirmation: fresh pairs of processes, plain and tuned, each pair with its own seed.
 
 Only these pairs decide the speed (`flatout.tune.effects.plan_speed`): the search chose the plan for its luck, too.
-If the guard rejects a plan, the levers responsible are found and left out (`flatout.tune.narrow`), and the rest
-is confirmed.
 """
 
 from __future__ import annotations
@@ -31,6 +29,7 @@ from flatout.tune.pairs import Pairs, keys_of, measure_pairs
 from flatout.tune.tuning import Tuning
 
 MIN_SPEEDUP = 1.01  # a smaller speed-up does not justify a plan file
+MIN_OF_EXPECTED = 0.9  # of what the search expected; less contradicts it
 MIN_REST_SPEEDUP = 1.03  # for the rest of a plan that the guard rejected
 REST_OVERRUN_SHARE = 0.5  # of the budget, for confirming that rest
 START_VARIATION = 0.25  # normal variation between two starts of one program
@@ -53,15 +52,19 @@ class Rejection:
 def confirm_plan(tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any] | None) -> None:
     """Confirm the plan.
 
-    If the guard rejects it, confirm the rest without the levers responsible. If its speed contradicts what the
-    search expected, fit again with the blocks of the pairs, and confirm what is best then. Else keep the plain
-    program.
+    If the guard rejects it, confirm the rest without the levers responsible (`flatout.tune.narrow`). If its speed
+    does, and contradicts the search, fit again with the blocks of the pairs, and confirm what is best then.
     """
-    attempt, pairs, tried = list(tuned), Pairs(), set[frozenset[str]]()
+    attempt, pairs, tried, extra_s = list(tuned), Pairs(), set[frozenset[str]](), 0.0
     while attempt:
         tried.add(keys_of(attempt))
         expected = tuning.gain(keys_of(attempt) & tuning.choices.keys())
-        rejection = _confirm_once(tuning, attempt, replica, pairs)
+        rejection = _confirm_once(tuning, attempt, replica, pairs, extra_s)
+        ratio = rejection.ratio if rejection else tuning.session.speedup
+        text = ""
+        if ratio is not None and ratio.median < MIN_OF_EXPECTED * expected.median:
+            text = f"{plan_of(attempt).describe()} was expected at {expected.median:.2f}x, and gives {ratio.median:.2f}x in fresh processes"
+            tuning.watcher.report(f"{text}: fitting again, with their blocks" if rejection else text)
         if rejection is None:
             break
         for candidate in attempt:
@@ -70,20 +73,15 @@ def confirm_plan(tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any]
         remaining = []
         if rejection.guard_record is not None and not tuning.must_fit and len(attempt) > 1:
             remaining = without_culprits(tuning, attempt, rejection.guard_record, pairs.plain)
-            gain = tuning.gain(keys_of(remaining)).median
+            gain, extra_s = tuning.gain(keys_of(remaining)).median, REST_OVERRUN_SHARE * tuning.budget_s
             if remaining and (
-                gain < MIN_REST_SPEEDUP
-                or tuning.remaining_s() + REST_OVERRUN_SHARE * tuning.budget_s < MIN_PAIRS * tuning.pair_s
+                gain < MIN_REST_SPEEDUP or tuning.remaining_s() + extra_s < MIN_PAIRS * tuning.pair_s
             ):
                 for candidate in remaining:
                     candidate.reason = f"without the levers that the guard rejected, the plan gives {gain:.2f}x{tuning.beside}; it was not confirmed"
                 remaining = []
         replica = None
-        if rejection.ratio is not None and rejection.ratio.high < expected.low:
-            text = f"{plan_of(attempt).describe()} was expected at {expected.median:.2f}x, and gives {rejection.ratio.median:.2f}x"
-            tuning.watcher.report(
-                f"{text} in fresh processes: fitting again, with their blocks and without cold ones"
-            )
+        if text:
             remaining, replica = _best_now(tuning, tried)
             for candidate in () if remaining else attempt:
                 candidate.reason = rejection.reason
@@ -96,13 +94,13 @@ def confirm_plan(tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any]
         for candidate in tuning.candidates.values():
             candidate.ratio = None
     if attempt:
-        tuning.session.undecided, tuning.session.obstacle = False, limiting_factor(tuning)
+        tuning.session.undecided, tuning.session.obstacle = False, limiting_factor(tuning) or text
     else:
         keep_plain(tuning, tuned)
 
 
 def _best_now(tuning: Tuning, tried: set[frozenset[str]]) -> tuple[list[Candidate], dict[str, Any] | None]:
-    """The best plan by all blocks, and its replica; empty if it was tried, or if time is too short."""
+    """The best plan by all blocks, and its replica; empty if it was tried or if time is short."""
     if tuning.must_fit or tuning.remaining_s(overrun=True) < tuning.joint_start_s(2):
         return [], None
     tuning.drop_cold_blocks()
@@ -112,12 +110,12 @@ def _best_now(tuning: Tuning, tried: set[frozenset[str]]) -> tuple[list[Candidat
 
 
 def _confirm_once(
-    tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any] | None, pairs: Pairs
+    tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any] | None, pairs: Pairs, extra_s: float
 ) -> Rejection | None:
-    """Confirm a plan; None if the plan is kept, and the session then holds it."""
-    plan, start_s, reused_runs = plan_of(tuned), seconds(), len(pairs.plain)
+    """Confirm a plan; None if the plan is kept, and the session then holds it. ``extra_s``: beyond the budget."""
+    plan, start_s = plan_of(tuned), seconds()
     ratio: Ratio | None = None
-    while _time_for_pair(tuning, pairs, reused_runs, ratio):
+    while _time_for_pair(tuning, pairs, extra_s, ratio):
         tuning.stage(
             "confirming",
             f"pair {len(pairs.tuned) + 1}: {plan.describe()} against the plain program, in fresh processes",
@@ -222,14 +220,13 @@ def _limits_of(candidate: Candidate, records: Sequence[TrialRecord]) -> str:
     return f"in part: {'; '.join(reasons)}" if reasons else ""
 
 
-def _time_for_pair(tuning: Tuning, pairs: Pairs, reused_runs: int, ratio: Ratio | None) -> bool:
-    """Whether there is time for another pair: three pairs within the budget.
+def _time_for_pair(tuning: Tuning, pairs: Pairs, extra_s: float, ratio: Ratio | None) -> bool:
+    """Whether there is time for another pair: three pairs within the budget and ``extra_s``.
 
-    The first two may exceed it a little, and further pairs may if the result is undecided. ``reused_runs`` plain
-    runs are reused. ``ratio``: the speed in the pairs so far, None before the first.
+    The first two may exceed it a little, and further pairs may if the result is undecided. ``ratio``: the speed in
+    the pairs so far, None before the first.
     """
     pairs_done = len(pairs.tuned)
-    extra_s = REST_OVERRUN_SHARE * tuning.budget_s if reused_runs else 0.0
     if ratio is None:
         return tuning.remaining_s(overrun=True) + extra_s > 0
     if pairs_done >= MIN_PAIRS and ratio.high < 1.0:

@@ -1,20 +1,21 @@
 """Estimates the effect of each lever by one Bayesian regression on the log times of all blocks.
 
     log ms = host + process +  drift, moment and turn of the machine + work of the tick window
-             + effects of active factors + effects of active pairs + noise
+             + cold start + effects of active factors + effects of active pairs + noise
 
-Effects and pairs have Gaussian priors. Process, work, moments (of two seconds) and turns (blocks whose slices
-alternate) are random effects with estimated variances. The drift is a piecewise random walk, and the noise has
-heavy tails (`flatout.tune.mixed_model`). A factor that was never on keeps its prior. Priors shrink weakly supported
-effects, which also corrects for selecting the luckiest candidate.
+Effects and pairs have Gaussian priors. Process, work, moments (of two seconds), turns (blocks whose slices
+alternate) and cold starts (the first block of a process, and of one that was stopped for long) are random effects
+with estimated variances. The drift is a piecewise random walk, and the noise has heavy tails
+(`flatout.tune.mixed_model`). A factor that was never on keeps its prior. Priors shrink weakly supported effects,
+which also corrects for selecting the luckiest candidate. They have heavy tails too, but not for `unsupported` factors.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -28,10 +29,11 @@ REGRET_DRAWS = 200
 MAX_DRIFT_PIECES = 16  # of the drift, per host
 HOST_SD = 3.0  # of a host's log time around the median; hosts may differ by any factor
 BISECTIONS = 36
+NORMAL_DOF = 1e9  # Student's t with these degrees of freedom is normal
 QUANTILES = (0.5, 0.025, 0.975)
 PLAN = "the whole plan"  # the key of the blocks of a plan's fresh processes
 PLAN_SD = 1.0  # of its prior, in log time
-PLAN_MISFIT = 0.008  # in log time; without it, intervals after two or three pairs cover 91 to 94 %
+PLAN_MISFIT = 0.008  # in log time
 
 Array = Any  # a numpy array; the shape is in each docstring
 
@@ -61,11 +63,10 @@ class PriorScales:
     the logarithm.
     """
 
-    # Degrees of freedom, above 2, of the priors of effects and pairs; a few effects are large
+    # Degrees of freedom, above 2, of the priors of effects and pairs; a few are large
     t_dof: float = 4.0
     pair: float = 0.035  # scale of the prior of pairs; the scale of effects follows from their sd
     known_pair: float = 0.1
-    misfit: float = 0.015  # of a set around the sum of its effects and pairs; three levers can interact too
     process: tuple[float, float] = (0.04, 0.6)
     noise: tuple[float, float] = (0.05, 0.7)
     noise_t_dof: float = 4.0  # degrees of freedom
@@ -75,11 +76,13 @@ class PriorScales:
     moment: tuple[float, float] = (0.02, 1.0)
     moment_s: float = 2.0  # clock rates and the load of other processes change within seconds
     turn: tuple[float, float] = (0.02, 1.0)  # tenants of a shared machine disturb for parts of a second
+    cold: tuple[float, float] = (0.02, 1.5)  # empty queues, levers that fill their stores
+    cold_stop_s: float = 15.0
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A speed ratio: the posterior median, a 95 % interval, and the chance of being faster at all."""
+    """A speed ratio: the posterior median, a 95 % interval, and the chance that its effects make it faster at all."""
 
     median: float
     low: float
@@ -98,9 +101,6 @@ class Fitted:
     parts: tuple[PosteriorPart, ...]
     process_sd: float
     noise_sd: float
-    work_sd: float
-    misfit_sd: float
-    blocks: int
     measured_keys: frozenset[str]  # keys that were on in some block
 
     @cached_property
@@ -134,11 +134,12 @@ class Fitted:
         """
         a, b = self.space.features(self.space.rows([against, active]))
         means = np.array([(a - b) @ part.mean for part in self.parts])
-        misfit = 2 * self.misfit_sd**2 if active != against else 0.0
-        sds = np.sqrt(np.maximum([(a - b) @ part.cov @ (a - b) + misfit for part in self.parts], 1e-24))
+        misfit = 2 * self.space.misfit**2 if active != against else 0.0
+        variances = np.maximum([(a - b) @ part.cov @ (a - b) for part in self.parts], 1e-24)
+        sds = np.sqrt(variances + misfit)
         weights = np.array([part.weight for part in self.parts])
         median, low, high = (math.exp(_mixture_quantile(q, weights, means, sds)) for q in QUANTILES)
-        return Estimate(median, low, high, 1 - _mixture_cdf(0.0, weights, means, sds))
+        return Estimate(median, low, high, 1 - _mixture_cdf(0.0, weights, means, np.sqrt(variances)))
 
     def effect(self, key: str, others: frozenset[str] = frozenset()) -> Estimate:
         """The speed-up of ``key`` given ``others``; it replaces another value of its lever."""
@@ -170,9 +171,14 @@ class Fitted:
         return float((draws @ chosen - (draws * self.space.features(best)).sum(axis=1)).mean())
 
 
-def _scales(space: Space, sd: np.ndarray, t_dof: float) -> np.ndarray:
-    """The scales of Student's t distributions with these standard deviations; pairs are normal."""
-    return np.where(np.arange(len(sd)) < len(space.factors), sd * math.sqrt((t_dof - 2) / t_dof), sd)
+def unsupported(blocks: Sequence[TimedBlock]) -> Iterator[str]:
+    """The factors without both sides in one process, or each in two. They stand for all that their process was."""
+    for key in frozenset().union(*(block.active for block in blocks)):
+        on, off = (
+            {(b.host, b.process) for b in blocks if (key in b.active) is side} for side in (True, False)
+        )
+        if not on & off and min(len(on), len(off)) < 2:
+            yield key
 
 
 def fit_effects(space: Space, blocks: Iterable[TimedBlock], scales: PriorScales = PriorScales()) -> Fitted:
@@ -188,16 +194,8 @@ def fit_effects(space: Space, blocks: Iterable[TimedBlock], scales: PriorScales 
         [[factor.sd for factor in space.factors], np.where(space.known_mask, scales.known_pair, scales.pair)]
     )
     if not ordered:
-        return Fitted(
-            space,
-            (PosteriorPart(1.0, prior_mean, np.diag(prior_sd**2)),),
-            scales.process[0],
-            scales.noise[0],
-            scales.work[0],
-            scales.misfit,
-            0,
-            frozenset(),
-        )
+        prior = PosteriorPart(1.0, prior_mean, np.diag(prior_sd**2))
+        return Fitted(space, (prior,), scales.process[0], scales.noise[0], frozenset())
     features = space.features(space.rows([block.active for block in ordered]))
     columns = np.flatnonzero(features.any(axis=0))
     hosts = _indicators([block.host for block in ordered])
@@ -209,19 +207,22 @@ def fit_effects(space: Space, blocks: Iterable[TimedBlock], scales: PriorScales 
         [(block.host, int((block.at_s - first_s[block.host]) / scales.moment_s)) for block in ordered]
     )
     log_ms = np.log([block.ms for block in ordered])
-    scale = _scales(space, prior_sd, scales.t_dof)
-    turns = _turn_columns(ordered)
+    n, t_dof, scale = len(space.factors), np.full(len(prior_sd), scales.t_dof), prior_sd.copy()
+    t_dof[[space.index[key] for key in unsupported(ordered)]] = NORMAL_DOF
+    scale[:n] *= np.sqrt(1 - 2 / t_dof[:n])
+    turns, cold = _turn_columns(ordered), _cold_columns(ordered, scales.cold_stop_s)
     groups = [
-        Group(len(columns), scale[columns], prior_mean[columns], scales.t_dof),
+        Group(len(columns), scale[columns], prior_mean[columns], t_dof[columns]),
         Group(hosts.shape[1], np.full(hosts.shape[1], HOST_SD)),
         Group(processes.shape[1], Component(*scales.process)),
         Group(windows.shape[1], Component(*scales.work)),
         Group(drift.shape[1], Component(*scales.drift)),
         Group(moments.shape[1], Component(*scales.moment)),
         Group(turns.shape[1], Component(*scales.turn)),
+        Group(cold.shape[1], Component(*scales.cold)),
     ]
     solution = solve(
-        np.hstack([features[:, columns], hosts, processes, windows, drift, moments, turns]),
+        np.hstack([features[:, columns], hosts, processes, windows, drift, moments, turns, cold]),
         log_ms - np.median(log_ms),
         groups,
         Component(*scales.noise),
@@ -230,29 +231,18 @@ def fit_effects(space: Space, blocks: Iterable[TimedBlock], scales: PriorScales 
         t_dof=scales.noise_t_dof,
     )
     measured_keys = frozenset().union(*(block.active for block in ordered))
-    return Fitted(
-        space,
-        tuple(_with_unmeasured(part, columns, prior_mean, prior_sd) for part in solution.parts),
-        solution.sds[2] or 0.0,
-        solution.noise_sd,
-        solution.sds[3] or 0.0,
-        scales.misfit,
-        len(ordered),
-        measured_keys,
-    )
+    parts = tuple(_with_unmeasured(part, columns, prior_mean, prior_sd) for part in solution.parts)
+    return Fitted(space, parts, solution.sd, solution.noise_sd, measured_keys)
 
 
-def plan_speed(space: Space, blocks: Iterable[TimedBlock], fresh: Iterable[TimedBlock]) -> Estimate:
+def plan_speed(fresh: Iterable[TimedBlock]) -> Estimate:
     """The speed of a plan in its fresh pairs: ``fresh`` are plain blocks, and blocks of the plan with `PLAN` on.
 
-    Its factor has a flat prior and no pairs, and the pairs count as a host of their own. So neither the priors of
-    levers nor the ``blocks`` that chose the plan move it; they only show how far processes vary, and the noise.
+    Its factor has a flat prior. The blocks of the search do not count: they chose the plan, and where effects do not
+    add up, they show processes that vary too much.
     """
-    fresh = [replace(block, host=f"{block.host} {PLAN}") for block in fresh]
-    factors = (*space.factors, Factor(PLAN, PLAN, live=False, sd=PLAN_SD))
-    excludes = space.excludes | {frozenset((PLAN, lever)) for lever in space.columns_of}
-    with_plan = replace(space, factors=factors, excludes=excludes)
-    return fit_effects(with_plan, [*blocks, *fresh], PriorScales(misfit=PLAN_MISFIT)).gain(frozenset({PLAN}))
+    space = Space((Factor(PLAN, PLAN, live=False, sd=PLAN_SD),), misfit=PLAN_MISFIT)
+    return fit_effects(space, fresh).gain(frozenset({PLAN}))
 
 
 def _with_unmeasured(
@@ -274,6 +264,15 @@ def _turn_columns(blocks: Sequence[TimedBlock]) -> Array:
     """(n, turns) floats: the turn of each block. A turn of one block cannot be told from its noise."""
     turns = _indicators([(block.host, block.at_s) for block in blocks])
     return turns[:, turns.sum(axis=0) > 1]
+
+
+def _cold_columns(blocks: Sequence[TimedBlock], stop_s: float) -> Array:
+    """(n, columns) floats: one for each block that is the first of its process, or the first after a long stop."""
+    warm = [
+        a.host == b.host and a.process == b.process and b.at_s - a.at_s <= stop_s
+        for a, b in itertools.pairwise(blocks)
+    ]
+    return np.eye(len(blocks))[:, ~np.array([False, *warm])]
 
 
 def _drift_columns(blocks: Sequence[TimedBlock], hosts: Array, piece_s: float) -> Array:

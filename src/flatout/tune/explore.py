@@ -37,10 +37,6 @@ from flatout.tune.one_thread import np
 from flatout.tune.remote import TIMEOUT_S
 from flatout.tune.tuning import Tuning
 
-# Compiles in a background program while others start, then measures it with and without the compiler.
-#
-# Without enough memory for both, the compiler runs after the other programs.
-
 MAX_COMPILE_S = 10 * COMPILE_S  # since its start, including the time it is stopped
 POLL_S = 0.2
 # Least exploring time left, on few cores and on MANY_CORES: a start and compiling a small model
@@ -122,14 +118,13 @@ class BackgroundCompiler:
         return True
 
     def _measure(self, trial: Trial) -> None:
-        tuning, active = self.tuning, self.active
+        tuning, active, factor = self.tuning, self.active, self.factor
+        assert factor is not None
         for skipped in trial.ready.get("skipped", ()):
             handle_end(tuning, active, ProgramResult(failed_lever=(skipped["name"], skipped["reason"])))
             return
-        live = frozenset(key for key in active if tuning.candidates[tuning.choices[key].name].lever.live)
-        without_compiler = frozenset(
-            key for key in live if not tuning.candidates[tuning.choices[key].name].lever.warms_up
-        )
+        live = active & {other.key for other in tuning.space.factors if other.live}
+        without_compiler = live - {factor.key}
         rows = [live, without_compiler, without_compiler, live, live, without_compiler]
         tuning.stage("exploring", f"{tuning.plan_for(active).describe()}: with and without the compiler")
         member = Member(trial, tuning.live_levers(rows), ProgramResult(), fresh=False)
@@ -149,10 +144,7 @@ class BackgroundCompiler:
         return sole_compile_s
 
     def wait(self, quick_space: Space) -> None:
-        """Spend the rest of the exploring time on compilers alone.
-
-        If that is too short, their levers get a reason.
-        """
+        """Spend the rest of the exploring time on compilers alone."""
         self._begin_next(quick_space)
         while self.trial is not None:
             self._wait_for(self.trial)
@@ -310,11 +302,10 @@ class _Exploring:
             for active, live in zip(settings, rows, strict=True)
         ]
         tuning.stage("exploring", " against ".join(tuning.plan_for(active).describe() for active in settings))
-        self.waves += 1
         self._make_room(len(settings))
-        for active, live, (result, host) in zip(
-            settings, rows, self._measure_requests(requests), strict=True
-        ):
+        measured = self._measure_requests(requests)
+        self.waves += 1
+        for active, live, (result, host) in zip(settings, rows, measured, strict=True):
             tuning.processes += 1
             self._record_result(tuning.processes, active, live, result, host)
         self._report()
@@ -357,10 +348,9 @@ class _Exploring:
                     space, tuning.fit_effects(space), PLAIN, self._plain_rows - 1, self.random
                 )
             running = [(Member(plain, tuning.live_levers(rows), ProgramResult(), fresh=False), rows)]
-        until_s = tuning.first_wave_until_s if self.waves == 1 else tuning.explore_until_s
         members = [member for member, _ in running]
         results = measure_together(
-            self.interleaver, requests, until_s, tuning.timeout_s, members, MAX_STARTUP_RATIO
+            self.interleaver, requests, self._wave_until_s, tuning.timeout_s, members, MAX_STARTUP_RATIO
         )
         startup_times = [result.startup_s for result in results if result.ready]
         if startup_times:

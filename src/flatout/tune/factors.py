@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from flatout.schema.enums import Moment
@@ -12,6 +13,7 @@ from flatout.tune.tuning import Tuning
 
 VALUES_PER_LEVER = 3
 MAX_DATA_GAIN = 0.7  # of the wait for data, in log time: what a good lever on the data path saves
+DATA_MISFIT = {True: 0.065, False: 0.12}  # with data levers: without workers, and with
 MIN_DATA_SD = 0.05  # of a data lever, which can also take cores away from the step
 CLOSURE_REASON = "a step of this program is a closure that lasts seconds; levers cannot be switched inside it"
 EARLIER_HOST = "an earlier part of this search"
@@ -75,6 +77,8 @@ def make_space(tuning: Tuning) -> None:
     tuning.space = Space(
         tuple(factors), frozenset(excludes), {name: n for name, n in needs.items() if n}, KNOWN_PAIRS
     )
+    if any(tuning.candidates[name].lever.moment is Moment.LOADER for name in levers):
+        tuning.space = replace(tuning.space, misfit=DATA_MISFIT[in_process_loading])
 
 
 def _phases(ready: Mapping[str, Any]) -> dict[str, dict[str, float]]:

@@ -14,5 +14,4 @@ COMPILE_S = 75.0  # allowed for a first compilation
 OVERRUN_SHARE = 0.1  # of the budget, to finish running measurements
 MEMORY_FIT_SHARE = 0.35  # of the budget, for the frontier when memory is limited
 SEED_WINDOW_STRIDE = 10**7
-COLD_BLOCK_FACTOR = 2.0  # a block was cold if a later one of its process took less than half of its time
 JOINT_START_FACTOR = 1.35  # cost of starting two programs together, in single starts

@@ -51,14 +51,14 @@ class Component:
 class Group:
     """Adjacent columns. ``sd`` is a shared ``Component``, or (columns,) known values.
 
-    ``t_dof``: degrees of freedom of a t prior with scale ``sd``, which shrinks coefficients far from their
-    mean less. None for a normal prior.
+    ``t_dof``: degrees of freedom of t priors with scale ``sd``, one or (columns,), which shrink coefficients far from
+    their mean less. None for a normal prior.
     """
 
     columns: int
     sd: Component | Array
     mean: Array | float = 0.0
-    t_dof: float | None = None
+    t_dof: Array | float | None = None
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ class PosteriorPart:
 
 @dataclass(frozen=True)
 class Solution:
-    """The posterior ``parts``, heaviest first; the ``noise_sd``; and ``sds``, one per group (None if known)."""
+    """The posterior ``parts``, heaviest first; the sd of the noise, and of the integrated group."""
 
     parts: tuple[PosteriorPart, ...]
     noise_sd: float
-    sds: tuple[float | None, ...]
+    sd: float
 
 
 class _System:
@@ -84,7 +84,6 @@ class _System:
 
     def __init__(self, x: Array, y: Array, groups: Sequence[Group], noise: Component, t_dof: float) -> None:
         self.x, self.y, self.groups, self.noise, self.t_dof = x, y, groups, noise, t_dof
-        self.gram = x.T @ x
         self.prior_mean = np.concatenate(
             [np.broadcast_to(group.mean, group.columns) for group in groups]
         ).astype(float)
@@ -110,28 +109,30 @@ class _System:
         ]
         return np.concatenate(parts)
 
-    def posterior(self) -> tuple[Array, Array]:
-        """Mean and covariance, given all variances."""
-        noise = np.exp(self.log_noise)
-        precision = self.gram / noise
-        precision[np.diag_indices_from(precision)] += 1 / self.variances()
-        cov = np.linalg.inv(precision)
-        return self.prior_mean + cov @ (self.x.T @ (self.pseudo_y - self.x @ self.prior_mean)) / noise, cov
+    def data_cov(self, weighted: Array) -> Array:
+        """(n, n): of the measurements. Smaller than that of the columns. ``weighted``: the columns times their variances."""
+        cov = weighted @ self.x.T
+        cov[np.diag_indices_from(cov)] += np.exp(self.log_noise)
+        return cov
+
+    @property
+    def residual(self) -> Array:
+        return self.pseudo_y - self.x @ self.prior_mean
+
+    def posterior(self, keep: slice = slice(None, 0)) -> tuple[Array, Array, Array]:
+        """Mean and variance of all columns, and covariance of the columns ``keep``, given all variances."""
+        variances = self.variances()
+        weighted = self.x * variances
+        gain = np.linalg.inv(self.data_cov(weighted)) @ weighted  # (n, columns)
+        cov = np.diag(variances[keep]) - weighted[:, keep].T @ gain[:, keep]
+        mean = self.prior_mean + gain.T @ self.residual
+        return mean, variances - (weighted * gain).sum(axis=0), cov
 
     def evidence(self) -> float:
         """The log of the marginal likelihood times the priors of the components, up to a constant."""
-        noise, variances = np.exp(self.log_noise), self.variances()
-        sds = np.sqrt(variances)
-        scaled = sds[:, None] * self.gram * sds[None, :] / noise
-        scaled[np.diag_indices_from(scaled)] += 1.0
-        lower = np.linalg.cholesky(scaled)
-        residual = self.pseudo_y - self.x @ self.prior_mean
-        projected = np.linalg.solve(lower, sds * (self.x.T @ residual)) / noise
-        value = (
-            -np.log(np.diag(lower)).sum()
-            - 0.5 * len(residual) * self.log_noise
-            - 0.5 * (residual @ residual / noise - projected @ projected)
-        )
+        lower = np.linalg.cholesky(self.data_cov(self.x * self.variances()))
+        projected = np.linalg.solve(lower, self.residual)
+        value = -np.log(np.diag(lower)).sum() - 0.5 * projected @ projected
         return (
             float(value)
             + self.noise.log_prior(self.log_noise)
@@ -141,8 +142,8 @@ class _System:
     def iterate(self) -> float:
         """Take one step of the fixed-point iteration; return the largest change of a log variance."""
         before = {**self.log_variance, -1: self.log_noise}
-        mean, cov = self.posterior()
-        variances, diagonal = self.variances(), np.diag(cov)
+        mean, diagonal, _ = self.posterior()
+        variances = self.variances()
         fitted = self.x @ mean
         # Degrees of freedom of the residuals
         free_dof = max(len(self.y) - float((1 - diagonal / variances).sum()), MIN_FREE_SHARE * len(self.y))
@@ -197,42 +198,29 @@ def solve(
     groups: Sequence[Group],
     noise: Component,
     keep: slice,
-    integrated: int | None = None,
+    integrated: int,
     t_dof: float = NOISE_T_DOF,
 ) -> Solution:
     """The posterior of the columns ``keep``, for ``x`` (n, columns) and ``y`` (n,).
 
-    The noise has ``t_dof`` degrees of freedom. The sd of group ``integrated`` is integrated out; all others are at
-    their mode.
+    The noise has ``t_dof`` degrees of freedom. The sd of group ``integrated`` is integrated out.
     """
     system = _System(x, y, groups, noise, t_dof)
     for _ in range(MAX_ITERATIONS):
         if system.iterate() < CONVERGED_CHANGE:
             break
-    sds = tuple(
-        float(np.exp(system.log_variance[i] / 2)) if i in system.log_variance else None
-        for i in range(len(groups))
-    )
-    parts = []
-    if integrated is None:
-        mean, cov = system.posterior()
-        parts = [PosteriorPart(1.0, mean[keep], cov[keep, keep])]
-    else:
-        component, mode = groups[integrated].sd, system.log_variance[integrated]
-        width = 1 / np.sqrt(system.dof[integrated] / 2 + 1 / (4 * component.log_sd**2))
-        scored = []
-        for node in NODES:
-            system.log_variance[integrated] = mode + node * width
-            scored.append((system.evidence(), system.log_variance[integrated]))
-        best = max(score for score, _ in scored)
-        weights = [float(np.exp(score - best)) for score, _ in scored]
-        for weight, (_, system.log_variance[integrated]) in zip(weights, scored, strict=True):
-            if weight > MIN_NODE_WEIGHT:
-                mean, cov = system.posterior()
-                parts.append(PosteriorPart(weight, mean[keep], cov[keep, keep]))
-        total = sum(part.weight for part in parts)
-        parts = sorted(
-            (PosteriorPart(part.weight / total, part.mean, part.cov) for part in parts),
-            key=lambda part: -part.weight,
-        )
-    return Solution(tuple(parts), float(np.exp(system.log_noise / 2)), sds)
+    component, mode = groups[integrated].sd, system.log_variance[integrated]
+    width = 1 / np.sqrt(system.dof[integrated] / 2 + 1 / (4 * component.log_sd**2))
+    scored = []
+    for node in NODES:
+        system.log_variance[integrated] = mode + node * width
+        scored.append((system.evidence(), system.log_variance[integrated]))
+    best, parts = max(score for score, _ in scored), []
+    for score, system.log_variance[integrated] in scored:
+        if score - best > np.log(MIN_NODE_WEIGHT):
+            mean, _, cov = system.posterior(keep)
+            parts.append(PosteriorPart(float(np.exp(score - best)), mean[keep], cov))
+    total = sum(part.weight for part in parts)
+    parts = [PosteriorPart(part.weight / total, part.mean, part.cov) for part in parts]
+    parts.sort(key=lambda part: -part.weight)
+    return Solution(tuple(parts), float(np.exp(system.log_noise / 2)), float(np.exp(mode / 2)))

@@ -55,9 +55,7 @@ class Pairs:
     def speed(self, tuning: Tuning) -> Ratio:
         """How many times as fast the plan is in these pairs; ``n`` counts their processes."""
         processes = {block.process for block in self.blocks}
-        others = [block for block in tuning.blocks if block.process not in processes]
-        fresh = tuning.counted(self.blocks)
-        return ratio_of(plan_speed(tuning.space, tuning.counted(others), fresh), len(processes))
+        return ratio_of(plan_speed(tuning.counted(self.blocks)), len(processes))
 
 
 def keys_of(candidates: Sequence[Candidate]) -> frozenset[str]:

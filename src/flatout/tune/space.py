@@ -50,7 +50,8 @@ class Space:
 
     ``excludes`` and ``known_pairs`` are pairs of levers; ``needs`` maps a lever to all levers that it needs.
 
-    ``known_pairs`` have a wider prior of their interaction. A lever whose needed lever has no factor here is
+    ``known_pairs`` have a wider prior of their interaction. ``misfit``: the sd of a set's log time around the sum of
+    its effects and pairs, because three levers can interact too. A lever whose needed lever has no factor here is
     never allowed. Raises ValueError for a duplicate key.
     """
 
@@ -58,6 +59,7 @@ class Space:
     excludes: frozenset[frozenset[str]] = frozenset()
     needs: Mapping[str, Iterable[str]] = field(default_factory=dict)
     known_pairs: frozenset[frozenset[str]] = frozenset()
+    misfit: float = 0.015
 
     def __post_init__(self) -> None:
         keys = [factor.key for factor in self.factors]

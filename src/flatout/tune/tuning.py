@@ -27,7 +27,6 @@ from flatout.tune.effects import Fitted, Space, TimedBlock, fit_effects, ratio_o
 from flatout.tune.goal import Goal, restricted
 from flatout.tune.interleaver import Interleaver, RunningCandidate
 from flatout.tune.limits import (
-    COLD_BLOCK_FACTOR,
     CONFIRM_SHARE,
     JOINT_START_FACTOR,
     MAX_PAIR_ROUNDS,
@@ -94,13 +93,15 @@ class Tuning:
         """Choose the budget after the program was observed, unless you gave one."""
         if self.goal.budget_s is None:
             prior = priors(self.facts, self.session.context, {})
+            data_ms = self.plain_trial.ready["data_ms"] if self.plain_trial else 0.0
+            computing = max(0.0, 1 - data_ms / self.interleaver.tick_ms)
             self.budget_s = self.session.budget_s = default_budget_s(
                 self.start_cost_s,
                 self.interleaver.tick_ms,
                 bool(self.goal.named)
                 or self.goal.memory_limit_bytes is not None
                 or self.single_command is not None,
-                self.goal.horizon_s * compiler_gain(self.candidates.values(), prior),
+                self.goal.horizon_s * computing * compiler_gain(self.candidates.values(), prior),
             )
         self.watcher.set_end(self.end_s)
 
@@ -361,14 +362,12 @@ class Tuning:
         self.fitted = None
 
     def drop_cold_blocks(self) -> None:
-        """Drop the blocks that took more than twice as long as a later one of their process: it was not steady yet."""
+        """Drop the blocks that took over twice as long as a later one of their process: it was not steady yet."""
         fastest: dict[int, float] = {}
         kept = []
         for block in sorted(self.blocks, key=lambda block: -block.at_s):
-            later_ms = fastest.get(block.process, math.inf)
-            if block.ms <= COLD_BLOCK_FACTOR * later_ms:
-                kept.append(block)
-            fastest[block.process] = min(block.ms, later_ms)
+            fastest[block.process] = min(block.ms, fastest.get(block.process, math.inf))
+            kept += [block] if block.ms <= 2 * fastest[block.process] else []
         self.blocks, self.fitted = kept[::-1], None
 
     def refit(self) -> Fitted:
