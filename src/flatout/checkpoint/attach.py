@@ -1,7 +1,5 @@
 """The entry of a run that keeps checkpoints, inside the program: `flatout run --rescue` and `--resume`."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

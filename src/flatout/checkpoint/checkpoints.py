@@ -50,9 +50,8 @@ from flatout.job import heartbeat
 from flatout.job.streams import avoid_closed_streams
 from flatout.schema.errors import CheckpointError, StorageError
 
-_pids_of_locks: dict[
-    str, int
-] = {}  # by this process: the kernel would grant it its own lock twice. A child does not hold its parent's locks
+# by this process: the kernel would grant it its own lock twice. A child does not hold its parent's locks
+_pids_of_locks: dict[str, int] = {}
 
 
 class Lock:
@@ -60,8 +59,7 @@ class Lock:
 
     The file stays and names its last holder. This is the kernel's lock that works over NFS and that loader
     workers do not inherit. Its drawback: it is lost when this process opens and closes the file again for any
-    reason.
-    """
+    reason."""
 
     @avoid_closed_streams()
     def __init__(self, path: Path) -> None:
@@ -212,8 +210,7 @@ class CheckpointFolder:
 
     Reading needs no lock; to write, use ``with CheckpointFolder(folder) as checkpoints`` or ``open``.
 
-    ``on_verified`` receives the step of each verified checkpoint.
-    """
+    ``on_verified`` receives the step of each verified checkpoint."""
 
     def __init__(
         self, folder: Path, keep: int = KEEP, on_verified: Callable[[int], None] = lambda step: None
@@ -239,8 +236,7 @@ class CheckpointFolder:
     def newest(self) -> tuple[Checkpoint | None, list[CorruptCheckpoint]]:
         """The newest valid checkpoint, and the newer corrupt ones.
 
-        Raises CheckpointError if there are only corrupt ones.
-        """
+        Raises CheckpointError if there are only corrupt ones."""
         corrupt: list[CorruptCheckpoint] = []
         for path in self.paths():
             try:
@@ -259,8 +255,7 @@ class CheckpointFolder:
     def open(self) -> CheckpointFolder:
         """Take the lock and remove unfinished checkpoints.
 
-        Raises StorageError, also if another process writes here.
-        """
+        Raises StorageError, also if another process writes here."""
         self._writes = True
         try:
             if not self.folder.is_dir():
@@ -296,8 +291,7 @@ class CheckpointFolder:
     ) -> Checkpoint:
         """Write ``states`` by name ("" for a single one) as a new checkpoint and verify it.
 
-        Then delete the oldest checkpoints. Raises StorageError, CheckpointError.
-        """
+        Then delete the oldest checkpoints. Raises StorageError, CheckpointError."""
         unfinished = self.begin(step)
         try:
             files: dict[str, FileDigest] = {}
@@ -316,9 +310,8 @@ class CheckpointFolder:
                 f"a checkpoint of step {step} cannot be named: steps range from 0 to {MAX_STEP:,}."
             )
         unfinished = self.folder / f".writing-{step}-{os.getpid()}"
-        if self._writes and (
-            self._lock is None or not self._lock.is_valid
-        ):  # the folder has vanished or was replaced: the lock is void
+        # the folder has vanished or was replaced: the lock is void
+        if self._writes and (self._lock is None or not self._lock.is_valid):
             self._release_lock()
             self.open()
         try:
@@ -331,8 +324,7 @@ class CheckpointFolder:
     def finish(self, unfinished: Path, manifest: Manifest) -> Checkpoint:
         """Write the manifest and give the checkpoint its final name. Raises StorageError.
 
-        Raises CheckpointError if the disk does not return what was written.
-        """
+        Raises CheckpointError if the disk does not return what was written."""
         try:
             write_file(unfinished / MANIFEST, [manifest.to_text().encode()])
             flush_folder(unfinished)
@@ -355,8 +347,7 @@ class CheckpointFolder:
     def discard(self, folder: Path) -> None:
         """Delete as much as possible of a folder.
 
-        The next checkpoint, or the next process to open the folder, deletes the rest.
-        """
+        The next checkpoint, or the next process to open the folder, deletes the rest."""
         try:
             remove_folder(folder)
         except OSError:
@@ -365,8 +356,7 @@ class CheckpointFolder:
     def set_aside(self, corrupt: CorruptCheckpoint) -> Path:
         """Move a corrupt checkpoint to the folder of damaged ones and return its new path.
 
-        Raises StorageError.
-        """
+        Raises StorageError."""
         try:
             if not (self.folder / DAMAGED).is_dir():
                 make_folder(self.folder / DAMAGED)
@@ -380,8 +370,7 @@ class CheckpointFolder:
     def move_all_aside(self) -> Path | None:
         """Move all checkpoints, valid or not, to a subfolder and return it; None if there was none.
 
-        Raises StorageError.
-        """
+        Raises StorageError."""
         paths = self.paths()
         if not paths:
             return None
@@ -400,8 +389,7 @@ class CheckpointFolder:
     def _free_path(self, step: int) -> Path:
         """A new path.
 
-        A checkpoint of the same step is not overwritten: it stays until the new one is verified.
-        """
+        A checkpoint of the same step is not overwritten: it stays until the new one is verified."""
         taken = max((number for each, number in map(_number, self.paths()) if each == step), default=0)
         return self.folder / (f"step-{step:08d}" + (f"-{taken + 1}" if taken else ""))
 
@@ -409,8 +397,7 @@ class CheckpointFolder:
 def write_state(folder: Path, name: str, packed: Packed) -> dict[str, FileDigest]:
     """Write the files of one state into an unfinished checkpoint. Raises StorageError.
 
-    Raises CheckpointError if the plain values are too large.
-    """
+    Raises CheckpointError if the plain values are too large."""
     state, tensors = files_of(name)
     try:
         files = {state: write_file(folder / state, [to_json(packed.tree)])}

@@ -34,8 +34,7 @@ class FileDigest:
 def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileDigest:
     """Write a new file and flush it to the disk. Raises OSError.
 
-    Other threads run meanwhile: writing and hashing release the interpreter lock.
-    """
+    Other threads run meanwhile: writing and hashing release the interpreter lock."""
     digest, size = hashlib.sha256(), 0
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_FILE)
     try:
@@ -58,8 +57,7 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileDigest:
 def drop_from_page_cache(handle: int) -> None:
     """Drop a flushed file from the kernel's page cache.
 
-    A later read then sees what the disk has, and the memory is free for the training.
-    """
+    A later read then sees what the disk has, and the memory is free for the training."""
     if hasattr(os, "posix_fadvise"):
         try:
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -71,8 +69,7 @@ class HashedFileReader:
     """An ordinary file, read once from start to end, with the digest of what was read.
 
     Raises OSError, also for a link (the file or its folder), a pipe or a device; opening these does not
-    block.
-    """
+    block."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.bytes, self._digest = path, 0, hashlib.sha256()
@@ -122,8 +119,7 @@ class HashedFileReader:
 def read_file(path: Path, max_bytes: int) -> bytes:
     """The content of an ordinary file.
 
-    Raises OSError, also for a link or a file longer than ``max_bytes``.
-    """
+    Raises OSError, also for a link or a file longer than ``max_bytes``."""
     with HashedFileReader(path) as file:
         if file.length > max_bytes:
             raise OSError(errno.EFBIG, f"it is longer than {max_bytes:,} bytes", str(path))
@@ -135,8 +131,7 @@ def read_file(path: Path, max_bytes: int) -> bytes:
 def digest_of_file(path: Path, expected: FileDigest) -> FileDigest:
     """The length and digest of a file. Raises OSError, also for a link.
 
-    If the length differs from ``expected``, the file is not read and the digest is "".
-    """
+    If the length differs from ``expected``, the file is not read and the digest is ""."""
     with HashedFileReader(path) as file:
         if file.length != expected.bytes:
             return FileDigest(file.length, "")
@@ -172,8 +167,7 @@ def move_folder(source: Path, target: Path) -> None:
 def remove_folder(path: Path) -> None:
     """Rename a folder, then delete its content, so that a half-removed folder does not count.
 
-    Removes only links.
-    """
+    Removes only links."""
     if not path.name.startswith(REMOVING_PREFIX):
         removing = path.with_name(f"{REMOVING_PREFIX}{path.name.lstrip('.')}-{os.getpid()}")
         os.rename(path, removing)

@@ -4,8 +4,6 @@ Each rank writes its own part into one folder; rank 0 waits for all and writes t
 only through the folder: the writing threads must not use collectives, which the training may be using.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Mapping

@@ -49,8 +49,7 @@ class JournalPosition:
 class ValueJournal:
     """Writes a journal. ``after``: continue after a position and cut off the rest; None: start from scratch.
 
-    Raises StorageError.
-    """
+    Raises StorageError."""
 
     @avoid_closed_streams()
     def __init__(self, path: Path, after: JournalPosition | None = None) -> None:
@@ -74,8 +73,7 @@ class ValueJournal:
     def append(self, checks: bytes | bytearray, values: Sequence[str]) -> None:
         """Append one block. ``values``: JSON of each entry.
 
-        Raises StorageError, also if the journal would exceed its maximum size.
-        """
+        Raises StorageError, also if the journal would exceed its maximum size."""
         payload = zlib.compress(f'["{checks.hex()}",[{",".join(values)}]]'.encode(), 1)
         size = self.position.bytes + BLOCK.size + len(payload)
         if size > MAX_BYTES:
@@ -123,8 +121,7 @@ def is_written(path: Path) -> bool:
 def read_journal(path: Path, end: JournalPosition) -> tuple[bytes, list[Any]]:
     """The checks and the values of all entries up to a position.
 
-    Raises CheckpointError with the reason (without a full stop) if they are invalid.
-    """
+    Raises CheckpointError with the reason (without a full stop) if they are invalid."""
     checks, values, digest = bytearray(), list[Any](), 0
     try:
         if end.bytes > MAX_BYTES:

@@ -31,8 +31,7 @@ class Manifest:
     """``kind``: the program that wrote the checkpoint and can read it. ``step``: optimizer steps done.
 
     ``left_out``: places in the state whose values cannot be stored, with their types. ``metadata``: metadata of
-    the writer, as JSON.
-    """
+    the writer, as JSON."""
 
     kind: str
     step: int

@@ -20,8 +20,7 @@ def environment(torch: ModuleType, more: Mapping[str, Any] = {}) -> dict[str, An
 
     ``more``: values from the caller (length of the data, digest of the script, number of ranks). CUDA devices
     are included only if the process already uses CUDA. Querying them would start CUDA, and children forked
-    later could not use it.
-    """
+    later could not use it."""
     return {
         "torch": str(torch.__version__),
         "python": ".".join(map(str, sys.version_info[:3])),
@@ -70,8 +69,7 @@ class ExactMeta:
     """What an exact resume needs besides the state. ``why_not``: why this checkpoint cannot be resumed, or "".
 
     ``journal``: name of the journal file. ``program``: words of the command. ``sources``: digest of each
-    source file of the program. ``cost_s``: recent cost of a checkpoint.
-    """
+    source file of the program. ``cost_s``: recent cost of a checkpoint."""
 
     journal: str
     program: tuple[str, ...]
@@ -85,8 +83,7 @@ class CheckpointMeta:
     """``why``: what asked for the checkpoint. ``ran_s``: age of the process. ``at``: date and time.
 
     ``inside``: taken inside a step; ``updated``: some weights were already updated then. ``surroundings``:
-    the environment that affects the bits (`environment`).
-    """
+    the environment that affects the bits (`environment`)."""
 
     why: str = ""
     ran_s: float | None = None

@@ -102,8 +102,7 @@ class Rescue(RescueWriter):
     def step_end(self) -> None:
         """Schedule a checkpoint; it is too early to save.
 
-        Schedulers, scalers and averaged copies are updated after the optimizer.
-        """
+        Schedulers, scalers and averaged copies are updated after the optimizer."""
         self.phase = StepPhase.ENDED
         if self.active:
             due = self.saver.due(self.context.steps) if self.saver is not None else seconds() >= self._retry_s
@@ -164,8 +163,7 @@ class Rescue(RescueWriter):
     def _remind(self, waiting: WaitingSignal, after_s: float) -> None:
         """Send this process the signal again after a while.
 
-        No Python Thread: starting one takes locks that the program may hold.
-        """
+        No Python Thread: starting one takes locks that the program may hold."""
         waiting.reminders += 1
         _thread.start_new_thread(self._ring, (waiting, after_s, waiting.reminders))
 

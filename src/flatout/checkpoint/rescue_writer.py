@@ -1,7 +1,5 @@
 """Writes the state of a running script as a checkpoint, and says what it keeps."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable
@@ -36,8 +34,7 @@ class StepPhase(Enum):
     """Where the program is in its step.
 
     ENDED: schedulers and the like follow. BETWEEN: the next step begins, and nothing of it has run. INSIDE:
-    the weights are still those of the last step. UPDATING: an optimizer works. UPDATED: some weights are new.
-    """
+    the weights are still those of the last step. UPDATING: an optimizer works. UPDATED: some weights are new."""
 
     ENDED, BETWEEN, INSIDE, UPDATING, UPDATED = range(5)
 
@@ -70,8 +67,7 @@ class RescueWriter(Listener):
     ``notify`` prints a message to the user. ``claim`` is called once, when the first step has ended: only one of
     several processes of a run keeps checkpoints. ``exact`` adds what an exact resume needs. ``resumed``: the step
     from which this run resumes, with its existing checkpoints, or None for a new run. ``cost_s``: cost of a
-    checkpoint, if known.
-    """
+    checkpoint, if known."""
 
     def __init__(
         self,
@@ -110,14 +106,12 @@ class RescueWriter(Listener):
     def _save(self, why: str, frame: FrameType | None, last: bool = False, ended: bool = False) -> bool:
         """Save the present state; return whether a checkpoint of it exists or will exist.
 
-        ``last``: the training waits until it is written. ``ended``: the training does not continue at all.
-        """
+        ``last``: the training waits until it is written. ``ended``: the training does not continue at all."""
         self._saving = True
         try:
             dynamo = sys.modules.get("torch._dynamo")
-            save = (
-                self._save_uncompiled if dynamo is None else dynamo.disable(self._save_uncompiled)
-            )  # do not compile our functions
+            # do not compile our functions
+            save = self._save_uncompiled if dynamo is None else dynamo.disable(self._save_uncompiled)
             return bool(save(why, frame, last, ended))
         finally:
             self._saving = False
@@ -253,8 +247,7 @@ class RescueWriter(Listener):
     def _steps_done(self) -> int:
         """The number of completed steps.
 
-        Includes the last step of a script without an optimizer, whose end is not observed.
-        """
+        Includes the last step of a script without an optimizer, whose end is not observed."""
         boundaries = self.context.boundaries
         return int(self.context.steps) + int(
             boundaries.by_backward and boundaries.pending and self._failure() is None

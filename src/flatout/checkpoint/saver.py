@@ -3,8 +3,6 @@
 The interval keeps the cost within a given share of the time.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -27,8 +25,7 @@ class Snapshot:
     def take(self, packed: Packed) -> Packed:
         """The same state with copies of its tensors. Copies from a CUDA device arrive after `wait`.
 
-        Later computation on the device does not change them.
-        """
+        Later computation on the device does not change them."""
         buffers, devices = {}, set()
         for name, tensor in packed.tensors.items():
             copy = self._buffers.get(name)
@@ -70,8 +67,7 @@ class CheckpointCost:
     """The cost of checkpoints so far, in seconds.
 
     It counts the time the training waited, and the CPU time of the writing thread, which takes a core from a
-    training on the host.
-    """
+    training on the host."""
 
     checkpoints: int = 0
     waited_s: float = 0.0
@@ -88,8 +84,7 @@ class CheckpointWriter:
     ``report`` receives sentences about failures: the training continues without that checkpoint, and the next
     one is tried. ``why_not_write`` checks a copy before it is written and returns why not to write it, or "".
     ``write`` replaces `CheckpointFolder.write` if several ranks each write a part; it returns None if the checkpoint
-    belongs to another rank.
-    """
+    belongs to another rank."""
 
     def __init__(
         self,
@@ -128,8 +123,7 @@ class CheckpointWriter:
     def resume_after(self, step: int, cost_s: float = 0.0) -> None:
         """Register an existing checkpoint of this step.
 
-        ``cost_s``: its recent cost, which delays the next one.
-        """
+        ``cost_s``: its recent cost, which delays the next one."""
         self._last_step, self.cost.last_s = step, cost_s
 
     def due(self, step: int) -> bool:
@@ -149,8 +143,7 @@ class CheckpointWriter:
 
         Waits for a checkpoint still being written.
 
-        ``since_s``: when the training began to wait, if that was before this call.
-        """
+        ``since_s``: when the training began to wait, if that was before this call."""
         began_s = self.clocks.wall_s() if since_s is None else since_s
         self._join()
         try:
@@ -178,8 +171,7 @@ class CheckpointWriter:
     def save_now(self, step: int, packed: Packed, metadata: Mapping[str, Any]) -> Checkpoint | None:
         """Write the state itself in this thread, at the end of a process, when no thread may be started.
 
-        Returns None if it failed.
-        """
+        Returns None if it failed."""
         self.wait()
         self._last_step = step
         self.cost.checkpoints += 1

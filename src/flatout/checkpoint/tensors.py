@@ -52,9 +52,8 @@ MAX_DIMENSIONS = 64
 
 def write_tensors(path: Path, tensors: Mapping[str, Any]) -> FileDigest:
     """Raises OSError. Tensors of other devices are copied to the host one by one."""
-    ordered = dict(
-        sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    )  # keeps each tensor aligned to its elements
+    # keeps each tensor aligned to its elements
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     return write_file(path, _parts(ordered))
 
 

@@ -64,8 +64,7 @@ class TrackedObject:
 class TrainingState:
     """Finds the training state of a script.
 
-    Calls ``on_deleted`` when a module or an optimizer of the training dies. Its state is available until then.
-    """
+    Calls ``on_deleted`` when a module or an optimizer of the training dies. Its state is available until then."""
 
     def __init__(
         self, context: TrainingContext, schedulers: Schedulers, on_deleted: Callable[[], None]

@@ -63,8 +63,7 @@ TYPES_BY_NAME = {name: kind for kind, name in (MAPPING_NAMES | SEQUENCE_NAMES).i
 def unpack(torch: ModuleType, tree: object, tensors: Mapping[str, Any]) -> Any:
     """Rebuild the state with new containers around ``tensors``.
 
-    Raises CheckpointError for anything `pack` did not make.
-    """
+    Raises CheckpointError for anything `pack` did not make."""
     try:
         return _value_of(torch, tree, tensors, 0)
     except (*MALFORMED, RuntimeError, MemoryError) as error:
@@ -189,8 +188,7 @@ class Packed:
 
     ``tensors``: the program's own, by name, with dimensions in the order of their strides.
 
-    ``left_out``: the places of values outside the set, with their types.
-    """
+    ``left_out``: the places of values outside the set, with their types."""
 
     tree: Any
     tensors: dict[str, Any] = field(default_factory=dict)
@@ -217,9 +215,8 @@ class _Packer:
         if value is None or kind in (bool, str):
             return value
         if kind is int:
-            return (
-                value if -INT64_LIMIT <= value < INT64_LIMIT else {"int": hex(value)}
-            )  # the only way for thousands of digits
+            # the only way for thousands of digits
+            return value if -INT64_LIMIT <= value < INT64_LIMIT else {"int": hex(value)}
         if kind is float:
             return value if math.isfinite(value) else {"float": repr(value)}
         if depth > MAX_DEPTH or id(value) in self.ancestors:

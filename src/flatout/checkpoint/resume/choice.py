@@ -25,8 +25,7 @@ SET_BY_PROGRAM = (
 def newest(folder: Path) -> tuple[Checkpoint | None, str]:
     """Return the newest valid checkpoint of this program, with its journal, from which it can be resumed exactly.
 
-    If there is none, also return why the newest one cannot be resumed; "" if the program was not interrupted.
-    """
+    If there is none, also return why the newest one cannot be resumed; "" if the program was not interrupted."""
     why_not = ""
     for path in CheckpointFolder(folder).paths():
         try:

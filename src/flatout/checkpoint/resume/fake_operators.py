@@ -56,8 +56,7 @@ is_autocasting = torch._C._is_any_autocast_enabled
 class FakeOperators:
     """Answers functions of fake tensors.
 
-    ``refuse`` gets a reason for what is unsupported, and does not return.
-    """
+    ``refuse`` gets a reason for what is unsupported, and does not return."""
 
     def __init__(self, refuse: Refuse) -> None:
         self.refuse = refuse
@@ -203,13 +202,7 @@ class FakeOperators:
         )
 
     def _write(
-        self,
-        name: str,
-        func: Function,
-        targets: Iterable[Any],
-        args: Args,
-        kwargs: Kwargs,
-        result: object,
+        self, name: str, func: Function, targets: Iterable[Any], args: Args, kwargs: Kwargs, result: object
     ) -> Any:
         targets = list(targets)
         sources_of = [
@@ -245,13 +238,7 @@ class FakeOperators:
 
     # -- results
 
-    def answer(
-        self,
-        func: Function,
-        args: Args,
-        kwargs: Kwargs,
-        has_gradient: bool = True,
-    ) -> Any:
+    def answer(self, func: Function, args: Args, kwargs: Kwargs, has_gradient: bool = True) -> Any:
         """Return the result of a function as fake tensors that know their gradient sources."""
         try:
             key: Any = (

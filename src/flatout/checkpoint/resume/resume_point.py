@@ -180,8 +180,7 @@ class ResumePoint:
 
         A fake one stops the code that reads it. One that seems to have values cannot be restored, so it is
         rejected. A batch that the replay has loaded again becomes a fake one: `enumerate` holds such a batch
-        without using it.
-        """
+        without using it."""
         gc.collect()
         self.initial.drop_unused()
         known = {id(tensor) for tensor in (*reachable.tensors.values(), *prefetched)}
@@ -281,8 +280,7 @@ class ResumePoint:
     def _separated_storages(self, reachable: ReachableState) -> set[int]:
         """Return memory that tensors shared at the checkpoint and do not share now.
 
-        Cause: a weight got the memory of another tensor, which has no values during a replay.
-        """
+        Cause: a weight got the memory of another tensor, which has no values during a replay."""
         current: dict[int, set[int]] = {}
         for path in self.state["tensors"]:
             target, (address, *_) = reachable.tensors[path], self.state["tensor_infos"][path][3]

@@ -66,8 +66,7 @@ class MutedIO:
     """Mutes output until `stop`.
 
     ``show_output``: output is shown again. ``refuse`` is called when the script connects to another machine; it
-    does not return.
-    """
+    does not return."""
 
     def __init__(self, refuse: Callable[[str], NoReturn], show_output: bool) -> None:
         self.refuse, self.muted = refuse, True
@@ -116,15 +115,10 @@ FORWARD, BACKWARD, BACKWARD_END, OPTIMIZER, OPTIMIZER_END = 2, 3, 4, 5, 6
 class ExactSession(Listener):
     """The `Checkpointing` of a program that can be resumed exactly, and the `ExactResumePart` of its checkpoints.
 
-    ``resumed`` is called at the resume point.
-    """
+    ``resumed`` is called at the resume point."""
 
     def __init__(
-        self,
-        options: ResumeOptions,
-        folder: Path,
-        ledger: Ledger,
-        resumed: Callable[[], None],
+        self, options: ResumeOptions, folder: Path, ledger: Ledger, resumed: Callable[[], None]
     ) -> None:
         self.options, self.folder, self._resumed = options, folder, resumed
         self._sources = dict[str, str]()

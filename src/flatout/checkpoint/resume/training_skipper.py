@@ -57,8 +57,7 @@ class TrainingSkipper:
     def replay(self, on_start: Callable[[], None]) -> None:
         """Prepare the replay; functions are answered after `start`.
 
-        ``on_start`` is called before the first call of a module with weights.
-        """
+        ``on_start`` is called before the first call of a module with weights."""
         ReplayTensor.on_bypass = staticmethod(self._on_bypass)  # type: ignore[method-assign]
         self._until_resume_point.set(
             torch.nn.Module, "__call__", self._wrap_module_call(torch.nn.Module.__call__, on_start)

@@ -52,8 +52,7 @@ DATES = {"datetime": ("now", "utcnow", "today"), "date": ("today",)}
 class RecordedClock:
     """A function whose results are recorded for the script's own code.
 
-    It is no Python function, which would become a method as a class attribute.
-    """
+    It is no Python function, which would become a method as a class attribute."""
 
     def __init__(self, original: Callable[..., Any], value_log: ValueLog) -> None:
         self.original, self.value_log = original, value_log

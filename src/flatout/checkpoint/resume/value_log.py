@@ -55,8 +55,7 @@ class ValueLog:
     replay, too. ``paused``: above 0, nothing is recorded, e.g. inside a data set or flatout itself.
 
     ``refuse`` is called with a reason where the script differs from the log, and does not return.
-    ``report`` gets the reason why recording stops.
-    """
+    ``report`` gets the reason why recording stops."""
 
     def __init__(self, refuse: Callable[[str], NoReturn], report: Callable[[str], None]) -> None:
         self.refuse, self.report = refuse, report
@@ -92,8 +91,7 @@ class ValueLog:
         """Add a value.
 
         ``place_id``: a place in the code, as a small number that is the same in each run. ``recomputed``: a replay
-        computes the value again, so a digest is enough for a long one.
-        """
+        computes the value again, so a digest is enough for a long one."""
         self.flow = hash((self.flow, place_id))
         text = encode(value)
         if len(text) > MAX_SHORT_CHARS:
