@@ -1,7 +1,5 @@
 """Parse the command after `flatout run`: its program, its script, and Python options that disable flatout."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import select
@@ -240,10 +238,8 @@ def _suggestion(missing: Path) -> str:
 # reports its process in the file FLATOUT_ENTERED. A Python process that is not reported, and starts no other
 # Python process, shows in its arguments and its environment what disables the hook.
 
-KNOWN_CAUSE_S, UNKNOWN_CAUSE_S = (
-    3.0,
-    9.0,
-)  # how long a Python process may take to report: with, and without a known cause
+# how long a Python process may take to report: with, and without a known cause
+KNOWN_CAUSE_S, UNKNOWN_CAUSE_S = (3.0, 9.0)
 SCAN_S = 0.5  # looking through the process table takes milliseconds
 POLL_S = 0.02
 MAX_REPORT_BYTES = 1 << 16

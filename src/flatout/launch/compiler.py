@@ -1,7 +1,5 @@
 """Compilers and child processes for kernel checks: a C++ compiler for the CUDA emulator, limits."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -26,8 +26,7 @@ def job_environment(
 ) -> dict[str, str]:
     """The environment ``base`` plus the job and our site folder first on PYTHONPATH; ``extra`` wins.
 
-    ``replaces_process``: the program replaces this process instead of running as its child. ``base``: ours by default.
-    """
+    ``replaces_process``: the program replaces this process instead of running as its child. ``base``: ours by default."""
     base = os.environ if base is None else base
     return {
         **crash_environment(Path(f"{job}.explained"), replaces_process, base),
@@ -43,8 +42,7 @@ def crash_environment(
 ) -> dict[str, str]:
     """An environment with our site folder first on PYTHONPATH, only to explain tracebacks.
 
-    The one process of the program that explains its crash creates ``info``.
-    """
+    The one process of the program that explains its crash creates ``info``."""
     return {
         **with_crash_reports(base),
         "FLATOUT_CRASH_REPORTS": str(info),

@@ -3,8 +3,6 @@
 The reader gets all events from one descriptor, in the order in which they were written.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

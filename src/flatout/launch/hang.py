@@ -4,8 +4,6 @@ A program hangs if none of its processes has shown a sign of life (`job/heartbea
 for each other, so one rank that works clears the others. Each process is then asked for its Python stack.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -11,8 +11,6 @@ at its ranks every 0.1 s, so the loss of another rank may count as the first fai
 its own: Ctrl-Z stops only torchrun. SIGUSR1 and SIGKILL end torchrun, and its ranks run on.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import select
@@ -45,8 +43,7 @@ class LocalLauncher:
 
     ``devices`` has one CUDA device per rank, or is None. ``cores`` are shared between the ranks, unless a
     number of threads is set. After ``run``, ``failed`` is the rank that failed first, and ``stop_signal`` is the
-    signal by which the user ended the launch; None if there is none.
-    """
+    signal by which the user ended the launch; None if there is none."""
 
     def __init__(
         self,
@@ -74,8 +71,7 @@ class LocalLauncher:
         """Run until the last rank has exited. Return 0, or the exit code as in a shell.
 
         Raises ProgramNotFound, StorageError. Call it from the main thread: the kernel kills the ranks when
-        the thread that started them ends.
-        """
+        the thread that started them ends."""
         self.folder = temporary("launch")
         self._event_fifo = EventFifo(self.folder)
         with LauncherSignals() as signals:

@@ -1,7 +1,5 @@
 """A program in its own process group: start it, log its output, stop, continue and end the whole group."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty
@@ -206,8 +204,7 @@ class ProgramRun:
     def stop(self, rescan: bool = False) -> None:
         """Stop the whole group, so that no thread or loader worker runs while another program is measured.
 
-        ``rescan`` also finds processes started since the first stop, such as those of a compiler.
-        """
+        ``rescan`` also finds processes started since the first stop, such as those of a compiler."""
         if not self.stopped and self.exit_code is None:
             self._groups = None if rescan else self._groups
             self._signal(signal.SIGSTOP)

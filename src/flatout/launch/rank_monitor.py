@@ -4,8 +4,6 @@ All events come through one epoll, in the order in which they happened: process 
 that failing ranks write to, and signals. So the rank that failed first does not depend on when we wake up.
 """
 
-from __future__ import annotations
-
 import select
 import signal
 from collections.abc import Callable, Sequence
@@ -28,8 +26,7 @@ class RankMonitor:
 
     ``events`` are the events of the ranks, in order. ``stop_signal`` is the signal by which the user requested the
     exit, or None. ``shares_group``: the ranks are in our process group, so signals typed at the terminal
-    reach them directly.
-    """
+    reach them directly."""
 
     def __init__(
         self,
@@ -85,9 +82,10 @@ class RankMonitor:
         rank = self.ranks[int(number)]
         from_rank = pid == str(rank.process.pid)
         if word == FAILING or (word == EXITING and from_rank):
+            # it failed first, but wrote later
             earlier = [
                 position for position, event in enumerate(self.events) if first and event.kind == FAILING
-            ]  # it failed first, but wrote later
+            ]
             self.events.insert(
                 min(earlier, default=len(self.events)),
                 RankEvent(rank.number, word, from_rank=from_rank, asked_to_exit=rank.asked_to_exit),

@@ -4,8 +4,6 @@ flatout and torch must be installed on the nodes, and the program's folder must 
 (a shared file system). Ray is an extra: pip install flatout[ray].
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -186,8 +184,7 @@ def run_ranks(
     """Run the program as several ranks; return 0 if all succeed. ``show`` receives the output of rank 0.
 
     Raises ProgramFailed for the first rank that fails, after ending the others; NodesUnreachable if the cluster is
-    full or loses a node.
-    """
+    full or loses a node."""
     ray = connect(address)
     from ray.util.queue import Queue
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
