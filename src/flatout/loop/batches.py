@@ -17,8 +17,7 @@ from flatout.schema.errors import LoopError
 def size_of(batch: Any) -> int:
     """The number of samples: the length of the first tensor with a dimension.
 
-    Raises LoopError if there is none.
-    """
+    Raises LoopError if there is none."""
     if type(batch) in (list, tuple) and batch and hasattr(batch[0], "shape") and batch[0].shape:
         return int(batch[0].shape[0])
     for tensor in tensors_in(batch):
@@ -33,8 +32,7 @@ def size_of(batch: Any) -> int:
 def split(batch: object, sizes: Sequence[int]) -> list[Any]:
     """Split a batch into parts of the given sizes, as views of its tensors.
 
-    The sizes must add up to the batch's size.
-    """
+    The sizes must add up to the batch's size."""
     total = sum(sizes)
     if len(sizes) == 1:
         return [batch]
@@ -78,8 +76,7 @@ def windows(batches: Iterable[Any], effective: int | None) -> Iterator[list[tupl
     Without ``effective``, each batch is alone.
 
     The last window of an epoch may be shorter. Raises LoopError if the loader's batches do not add up to the
-    effective batch.
-    """
+    effective batch."""
     window: list[tuple[Any, int]] = []
     filled = 0
     for batch in batches:
@@ -111,8 +108,7 @@ def windows(batches: Iterable[Any], effective: int | None) -> Iterator[list[tupl
 def even_sizes(size: int, micro_batch: int | None) -> list[int]:
     """The sizes of the micro-batches of a batch, as even as possible.
 
-    10 samples in parts of at most 4 give 4, 3, 3.
-    """
+    10 samples in parts of at most 4 give 4, 3, 3."""
     if micro_batch is None or size <= micro_batch:
         return [size]
     parts = -(-size // micro_batch)

@@ -29,8 +29,7 @@ class LossMonitor:
     def non_finite_step(self, index: int, loss: Tensor) -> int | None:
         """The step whose loss is now known to be non-finite: this one or an earlier one.
 
-        None if all are finite.
-        """
+        None if all are finite."""
         if not self.is_async:
             return None if math.isfinite(loss.item()) else index
         if self._cuda:
@@ -54,8 +53,7 @@ class LossMonitor:
 def find_non_finite_source(torch: ModuleType, model: Module, call: Callable[[], Any]) -> str:
     """Describe where the first non-finite number comes from: a parameter, or the module that made it.
 
-    Runs the forward pass once more.
-    """
+    Runs the forward pass once more."""
     parameters = [name for name, parameter in model.named_parameters() if not _is_finite(parameter)]
     if parameters:
         more = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""

@@ -33,8 +33,7 @@ Window = list[tuple[Any, int]]  # the batches of one effective batch, each with 
 class Gradient:
     """``reduction`` is "mean" or "sum", or None until tested.
 
-    ``loss_monitor`` is None if NaN does not stop the loop.
-    """
+    ``loss_monitor`` is None if NaN does not stop the loop."""
 
     def __init__(
         self,
@@ -56,8 +55,7 @@ class Gradient:
     def compute(self, index: int, window: Window, samples: int) -> tuple[Any, int, dict[str, Any]]:
         """The loss of the effective batch, the number of micro-batches and further values.
 
-        Raises LoopError.
-        """
+        Raises LoopError."""
         training = self.training
         optimizer = training.optimizer
         checks_rng = index < RNG_CHECK_STEPS
@@ -125,8 +123,7 @@ class Gradient:
     def _compute_whole(self, index: int, batch: object) -> tuple[Any, int, dict[str, Any]]:
         """One forward and backward pass as in a plain loop.
 
-        This is the hot path: call nothing unnecessary.
-        """
+        This is the hot path: call nothing unnecessary."""
         training, plain = self.training, self.training.precision.plain
         if self._moves_batches:
             batch = self._on_device(batch)

@@ -74,8 +74,7 @@ def plan_of(source: object) -> Plan:
 class Levers:
     """Applies a Plan at two moments: before the first batch, and after the first step.
 
-    The first step runs without the late levers.
-    """
+    The first step runs without the late levers."""
 
     def __init__(
         self,
@@ -176,8 +175,7 @@ class Loop:
         LoopError: This training is not possible as requested. Exceptions of your own code pass through.
         PlanError: ``plan`` is not a valid plan.
         CheckpointError: ``checkpoint_dir`` contains checkpoints, but none is valid, or it does not fit this training.
-        StorageError: The folder ``checkpoint_dir`` cannot be written, or another process writes to it.
-    """
+        StorageError: The folder ``checkpoint_dir`` cannot be written, or another process writes to it."""
 
     def __init__(
         self,
@@ -248,8 +246,7 @@ class Loop:
         """Restore the model, the optimizer, the loader and torch's flags where possible.
 
         The Loop stays usable, without the levers and the precision setting. It closes its checkpoint folder
-        as well.
-        """
+        as well."""
         if self._levers is not None:
             self._levers.undo()
         self.precision.close()
@@ -325,16 +322,14 @@ class Loop:
     def outcomes(self) -> list[Outcome]:
         """For each choice of the plan: whether it is applied, or the reason why not.
 
-        Complete after the first step.
-        """
+        Complete after the first step."""
         return self._levers.outcomes if self._levers is not None else []
 
     @property
     def sized(self) -> Sized | None:
         """With ``micro_batch="auto"``: the chosen size and the time of each size in ms.
 
-        None until sizing ends.
-        """
+        None until sizing ends."""
         return self._sizer.result if self._sizer is not None else None
 
     # -- its parts

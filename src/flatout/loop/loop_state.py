@@ -74,8 +74,7 @@ class LoopState:
     def restore(self, state: Mapping[str, Any]) -> list[str]:
         """Restore the state and list what differs from it.
 
-        Raises CheckpointError if the state is of another training.
-        """
+        Raises CheckpointError if the state is of another training."""
         loop = self.loop
         self._load("model", self.model, state["model"])
         for key, root in self._modules().items():
@@ -162,8 +161,7 @@ def _compare(
 ) -> None:
     """Report every place where the restored value differs from the saved one.
 
-    A load_state_dict may cast, round or omit values.
-    """
+    A load_state_dict may cast, round or omit values."""
     if isinstance(saved, torch.Tensor) or isinstance(now, torch.Tensor):
         if not _same_bits(torch, saved, now):
             differs(where)

@@ -62,10 +62,7 @@ class OutOfMemory:
 
 
 class MicroBatches:
-    """The current micro-batch size.
-
-    It starts as requested and shrinks after an out-of-memory error.
-    """
+    """The current micro-batch size. It starts as requested and shrinks after an out-of-memory error."""
 
     def __init__(self, requested: int | None) -> None:
         self.requested = requested
@@ -98,8 +95,7 @@ class MicroBatches:
 class MemoryHeadroom:
     """Whether the last step left free memory on the device.
 
-    That means no allocator retry (which frees its cache) and a peak below ROOM.
-    """
+    That means no allocator retry (which frees its cache) and a peak below ROOM."""
 
     def __init__(self, torch: ModuleType, device: Device) -> None:
         self.torch, self.device, self.cuda = torch, device, device.type == "cuda"
@@ -114,8 +110,7 @@ class MemoryHeadroom:
     def is_enough(self) -> bool:
         """Call after a step; it resets the counters for the next one.
 
-        Always True on a CPU, where nothing is known.
-        """
+        Always True on a CPU, where nothing is known."""
         if not self.cuda:
             return True
         before, self._retries = self._retries, self._retry_count()

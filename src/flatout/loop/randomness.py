@@ -17,8 +17,7 @@ class RandomState:
     """A snapshot of the random generators; ``restore`` puts it back.
 
     torch's state costs 2 us, those of ``random`` and numpy 20 to 100 us; ``others=False`` skips these.
-    ``device`` is the model's.
-    """
+    ``device`` is the model's."""
 
     __slots__ = ("_device", "_device_state", "_numpy", "_python", "_torch", "_torch_state")
 

@@ -24,8 +24,7 @@ GROUPS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 def ranks_of(torch: ModuleType, model: Module) -> list[int]:
     """The ranks that train this model: those of its DistributedDataParallel, or all ranks.
 
-    Empty for a single process.
-    """
+    Empty for a single process."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return []

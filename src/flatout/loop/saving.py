@@ -4,8 +4,6 @@ A checkpoint describes the moment before a step, when the body of the ``for`` ha
 The copy is taken at that moment and written in the background. The program waits for it before it ends.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os
@@ -56,8 +54,7 @@ class OpenedCheckpoints:
     """``checkpoint`` is the checkpoint to resume from, None for a new training.
 
     ``damaged``: the new paths of newer, corrupt checkpoints. ``writer_pid``: the process that makes the
-    folders of new checkpoints.
-    """
+    folders of new checkpoints."""
 
     folder: CheckpointFolder
     checkpoint: Checkpoint | None
@@ -73,8 +70,7 @@ def open_checkpoints(folder: Path, from_scratch: bool, group: RankGroup | None) 
     """Open a checkpoint folder.
 
     Raises CheckpointError if there are checkpoints and all are corrupt, StorageError if the folder cannot be
-    written.
-    """
+    written."""
     if not from_scratch:
         heartbeat.resumes_by_itself(folder)
     if group is None:
@@ -159,8 +155,7 @@ class Resumed:
 
     ``step``: optimizer steps already done. ``epoch``: from 0. ``path``: the checkpoint. ``differs``:
     differences in the environment since. ``inexact``: state that was not, or could not be, restored exactly.
-    ``damaged``: the new paths of newer, corrupt checkpoints.
-    """
+    ``damaged``: the new paths of newer, corrupt checkpoints."""
 
     step: int
     epoch: int
@@ -193,8 +188,7 @@ LEVERS = {lever.name: lever for lever in TABLE}
 class LoopCheckpointing:
     """``opened``: the folder and the checkpoint to resume from.
 
-    ``group``: the ranks that write one checkpoint together, None for a single process.
-    """
+    ``group``: the ranks that write one checkpoint together, None for a single process."""
 
     def __init__(
         self,
@@ -220,8 +214,7 @@ class LoopCheckpointing:
     def attach(self, loop: Any, loop_state: LoopState, settings: Mapping[str, Any]) -> Resumed | None:
         """Restore a checkpoint into the new Loop.
 
-        Random numbers and the place in the data wait until the Loop is iterated over.
-        """
+        Random numbers and the place in the data wait until the Loop is iterated over."""
         self.loop, self.loop_state, self.settings = loop, loop_state, settings
         self.position = LoaderPosition(self.torch, loop.loader, own_generators)
         parameters = self.loop_state.parameters()
@@ -305,8 +298,7 @@ class LoopCheckpointing:
     def begin(self) -> tuple[int, int]:
         """Restore the random numbers of the checkpoint.
 
-        Returns the step and epoch at which this training began.
-        """
+        Returns the step and epoch at which this training began."""
         if not self._open and self.rank == 0:
             self.folder.open()
         self._open = True

@@ -3,8 +3,6 @@
 The handlers are installed only while a Loop is iterated over, in the main thread.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 from types import FrameType
@@ -16,8 +14,7 @@ STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
 class StopSignals:
     """``received``: the number of the first signal, 0 if there was none.
 
-    The second signal ends the program at once.
-    """
+    The second signal ends the program at once."""
 
     def __init__(self) -> None:
         self.received = 0
@@ -49,8 +46,7 @@ class StopSignals:
         """Do what the signal would have done.
 
         This calls the program's own handler, then exits with 128 plus the signal's number. Raises SystemExit,
-        or the exception of that handler: KeyboardInterrupt if the program has no handler for SIGINT.
-        """
+        or the exception of that handler: KeyboardInterrupt if the program has no handler for SIGINT."""
         previous = self._previous.get(self.received)
         number = self.received
         self.restore()

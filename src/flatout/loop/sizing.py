@@ -31,8 +31,7 @@ TIE_RATIO = 1.02  # counts as equal: the smaller size wins, because it needs les
 class SizingSample:
     """Result of a step.
 
-    ``fits`` is False after an out-of-memory error, an allocator retry, or too high a peak.
-    """
+    ``fits`` is False after an out-of-memory error, an allocator retry, or too high a peak."""
 
     ms: float
     fits: bool = True
@@ -104,8 +103,7 @@ def _duel(first: int, second: int) -> Generator[int, SizingSample, int]:
 class Sizer:
     """Runs the search on real steps.
 
-    ``step_begins`` sets the micro-batch of a step, ``step_ends`` reports its result.
-    """
+    ``step_begins`` sets the micro-batch of a step, ``step_ends`` reports its result."""
 
     def __init__(self, torch: ModuleType, device: Device, micro_batches: MicroBatches) -> None:
         self.micro_batches = micro_batches

@@ -28,8 +28,7 @@ def device(wanted: str | None = None) -> Any:
 
     Raises:
         LoopError: This machine, its driver or torch does not provide ``wanted``. The message says what is
-            missing.
-    """
+            missing."""
     import torch
 
     if wanted is not None:
@@ -101,8 +100,7 @@ def seed(value: int, *, deterministic: bool = False) -> int:
             cannot do this raise an error, and some operations are slower.
 
     Raises:
-        LoopError: The seed is not a whole number from 0 to 2**32 - 1.
-    """
+        LoopError: The seed is not a whole number from 0 to 2**32 - 1."""
     import torch
 
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**32:

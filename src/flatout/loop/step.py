@@ -27,8 +27,7 @@ class Step:
         grad_norm: Norm of the gradient before clipping, a scalar tensor. None without ``clip``.
         metrics: Further values of ``loss_fn``, combined over the micro-batches: scalar tensors by name.
         skipped: Why the optimizer did not step, as text. Empty if it did.
-        ends_epoch: Whether this is the last step of its epoch. None if the loader has no length.
-    """
+        ends_epoch: Whether this is the last step of its epoch. None if the loader has no length."""
 
     index: int
     epoch: int
@@ -46,8 +45,7 @@ class Step:
     def samples_per_s(self) -> float | None:
         """Samples per second over the last 32 steps, including the time between steps.
 
-        None before the second step.
-        """
+        None before the second step."""
         return self._rate.samples_per_s()
 
     def __repr__(self) -> str:
