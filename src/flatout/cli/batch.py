@@ -40,8 +40,7 @@ def command(
     """Measure speed, memory and gradient noise of an unchanged program at several batch sizes.
 
     flatout starts the program at each size, measures whole steps including data loading, and stops it.
-    It does not touch the program's files. The charts are in batch.html in the job's folder.
-    """
+    It does not touch the program's files. The charts are in batch.html in the job's folder."""
     measurement = Measurement("batch", argv, job)
     record = BatchRecord(**measurement.header, budget_s=budget)
     options = BatchOptions(tuple(sizes), budget, memory_limit, at_step)

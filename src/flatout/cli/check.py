@@ -77,8 +77,7 @@ def command(
     folder. The program runs only with --run, which adds the measured rules and keeps a profile as
     `flatout profile` does. The comment `# flatout: ignore FL012` disables a rule on its line.
 
-    The exit code is 0 without findings, 1 with findings, 2 for a usage error.
-    """
+    The exit code is 0 without findings, 1 with findings, 2 for a usage error."""
     if as_json and output_format != "text":
         raise UsageError(f"--json and --format {output_format} cannot be printed at once. Give one of them.")
     output_format = "json" if as_json else output_format
@@ -115,8 +114,7 @@ def _check_separately(
 ) -> list[Finding]:
     """Check each file as a script; return the findings in these files, each once.
 
-    The modules that a file imports give context, but are reported only if they are among the files.
-    """
+    The modules that a file imports give context, but are reported only if they are among the files."""
     checked_paths = {os.path.realpath(program.main.path) for program in programs}
     # A file is read without the scripts that import it, in which its comments may have an effect.
     ignored = [*ignore, *([] if UNUSED.code in select else [UNUSED.code])]

@@ -1,7 +1,5 @@
 """`flatout compare`: measure two programs, revisions, environments or plans against each other."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -106,8 +104,7 @@ def command(
     flatout compare --same-training 'python a.py' 'python b.py'       do both learn the same?
 
     Both programs run in pairs of fresh processes with the same seed, and their steps alternate. The charts
-    are in compare.html in the job's folder. With a gate, the exit code is 1 if B fails it.
-    """
+    are in compare.html in the job's folder. With a gate, the exit code is 1 if B fails it."""
     comparisons = {"--rev": rev, "--plan": plans, "--baseline": baseline}
     given_axes = [name for name, value in comparisons.items() if value]
     if len(given_axes) > 1:
@@ -150,8 +147,7 @@ def command(
 def _reject_early(save_as: str | None, markdown: Path | None, ineffective: dict[str, Any]) -> None:
     """Raise UsageError or StorageError before the measurement for what would fail, or have no effect, after it.
 
-    ``ineffective``: limits that nothing is compared with.
-    """
+    ``ineffective``: limits that nothing is compared with."""
     without_effect = [f"--{name.replace('_', '-')}" for name, value in ineffective.items() if value]
     if ineffective and markdown is not None:
         without_effect.append("--markdown")

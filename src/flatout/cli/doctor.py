@@ -29,14 +29,14 @@ def command(bench: bool, quotes: bool, as_json: bool) -> int:
     """Check whether this machine is ready to train.
 
     Shows each problem, why it matters, and the command that fixes it. Works even if torch is broken or
-    missing. The exit code is 1 if there is a problem.
-    """
+    missing. The exit code is 1 if there is a problem."""
     if quotes and as_json:
         raise UsageError("--all quotes texts, which are no JSON. Run it without --json.")
+    # the status is shown only on a terminal
     with (
         SnapshotTaker() as taker,
         Console(stderr=True).status("inspecting this machine; importing torch in a child process"),
-    ):  # shown only on a terminal
+    ):
         # Imported while the child imports torch, which takes the longest.
         from flatout.diagnose.doctor.checks import run_checks
         from flatout.render.doctor import doctor_page

@@ -36,8 +36,7 @@ def command(inputs: tuple[str, ...], as_json: bool, all_kinds: bool) -> int:
     """Explain an error: the cause in one sentence, the line in your own code, and the fix.
 
     Takes a traceback or a log, of one process or of many ranks. In a log without an exception it finds a loss
-    that is NaN. The exit code is 0 if flatout knows the error and 1 if it does not; it never guesses.
-    """
+    that is NaN. The exit code is 0 if flatout knows the error and 1 if it does not; it never guesses."""
     if all_kinds:
         text = "\n".join(f"{kind.code}  {kind.page.strip().splitlines()[0]}" for kind in TABLE)
         return _show_pages(TABLE, text, as_json)

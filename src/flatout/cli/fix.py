@@ -27,11 +27,7 @@ CHANGES = {rule.code: rule.fix_changes for rule in TABLE}
 @click.option("--all", "all_edits", is_flag=True, help="Also edits that change what the program learns.")
 @json_option
 @click.argument(
-    "argv",
-    metavar="SCRIPT | COMMAND...",
-    nargs=-1,
-    type=click.UNPROCESSED,
-    shell_complete=complete_files,
+    "argv", metavar="SCRIPT | COMMAND...", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files
 )
 def command(
     argv: tuple[str, ...],
@@ -48,8 +44,7 @@ def command(
     program learns, such as a missing call, and says what they change. Findings without a certain fix stay
     advice: `flatout check` shows them.
 
-    The exit code is 0 without edits or after --apply, 1 if there are edits to apply, 2 for a usage error.
-    """
+    The exit code is 0 without edits or after --apply, 1 if there are edits to apply, 2 for a usage error."""
     program = read_program(argv, "fix")
     findings = check(program, select, ignore)
     selected = [finding for finding in findings if all_edits or not CHANGES[finding.rule]]

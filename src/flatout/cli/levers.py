@@ -31,8 +31,7 @@ from flatout.tune.session import load_session
 def command(name: str | None, why: bool, job: Path | None, as_json: bool) -> None:
     """List the levers in the order in which they are applied, or show the page of one.
 
-    With --why, NAME shows only the reason for this lever.
-    """
+    With --why, NAME shows only the reason for this lever."""
     lever = lever_of(name) if name is not None else None
     if job is not None and not why:
         raise UsageError(f"--job names a session for --why. Use `flatout levers --why --job {job}`.")

@@ -1,7 +1,5 @@
 """`flatout profile`: show how a step spends its time and memory."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -100,8 +98,7 @@ def command(
     flatout starts the program, measures unprofiled steps, and profiles a few more. It then removes one cost
     at a time, although this makes the results wrong: it repeats one batch, or skips the optimizer. These
     what-ifs show the speed-up from fixing each bottleneck. Then flatout stops the program. It does not touch
-    the program's files.
-    """
+    the program's files."""
     if budget < MIN_BUDGET_S:
         raise UsageError(
             f"a budget of {budget:g} s cannot measure anything; give at least {MIN_BUDGET_S:g} s, as in --budget 2m."

@@ -37,8 +37,7 @@ RESCUE = "rescue"
 def command(folder: Path | None, target: Path | None, step: int | None, as_json: bool) -> int:
     """List the checkpoints of `flatout run --rescue`, or write one as ordinary state_dict files.
 
-    DIR is a job's folder. The default is the newest folder below .flatout.
-    """
+    DIR is a job's folder. The default is the newest folder below .flatout."""
     if step is not None and target is None:
         raise UsageError("--step selects the checkpoint to write, so it needs a folder: --to DIR.")
     checkpoints = CheckpointFolder(_folder(folder))

@@ -117,8 +117,7 @@ def command(
 
     The program replaces this process, so its input, output, signals and exit code are its own. With --procs
     or --gpus it runs as several ranks, each on its share of every batch, after a rehearsal has shown that
-    they learn the same. torchrun behind these options, or --ray, starts them on several machines.
-    """
+    they learn the same. torchrun behind these options, or --ray, starts them on several machines."""
     cmd = parse_command(require_program(argv, "run"))
     ranks = read_rank_options(options)
     supervision = read_supervision(options)
@@ -306,8 +305,7 @@ def _how_to_tune(cmd: Command, device: str | None) -> str:
 def _environment(request: RunRequest) -> dict[str, str]:
     """Write the request for the program; return its environment, with the variables of PROCESS levers.
 
-    Several ranks get the same random numbers, if the script sets no seed, and the same order of sets.
-    """
+    Several ranks get the same random numbers, if the script sets no seed, and the same order of sets."""
     extra: dict[str, str] = {}
     if request.seed is not None or request.resume is not None:
         # 0, not a random number: the ranks of several nodes must agree, and each node runs this code itself.

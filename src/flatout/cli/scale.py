@@ -1,7 +1,5 @@
 """`flatout scale`: predict the speed of a program on many devices from a measurement on one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import click
@@ -100,8 +98,7 @@ def command(
 
     flatout measures the unchanged program on one device and stops it, or reads an existing profile. It
     computes the rest: gradient buckets, their overlap with the backward pass, and a model of the links. The
-    chart is scale.html in the job's folder.
-    """
+    chart is scale.html in the job's folder."""
     devices, strategy_names = read_devices(gpus), _strategies(strategies)
     network_link = read_link(network)
     inside_link = read_link(inside, "--inside") if inside is not None else None

@@ -59,8 +59,7 @@ def command(
     """Run a program for some steps in steady state, stop it, and write a JSON record.
 
     The program's output and exit code are passed through; with --json, its output goes to standard error. The
-    exit code is 3 if the program ended without an error before a step could be measured.
-    """
+    exit code is 3 if the program ended without an error before a step could be measured."""
     plan = read_plan(plan_path)
     cmd = check_measurable(parse_command(require_program(argv, "trial")))
     apply_device(device, cmd, "trial")

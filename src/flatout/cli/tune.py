@@ -135,8 +135,7 @@ def command(
 
     flatout starts the program several times, measures whole steps including data loading, and stops it. It
     does not touch the program's files. The results are in flatout.toml, session.json and report.html. With
-    --procs or --gpus it tunes several ranks and compares them with one process.
-    """
+    --procs or --gpus it tunes several ranks and compares them with one process."""
     goal = Goal(
         budget,
         _effects(effects),
@@ -228,10 +227,7 @@ def tune(
 
 
 def _search(
-    tuning: Callable[[Watcher], Tuning],
-    session: SessionRecord,
-    folder: JobFolder,
-    nodes: RemoteNodes | None,
+    tuning: Callable[[Watcher], Tuning], session: SessionRecord, folder: JobFolder, nodes: RemoteNodes | None
 ) -> None:
     """Run the search and keep its record, however it ends. Raises FlatoutError, KeyboardInterrupt."""
     console, kills_before = Console(stderr=True), oom_kills()

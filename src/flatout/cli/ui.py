@@ -28,8 +28,7 @@ def command(folder: Path, open_: bool, as_json: bool) -> None:
     """Write one page with the commands, runs and reports of a project.
 
     FOLDER is the project, by default the working directory; or a folder of `flatout tune --job`. The page is
-    .flatout/index.html. It needs no server: open it from disk.
-    """
+    .flatout/index.html. It needs no server: open it from disk."""
     root = records_folder(folder)
     history = HistoryRecord(str(root.resolve()) if root else "", utc_now(), __version__)
     if root is not None:

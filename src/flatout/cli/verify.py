@@ -39,8 +39,7 @@ def command(plan_path: Path, as_json: bool, argv: tuple[str, ...]) -> int:
     """Run a tuned plan again, and check each claim of its certificate.
 
     PLAN is flatout.toml, with flatout.certificate.json beside it, or a certificate alone. Give COMMAND if its
-    paths differ here. The exit code is 1 if a claim fails or could not be checked.
-    """
+    paths differ here. The exit code is 1 if a claim fails or could not be checked."""
     alone = plan_path.suffix == ".json"
     path = plan_path if alone else certificate_beside(plan_path)
     old = _read(path)

@@ -1,7 +1,5 @@
 """Arguments shared by several commands: the program, the plan, the folder."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

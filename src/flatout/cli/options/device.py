@@ -3,8 +3,6 @@
 For the CPU `flatout.agent.device` redirects the program; a card is chosen by CUDA_VISIBLE_DEVICES.
 """
 
-from __future__ import annotations
-
 import os
 import re
 
@@ -53,8 +51,7 @@ def apply_device(
     """Make the programs that this process starts run on ``device``; they and the levers see no other card.
 
     ``remote_option`` is the one that starts the program on other machines. Raises UsageError if ``device`` is
-    unavailable or contradicts another option.
-    """
+    unavailable or contradicts another option."""
     if device is None:
         return
     if cmd.disabled_by:

@@ -53,8 +53,7 @@ def summary_of(
 ) -> SummaryRequest | None:
     """Return the request for the record of this run; None without one.
 
-    Raises UsageError for an unknown or missing tracker.
-    """
+    Raises UsageError for an unknown or missing tracker."""
     if not print_summary and not export:
         return None
     if interval_s < MIN_INTERVAL_S:

@@ -1,7 +1,5 @@
 """A command whose `--help` shows its options below headings, so that common ones come first."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any

@@ -56,8 +56,7 @@ def header(command: Iterable[str], facts: Facts) -> dict[str, Any]:
 def saved_on_exit(record: ProgramRecord, path: Path) -> Iterator[Callable[[], None]]:
     """Write the record to its file on exit, even after an error. The yielded function writes it earlier.
 
-    SIGTERM stops the program in the same way as Ctrl-C.
-    """
+    SIGTERM stops the program in the same way as Ctrl-C."""
 
     def save() -> None:
         write_json(path, record.to_json())

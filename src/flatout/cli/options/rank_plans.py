@@ -33,8 +33,7 @@ def rehearse(command: Command, facts: Facts, ranks: RankOptions) -> tuple[dict[s
     """Return the lever's value for this program, and the whole result of the rehearsal.
 
     Reuses an earlier rehearsal of the same command, script, machine and versions; otherwise rehearses now.
-    Raises CannotParallelize, ProgramFailed.
-    """
+    Raises CannotParallelize, ProgramFailed."""
     folder = writable(job_folder(command), explicit=False)
     key = {
         **plan_key(command, facts),
@@ -95,8 +94,7 @@ def plan_of_ranks(
 ) -> Plan:
     """Return the plan of each rank: how the program is split, and the levers of ``plan`` that are compatible.
 
-    ``requested`` levers were given by name for this run; they stay. Raises CannotParallelize, ProgramFailed.
-    """
+    ``requested`` levers were given by name for this run; they stay. Raises CannotParallelize, ProgramFailed."""
     division, sharding = plan.get(LEVER), plan.get(SHARDING) if ranks.shard != NEVER else None
     ranks = replace(ranks, shard=ALWAYS) if sharding is not None else ranks
     value = division.value if division is not None and isinstance(division.value, dict) else None

@@ -55,8 +55,7 @@ class RankOptions:
     ``procs`` is the number of ranks; ``gpus`` gives each its own CUDA device. ``explicit``: the command line
     has a number of ranks, perhaps 1. ``sync_batchnorm`` normalises over all ranks. ``whole_batches`` shows the script
     whole batches. ``shard`` says whether weights, gradients and optimizer state are sharded. ``rehearse_again``
-    ignores an earlier rehearsal.
-    """
+    ignores an earlier rehearsal."""
 
     procs: int
     gpus: bool = False

@@ -1,7 +1,5 @@
 """SIGTERM ends a command in the same way as Ctrl-C: the programs are stopped, and what was measured is kept."""
 
-from __future__ import annotations
-
 import signal
 
 

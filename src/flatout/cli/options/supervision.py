@@ -1,7 +1,5 @@
 """The supervision options of `flatout run`, and the command that starts the supervisor."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
 from pathlib import Path
