@@ -91,18 +91,8 @@ def rows(record: CompareRecord) -> list[Row]:
             _with_interval(record.step_time),
         ),
         ("throughput", per_second(a.samples_per_s), per_second(b.samples_per_s), ""),
-        (
-            "start-up, until steady",
-            duration(a.start_s),
-            duration(b.start_s),
-            _with_interval(record.start),
-        ),
-        (
-            "peak memory",
-            size(a.peak_memory_bytes),
-            size(b.peak_memory_bytes),
-            _with_interval(record.memory),
-        ),
+        ("start-up, until steady", duration(a.start_s), duration(b.start_s), _with_interval(record.start)),
+        ("peak memory", size(a.peak_memory_bytes), size(b.peak_memory_bytes), _with_interval(record.memory)),
         *(
             (name, a.versions.get(name, MISSING), b.versions.get(name, MISSING), "")
             for name in sorted({*a.versions, *b.versions})

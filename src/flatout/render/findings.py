@@ -27,8 +27,7 @@ MAX_LINE_CHARS = 160  # longer source lines are cut around the caret
 def finding_lines(findings: Sequence[Finding], titles: Mapping[str, str]) -> RenderableType:
     """Return the findings grouped by severity, worst first, under one title per rule.
 
-    Each shows its place, the source line with a caret, the message and the fix.
-    """
+    Each shows its place, the source line with a caret, the message and the fix."""
     parts: list[RenderableType] = []
     for severity, members in groupby(findings, key=lambda finding: finding.severity):
         parts += [Text(severity, style=STYLES.get(severity, "bold")), ""]
@@ -76,8 +75,7 @@ def _entry(finding: Finding) -> Iterator[Text]:
 def _with_caret(place: SourceLocation) -> tuple[str, int]:
     """Return the line as shown and the caret's index in it, or -1.
 
-    ``place.text`` is stripped; ``place.column`` counts in the whole line.
-    """
+    ``place.text`` is stripped; ``place.column`` counts in the whole line."""
     text = safe_text(place.text, 10_000).replace("\t", " ")
     caret = place.column - 1 - place.indent if place.column else -1
     if len(text) > MAX_LINE_CHARS:
@@ -91,8 +89,7 @@ def summary(
 ) -> RenderableType:
     """Return the last line: the number of findings of each severity.
 
-    ``command`` starts the program. ``ran``: the program was run, too, and the measured rules were checked.
-    """
+    ``command`` starts the program. ``ran``: the program was run, too, and the measured rules were checked."""
     scope = f"in {files} {'file' if files == 1 else 'files'}"
     if not findings:
         where = "the source or in the run" if was_run else "the source"

@@ -31,15 +31,7 @@ def history_page(history: HistoryRecord) -> Page:
                 "Commands",
                 [Table(("command", "plan", "newest run", ">runs"), [_job(job) for job in history.jobs])],
             ),
-            Section(
-                "Runs",
-                [
-                    Table(
-                        RUN_COLUMNS,
-                        [_run(job, run) for job, run in reversed(runs)],
-                    ),
-                ],
-            ),
+            Section("Runs", [Table(RUN_COLUMNS, [_run(job, run) for job, run in reversed(runs)])]),
             Section("Reports", [Table(("command", "report"), reports)]),
             Section(
                 "Skipped files",

@@ -18,8 +18,7 @@ def loss_figure(
 ) -> Figure | None:
     """Return the curves of the first seed, and the band of all seeds of ``first``. None without finite values.
 
-    Both sides are thinned at the same positions by the mean of adjacent values, so equal curves stay equal.
-    """
+    Both sides are thinned at the same positions by the mean of adjacent values, so equal curves stay equal."""
     non_finite = [
         sum(finite(loss) is None for loss in curves[0]) if curves else 0 for curves in (first, second)
     ]
@@ -28,10 +27,7 @@ def loss_figure(
     )
     seeds, (curve_b, *_) = (
         [_thin(curve, stride) for curve in first],
-        [
-            *(_thin(curve, stride) for curve in second),
-            Curve(),
-        ],
+        [*(_thin(curve, stride) for curve in second), Curve()],
     )
     curve_a = seeds[0] if seeds else Curve()
     length = max(len(curve_a), len(curve_b))

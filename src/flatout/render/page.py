@@ -5,8 +5,6 @@ has no scripts and makes no requests. It can be mailed, printed and opened from 
 policy allows only its own style sheet, identified by digest. `svg.element` cleans and escapes every text.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

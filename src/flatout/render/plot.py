@@ -5,8 +5,6 @@ Colours come from CSS classes of the page, which support dark mode. Colour is ne
 names, what was not kept is a hollow dot, and shapes have tooltips.
 """
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -29,8 +27,7 @@ Ticks = Sequence[tuple[float, str]]  # value and label
 def element(name: str, *children: str, **attributes: object) -> Markup:
     """Return one element. Text is cleaned and escaped unless it is Markup; None leaves an attribute out.
 
-    Underscores in attribute names become hyphens; ``class_`` becomes ``class``.
-    """
+    Underscores in attribute names become hyphens; ``class_`` becomes ``class``."""
     pairs = Markup("").join(
         Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), _attribute_text(value))
         for key, value in attributes.items()
@@ -347,8 +344,7 @@ class Segment:
 def bars(label: str, rows: Sequence[tuple[str, Sequence[Segment]]]) -> Plot | None:
     """Return stacked bars on one scale, each below its name; the longest fills the width. None if there is nothing to draw.
 
-    A dotted line shows what a bar lacks of it.
-    """
+    A dotted line shows what a bar lacks of it."""
     totals = [sum(part.value for part in parts) for _, parts in rows]
     longest = max(totals, default=0.0)
     if longest <= 0:
@@ -365,13 +361,7 @@ def bars(label: str, rows: Sequence[tuple[str, Sequence[Segment]]]) -> Plot | No
             width = part.value / longest
             plot.bar(start, start + part.value, bottom, bottom + BAR_PX, f"bar {part.kind}", part.tip)
             if len(part.name) * LETTER_PX + 8 <= width * PHONE_PX:
-                plot.text(
-                    start + part.value / 2,
-                    bottom + 11,
-                    part.name,
-                    f"on {part.kind}",
-                    anchor="middle",
-                )
+                plot.text(start + part.value / 2, bottom + 11, part.name, f"on {part.kind}", anchor="middle")
             start += part.value
         if total < 0.995 * longest:
             plot.line([(total, bottom + BAR_PX / 2), (longest, bottom + BAR_PX / 2)], "rest")
@@ -398,8 +388,7 @@ def intervals(
 ) -> Plot:
     """Return a row for each value with its interval, below its text, and a line at 1.
 
-    ``noise_floor``: a band of values that mean nothing.
-    """
+    ``noise_floor``: a band of values that mean nothing."""
     plot = Plot(
         label, x, Scale(0, INTERVAL_PX * len(rows)), ticks, height=INTERVAL_PX * len(rows), grid=False
     )

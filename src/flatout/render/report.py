@@ -308,9 +308,6 @@ def _comparisons(session: SessionRecord) -> Section:
     )
     return Section(
         "How it was measured",
-        [
-            Paragraph(how),
-            Paragraph(f"{summary.effort(session)}; session.json has each of them."),
-        ],
+        [Paragraph(how), Paragraph(f"{summary.effort(session)}; session.json has each of them.")],
         PAGE,
     )

@@ -25,8 +25,7 @@ def name_of(record: ScaleRecord, strategy: str) -> str:
 def headline(record: ScaleRecord) -> str:
     """Return the most efficient strategy at the largest number of devices.
 
-    Local SGD is left out unless it is the only strategy, because it changes what is learned.
-    """
+    Local SGD is left out unless it is the only strategy, because it changes what is learned."""
     candidates = [
         point
         for point in record.points
@@ -81,8 +80,7 @@ def share(value: float | None) -> str:
 def rows(record: ScaleRecord) -> list[tuple[str, ...]]:
     """Return a row per point, in the order of ``COLUMNS``.
 
-    The last column shows the text before the colon. ``sentences`` gives the full text.
-    """
+    The last column shows the text before the colon. ``sentences`` gives the full text."""
     table: list[tuple[str, ...]] = []
     for strategy in strategies(record):
         for point in record.line(strategy):

@@ -12,8 +12,7 @@ from flatout.schema.profile import ProfileRecord
 def write_log(profile: ProfileRecord, folder: Path) -> None:
     """Write one event file into ``folder``.
 
-    Raises ImportError without tensorboard, and OSError if the folder cannot be written.
-    """
+    Raises ImportError without tensorboard, and OSError if the folder cannot be written."""
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.summary.writer.event_file_writer import EventFileWriter

@@ -102,8 +102,7 @@ def plan_table(plan: Plan, code: Mapping[str, str], reasons: Mapping[str, str]) 
     """Return each choice of a Plan with its origin, its evidence and the equivalent code.
 
     ``code`` and ``reasons`` are keyed by lever name. A reason is an argument against a choice or, for a lever
-    outside the Plan, why it was left out.
-    """
+    outside the Plan, why it was left out."""
     lines: list[RenderableType] = []
     for choice in plan:
         title = Text.assemble(
