@@ -45,8 +45,7 @@ def fill_record(
     """Write the figures of both sides and their changes into the record.
 
     ``paired``: ``a[i]`` and ``b[i]`` ran interleaved. Otherwise the runs of A are older, and the interval is
-    that of two independent groups.
-    """
+    that of two independent groups."""
     record.a, record.b = side_record(sides[0], a), side_record(sides[1], b)
     record.device = record.b.device
 
@@ -119,8 +118,7 @@ def compare_losses(
 ) -> LossVerdict:
     """Compare losses of runs with the same seeds: bit by bit, else with the spread of A's seeds.
 
-    ``repeat``: a second run of A with its first seed, which shows whether A repeats itself.
-    """
+    ``repeat``: a second run of A with its first seed, which shows whether A repeats itself."""
     common = [min(len(x.losses), len(y.losses)) for x, y in zip(a, b, strict=True)]
     if not common or min(common) < 2:
         return LossVerdict(why="the programs computed fewer than two losses")

@@ -3,8 +3,6 @@
 A record that cannot be read is named among the skipped ones; the others are shown.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence

@@ -48,8 +48,7 @@ def judge_training(
     """Compare runs with the same seeds, ``a[i]`` and ``b[i]``.
 
     ``repeats``: second runs of A. ``perturb``: returns runs of A perturbed by ``perturbation_for(effect)``, and is
-    called if bits differ. ``effect``: what B may change, ROUNDING or PRECISION. Records have sketches of the weights.
-    """
+    called if bits differ. ``effect``: what B may change, ROUNDING or PRECISION. Records have sketches of the weights."""
     exact = judge(Effect.EXACT, a, b, repeats=repeats)
     batches = sum(min(len(x.batch_hashes), len(y.batch_hashes)) for x, y in zip(a, b, strict=True))
     if exact.verdict == "same" and all(_same_batches(x, y) for x, y in zip(a, b, strict=True)):

@@ -1,7 +1,5 @@
 """The two sides of a comparison: what each runs, in which folder, environment and plan."""
 
-from __future__ import annotations
-
 import os
 import shlex
 from collections.abc import Sequence

@@ -70,8 +70,7 @@ class WorkTrees:
     def import_paths(self, folder: Path) -> list[Path]:
         """The folders of a work tree from which its own packages are imported.
 
-        A package that is installed as editable would otherwise come from the user's folder on both sides.
-        """
+        A package that is installed as editable would otherwise come from the user's folder on both sides."""
         tree = next(tree for tree in self._trees.values() if folder.is_relative_to(tree))
         paths = []
         for project in _editable_projects():
