@@ -28,8 +28,7 @@ def why_not_split(torch: ModuleType, only: str = FLATOUT_RANKS_ONLY) -> str:
 def why_not_hookable(ddps: list[Any]) -> str:
     """Why no hook can be registered with the script's DistributedDataParallel modules, or "".
 
-    Equal on every rank.
-    """
+    Equal on every rank."""
     for ddp in ddps:
         info = ddp._get_ddp_logging_data()
         if info["world_size"] < 2:

@@ -43,8 +43,7 @@ if TYPE_CHECKING:
 def synchronise_batchnorm(torch: ModuleType, root: Module, ledger: Ledger) -> int:
     """Make every batch normalisation of ``root`` that trains use the statistics of all ranks.
 
-    Returns their number.
-    """
+    Returns their number."""
     kind = torch.nn.modules.batchnorm._BatchNorm
     layers = [module for module in root.modules() if isinstance(module, kind)]
     for module in layers:
@@ -128,10 +127,8 @@ class DataParallelScript:
         self.depth = 0  # of forward passes of the roots
         self.in_backward = False
         self.stale_buffers = False  # buffers differ between ranks
-        self.parameters_cache: tuple[tuple[int, ...], list[Any]] = (
-            (),
-            [],
-        )  # all parameters, and a signature to detect changes
+        # all parameters, and a signature to detect changes
+        self.parameters_cache: tuple[tuple[int, ...], list[Any]] = ((), [])
         self.exchange: Exchange | None = None
         self.transport = Transport()  # set by the levers `comm_compression` and `gradient_buckets`
         self.sharding: Any = None  # set by the lever `sharding`
@@ -237,8 +234,7 @@ class DataParallelScript:
     def _wrap_train(self, train: Callable[..., Any]) -> Callable[..., Any]:
         """Detect evaluations that bypass the roots (``model.module``, an encoder alone).
 
-        They begin with ``eval()``.
-        """
+        They begin with ``eval()``."""
         script = self
 
         @wraps(train)
@@ -351,8 +347,7 @@ class DataParallelScript:
     def trained_parameters(self) -> list[Any]:
         """The parameters that train.
 
-        They may change while the script runs, as it freezes or unfreezes layers.
-        """
+        They may change while the script runs, as it freezes or unfreezes layers."""
         return [p for p in self._all_parameters() if p.requires_grad]
 
     def close_exchange(self) -> None:

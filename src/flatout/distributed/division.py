@@ -31,8 +31,7 @@ class SplitSettings:
     batch, like one process.
 
     ``batchnorm``: statistics of each rank's share or of all. ``draws``: random numbers of each rank, or those
-    of one process.
-    """
+    of one process."""
 
     reduction: str = MEAN
     batches: str = INDEX

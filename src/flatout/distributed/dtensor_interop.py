@@ -65,8 +65,7 @@ class DTensorInterop:
     def whole(self, tensor: Tensor) -> Any:
         """The whole tensor on every rank; a Parameter of a Parameter.
 
-        Its gradient is averaged over ranks and sharded.
-        """
+        Its gradient is averaged over ranks and sharded."""
         from torch.distributed.tensor import Partial
 
         torch = self.torch

@@ -22,8 +22,7 @@ TIMEOUT_S = 1800.0  # torch's default: a rank may evaluate for long before it ar
 def join(torch: ModuleType, env: RankEnvironment, device: Device, ledger: Ledger) -> None:
     """Create the process group for tensors on the model's ``device``.
 
-    Hide it from the script: a script that asks whether there are ranks would start to parallelise itself.
-    """
+    Hide it from the script: a script that asks whether there are ranks would start to parallelise itself."""
     distributed, store_ = torch.distributed, store(torch, env, TIMEOUT_S)
     backend = "gloo" if device.type != "cuda" else _backend_of_cuda(torch, env, store_, device)
     original_init_process_group(torch)(backend, store=store_, rank=env.rank, world_size=env.world_size)
@@ -45,8 +44,7 @@ def store(torch: ModuleType, env: RankEnvironment, timeout_s: float) -> Any:
 
     Raises DistError if it is unreachable within the timeout.
 
-    Raises ValueError if the address is invalid.
-    """
+    Raises ValueError if the address is invalid."""
     # a datetime.timedelta, without the clocks of its module
     timeout = type(torch.distributed.constants.default_pg_timeout)(seconds=timeout_s)
     address = urlsplit(env.rendezvous)

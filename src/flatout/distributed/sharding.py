@@ -43,8 +43,7 @@ SHARDING_MODULE = "flatout.distributed.sharding"
 class Formats:
     """Patches the functions that depend on the format of a model.
 
-    ``sharding`` knows which weights are sharded.
-    """
+    ``sharding`` knows which weights are sharded."""
 
     def __init__(self, torch: ModuleType, sharding: Any, ledger: Ledger) -> None:
         self.torch, self.sharding, self.interop = torch, sharding, sharding.interop
@@ -184,8 +183,7 @@ MIN_NODE_RANKS = 2  # ranks on a machine, to shard weights inside it
 class Sharding:
     """``over``: shard over the ranks of each machine, with replicas across machines, or over all ranks.
 
-    ``blocks_of(module)`` returns its repeated blocks.
-    """
+    ``blocks_of(module)`` returns its repeated blocks."""
 
     def __init__(
         self,
@@ -213,8 +211,7 @@ class Sharding:
     def shard(self, root: Module) -> None:
         """Shard the weights of a module. Raises CannotParallelize.
 
-        The other ranks are at the same point with equal weights.
-        """
+        The other ranks are at the same point with equal weights."""
         if all(map(self.holds, root.parameters())):
             return
         self._reject(root)
@@ -354,8 +351,7 @@ class Sharding:
     def _groups(self, module: Module) -> list[Any]:
         """Groups of weights that are gathered together.
 
-        The attribute is named differently if FSDP2 has one per module.
-        """
+        The attribute is named differently if FSDP2 has one per module."""
         state = self._state(module)
         groups = getattr(state, "_fsdp_param_groups", None)
         return (
@@ -412,8 +408,7 @@ class Sharding:
     def _clone_views(self, module: Module, args: object, output: object) -> Any:
         """Clone output views. FSDP2 detects the backward pass by a hook on a module's output.
 
-        A view loses the hook when a script changes it in place.
-        """
+        A view loses the hook when a script changes it in place."""
         from torch.utils._pytree import tree_map_only
 
         return tree_map_only(

@@ -22,8 +22,7 @@ def one_device(torch: ModuleType, ledger: Ledger) -> None:
     """From now on ``nn.DataParallel`` computes on one device.
 
     That is the first visible device of those that the script names. It then passes its input through, and
-    keeps its name, its type and ``module``. On a CPU it does so anyway.
-    """
+    keeps its name, its type and ``module``. On a CPU it does so anyway."""
     kind = torch.nn.DataParallel
     init = kind.__init__
 
