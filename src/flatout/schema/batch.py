@@ -1,7 +1,5 @@
 """Records of `flatout batch`: throughput and memory by batch size, and the gradient noise scale."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from flatout.schema.records import ProgramRecord, Ratio, Record
@@ -26,8 +24,7 @@ class BatchPoint(Record):
     size.
 
     ``accumulated_speed`` is computed, not measured: the program's own effective batch from accumulated
-    micro-batches of this size.
-    """
+    micro-batches of this size."""
 
     size: int
     status: str = "measured"
@@ -53,8 +50,7 @@ class NoiseScale(Record):
     """The gradient noise scale.
 
     ``value``, ``low`` and ``high`` are in samples, or in the program's own batches if ``batch`` is None.
-    A bound of None means that there is no known upper bound.
-    """
+    A bound of None means that there is no known upper bound."""
 
     step: int = 0
     batch: int | None = None
@@ -73,8 +69,7 @@ class BatchRecord(ProgramRecord):
 
     ``own_size`` is the batch size of the program's training loader, ``effective`` the samples per optimizer
     step. ``best`` is the size with the most samples/s that fits. ``near_best`` is the smallest size within a
-    few per cent of it, with an interval. ``best_micro_batch`` is the fastest at the own effective batch.
-    """
+    few per cent of it, with an interval. ``best_micro_batch`` is the fastest at the own effective batch."""
 
     schema: int = BATCH_SCHEMA
     budget_s: float = 0.0

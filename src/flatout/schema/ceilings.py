@@ -4,8 +4,6 @@ The suffix of a name gives its unit: FLOPs or bytes per second. An unavailable f
 and a note that says why.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,8 +20,7 @@ class Ceiling(Record):
     """One measured ceiling.
 
     ``value`` is the best of ``n`` repetitions, ``low`` and ``high`` are the quartiles. ``value`` is None if the
-    benchmark did not run; ``note`` says why, or the sizes. ``device`` is "cpu" or "cuda".
-    """
+    benchmark did not run; ``note`` says why, or the sizes. ``device`` is "cpu" or "cuda"."""
 
     name: str
     device: str

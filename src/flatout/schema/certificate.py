@@ -1,7 +1,5 @@
 """The certificate of a confirmed plan: what its verdict was made from."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +26,7 @@ class CertificateRecord(Record):
     """What the verdict on a plan was made from. It names no absolute path.
 
     ``plain[i]`` and ``tuned[i]`` had the same seed. ``key`` has the digests of your files, the versions and the
-    machine. ``repeatable``: a plain run repeats its own losses.
-    """
+    machine. ``repeatable``: a plain run repeats its own losses."""
 
     command: list[str]
     key: dict[str, str]

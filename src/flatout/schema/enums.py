@@ -1,7 +1,5 @@
 """Enumerations: when a lever acts, what it may change, the origin of a choice, and the outcome of a lever."""
 
-from __future__ import annotations
-
 from enum import Enum
 
 

@@ -1,7 +1,5 @@
 """Exceptions of flatout and their exit codes. A message says what happened, why, and the next command."""
 
-from __future__ import annotations
-
 # Raised by reading JSON of another form.
 MALFORMED = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 
@@ -59,8 +57,7 @@ class TrialFailed(FlatoutError):
 class CannotParallelize(FlatoutError):
     """A program cannot run as several ranks and learn the same.
 
-    If raised inside the program, the message is the reason: a sentence without a full stop.
-    """
+    If raised inside the program, the message is the reason: a sentence without a full stop."""
 
     exit_code = 6
 

@@ -3,8 +3,6 @@
 Paths are relative to the folder, so that a page in it can link to them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from flatout.schema.records import Ratio, Record
@@ -17,8 +15,7 @@ class RunEntry(Record):
     """One run, by the process with the most steps.
 
     ``result``: ``finished``, ``failed`` or ``interrupted``, the worst of its ``processes``. ``setup``: machine,
-    device, ranks and torch. Only runs of one setup form a series. ``levers`` are those of its plan.
-    """
+    device, ranks and torch. Only runs of one setup form a series. ``levers`` are those of its plan."""
 
     record: str
     created: str

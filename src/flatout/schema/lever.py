@@ -96,8 +96,7 @@ class Options:
     """The values of a lever worth trying, likely best first.
 
     ``effect`` is a smaller effect than the lever declares, for this program. For example, more loader workers
-    are RESAMPLED, but EXACT with a dataset that draws no random numbers.
-    """
+    are RESAMPLED, but EXACT with a dataset that draws no random numbers."""
 
     values: tuple[Value, ...]
     effect: Effect | None = None
@@ -105,8 +104,7 @@ class Options:
     def value_for(self, requested: Value) -> Value:
         """Return the requested value.
 
-        If it is only ``true`` and not a value of the lever, return the first value.
-        """
+        If it is only ``true`` and not a value of the lever, return the first value."""
         return (
             self.values[0]
             if requested is True and not any(value is True for value in self.values)
@@ -146,8 +144,7 @@ class Lever:
     * ``reduced_part(value)`` says what a PRECISION lever computes or sends in fewer bits, for the verdict: "bfloat16
       products".
     * ``code(value)`` returns the lines that a user would write to get the lever without flatout.
-    * ``page`` is the docstring of its file, which ``flatout levers NAME`` shows.
-    """
+    * ``page`` is the docstring of its file, which ``flatout levers NAME`` shows."""
 
     name: str
     moment: Moment

@@ -1,7 +1,5 @@
 """The record of `flatout lr`: the loss of an unmodified program under a growing learning rate."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from flatout.schema.records import ProgramRecord, Record

@@ -4,8 +4,6 @@ A machine snapshot keeps texts unchanged: files of /proc, output of programs, tr
 available is absent or None: a check must be able to tell "none" from "not checked".
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,8 +60,7 @@ class MachineSnapshot(Record):
     * ``python`` describes this interpreter.
     * ``packages`` are the installed distributions as [name, version, folder].
     * ``torch`` is the output of a child that imported torch, as far as it got.
-    * ``command_results`` are by title: nvidia-smi, c++, start-up hook, import torch.
-    """
+    * ``command_results`` are by title: nvidia-smi, c++, start-up hook, import torch."""
 
     schema: int = SNAPSHOT_SCHEMA
     flatout: str = ""
@@ -110,8 +107,7 @@ class CheckResult(Record):
     """One check.
 
     ``observed`` is a sentence with the observed values. ``fix`` is the command that fixes it, or "" if nothing
-    is wrong.
-    """
+    is wrong."""
 
     code: str
     name: str

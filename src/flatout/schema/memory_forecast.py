@@ -1,7 +1,5 @@
 """Records of `flatout memory`: predicted and measured peak memory of a training step by batch size."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from flatout.schema.records import ProgramRecord, Record
@@ -26,8 +24,7 @@ class MemoryPoint(Record):
 
     ``kinds`` are the bytes at the peak. ``by_module`` are the activations at their own maximum, by the module
     that created them. ``batch_size`` is the batch size of the training loader, or None if the program makes
-    its batches itself.
-    """
+    its batches itself."""
 
     batch_size: int | None
     peak_bytes: int | None = None  # predicted
@@ -53,8 +50,7 @@ class MemoryForecast(ProgramRecord):
     """Result of `flatout memory`.
 
     ``points`` are in order of batch size. ``own_size`` is the script's. ``largest`` is the largest size
-    that is predicted to fit into ``limit_bytes``, or 0 if not even one sample fits.
-    """
+    that is predicted to fit into ``limit_bytes``, or 0 if not even one sample fits."""
 
     schema: int = MEMORY_FORECAST_SCHEMA
     simulated: bool = False  # sizes follow CUDA's allocator, but the program ran on another device

@@ -1,7 +1,5 @@
 """Records that commands print with --json and keep in no file."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,8 +87,7 @@ class DoctorRecord(Record):
 class PlanChoice(Record):
     """One lever of a plan.
 
-    ``code`` is the equivalent code. ``reason`` is why the newest session did not apply the lever.
-    """
+    ``code`` is the equivalent code. ``reason`` is why the newest session did not apply the lever."""
 
     name: str
     value: Any

@@ -47,8 +47,7 @@ class Choice:
 class Plan:
     """Choices by lever.
 
-    ``made_for`` describes what the Plan was tuned on: command, script digest, machine, versions.
-    """
+    ``made_for`` describes what the Plan was tuned on: command, script digest, machine, versions."""
 
     choices: tuple[Choice, ...] = ()
     made_for: Mapping[str, Any] = field(default_factory=dict)
@@ -128,8 +127,7 @@ class Plan:
     def from_toml(cls, text: str, source: str = "the plan") -> Plan:
         """Read a Plan.
 
-        A lever is ``name = value``, or a table with ``value``, ``origin`` and ``evidence``.
-        """
+        A lever is ``name = value``, or a table with ``value``, ``origin`` and ``evidence``."""
         if len(text) > MAX_PLAN_BYTES:
             raise PlanError(
                 f"{source} is {len(text):,} characters long; a plan is never that large. Is it the right file?"

@@ -6,8 +6,6 @@ of many times the median, such as the first of an epoch. Sizes are in bytes. A v
 this machine is None, never 0: a rule must be able to tell "none" from "not checked".
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,8 +31,7 @@ class WhatIf(Record):
 
     The component is switched on and off alternately in the running program. ``ratio`` is plain over without.
     ``name`` is one of: loader, copies, optimizer, syncs, logging, gc, one thread fewer, one thread more. If
-    it was not measured, ``ratio`` is None and ``why_not`` says why.
-    """
+    it was not measured, ``ratio`` is None and ``why_not`` says why."""
 
     name: str
     ratio: Ratio | None = None
@@ -46,8 +43,7 @@ class WhatIf(Record):
 class Operation(Record):
     """One operator, summed over a step.
 
-    ``roofline`` is the share of what this device can reach at this intensity (FLOPs per byte).
-    """
+    ``roofline`` is the share of what this device can reach at this intensity (FLOPs per byte)."""
 
     name: str
     calls: float
@@ -72,8 +68,7 @@ class Operation(Record):
 class SyncRecord(Record):
     """A place of synchronisation between tensors and Python, or a copy to the device.
 
-    Synchronisations are item, nonzero, copies to the host and printing.
-    """
+    Synchronisations are item, nonzero, copies to the host and printing."""
 
     kind: str  # item | nonzero | to host | numpy | print | compare | synchronize | to device
     place: SourceLocation | None
@@ -128,8 +123,7 @@ class MemorySample(Record):
 class MemoryProfile(Record):
     """Memory of a step.
 
-    ``where`` is "device" or "host". ``by_module`` are the activations at their maximum, by module name.
-    """
+    ``where`` is "device" or "host". ``by_module`` are the activations at their maximum, by module name."""
 
     where: str
     peak_bytes: int
@@ -175,8 +169,7 @@ class CompileRecord(Record):
 class ProfileRecord(ProgramRecord):
     """Result of `flatout profile`.
 
-    ``bound`` names what limits the step: data, python, launch, copy, memory, compute, optimizer.
-    """
+    ``bound`` names what limits the step: data, python, launch, copy, memory, compute, optimizer."""
 
     schema: int = PROFILE_SCHEMA
     machine: dict[str, Any] = field(default_factory=dict)
@@ -239,7 +232,6 @@ class ProfileRecord(ProgramRecord):
     def step_with_ms(self, part_ms: float) -> float | None:
         """The mean step that contains a part of ``part_ms`` milliseconds. None if no step was measured.
 
-        A rare part may lie outside the measured steps: it is then added to the typical step.
-        """
+        A rare part may lie outside the measured steps: it is then added to the typical step."""
         mean = self.mean_step_ms
         return mean if mean is None or part_ms <= mean else (self.step_ms or mean) + part_ms

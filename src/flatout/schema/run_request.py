@@ -16,8 +16,7 @@ class ResumeOptions:
     """How a run resumes exactly.
 
     ``required``: exit, instead of starting from scratch, if an exact resume is impossible. ``rescue``: keep
-    checkpoints even if the program cannot be resumed from them. ``show_output``: show the output of the replay.
-    """
+    checkpoints even if the program cannot be resumed from them. ``show_output``: show the output of the replay."""
 
     from_scratch: bool = False
     show_output: bool = False
@@ -32,8 +31,7 @@ class RunRequest:
     ``pid``: process ID of the program's first process. ``process_outcomes``: outcomes of the PROCESS levers, which
     acted before the program started. ``seed``: the random seed of several ranks; None leaves randomness to the script. ``live_line``:
     the ``ideal_ms`` of a step, if known; None for no live line. ``checkpoint_folder``: None keeps no checkpoints.
-    ``summary``: the record at the end; None for none.
-    """
+    ``summary``: the record at the end; None for none."""
 
     entry: str
     plan: Plan

@@ -23,8 +23,7 @@ class SummaryRequest:
     """``folder`` and ``name`` of the record. ``print_summary``: print it. ``every_s``: seconds between live figures; 0 for none.
 
     ``machine``: its name (`Facts.machine`).
-    ``piped``: the program came through a pipe, so that no other command can start it again.
-    """
+    ``piped``: the program came through a pipe, so that no other command can start it again."""
 
     folder: str
     name: str
@@ -45,8 +44,7 @@ class RunSummary(ProgramRecord):
     """Figures from the first to the last optimizer step of one process.
 
     ``data_wait`` and ``gpu_busy`` are shares of that time, ``cores_used`` a mean, memory a peak in bytes.
-    ``exit_reason``: ``ended``, or the exception that ended the program.
-    """
+    ``exit_reason``: ``ended``, or the exception that ended the program."""
 
     schema: int = SCHEMA
     machine: str = ""

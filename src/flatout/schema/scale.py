@@ -1,7 +1,5 @@
 """Input and records of `flatout scale`: links and networks, the timing of one device, and the predictions."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, field, replace
 
@@ -20,8 +18,7 @@ class Link(Record):
 
     ``bandwidth_bytes_per_s`` is the achieved bandwidth in one direction. ``latency_us`` is per hop,
     ``start_us`` per collective. ``nics_per_node`` is the number of network cards per node, or 0 if each
-    device has its own. ``contention`` is the share of its computation that a device loses while it fills this link.
-    """
+    device has its own. ``contention`` is the share of its computation that a device loses while it fills this link."""
 
     name: str
     bandwidth_bytes_per_s: float
@@ -99,8 +96,7 @@ _MICROSECONDS = {"ns": 1e-3, "us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6}
 def read_link(text: str, option: str = "--network") -> Link:
     """Parse ``ib-ndr``, ``ib-ndr,cards=4`` or ``bandwidth=100Gb/s,latency=5us``.
 
-    Settings after a name change that link. Raises UsageError.
-    """
+    Settings after a name change that link. Raises UsageError."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     preset = NETWORKS.get(parts[0].lower()) if parts and "=" not in parts[0] else None
     if not parts or ("=" not in parts[0] and preset is None):
@@ -172,8 +168,7 @@ class Timing(Record):
     """Time of one device for one step with ``samples`` samples.
 
     ``other_ms`` is the wait for data, copies and everything in no other phase. ``passes`` are the backward
-    passes of a step; forward and backward are sums over them.
-    """
+    passes of a step; forward and backward are sums over them."""
 
     forward_ms: float
     backward_ms: float
@@ -193,8 +188,7 @@ class ScalePoint(Record):
 
     ``step_ms`` is the sum of computation, overhead and exposed communication. ``efficiency`` is the samples/s
     of all devices relative to the same number of independent devices. ``wire_bytes`` is what each device
-    sends per step. ``why_not`` is the reason for an impossible point, whose figures are None.
-    """
+    sends per step. ``why_not`` is the reason for an impossible point, whose figures are None."""
 
     strategy: str
     devices: int
@@ -215,8 +209,7 @@ class ScalePoint(Record):
 class ScaleRecord(ProgramRecord):
     """Result of `flatout scale`.
 
-    ``timing`` is as measured. ``compute_scale`` is how many times as fast the target device is.
-    """
+    ``timing`` is as measured. ``compute_scale`` is how many times as fast the target device is."""
 
     schema: int = SCALE_SCHEMA
     scaling: str = "weak"  # weak | strong

@@ -17,8 +17,7 @@ FASTER_BESIDE = "faster beside other programs, cannot tell how much"
 class LeverRecord(Record):
     """Outcome of one lever in a session.
 
-    ``ratio`` is against the plain program, or None if nothing was measured.
-    """
+    ``ratio`` is against the plain program, or None if nothing was measured."""
 
     name: str
     value: Any
@@ -50,8 +49,7 @@ class GuardRecord(Record):
     """Verdict of the guard, with its reason.
 
     ``verdict`` is ``same`` (bitwise), ``equivalent``, ``failed`` or ``not checked``; ``why`` explains it.
-    ``plain_losses`` and ``tuned_losses`` hold one curve per seed, aligned by position. ``seeds`` names them.
-    """
+    ``plain_losses`` and ``tuned_losses`` hold one curve per seed, aligned by position. ``seeds`` names them."""
 
     verdict: str
     why: str
@@ -96,8 +94,7 @@ class TimeMemoryPoint(Record):
     """One point of the frontier of time and memory.
 
     ``ratio`` is against the first point. It is None for that point, and if nothing could be measured.
-    ``peak_bytes`` is the peak of all tensors in a steady step. ``chosen`` marks the chosen plan.
-    """
+    ``peak_bytes`` is the peak of all tensors in a steady step. ``chosen`` marks the chosen plan."""
 
     plan: str
     peak_bytes: int | None = None
@@ -111,8 +108,7 @@ class TimeMemoryPoint(Record):
 class RanksRecord(Record):
     """Comparison of a program as ``procs`` ranks with the same program as one process.
 
-    ``ratio`` is how many times as fast the ranks are.
-    """
+    ``ratio`` is how many times as fast the ranks are."""
 
     procs: int
     division: dict[str, Any] = field(default_factory=dict)
@@ -126,8 +122,7 @@ class RanksRecord(Record):
 class NamedLeverRecord(Record):
     """A lever that changes what is learned, tried only because the user named it.
 
-    ``ratio`` is against the plain program. The losses of both start from the same seed.
-    """
+    ``ratio`` is against the plain program. The losses of both start from the same seed."""
 
     plan: str
     ratio: Ratio | None = None
