@@ -38,8 +38,7 @@ _locked: set[str] = set()  # folders that this process has locked until its end
 def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically: temporary file, fsync, rename.
 
-    A reader sees the old or the new file, never a part. Its mode is what the umask gives.
-    """
+    A reader sees the old or the new file, never a part. Its mode is what the umask gives."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.parent / f".{path.name}.{os.urandom(4).hex()}"
@@ -67,8 +66,7 @@ def read_text(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> str:
     """Return the text of a regular file.
 
     Raises OSError, also for a pipe, a device or a file above ``max_bytes``, and ValueError if it is not
-    UTF-8.
-    """
+    UTF-8."""
     # Does not block on a pipe without a writer
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     with os.fdopen(handle, "rb") as file:
@@ -95,8 +93,7 @@ def count_json_values(text: bytes | bytearray) -> int:
 def json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the JSON objects of a file with one per line, or [] without a file.
 
-    Incomplete lines are skipped.
-    """
+    Incomplete lines are skipped."""
     objects = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         try:
@@ -119,8 +116,7 @@ def _sweep(trials: Path) -> None:
 def flatout_folder(name: str = "") -> Path:
     """Return `.flatout/<name>`, or its stand-in in the user's cache if this folder cannot be written.
 
-    It is the same at each start, so that `run` finds the plan of `tune`, and `--resume` its checkpoints.
-    """
+    It is the same at each start, so that `run` finds the plan of `tune`, and `--resume` its checkpoints."""
     local = Path(FOLDER, name)
     existing = next((path for path in (local, *local.parents) if os.path.lexists(path)), Path())
     writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
@@ -171,8 +167,7 @@ class JobFolder:
         """Let no other process measure in this folder until this one ends, however it ends.
 
         Raises StorageError if another does. The kernel forgets the lock with its process, and its children do
-        not inherit it.
-        """
+        not inherit it."""
         path = self.path / "lock"
         if (name := os.path.realpath(path)) in _locked:
             return

@@ -27,8 +27,7 @@ def masked(words: Sequence[str]) -> list[str]:
     """Return the words of a command line with secrets masked.
 
     Masked are values after ``--token``, in ``--password=...`` and in ``https://user:pw@host``, and keys of
-    well-known services. A plain number is masked only after a name such as ``password``.
-    """
+    well-known services. A plain number is masked only after a name such as ``password``."""
     result: list[str] = []
     name = ""  # of an option whose value comes next
     for word in words:
