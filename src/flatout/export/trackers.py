@@ -6,8 +6,6 @@ mlflow[=URI]            an MLflow server, folder or database; MLFLOW_TRACKING_UR
 prometheus[=PORT]       an endpoint on the loopback interface, 9464 by default
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
