@@ -4,8 +4,6 @@ The cell does not run in the notebook. The `flatout` command runs it in processe
 cells. Its text appears as it is written, then its page.
 """
 
-from __future__ import annotations
-
 import hashlib
 import html
 import shlex

@@ -20,8 +20,7 @@ def script_of(
 ) -> str:
     """The script of a cell. ``earlier`` are (number, source) of cells; ``translate`` is IPython's.
 
-    Raises SyntaxError if ``cell`` is not Python.
-    """
+    Raises SyntaxError if ``cell`` is not Python."""
     parts, future = [], list[str]()
     for count, source in [*earlier, (cell_count, cell)]:
         text = _without_cell_magic(source)
