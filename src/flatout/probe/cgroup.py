@@ -4,8 +4,6 @@ The effective limit is the lowest of a group and all groups above it. Sources: c
 documentation of cgroup v1 (CFS bandwidth, memory) and v2.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -77,8 +75,7 @@ def _folders(mount: Mount, path: str) -> Iterator[str]:
     """Yield the group's folder and all above it, as far as this mount shows them.
 
     In a container the path may be the host's, while only the own group is mounted. Then the mount point is
-    the group.
-    """
+    the group."""
     if mount.root != "/":
         path = path[len(mount.root) :] if path == mount.root or path.startswith(mount.root + "/") else ""
     parts = [part for part in path.split("/") if part and part != ".."]
@@ -98,8 +95,7 @@ def _number(read: Read, path: str, where: list[str]) -> float | None:
 def _used(read: Read, folder: str, name: str) -> int | None:
     """Return the memory of a group without droppable page cache.
 
-    After reading data, most of the page cache is droppable.
-    """
+    After reading data, most of the page cache is droppable."""
     used = _number(read, f"{folder}/{name}", [])
     cached = re.search(r"^(?:total_)?inactive_file (\d+)$", read(f"{folder}/memory.stat") or "", re.MULTILINE)
     return None if used is None else max(int(used) - (int(cached[1]) if cached else 0), 0)

@@ -1,7 +1,5 @@
 """Parse files of /proc and /sys. Pure functions from text to a value, or None or empty for invalid text."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 
@@ -10,8 +8,7 @@ from dataclasses import dataclass
 class Mount:
     """One line of /proc/<pid>/mountinfo (proc_pid_mountinfo(5)).
 
-    ``root`` is the folder of the file system that is mounted at ``point``.
-    """
+    ``root`` is the folder of the file system that is mounted at ``point``."""
 
     root: str
     point: str
@@ -49,8 +46,7 @@ def mounts(mountinfo: str | None) -> list[Mount]:
 def mount_of(path: str, all_mounts: list[Mount]) -> Mount | None:
     """Return the mount of a path: the longest mount point above it.
 
-    Of equal ones the last, which hides the others.
-    """
+    Of equal ones the last, which hides the others."""
     above = [m for m in all_mounts if path == m.point or path.startswith(m.point.rstrip("/") + "/")]
     return max(enumerate(above), key=lambda pair: (len(pair[1].point), pair[0]))[1] if above else None
 

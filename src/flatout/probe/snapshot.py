@@ -146,8 +146,7 @@ def gather(snapshot: MachineSnapshot, root: Path = Path("/")) -> MachineSnapshot
 def environment(variables: os._Environ[str] | dict[str, str]) -> dict[str, str]:
     """Return the variables that affect a training program.
 
-    Nothing else of the environment is kept, because a machine snapshot is shown and shared.
-    """
+    Nothing else of the environment is kept, because a machine snapshot is shown and shared."""
     return {
         name: value
         for name, value in sorted(variables.items())
@@ -174,8 +173,7 @@ def python() -> dict[str, object]:
 def packages(path: list[str]) -> list[list[str]]:
     """Return [name, version, folder] of each relevant distribution, in the order of the path.
 
-    Of two with the same name, Python uses the first.
-    """
+    Of two with the same name, Python uses the first."""
     found = []
     for folder in dict.fromkeys(path):
         try:
