@@ -54,8 +54,7 @@ def shares(profile: ProfileRecord) -> dict[str, float]:
 def removed_share(profile: ProfileRecord, name: str) -> float | None:
     """The share of the step that a what-if removes; 0.0 if it is within the noise.
 
-    None if it was not measured, or not well enough.
-    """
+    None if it was not measured, or not well enough."""
     ratio = next((what_if.ratio for what_if in profile.what_ifs if what_if.name == name), None)
     if ratio is None or 1.0 / ratio.low - 1.0 / ratio.high > MAX_INTERVAL:
         return None
@@ -65,8 +64,7 @@ def removed_share(profile: ProfileRecord, name: str) -> float | None:
 def name_bottleneck(profile: ProfileRecord) -> tuple[str, str]:
     """The bound and one sentence of evidence.
 
-    Returns two empty strings if the unexplained part of the step exceeds the largest share.
-    """
+    Returns two empty strings if the unexplained part of the step exceeds the largest share."""
     bounds = {bound: share for bound, share in shares(profile).items() if share > 0}
     if not bounds or not profile.step_ms:
         return "", ""
@@ -123,8 +121,7 @@ def _ms_by_limit(profile: ProfileRecord) -> dict[str, float]:
 def limit_of(operation: Operation) -> str:
     """The limit by measured ceilings.
 
-    Without ceilings: launch for short calls, compute for calls with FLOPs, memory for others.
-    """
+    Without ceilings: launch for short calls, compute for calls with FLOPs, memory for others."""
     if operation.limit not in ("", "unknown"):
         return operation.limit
     if 1000 * operation.self_ms / max(operation.calls, 1e-9) < LAUNCH_BOUND_US:

@@ -3,8 +3,6 @@
 A failure that no kind recognises stays unknown; nothing is guessed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -42,8 +40,7 @@ def explain(failure: FailureRecord, table: Sequence[FailureKind] = TABLE) -> Fin
 def explain_text(text: str) -> list[Explanation]:
     """Explanations of a pasted error or a log, causes before consequences. Empty if nothing is recognised.
 
-    A log without a known failure may still show a loss that is NaN.
-    """
+    A log without a known failure may still show a loss that is NaN."""
     explanations: list[Explanation] = []
     for failure in read_failures(text):
         finding = explain(failure)

@@ -201,8 +201,7 @@ class ProfiledProgram:
     ) -> dict[str, Any]:
         """The record of a probe over ``ticks`` ticks.
 
-        A slow program is recorded over fewer ticks, at least ``min_ticks`` if given.
-        """
+        A slow program is recorded over fewer ticks, at least ``min_ticks`` if given."""
         deadline_s = (
             min(self.probes_until_s, seconds() + MAX_PROBE_S)
             if "what-ifs" in self.options.stages
@@ -224,8 +223,7 @@ class ProfileOptions:
     """Options of a profile.
 
     ``schedule`` are the wait, warm-up and recorded steps. ``leak_ticks`` are the steps that are monitored for
-    memory growth.
-    """
+    memory growth."""
 
     steps: int = 40
     schedule: tuple[int, int, int] = (1, 2, 3)
@@ -280,8 +278,7 @@ MEMORY_STAGES = frozenset({"memory", "growth"})
 def run_profile(program: ProfiledProgram) -> ProfileRecord:
     """Profile a program and return its record, filled.
 
-    Raises ProgramFailed if the program itself fails, NothingMeasured if it does not train.
-    """
+    Raises ProgramFailed if the program itself fails, NothingMeasured if it does not train."""
     record = program.record
     try:
         program.watcher.stage("observing", "the unchanged program, until its steps are steady")

@@ -5,8 +5,6 @@ and srun's labels). Each process is read separately. Every chain of exceptions b
 the order of the text.
 """
 
-from __future__ import annotations
-
 import builtins
 import re
 from collections.abc import Callable, Iterable, Iterator

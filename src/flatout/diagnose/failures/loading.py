@@ -33,8 +33,7 @@ def error_in_a_worker(failure: FailureRecord) -> Diagnosis | None:
         Fix the named line. `num_workers=0` runs the same code in the main process, where a debugger can stop
         at it.
     Sources:
-        https://docs.pytorch.org/docs/stable/data.html
-    """
+        https://docs.pytorch.org/docs/stable/data.html"""
     nested = _nested_error(failure)
     if nested is None:
         return None

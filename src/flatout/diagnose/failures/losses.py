@@ -27,8 +27,7 @@ def out_of_range(
 ) -> tuple[TensorRecord, int, list[int]] | None:
     """The first integer tensor with an entry outside [0, below), with that entry and its position.
 
-    Skips -100, torch's value for "ignore".
-    """
+    Skips -100, torch's value for "ignore"."""
     for tensor in tensors:
         if tensor.high is not None and below is not None and tensor.high >= below:
             return tensor, tensor.high, tensor.argmax
@@ -62,8 +61,7 @@ def index_out_of_range(failure: FailureRecord) -> Diagnosis | None:
         in transformers, `nn.Embedding(len(vocabulary), ...)` in your own model. Cut sequences to the number
         of positions.
     Sources:
-        https://docs.pytorch.org/docs/stable/generated/torch.nn.Embedding.html
-    """
+        https://docs.pytorch.org/docs/stable/generated/torch.nn.Embedding.html"""
     match = match_message(
         failure,
         r"index out of range in self",
@@ -119,8 +117,7 @@ def label_out_of_range(failure: FailureRecord) -> Diagnosis | None:
         `nn.Linear(..., classes)`; `target - 1` if labels start at 1; `ignore_index=255` for unlabelled
         entries.
     Sources:
-        https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html
-    """
+        https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html"""
     match = match_message(
         failure,
         r"Target (?P<label>-?\d+) is out of bounds",
@@ -130,8 +127,7 @@ def label_out_of_range(failure: FailureRecord) -> Diagnosis | None:
     if match is None:
         return None
     outputs = next(
-        (tensor for tensor in user_names(failure) if "float" in tensor.dtype and len(tensor.shape) > 1),
-        None,
+        (tensor for tensor in user_names(failure) if "float" in tensor.dtype and len(tensor.shape) > 1), None
     )
     classes = outputs.shape[1] if outputs else None
     invalid = out_of_range(user_names(failure), classes)
@@ -272,12 +268,8 @@ def device_side_assert(failure: FailureRecord) -> Diagnosis | None:
         Check the labels on the CPU, where the error names them: run one step with `device = "cpu"`. Or set
         CUDA_LAUNCH_BLOCKING=1 so that the traceback shows the right line.
     Sources:
-        https://docs.pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution
-    """
-    match = match_message(
-        failure,
-        r"(?:CUDA|HIP) error: device-side assert triggered",
-    )
+        https://docs.pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution"""
+    match = match_message(failure, r"(?:CUDA|HIP) error: device-side assert triggered")
     assertion = search_log(failure, ASSERTION)
     if match is None and (assertion is None or (failure.chain and failure.chain[-1].frames)):
         return None

@@ -59,8 +59,7 @@ def gpu_out_of_memory(failure: FailureRecord) -> Diagnosis | None:
         result is the same.
     Sources:
         https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
-        https://docs.pytorch.org/docs/stable/checkpoint.html
-    """
+        https://docs.pytorch.org/docs/stable/checkpoint.html"""
     match = match_message(
         failure,
         rf"CUDA out of memory\. Tried to allocate (?P<needed>{AMOUNT})\. GPU (?P<gpu>\d+) has a total capac\w+ of (?P<total>{AMOUNT}) of which "
@@ -161,8 +160,7 @@ def _fitting_samples(
 ) -> list[str]:
     """An upper bound on the samples that fit, as a line of evidence.
 
-    The fixed part is known, and the real peak was higher than the observed one.
-    """
+    The fixed part is known, and the real peak was higher than the observed one."""
     memory = failure.memory
     fixed = sum(memory.get(name, 0) for name in ("parameters", "gradients", "optimizer state"))
     batch = next(
@@ -230,8 +228,7 @@ def killed(failure: FailureRecord) -> Diagnosis | None:
         memory was the cause. If so, use fewer loader workers, read data as it is used, and keep no lists of
         tensors.
     Sources:
-        https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files
-    """
+        https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files"""
     oom = search_log(
         failure,
         r"(?:Out of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+) \((?P<name>[^)]+)\)(?:.*?anon-rss:(?P<rss>\d+)kB)?",
@@ -296,8 +293,7 @@ def shared_memory_too_small(failure: FailureRecord) -> Diagnosis | None:
         `torch.multiprocessing.set_sharing_strategy("file_system")` if the number of files is the limit.
     Sources:
         https://docs.pytorch.org/docs/stable/multiprocessing.html#sharing-strategies
-        https://github.com/pytorch/pytorch/issues/5040
-    """
+        https://github.com/pytorch/pytorch/issues/5040"""
     match = match_message(
         failure,
         r"DataLoader worker \(pid(?:\(s\))? (?P<pid>[\d, ]+)\) is killed by signal: Bus error\.?",
@@ -343,8 +339,7 @@ def crashed_below_python(failure: FailureRecord) -> Diagnosis | None:
         `python -X faulthandler train.py` prints the Python line of the crash. Then reinstall the packages for
         one version of torch.
     Sources:
-        https://docs.python.org/3/library/faulthandler.html
-    """
+        https://docs.python.org/3/library/faulthandler.html"""
     names = {
         signals.SIGSEGV: "a segmentation fault",
         signals.SIGABRT: "an abort",

@@ -176,8 +176,7 @@ def nccl_timeout(failure: FailureRecord) -> Diagnosis | None:
         longer `timeout=` helps only if a rank is slow on purpose.
     Sources:
         https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group
-        https://docs.pytorch.org/docs/stable/torch.distributed.html#debugging-torch-distributed-applications
-    """
+        https://docs.pytorch.org/docs/stable/torch.distributed.html#debugging-torch-distributed-applications"""
     raised = match_message(
         failure,
         NCCL_TIMEOUT,
@@ -326,8 +325,7 @@ def a_rank_failed(failure: FailureRecord) -> Diagnosis | None:
         Look for `[rankN]:` of the named rank, or write a log file for each rank: `torchrun --log-dir logs
         --redirects 3`.
     Sources:
-        https://docs.pytorch.org/docs/stable/elastic/errors.html
-    """
+        https://docs.pytorch.org/docs/stable/elastic/errors.html"""
     match = match_message(
         failure,
         r"\s*=*\s*(?P<name>\S[^\n]*?) FAILED.*?Root Cause \(first observed failure\):.*?rank\s*: (?P<rank>\d+) \(local_rank: (?P<local>\d+)\)"

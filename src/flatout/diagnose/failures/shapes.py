@@ -30,8 +30,7 @@ def matrix_sizes(failure: FailureRecord) -> Diagnosis | None:
         Give the layer the size of its input: `nn.Linear(in_features, out)`, or let `nn.LazyLinear(out)` infer
         it. Or resize the images to the size that the network was written for.
     Sources:
-        https://docs.pytorch.org/docs/stable/generated/torch.nn.LazyLinear.html
-    """
+        https://docs.pytorch.org/docs/stable/generated/torch.nn.LazyLinear.html"""
     match = match_message(
         failure,
         r"mat1 and mat2 shapes cannot be multiplied \((?P<a>\d+)x(?P<b>\d+) and (?P<c>\d+)x(?P<d>\d+)\)",

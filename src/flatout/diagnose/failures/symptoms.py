@@ -26,8 +26,7 @@ def loss_not_finite(failure: FailureRecord) -> Diagnosis | None:
         it. `torch.autograd.set_detect_anomaly(True)` names the operator whose gradient is NaN.
         `flatout lr` finds the largest stable learning rate, `flatout check` finds the usual mistakes.
     Sources:
-        https://docs.pytorch.org/docs/stable/autograd.html#anomaly-detection
-    """
+        https://docs.pytorch.org/docs/stable/autograd.html#anomaly-detection"""
     if failure.chain:
         return None
     previous: list[float] = []
