@@ -29,18 +29,19 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from flatout.checkpoint.bounded import MAX_BYTES as MAX_STATE_BYTES
-from flatout.checkpoint.bounded import from_json, to_json
 from flatout.checkpoint.disk import (
+    MAX_JSON_BYTES,
     PRIVATE_FILE,
     PRIVATE_FOLDER,
     FileDigest,
     digest_of_file,
     flush_folder,
+    from_json,
     make_folder,
     move_folder,
     read_file,
     remove_folder,
+    to_json,
     write_file,
 )
 from flatout.checkpoint.manifest import MAX_BYTES, Manifest
@@ -142,7 +143,7 @@ class Checkpoint:
             )
         heartbeat.checkpoint_read()
         try:
-            data = read_file(self.path / state, MAX_STATE_BYTES)
+            data = read_file(self.path / state, MAX_JSON_BYTES)
             if FileDigest(len(data), hashlib.sha256(data).hexdigest()) != self.manifest.files[state]:
                 raise CheckpointError(f"{state} was changed after it was verified")
             stored = self.manifest.files.get(tensors)
@@ -177,9 +178,9 @@ def verified(path: Path) -> Checkpoint:
         if match is None or int(match[1]) != manifest.step:
             raise CheckpointError(f"its manifest is of step {manifest.step}")
         for name, stored in manifest.files.items():
-            if name.endswith(".json") and stored.bytes > MAX_STATE_BYTES:
+            if name.endswith(".json") and stored.bytes > MAX_JSON_BYTES:
                 raise CheckpointError(
-                    f"{name} should have {stored.bytes:,} bytes, and the maximum is {MAX_STATE_BYTES:,}"
+                    f"{name} should have {stored.bytes:,} bytes, and the maximum is {MAX_JSON_BYTES:,}"
                 )
             if (actual := digest_of_file(path / name, stored)) != stored:
                 raise CheckpointError(
@@ -458,16 +459,10 @@ def begin_run(checkpoints: CheckpointFolder) -> None:
 
 def earlier_runs(folder: Path) -> list[Path]:
     """The checkpoint folders of earlier runs, newest first."""
-    try:
-        names = os.listdir(folder / EARLIER)
-    except OSError:
-        return []
-    return [
-        folder / EARLIER / str(number)
-        for number in sorted((int(name) for name in names if name.isdigit()), reverse=True)
-    ]
+    runs = [path for path in (folder / EARLIER).glob("*") if path.name.isdigit()]
+    return sorted(runs, key=lambda run: int(run.name), reverse=True)
 
 
 def _steps(run: Path) -> int:
     newest = CheckpointFolder(run).paths()
-    return int(newest[0].name.split("-")[1]) if newest else 0
+    return step_of(newest[0]) if newest else 0

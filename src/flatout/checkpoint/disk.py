@@ -1,4 +1,4 @@
-"""All writes to the disk: write and flush a file, flush a folder, rename a folder.
+"""All writes to the disk: write and flush a file, flush a folder, rename a folder. JSON of a bounded size.
 
 Files are private to their owner (0600), and so are folders (0700), whatever the umask. Nothing is read or
 removed through a link.
@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from typing import Any
+
+from flatout.job.folder import count_json_values
+from flatout.schema.errors import CheckpointError
 
 CHUNK_BYTES = 1 << 22
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
@@ -110,9 +114,7 @@ class HashedFileReader:
     def __enter__(self) -> HashedFileReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._handle)
 
 
@@ -176,3 +178,38 @@ def remove_folder(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         os.unlink(path)
+
+
+# Untrusted JSON: the values that it can turn into are counted before any is created.
+
+MAX_JSON_BYTES = 1 << 27
+MAX_JSON_VALUES = 1 << 22  # a value of three characters takes up to 100 bytes
+
+
+def to_json(content: object) -> bytes:
+    """Raises CheckpointError for content that `from_json` would reject: at once rather than when it is needed."""
+    data = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    if why := _why_too_large(data):
+        raise CheckpointError(f"its plain values are {why}; keep large ones in tensors or arrays.")
+    return data
+
+
+def from_json(data: bytes | bytearray) -> Any:
+    """Raises ValueError for invalid or oversized JSON, including nesting that is too deep."""
+    if why := _why_too_large(data):
+        raise ValueError(why)
+    try:
+        return json.loads(data.decode("utf-8"), parse_constant=_reject_constant)
+    except RecursionError:
+        raise ValueError("lists are nested too deeply") from None
+
+
+def _why_too_large(data: bytes | bytearray) -> str:
+    if len(data) > MAX_JSON_BYTES:
+        return f"{len(data):,} bytes long, and the maximum is {MAX_JSON_BYTES:,}"
+    values = count_json_values(data)
+    return f"too many: {values:,}, and the maximum is {MAX_JSON_VALUES:,}" if values > MAX_JSON_VALUES else ""
+
+
+def _reject_constant(spelled: str) -> Any:
+    raise ValueError(f"{spelled} is not a valid number")

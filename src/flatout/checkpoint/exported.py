@@ -23,7 +23,7 @@ from flatout.checkpoint.random_states import setter_arguments
 from flatout.checkpoint.tensors import write_tensors
 from flatout.schema.errors import StorageError, UsageError, first_line
 
-LOAD_ORDER = ("modules", "optimizers", "schedulers", "scalers")  # in loading order
+LOAD_ORDER = ("modules", "optimizers", "schedulers", "scalers")
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flatout.checkpoint.bounded import from_json
-from flatout.checkpoint.disk import FileDigest
+from flatout.checkpoint.disk import FileDigest, from_json
 from flatout.schema.errors import MALFORMED, CheckpointError
 
 SCHEMA = 1

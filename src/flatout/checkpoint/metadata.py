@@ -1,4 +1,7 @@
-"""The metadata of a rescue checkpoint, as typed values. The manifest stores it as JSON."""
+"""The metadata of a rescue checkpoint, as typed values, and the checkpoint that a program resumes from.
+
+The manifest stores the metadata as JSON.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,18 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from flatout.checkpoint.checkpoints import Checkpoint, CheckpointFolder, verified
+from flatout.job.trust import file_digest
+from flatout.schema.errors import CannotResume, CheckpointError
+
 # The environment that the bits of a training depend on: recorded with a checkpoint, compared at a resume.
 #
-# Any difference is reported and rules out bit-identity. Exact resume refuses then (`resume/choice.py` before the
-# program begins, `resume/session.py` at the resume point), flatout.Loop warns.
+# Any difference is reported and rules out bit-identity. Exact resume refuses then (`check_surroundings` before
+# the program begins, `resume/session.py` at the resume point), flatout.Loop warns.
 
 
 def environment(torch: ModuleType, more: Mapping[str, Any] = {}) -> dict[str, Any]:
@@ -161,3 +169,56 @@ def _count(value: object) -> int:
 
 def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
+
+
+# Settings that a program makes, or devices that it begins to use, after torch was imported.
+SET_BY_PROGRAM = (
+    "threads",
+    "threads between operators",
+    "devices",
+    "deterministic algorithms",
+    "cudnn.benchmark",
+    "cudnn.deterministic",
+    "matmul precision",
+)
+
+
+def newest_resumable(folder: Path) -> tuple[Checkpoint | None, str]:
+    """Return the newest valid checkpoint of this program, with its journal, from which it can be resumed exactly.
+
+    If there is none, also return why the newest one cannot be resumed; "" if the program was not interrupted."""
+    why_not = ""
+    for path in CheckpointFolder(folder).paths():
+        try:
+            checkpoint = verified(path)
+        except CheckpointError:
+            continue
+        exact = CheckpointMeta.from_json(checkpoint.manifest.metadata).exact
+        if (
+            exact is not None
+            and exact.program == tuple(sys.orig_argv[1:])
+            and (folder / Path(exact.journal).name).is_file()
+        ):
+            if not exact.why_not:
+                return checkpoint, ""
+            why_not = why_not or exact.why_not
+    return None, why_not
+
+
+def check_surroundings(torch: ModuleType, checkpoint: Checkpoint, meta: CheckpointMeta) -> None:
+    """Raise CannotResume if something that affects the bits has changed, before the program has begun."""
+    sources = meta.exact.sources if meta.exact is not None else {}
+    changed = [name for name, digest in sources.items() if file_digest(name) != digest]
+    if changed:
+        raise CannotResume(
+            f"{', '.join(os.path.relpath(name) for name in changed[:4])} has changed since {checkpoint.path.name} was saved"
+        )
+    before = meta.surroundings
+    now = {**environment(torch), **{name: before.get(name) for name in SET_BY_PROGRAM}}
+    if before.get("devices") and not torch.cuda.device_count():
+        now["devices"] = []
+    differs = differences(before, now)
+    if differs:
+        raise CannotResume(
+            f"the environment differs from that of {checkpoint.path.name}: {'; '.join(differs)}"
+        )

@@ -18,8 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.checkpoint.bounded import from_json
-from flatout.checkpoint.disk import FileDigest, HashedFileReader, write_file
+from flatout.checkpoint.disk import FileDigest, HashedFileReader, from_json, write_file
 from flatout.schema.errors import MALFORMED, CheckpointError
 
 if TYPE_CHECKING:

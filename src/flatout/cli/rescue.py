@@ -4,9 +4,9 @@ from pathlib import Path
 
 import click
 
-from flatout.checkpoint.checkpoints import Checkpoint, CheckpointFolder, earlier_runs, verified
+from flatout.checkpoint.checkpoints import Checkpoint, CheckpointFolder, earlier_runs, step_of, verified
 from flatout.checkpoint.metadata import CheckpointMeta
-from flatout.checkpoint.rescue_writer import KIND
+from flatout.checkpoint.rescue import KIND
 from flatout.cli.options.json_output import json_option, print_json
 from flatout.job.folder import FOLDER
 from flatout.job.sanitize import sanitize
@@ -81,7 +81,7 @@ def _select(checkpoints: CheckpointFolder, step: int | None) -> Checkpoint:
         for skipped in invalid:
             click.echo(f"flatout: skipped {skipped.path}: {skipped.why}", err=True)
     else:
-        path = next((path for path in checkpoints.paths() if int(path.name.split("-")[1]) == step), None)
+        path = next((path for path in checkpoints.paths() if step_of(path) == step), None)
         if path is None:
             raise UsageError(
                 f"there is no checkpoint of step {step} in {checkpoints.folder}. Available: {', '.join(path.name for path in checkpoints.paths())}."
@@ -101,11 +101,10 @@ def _select(checkpoints: CheckpointFolder, step: int | None) -> Checkpoint:
 
 
 def _entry(path: Path) -> CheckpointEntry:
-    step = int(path.name.split("-")[1])
     try:
         checkpoint = verified(path)
     except CheckpointError as error:
-        return CheckpointEntry(str(path), step, valid=False, why_not=str(error))
+        return CheckpointEntry(str(path), step_of(path), valid=False, why_not=str(error))
     manifest, meta = checkpoint.manifest, CheckpointMeta.from_json(checkpoint.manifest.metadata)
     return CheckpointEntry(
         str(path),

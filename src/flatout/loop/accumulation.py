@@ -9,8 +9,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.loop.batches import split
+from flatout.loop.memory import preserve_random_state
 from flatout.loop.precision import Precision
-from flatout.loop.randomness import preserve_random_state
 from flatout.schema.errors import LoopError
 
 if TYPE_CHECKING:
@@ -106,16 +106,13 @@ class ReductionTest:
         return result
 
     def _compare_all(self, whole: LossResult, batch: object, splits: list[list[int]]) -> str:
-        reductions = [
-            self._compare(whole, [self._loss(part) for part in split(batch, sizes)], sizes)
-            for sizes in splits
-        ]
-        return reductions[-1]
+        for sizes in splits:
+            reduction = self._compare(whole, [self._loss(part) for part in split(batch, sizes)], sizes)
+        return reduction
 
     def _compare(self, whole: LossResult, parts: list[LossResult], sizes: list[int]) -> str:
         counts = [
-            float(part.count) if part.count is not None else float(size)
-            for part, size in zip(parts, sizes, strict=True)
+            float(size if part.count is None else part.count) for part, size in zip(parts, sizes, strict=True)
         ]
         # a mean over nothing counts 0
         losses = [float(part.loss) if count else 0.0 for part, count in zip(parts, counts, strict=True)]
@@ -286,9 +283,8 @@ class Accumulation:
             parts, sizes = [values[name] for values, _ in self._values], [size for _, size in self._values]
             match modes.get(name, "mean"):
                 case "mean":
-                    combined[name] = sum(
-                        value * size for value, size in zip(parts, sizes, strict=True)
-                    ) / sum(sizes)
+                    weighted = sum(value * size for value, size in zip(parts, sizes, strict=True))
+                    combined[name] = weighted / sum(sizes)
                 case "sum":
                     combined[name] = sum(parts)
                 case "last":
@@ -304,11 +300,8 @@ def _trainable(parallel: DistributedDataParallel) -> list[Any]:
 
 
 def detach_values(values: Mapping[str, Any] | None) -> dict[str, Any]:
-    return (
-        {name: value.detach() if hasattr(value, "detach") else value for name, value in values.items()}
-        if values
-        else {}
-    )
+    items = (values or {}).items()
+    return {name: value.detach() if hasattr(value, "detach") else value for name, value in items}
 
 
 def _is_zero(weight: Tensor) -> bool:

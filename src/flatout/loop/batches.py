@@ -44,12 +44,8 @@ def part_of(batch: Any, start: int, end: int, total: int) -> Any:
     """Samples ``start`` to ``end`` of a batch of ``total``."""
 
     def per_sample(part: Any) -> bool:
-        return (
-            isinstance(part, (list, tuple))
-            and len(part) == total
-            and total > 1
-            and not any(True for _ in tensors_in(part))
-        )
+        is_row = isinstance(part, (list, tuple)) and len(part) == total and total > 1
+        return is_row and not any(True for _ in tensors_in(part))
 
     def slice_leaf(leaf: Any) -> Any:
         if hasattr(leaf, "untyped_storage"):
@@ -86,12 +82,8 @@ def windows(batches: Iterable[Any], effective: int | None) -> Iterator[list[tupl
             continue
         if filled + size > effective:
             loader_batch = window[0][1] if window else size
-            choices = sorted(
-                {
-                    effective // loader_batch * loader_batch or loader_batch,
-                    (effective // loader_batch + 1) * loader_batch,
-                }
-            )
+            fitting = effective // loader_batch
+            choices = sorted({(fitting or 1) * loader_batch, (fitting + 1) * loader_batch})
             raise LoopError(
                 f"effective_batch={effective} is not a multiple of the loader's batches of {loader_batch} samples. "
                 f"Use {' or '.join(map(str, choices))}, or change the loader's batch_size."

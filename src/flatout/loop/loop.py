@@ -30,8 +30,7 @@ from flatout.guard.captured_steps import needs_closure
 from flatout.job.plan_file import read_plan
 from flatout.levers import TABLE, checked
 from flatout.loop.batches import windows
-from flatout.loop.finite import LossMonitor
-from flatout.loop.gradient import Gradient
+from flatout.loop.gradient import Gradient, LossMonitor, Training
 from flatout.loop.loop_state import LoopState, check_not_sharded
 from flatout.loop.memory import MicroBatches
 from flatout.loop.precision import Precision
@@ -40,7 +39,6 @@ from flatout.loop.saving import LoopCheckpointing, Resumed, is_trial_process, op
 from flatout.loop.settings import AUTO, LoopSettings
 from flatout.loop.sizing import Sized, Sizer
 from flatout.loop.step import Rate, Step
-from flatout.loop.training import Training
 from flatout.loop.update import Update
 from flatout.measure.clock import seconds
 from flatout.probe.machine import look

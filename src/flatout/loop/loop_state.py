@@ -77,8 +77,8 @@ class LoopState:
         Raises CheckpointError if the state is of another training."""
         loop = self.loop
         self._load("model", self.model, state["model"])
+        self.restore_buffers(state["buffers"])
         for key, root in self._modules().items():
-            _copy_buffers(self.torch, root, state["buffers"].get(key, {}))
             for name, module in root.named_modules():
                 module.training = name not in state["modes"].get(key, ())
         self._load("optimizer", loop.optimizer, state["optimizer"])
@@ -112,7 +112,11 @@ class LoopState:
 
     def restore_buffers(self, buffers: Mapping[str, Any]) -> None:
         for key, root in self._modules().items():
-            _copy_buffers(self.torch, root, buffers.get(key, {}))
+            named = dict(root.named_buffers())
+            with self.torch.no_grad():
+                for name, value in buffers.get(key, {}).items():
+                    if name in named and named[name].shape == value.shape:
+                        named[name].copy_(value)
 
     def _load(self, what: str, stateful: Any, state: Any) -> None:
         try:
@@ -125,14 +129,9 @@ class LoopState:
             ) from error
 
     def _modules(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            **{
-                f"extra_state {name}": stateful
-                for name, stateful in self.extra_state.items()
-                if isinstance(stateful, self.torch.nn.Module)
-            },
-        }
+        extra = ((f"extra_state {name}", stateful) for name, stateful in self.extra_state.items())
+        modules = {name: stateful for name, stateful in extra if isinstance(stateful, self.torch.nn.Module)}
+        return {"model": self.model, **modules}
 
     def _buffers(self) -> dict[str, Any]:
         buffers = {}
@@ -146,14 +145,6 @@ class LoopState:
             key: [name for name, module in root.named_modules() if not module.training]
             for key, root in self._modules().items()
         }
-
-
-def _copy_buffers(torch: ModuleType, module: Module, buffers: Mapping[str, Any]) -> None:
-    named = dict(module.named_buffers())
-    with torch.no_grad():
-        for name, value in buffers.items():
-            if name in named and named[name].shape == value.shape:
-                named[name].copy_(value)
 
 
 def _compare(

@@ -98,13 +98,9 @@ def _cpu_group(distributed: ModuleType, members: tuple[int, ...]) -> Any:
     world = distributed.group.WORLD
     groups = GROUPS.setdefault(world, {})
     if members not in groups:
-        options = getattr(
-            world._get_backend(world.bound_device_id or world._device_types[0]), "options", None
-        )
+        backend = world._get_backend(world.bound_device_id or world._device_types[0])
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
         groups[members] = distributed.new_group(
-            members,
-            backend="gloo",
-            timeout=getattr(options, "_timeout", None),
-            use_local_synchronization=True,
+            members, backend="gloo", timeout=timeout, use_local_synchronization=True
         )
     return groups[members]

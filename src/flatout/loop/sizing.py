@@ -62,11 +62,8 @@ def search_fastest(size: int) -> Sizing:
         ms[candidate] = yield from _timed(candidate, TIMED_STEPS)
         best = min((time_ms for time_ms in ms.values() if time_ms is not None), default=None)
         candidate_ms = ms[candidate]
-        slower_in_a_row = (
-            slower_in_a_row + 1
-            if candidate_ms is not None and best is not None and candidate_ms > MAX_SLOWDOWN * best
-            else 0
-        )
+        is_slower = candidate_ms is not None and best is not None and candidate_ms > MAX_SLOWDOWN * best
+        slower_in_a_row = slower_in_a_row + 1 if is_slower else 0
         if candidate == 1 or slower_in_a_row == 2:
             break
         candidate = -(-candidate // 2)

@@ -57,14 +57,12 @@ def _checked_device(torch: ModuleType, wanted: str) -> Any:
         raise LoopError(
             f"device {wanted!r} is not available: {why_no_cuda(torch)}. Run `flatout doctor` for details."
         )
-    if device_.type == "cuda" and device_.index is not None and device_.index >= torch.cuda.device_count():
+    count = torch.cuda.device_count() if device_.type == "cuda" else 0
+    if device_.type == "cuda" and device_.index is not None and device_.index >= count:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise LoopError(
-            f"device {wanted!r} is not available: {torch.cuda.device_count()} CUDA devices are visible, numbered from 0"
-            + (
-                f" (CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']})."
-                if "CUDA_VISIBLE_DEVICES" in os.environ
-                else "."
-            )
+            f"device {wanted!r} is not available: {count} CUDA devices are visible, numbered from 0"
+            f"{'' if visible is None else f' (CUDA_VISIBLE_DEVICES={visible})'}."
         )
     if device_.type == "mps" and not torch.backends.mps.is_available():
         raise LoopError(

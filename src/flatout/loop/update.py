@@ -3,8 +3,8 @@
 import logging
 from typing import Any
 
+from flatout.loop.gradient import Training
 from flatout.loop.memory import OutOfMemory, free_memory, is_out_of_memory
-from flatout.loop.training import Training
 from flatout.schema.errors import LoopError
 
 LOGGER = logging.getLogger("flatout")

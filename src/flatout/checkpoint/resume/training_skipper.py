@@ -16,9 +16,8 @@ import torch
 from torch.optim import Optimizer
 
 from flatout.agent.ledger import Ledger
-from flatout.checkpoint.resume.fake_operators import FakeOperators
+from flatout.checkpoint.resume.fake_operators import RESHAPING_IN_PLACE, FakeOperators
 from flatout.checkpoint.resume.gradient_sources import ReplayTensor
-from flatout.checkpoint.resume.operator_names import RESHAPING_IN_PLACE
 from flatout.checkpoint.resume.value_log import ValueLog
 
 if TYPE_CHECKING:
