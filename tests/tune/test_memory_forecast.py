@@ -9,7 +9,7 @@ import pytest
 
 from flatout.render.memory_page import memory_page
 from flatout.render.page import html
-from flatout.schema.memory_forecast import MemoryForecast, MemoryPoint
+from flatout.schema.batch import MemoryForecast, MemoryPoint
 from flatout.tune.memory_forecast import advice
 
 pytestmark = pytest.mark.processes

@@ -9,8 +9,7 @@ import click
 from rich.console import Console
 
 from flatout.cli.options.arguments import PROGRAM, Duration, complete_files, writable
-from flatout.cli.options.json_output import json_option, print_json
-from flatout.cli.options.messages import warn_untested
+from flatout.cli.options.output import json_option, print_json, warn_untested
 from flatout.cli.options.scripts import command_of, read_program, rule_options
 from flatout.cli.profile import MIN_BUDGET_S, profile
 from flatout.diagnose.check import check, sort_key
@@ -18,7 +17,7 @@ from flatout.diagnose.profiling import ProfileOptions
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules import TABLE
 from flatout.diagnose.rules.ignore_without_effect import RULE as UNUSED
-from flatout.job.secrets import masked
+from flatout.job.sanitize import masked
 from flatout.launch.command import check_measurable, parse_command
 from flatout.probe.machine import look
 from flatout.probe.program import ScriptProgram

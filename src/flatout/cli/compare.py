@@ -17,9 +17,8 @@ from flatout.cli.options.arguments import (
     require_program,
     writable,
 )
-from flatout.cli.options.json_output import print_json
 from flatout.cli.options.measurement import header, measurement_options, saved_on_exit, write_page
-from flatout.cli.options.messages import warn_untested
+from flatout.cli.options.output import print_json, warn_untested
 from flatout.cli.options.progress import LiveProgress
 from flatout.compare import baselines, sides
 from flatout.compare.baselines import Baseline

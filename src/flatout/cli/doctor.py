@@ -4,11 +4,10 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from flatout.cli.options.json_output import json_option, print_json
+from flatout.cli.options.output import json_option, print_json
 from flatout.diagnose.doctor.snapshot import SnapshotTaker
-from flatout.schema.ceilings import CeilingsRecord
 from flatout.schema.errors import UsageError
-from flatout.schema.machine_snapshot import Verdict
+from flatout.schema.machine_snapshot import CeilingsRecord, Verdict
 from flatout.schema.outputs import DoctorRecord
 
 QUOTE_LIMIT_S = 120.0  # collect_env lists the packages of pip and conda

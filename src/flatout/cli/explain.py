@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from flatout.cli.options.json_output import json_option, print_json
+from flatout.cli.options.output import json_option, print_json
 from flatout.diagnose.explain import Explanation, explain_text, format_lines
 from flatout.diagnose.failures import TABLE
 from flatout.diagnose.kind import FailureKind

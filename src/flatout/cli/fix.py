@@ -6,8 +6,7 @@ from pathlib import Path
 import click
 
 from flatout.cli.options.arguments import PROGRAM, complete_files
-from flatout.cli.options.json_output import json_option, print_json
-from flatout.cli.options.messages import notify
+from flatout.cli.options.output import json_option, notify, print_json
 from flatout.cli.options.scripts import read_program, rule_options
 from flatout.diagnose.check import check
 from flatout.diagnose.fix import fixes

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 import flatout.kernels
-from flatout.cli.options.json_output import json_option
+from flatout.cli.options.output import json_option
 from flatout.schema.errors import StorageError, UsageError
 
 TEMPLATE = Path(flatout.kernels.__file__).parent / "template"

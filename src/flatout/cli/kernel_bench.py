@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flatout.cli.options.arguments import Duration
-from flatout.cli.options.json_output import print_json
+from flatout.cli.options.output import print_json
 from flatout.job.temporary import temporary_folder
 from flatout.kernels import NAMES
 from flatout.launch.compiler import ChildResult, cpp_compiler, emulate, run_child

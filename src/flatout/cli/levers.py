@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flatout.cli.options.arguments import complete_levers, lever_of
-from flatout.cli.options.json_output import json_option, print_json
+from flatout.cli.options.output import json_option, print_json
 from flatout.job.folder import FOLDER, JobFolder
 from flatout.levers import TABLE
 from flatout.render.terminal import why_left_out

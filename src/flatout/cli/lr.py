@@ -6,8 +6,8 @@ import click
 
 from flatout.cli.options.arguments import PROGRAM, budget_option
 from flatout.cli.options.measurement import Measurement, measurement_options
+from flatout.schema.batch import LrRecord
 from flatout.schema.errors import UsageError
-from flatout.schema.lr_range import LrRecord
 from flatout.tune.lr_range import MIN_POINTS, lr_range
 
 RATE = click.FloatRange(0, min_open=True)

@@ -8,7 +8,7 @@ from shutil import which
 import click
 
 from flatout import __version__
-from flatout.cli.options.signals import Terminated
+from flatout.cli.options.output import Terminated
 from flatout.job.interpreter import leave_uvx
 from flatout.job.sanitize import sanitize
 from flatout.job.streams import open_closed_streams

@@ -6,7 +6,7 @@ import click
 
 from flatout.cli.options.arguments import PROGRAM, Amount, Sizes, budget_option
 from flatout.cli.options.measurement import Measurement, measurement_options
-from flatout.schema.memory_forecast import MemoryForecast
+from flatout.schema.batch import MemoryForecast
 from flatout.tune.memory_forecast import Forecast, ForecastOptions
 
 

@@ -7,7 +7,7 @@ import click
 from rich.console import Console
 
 from flatout.cli.options.arguments import PROGRAM, program_argument, read_plan, require_program
-from flatout.cli.options.json_output import json_option, print_json
+from flatout.cli.options.output import json_option, print_json
 from flatout.launch.command import parse_command
 from flatout.levers import TABLE
 from flatout.probe.machine import look

@@ -7,7 +7,7 @@ import click
 from flatout.checkpoint.checkpoints import Checkpoint, CheckpointFolder, earlier_runs, step_of, verified
 from flatout.checkpoint.metadata import CheckpointMeta
 from flatout.checkpoint.rescue import KIND
-from flatout.cli.options.json_output import json_option, print_json
+from flatout.cli.options.output import json_option, print_json
 from flatout.job.folder import FOLDER
 from flatout.job.sanitize import sanitize
 from flatout.render.formatting import count, duration, size

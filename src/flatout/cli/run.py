@@ -15,22 +15,23 @@ from flatout.agent.applier import before_start
 from flatout.cli.options import exports
 from flatout.cli.options.arguments import (
     PROGRAM,
+    Grouped,
     LeverByName,
+    machines_option,
     program_argument,
     read_plan,
+    recovery_option,
     require_program,
     writable,
 )
 from flatout.cli.options.device import apply_device, device_hint, device_option
-from flatout.cli.options.grouped import Grouped, machines_option, recovery_option
-from flatout.cli.options.messages import notify, warn_untested
+from flatout.cli.options.output import notify, warn_untested
 from flatout.cli.options.ranks import RankOptions, add_rank_options, read_rank_options
 from flatout.cli.options.supervision import Supervision, add_supervision_options, read_supervision
 from flatout.job.folder import read_json, write_json
 from flatout.job.temporary import temporary
-from flatout.launch.caches import private_caches
 from flatout.launch.command import Command, EntryWatch, check_measurable, parse_command, watch_from_beside
-from flatout.launch.environment import ENTERED, crash_environment, job_environment
+from flatout.launch.environment import ENTERED, crash_environment, job_environment, private_caches
 from flatout.launch.torchrun import Torchrun, torchrun_of
 from flatout.levers import TABLE
 from flatout.probe.machine import hardware, with_software

@@ -6,7 +6,7 @@ import click
 
 from flatout.cli.options.arguments import PROGRAM, budget_option
 from flatout.cli.options.measurement import Measurement, header, measurement_options
-from flatout.cli.options.messages import warn_untested
+from flatout.cli.options.output import warn_untested
 from flatout.diagnose.profiling import ProfiledProgram, ProfileOptions, run_profile
 from flatout.diagnose.scale_prediction import add_profile, predict_points
 from flatout.job.folder import JobFolder, read_json

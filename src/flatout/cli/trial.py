@@ -9,9 +9,8 @@ import click
 
 from flatout.cli.options.arguments import PROGRAM, Duration, program_argument, read_plan, require_program
 from flatout.cli.options.device import apply_device, device_option
-from flatout.cli.options.json_output import json_option, print_json
-from flatout.cli.options.messages import warn_untested
-from flatout.diagnose.crash_explanation import explain_signal
+from flatout.cli.options.output import json_option, print_json, warn_untested
+from flatout.diagnose.explain import explain_signal
 from flatout.job.folder import TrialFolder, write_atomically
 from flatout.job.temporary import remove, temporary
 from flatout.launch.command import check_measurable, parse_command

@@ -12,6 +12,7 @@ from flatout.cli.options.arguments import (
     PROGRAM,
     Amount,
     Duration,
+    Grouped,
     LeverByName,
     complete_levers,
     did_you_mean,
@@ -21,14 +22,11 @@ from flatout.cli.options.arguments import (
     writable,
 )
 from flatout.cli.options.device import apply_device, device_option
-from flatout.cli.options.grouped import Grouped
-from flatout.cli.options.json_output import json_option, print_json
 from flatout.cli.options.measurement import job_option
-from flatout.cli.options.messages import warn_untested
+from flatout.cli.options.output import json_option, print_json, stop_on_sigterm, warn_untested
 from flatout.cli.options.progress import LiveProgress
 from flatout.cli.options.ranks import RankOptions, add_rank_options, read_rank_options
-from flatout.cli.options.signals import stop_on_sigterm
-from flatout.diagnose.crash_explanation import explain_signal
+from flatout.diagnose.explain import explain_signal
 from flatout.job.folder import JobFolder, write_atomically
 from flatout.job.sanitize import sanitize
 from flatout.launch.command import Command, check_measurable, parse_command

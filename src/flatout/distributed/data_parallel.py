@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.distributed.batches import RankBatches, join_outputs
 from flatout.distributed.division import ALL, CUT, INDEX, INPUT, OWN, SUM, WHOLE, SplitSettings
 from flatout.distributed.exchange import Exchange, Transport, same_objects
-from flatout.distributed.rendezvous import join
-from flatout.distributed.single_process import one_device, one_process, reject_child_process
+from flatout.distributed.single_process import join, one_device, one_process, reject_child_process
 from flatout.job.rank_environment import RankEnvironment
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from flatout.job.interpreter import program_python
-from flatout.job.secrets import masked, portable
+from flatout.job.sanitize import masked, portable
 from flatout.job.temporary import owner
 from flatout.job.trust import file_digest
 from flatout.launch.environment import ENTERED, SITE

@@ -22,11 +22,10 @@ from flatout.job.streams import open_closed_streams
 from flatout.job.temporary import remove, temporary
 from flatout.launch.command import Command, parse_command
 from flatout.launch.environment import OFFLINE_TRACKERS, with_crash_reports
-from flatout.launch.event_fifo import EventFifo
 from flatout.launch.failure import end_of_output, exit_code, first_failed, headline
 from flatout.launch.launcher_signals import LauncherSignals, exit_by_signal, in_foreground
 from flatout.launch.rank import Rank, check_devices, cuda_devices, rank_environment
-from flatout.launch.rank_monitor import RankMonitor
+from flatout.launch.rank_monitor import EventFifo, RankMonitor
 from flatout.launch.reaper import Reaper, end_members
 from flatout.schema.errors import FlatoutError, UsageError
 

@@ -22,7 +22,6 @@ from flatout.job.folder import read_json
 from flatout.job.sanitize import sanitize
 from flatout.job.streams import open_closed_streams
 from flatout.job.temporary import remove, temporary
-from flatout.launch.event_fifo import EventFifo
 from flatout.launch.failure import exit_code
 from flatout.launch.hang import POLL_S, ProcessEvent, ProgramProcesses
 from flatout.launch.launcher_signals import (
@@ -33,7 +32,7 @@ from flatout.launch.launcher_signals import (
     in_foreground,
 )
 from flatout.launch.rank import Rank
-from flatout.launch.rank_monitor import RankMonitor
+from flatout.launch.rank_monitor import EventFifo, RankMonitor
 from flatout.launch.reaper import Reaper, end_members
 from flatout.launch.restart_policy import (
     Attempt,

@@ -27,7 +27,7 @@ from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
 from flatout.guard.captured_steps import needs_closure
-from flatout.job.plan_file import read_plan
+from flatout.job.folder import read_plan
 from flatout.levers import TABLE, checked
 from flatout.loop.batches import windows
 from flatout.loop.gradient import Gradient, LossMonitor, Training
@@ -303,7 +303,7 @@ class Loop:
         all_epochs = self.epochs * length if length is not None else None
         limits = [steps for steps in (self.steps, all_epochs) if steps is not None]
         from flatout.render.formatting import per_second
-        from flatout.render.loop_view import loop_html
+        from flatout.render.page import loop_html
 
         facts = [("epochs done", f"{self.epoch} of {self.epochs}"), ("plan", self.plan.describe())]
         if (samples_per_s := self._rate.samples_per_s()) is not None:

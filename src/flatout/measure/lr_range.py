@@ -9,7 +9,7 @@ smoothed by an exponential mean (corrected for its start), and slopes are taken 
 import math
 from collections.abc import Sequence
 
-from flatout.schema.lr_range import LrPoint
+from flatout.schema.batch import LrPoint
 
 SMOOTHING = 0.9  # weight of the previous mean at each step
 SLOPE_STEPS = 10  # steps for a slope

@@ -10,8 +10,7 @@ from rich.text import Text
 from flatout.render.formatting import one_line, plural, rounded
 from flatout.render.page import Table
 from flatout.render.terminal import name_grid, table_grid
-from flatout.schema.ceilings import CeilingsRecord
-from flatout.schema.machine_snapshot import CheckResult, Verdict
+from flatout.schema.machine_snapshot import CeilingsRecord, CheckResult, Verdict
 
 MAX_OTHER_CORES = 0.5  # above this load of other processes, the figures underestimate the machine
 STYLES = {

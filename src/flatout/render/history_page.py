@@ -7,7 +7,7 @@ from flatout.job.folder import FOLDER
 from flatout.render.formatting import count, day, plural, rounded, sentence, shell, size
 from flatout.render.page import Cell, Items, Page, Section, Table, dateline
 from flatout.render.summary import with_interval
-from flatout.schema.history import HistoryRecord, JobEntry, RunEntry
+from flatout.schema.run_request import HistoryRecord, JobEntry, RunEntry
 
 RUN_COLUMNS = "started, UTC", "command", "result", ">steps/s", ">steps", ">peak memory", "limited by", "plan"
 CELL_KINDS = {"finished": "applied", "failed": "rejected", "interrupted": "skipped"}

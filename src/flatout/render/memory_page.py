@@ -2,7 +2,7 @@
 
 from flatout.render.formatting import count, plural, sentence, size
 from flatout.render.page import Cell, Items, Page, Section, Table, dateline, notes
-from flatout.schema.memory_forecast import FORECAST_KINDS, MemoryForecast, MemoryPoint
+from flatout.schema.batch import FORECAST_KINDS, MemoryForecast, MemoryPoint
 
 MAX_MODULES = 8
 PEAK = "peak of the tensors in a step"

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from flatout.render.formatting import duration, one_line, rounded, shell, size
-from flatout.schema.run_summary import RunSummary
+from flatout.schema.run_request import RunSummary
 
 WIDTH = 78
 TEXT_WIDTH = WIDTH - 4

@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from flatout.schema.ceilings import CeilingsRecord
 from flatout.schema.findings import Finding
-from flatout.schema.machine_snapshot import CheckResult, MachineSnapshot
+from flatout.schema.machine_snapshot import CeilingsRecord, CheckResult, MachineSnapshot
 from flatout.schema.records import Record
 
 OUTPUT_SCHEMA = 1

@@ -219,7 +219,7 @@ class ProfileRecord(ProgramRecord):
     # zero_grad_to_zero, clip, make_optimizer, make_scheduler, eval_with_grad (a forward pass of a model in
     # eval mode with gradients on)
     events: dict[str, Any] = field(default_factory=dict)
-    # Measured peaks: matmul_bfloat16_flops (a second), memory_bytes_per_s, ... (schema/ceilings.py)
+    # Measured peaks: matmul_bfloat16_flops (a second), memory_bytes_per_s, ... (schema/machine_snapshot.py)
     ceilings: dict[str, float] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from flatout.schema.certificate import CertificateRecord
 from flatout.schema.enums import StrEnum
 from flatout.schema.records import MIN_RATIO_LOW, Ratio, Record
 
@@ -222,3 +221,58 @@ class SessionRecord(Record):
         if not isinstance(record.command, list) or not isinstance(record.key, dict):
             raise TypeError("command must be a list and key a table")
         return record
+
+
+# The certificate of a confirmed plan: what its verdict was made from.
+
+CERTIFICATE_SCHEMA = 1
+
+
+@dataclass
+class CertifiedRun(Record):
+    """Fields of a TrialRecord, which the guard compared."""
+
+    seed: int
+    warmup_steps: int
+    steps: int
+    losses: list[str]
+    loss_steps: list[int]
+    weights_digests: dict[str, str]
+    batch_hashes: list[str]
+
+
+@dataclass
+class CertificateRecord(Record):
+    """What the verdict on a plan was made from. It names no absolute path.
+
+    ``plain[i]`` and ``tuned[i]`` had the same seed. ``key`` has the digests of your files, the versions and the
+    machine. ``repeatable``: a plain run repeats its own losses."""
+
+    command: list[str]
+    key: dict[str, str]
+    plan: dict[str, Any]
+    verdict: str  # of the guard: same or equivalent
+    why: str
+    repeatable: bool
+    speedup: Ratio | None  # None beside other programs
+    plain: list[CertifiedRun]
+    tuned: list[CertifiedRun]
+    schema: int = CERTIFICATE_SCHEMA
+
+
+@dataclass
+class VerifiedLine(Record):
+    """A claim of a certificate. ``status``: holds, FAILED, not checked, differs or not claimed."""
+
+    name: str
+    status: str
+    why: str
+
+
+@dataclass
+class VerificationRecord(Record):
+    """Output of `flatout verify --json`."""
+
+    holds: bool
+    lines: list[VerifiedLine]
+    schema: int = CERTIFICATE_SCHEMA

@@ -11,9 +11,9 @@ from flatout.job.folder import JobFolder
 from flatout.launch.command import Command
 from flatout.measure.batch_curve import largest_that_fits
 from flatout.measure.clock import seconds
+from flatout.schema.batch import MemoryForecast, MemoryPoint
 from flatout.schema.errors import NothingMeasured
 from flatout.schema.facts import Facts
-from flatout.schema.memory_forecast import MemoryForecast, MemoryPoint
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import TrialRecord
 from flatout.trial.memory_prediction import ENTRY

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from flatout.cli.options.grouped import add_options, ranks_option
+from flatout.cli.options.arguments import add_options, ranks_option
 from flatout.schema.errors import UsageError
 
 add_rank_options = add_options(

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import click
 
-from flatout.cli.options.arguments import require_program
-from flatout.cli.options.grouped import add_options
+from flatout.cli.options.arguments import add_options, require_program
 from flatout.launch.command import must_exist, parse_command
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import Unreadable

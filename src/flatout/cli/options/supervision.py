@@ -7,8 +7,7 @@ from typing import Any
 
 import click
 
-from flatout.cli.options.arguments import Duration
-from flatout.cli.options.grouped import add_options, recovery_option
+from flatout.cli.options.arguments import Duration, add_options, recovery_option
 from flatout.launch.command import Command
 from flatout.render.formatting import shell
 from flatout.schema.errors import UsageError
