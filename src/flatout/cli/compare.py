@@ -22,11 +22,16 @@ from flatout.cli.options.output import print_json, warn_untested
 from flatout.cli.options.progress import LiveProgress
 from flatout.compare import baselines, sides
 from flatout.compare.baselines import Baseline
-from flatout.compare.evaluate import MIN_PAIRS, compare_losses, fill_record, gates, stop_rule
+from flatout.compare.evaluate import (
+    MIN_PAIRS,
+    compare_losses,
+    fill_record,
+    gates,
+    stop_rule,
+    training_verdict,
+)
 from flatout.compare.pairs import Pair, PairTimer
-from flatout.compare.same_training import training_verdict
-from flatout.compare.sides import Side
-from flatout.compare.work_trees import WorkTrees
+from flatout.compare.sides import Side, WorkTrees
 from flatout.launch.command import check_measurable, parse_command
 from flatout.measure.clock import seconds
 from flatout.probe.machine import look
@@ -185,10 +190,9 @@ class _Comparison:
         self.record.machine = {"machine": self.key["machine"], "cores": facts.cores}
 
     def run(self, baseline: str | None, save_as: str | None, as_json: bool) -> int:
-        stored, self.record.notes = (
-            baselines.load(baseline, self.key, self.limits["any_machine"]) if baseline else (None, [])
-        )
-        record, gate = self.record, self.limits["gate"]
+        record, gate, stored = self.record, self.limits["gate"], None
+        if baseline:
+            stored, record.notes = baselines.load(baseline, self.key, self.limits["any_machine"])
         with (
             saved_on_exit(record, self.folder.path / "compare.json"),
             LiveProgress(Console(stderr=True), self.budget_s) as progress,
@@ -244,9 +248,8 @@ class _Comparison:
                 record, (stored.side(self.sides[0]), self.sides[0]), baseline_runs, b_runs, paired=False
             )
             stored_runs = {run.record.seed: run.record for run in baseline_runs}
-            run_pairs = [
-                (stored_runs[run.record.seed], run.record) for run in b_runs if run.record.seed in stored_runs
-            ]
+            records = [run.record for run in b_runs if run.record.seed in stored_runs]
+            run_pairs = [(stored_runs[record.seed], record) for record in records]
         elif len(self.sides) == 2:
             fill_record(record, self.sides, [pair.a for pair in pairs], b_runs)
             run_pairs = [(pair.a.record, pair.b.record) for pair in pairs if pair.b is not None]
