@@ -22,7 +22,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -182,12 +183,11 @@ def verified(path: Path) -> Checkpoint:
                 raise CheckpointError(
                     f"{name} should have {stored.bytes:,} bytes, and the maximum is {MAX_JSON_BYTES:,}"
                 )
-            if (actual := digest_of_file(path / name, stored)) != stored:
-                raise CheckpointError(
-                    f"{name} has {actual.bytes:,} bytes instead of {stored.bytes:,}"
-                    if actual.bytes != stored.bytes
-                    else f"{name} is not what was written: its digest differs"
-                )
+            actual = digest_of_file(path / name, stored)
+            if actual.bytes != stored.bytes:
+                raise CheckpointError(f"{name} has {actual.bytes:,} bytes instead of {stored.bytes:,}")
+            if actual != stored:
+                raise CheckpointError(f"{name} is not what was written: its digest differs")
     except FileNotFoundError as error:
         raise CheckpointError(f"{Path(error.filename).name} is missing") from None
     except OSError as error:
@@ -259,17 +259,18 @@ class CheckpointFolder:
         Raises StorageError, also if another process writes here."""
         self._writes = True
         try:
-            if not self.folder.is_dir():
-                self.folder.parent.mkdir(parents=True, exist_ok=True)
-                make_folder(self.folder)
-                flush_folder(self.folder.parent)
-            self._lock = Lock(self.folder / LOCK)
-            for name in os.listdir(self.folder):
-                if UNFINISHED.fullmatch(name):
-                    self.discard(self.folder / name)
-        except OSError as error:
+            with writing_to(self.folder):
+                if not self.folder.is_dir():
+                    self.folder.parent.mkdir(parents=True, exist_ok=True)
+                    make_folder(self.folder)
+                    flush_folder(self.folder.parent)
+                self._lock = Lock(self.folder / LOCK)
+                for name in os.listdir(self.folder):
+                    if UNFINISHED.fullmatch(name):
+                        self.discard(self.folder / name)
+        except StorageError:
             self._release_lock()
-            raise _cannot_write(self.folder, error) from error
+            raise
         return self
 
     def close(self) -> None:
@@ -315,23 +316,19 @@ class CheckpointFolder:
         if self._writes and (self._lock is None or not self._lock.is_valid):
             self._release_lock()
             self.open()
-        try:
+        with writing_to(self.folder):
             self.discard(unfinished)
             make_folder(unfinished)
-        except OSError as error:
-            raise _cannot_write(self.folder, error) from error
         return unfinished
 
     def finish(self, unfinished: Path, manifest: Manifest) -> Checkpoint:
         """Write the manifest and give the checkpoint its final name. Raises StorageError.
 
         Raises CheckpointError if the disk does not return what was written."""
-        try:
+        with writing_to(self.folder):
             write_file(unfinished / MANIFEST, [manifest.to_text().encode()])
             flush_folder(unfinished)
             move_folder(unfinished, path := self._free_path(manifest.step))
-        except OSError as error:
-            raise _cannot_write(self.folder, error) from error
         try:
             checkpoint = verified(path)
             self.on_verified(manifest.step)
@@ -358,15 +355,14 @@ class CheckpointFolder:
         """Move a corrupt checkpoint to the folder of damaged ones and return its new path.
 
         Raises StorageError."""
-        try:
-            if not (self.folder / DAMAGED).is_dir():
-                make_folder(self.folder / DAMAGED)
-            taken = set(os.listdir(self.folder / DAMAGED))
+        damaged = self.folder / DAMAGED
+        with writing_to(self.folder):
+            if not damaged.is_dir():
+                make_folder(damaged)
+            taken = set(os.listdir(damaged))
             name = next(name for number in count() if (name := f"{corrupt.path.name}.{number}") not in taken)
-            move_folder(corrupt.path, self.folder / DAMAGED / name)
-            return self.folder / DAMAGED / name
-        except OSError as error:
-            raise _cannot_write(self.folder, error) from error
+            move_folder(corrupt.path, damaged / name)
+        return damaged / name
 
     def move_all_aside(self) -> Path | None:
         """Move all checkpoints, valid or not, to a subfolder and return it; None if there was none.
@@ -375,7 +371,7 @@ class CheckpointFolder:
         paths = self.paths()
         if not paths:
             return None
-        try:
+        with writing_to(self.folder):
             aside = next(
                 path for number in count(1) if not (path := self.folder / f"before-{number}").exists()
             )
@@ -383,8 +379,6 @@ class CheckpointFolder:
             for path in paths:
                 move_folder(path, aside / path.name)
             flush_folder(self.folder)
-        except OSError as error:
-            raise _cannot_write(self.folder, error) from error
         return aside
 
     def _free_path(self, step: int) -> Path:
@@ -400,11 +394,11 @@ def write_state(folder: Path, name: str, packed: Packed) -> dict[str, FileDigest
 
     Raises CheckpointError if the plain values are too large."""
     state, tensors = files_of(name)
-    try:
+    with writing_to(folder.parent):
         files = {state: write_file(folder / state, [to_json(packed.tree)])}
-        return files | ({tensors: write_tensors(folder / tensors, packed.tensors)} if packed.tensors else {})
-    except OSError as error:
-        raise _cannot_write(folder.parent, error) from error
+        if packed.tensors:
+            files[tensors] = write_tensors(folder / tensors, packed.tensors)
+    return files
 
 
 def step_of(path: Path) -> int:
@@ -418,10 +412,15 @@ def _number(path: Path) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 1)
 
 
-def _cannot_write(folder: Path, error: OSError) -> StorageError:
-    return StorageError(
-        f"cannot write checkpoints in {folder}: {error.strerror}. Free some space there, or name a writable folder."
-    )
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Raises StorageError for an OSError inside this context."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"cannot write checkpoints in {folder}: {error.strerror}. Free some space there, or name a writable folder."
+        ) from error
 
 
 # The checkpoints of a command that always restarts from its beginning.

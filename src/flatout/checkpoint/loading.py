@@ -156,9 +156,8 @@ class LoaderPosition:
         self._sampler_target: tuple[dict[str, Any] | None, int] = (None, 0)
         self._sampler_started = False  # whether this iterator has started the sampler
         self._epoch_start: dict[str, Any] = {}  # states before this epoch's iterator, sampler and first batch
-        self._worker_start: dict[str, Any] | None = (
-            None  # random states before persistent workers were started
-        )
+        # random states before persistent workers were started
+        self._worker_start: dict[str, Any] | None = None
         self._later_epoch = False  # an epoch of persistent workers that is not their first
         # of each worker, after its last consumed batch
         self._worker_states: list[dict[str, Any] | None] = [None] * self.workers
@@ -262,15 +261,12 @@ class LoaderPosition:
         self._epoch_start = {"iterator": self._present()}
         self._interleaving.begin()
         if self.persistent:
-            self._later_epoch = (
-                self._later_epoch
-                if mid_epoch
-                else self._worker_start is not None
-                or (place is not None and place["worker_start"] is not None)
-            )
-            if place is not None and place["worker_start"] is not None:
-                set_random_states(self.torch, place["worker_start"], self._generators())
-                self._worker_start = place["worker_start"]
+            worker_start = place["worker_start"] if place is not None else None
+            if not mid_epoch:
+                self._later_epoch = self._worker_start is not None or worker_start is not None
+            if worker_start is not None:
+                set_random_states(self.torch, worker_start, self._generators())
+                self._worker_start = worker_start
             elif self._worker_start is None:
                 self._worker_start = self._epoch_start["iterator"]["random"]
         if self.kind == INDICES:
@@ -385,15 +381,11 @@ class LoaderPosition:
 
     def _generators(self) -> list[Any]:
         if self._own_generators is None:
-            holders = [
-                getattr(self.loader, name, None)
-                for name in ("generator", "sampler", "batch_sampler", "dataset", "collate_fn")
-            ]
-            self._own_generators = (
-                self._find([*holders, *self._objects])
-                if self._find is not None and self.kind != SEQUENCE
-                else []
-            )
+            self._own_generators = []
+            if self._find is not None and self.kind != SEQUENCE:
+                names = ("generator", "sampler", "batch_sampler", "dataset", "collate_fn")
+                holders = [getattr(self.loader, name, None) for name in names]
+                self._own_generators = self._find([*holders, *self._objects])
         return self._own_generators
 
     def _random_states(self) -> dict[str, Any]:

@@ -29,6 +29,7 @@ def environment(torch: ModuleType, more: Mapping[str, Any] = {}) -> dict[str, An
     ``more``: values from the caller (length of the data, digest of the script, number of ranks). CUDA devices
     are included only if the process already uses CUDA. Querying them would start CUDA, and children forked
     later could not use it."""
+    devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
     return {
         "torch": str(torch.__version__),
         "python": ".".join(map(str, sys.version_info[:3])),
@@ -36,9 +37,7 @@ def environment(torch: ModuleType, more: Mapping[str, Any] = {}) -> dict[str, An
         "vector instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "threads between operators": torch.get_num_interop_threads(),
-        "devices": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-        if torch.cuda.is_initialized()
-        else [],
+        "devices": list(map(torch.cuda.get_device_name, range(devices))),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "cudnn.benchmark": torch.backends.cudnn.benchmark,
         "cudnn.deterministic": torch.backends.cudnn.deterministic,
@@ -128,15 +127,14 @@ class CheckpointMeta:
     def from_json(cls, data: Mapping[str, Any]) -> CheckpointMeta:
         """Read metadata of any origin: a value of the wrong type counts as missing."""
         holds = data.get("holds")
+        entries = holds if isinstance(holds, list) else []
         return cls(
             why=_text(data.get("why")),
             ran_s=data["ran_s"] if isinstance(data.get("ran_s"), (int, float)) else None,
             at=_text(data.get("at")),
             inside=data.get("inside") is True,
             updated=data.get("updated") is True,
-            holds=tuple(_saved_object(entry) for entry in holds if isinstance(entry, Mapping))
-            if isinstance(holds, list)
-            else (),
+            holds=tuple(_saved_object(entry) for entry in entries if isinstance(entry, Mapping)),
             surroundings=_mapping(data.get("surroundings")),
             exact=_exact(data) if isinstance(data.get("exact"), str) else None,
         )
@@ -194,11 +192,8 @@ def newest_resumable(folder: Path) -> tuple[Checkpoint | None, str]:
         except CheckpointError:
             continue
         exact = CheckpointMeta.from_json(checkpoint.manifest.metadata).exact
-        if (
-            exact is not None
-            and exact.program == tuple(sys.orig_argv[1:])
-            and (folder / Path(exact.journal).name).is_file()
-        ):
+        is_of_program = exact is not None and exact.program == tuple(sys.orig_argv[1:])
+        if exact is not None and is_of_program and (folder / Path(exact.journal).name).is_file():
             if not exact.why_not:
                 return checkpoint, ""
             why_not = why_not or exact.why_not

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from flatout.checkpoint.checkpoints import Checkpoint, CheckpointFolder, write_state
+from flatout.checkpoint.checkpoints import Checkpoint, CheckpointFolder, write_state, writing_to
 from flatout.checkpoint.disk import FileDigest, read_file, write_file
 from flatout.checkpoint.manifest import Manifest
 from flatout.checkpoint.values import Packed
@@ -108,34 +108,27 @@ class CheckpointWriter:
     ) -> None:
         self.checkpoints, self.kind, self.clocks, self.report = checkpoints, kind, clocks, report
         self.every, self.share, self.why_not_write = every, share, why_not_write
-        self._write_copy = (
-            write
-            if write is not None
-            else lambda step, copy, metadata: checkpoints.write(kind, step, {"": copy}, metadata)
+        self._write_copy = write or (
+            lambda step, copy, metadata: checkpoints.write(kind, step, {"": copy}, metadata)
         )
         self.cost = CheckpointCost()
         self.last: Checkpoint | None = None
         self._snapshot = Snapshot(torch)
         self._thread: threading.Thread | None = None
-        self._last_step = -1
+        self.last_step = -1  # of the last checkpoint that was started or resumed from
         self._began_s = clocks.wall_s()
         self._last_failure = ""
         self._failures = 0
-
-    @property
-    def last_step(self) -> int:
-        """The step of the last checkpoint that was started or resumed from."""
-        return self._last_step
 
     def resume_after(self, step: int, cost_s: float = 0.0) -> None:
         """Register an existing checkpoint of this step.
 
         ``cost_s``: its recent cost, which delays the next one."""
-        self._last_step, self.cost.last_s = step, cost_s
+        self.last_step, self.cost.last_s = step, cost_s
 
     def due(self, step: int) -> bool:
         """Whether to write a checkpoint now that ``step`` steps are done. Never twice for the same step."""
-        if step == self._last_step:
+        if step == self.last_step:
             return False
         if self.every is not None:
             return step % self.every == 0
@@ -170,17 +163,17 @@ class CheckpointWriter:
     def _account_wait(self, step: int, since_s: float) -> None:
         self._began_s = self.clocks.wall_s()
         self.cost.last_s = self._began_s - since_s
-        if step != self._last_step:
+        if step != self.last_step:
             self.cost.checkpoints += 1
         self.cost.waited_s += self.cost.last_s
-        self._last_step = step
+        self.last_step = step
 
     def save_now(self, step: int, packed: Packed, metadata: Mapping[str, Any]) -> Checkpoint | None:
         """Write the state itself in this thread, at the end of a process, when no thread may be started.
 
         Returns None if it failed."""
         self.wait()
-        self._last_step = step
+        self.last_step = step
         self.cost.checkpoints += 1
         previous = self.last
         self._write(step, packed, metadata)
@@ -282,14 +275,12 @@ class JointCheckpointWriter:
                     f"rank {rank} did not write its part within {TIMEOUT_S:.0f} s. All ranks must see the same folder "
                     f"{self.checkpoints.folder}",
                 )
-                part = json.loads(read_file(note, MAX_NOTE_BYTES))
+                with writing_to(self.checkpoints.folder):
+                    part = json.loads(read_file(note, MAX_NOTE_BYTES))
+                    note.unlink()
                 files |= {name: FileDigest(size, digest) for name, (size, digest) in part["files"].items()}
                 left_out |= {f"rank {rank}: {where}": what for where, what in part["left_out"].items()}
-                note.unlink()
             return self.checkpoints.finish(unfinished, Manifest(self.kind, step, files, left_out, metadata))
-        except OSError as error:
-            self.checkpoints.discard(unfinished)
-            raise self._cannot_write(error) from error
         except BaseException:
             self.checkpoints.discard(unfinished)
             raise
@@ -308,14 +299,9 @@ class JointCheckpointWriter:
             "files": {file: (content.bytes, content.sha256) for file, content in stored.items()},
             "left_out": packed.left_out,
         }
-        try:
+        with writing_to(self.checkpoints.folder):
             write_file(unfinished / f"{name}.half", [json.dumps(note).encode()])
             os.rename(unfinished / f"{name}.half", unfinished / f"{name}.note")
-        except OSError as error:
-            raise self._cannot_write(error) from error
-
-    def _cannot_write(self, error: OSError) -> StorageError:
-        return StorageError(f"cannot write checkpoints in {self.checkpoints.folder}: {error.strerror}.")
 
     def _until(self, is_ready: Callable[[], bool], why_not: str) -> None:
         end_s = self.wall_s() + TIMEOUT_S

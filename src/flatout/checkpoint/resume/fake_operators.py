@@ -149,12 +149,10 @@ class FakeOperators:
             or (name.startswith("get ") and name[4:] in GETTERS)
         ):
             return lambda args, kwargs: func(*args, **kwargs)
+        if special_case is not None and name.startswith("get "):
+            return lambda args, kwargs: special_case(args[0])
         if special_case is not None:
-            return (
-                (lambda args, kwargs: special_case(args[0]))
-                if name.startswith("get ")
-                else (lambda args, kwargs: special_case(*args, **kwargs))
-            )
+            return lambda args, kwargs: special_case(*args, **kwargs)
         if name == "get data":
             return lambda args, kwargs: ReplayTensor(spec_of(args[0]))
         if name.removeprefix("get ") in READS_VALUES:
@@ -184,11 +182,8 @@ class FakeOperators:
         if not has_mask(args[1]):
             return self.answer(func, (args[0], _zero_scalar_indices(args[1])), kwargs)
         result = self.make_recorded_result(sys._getframe(2).f_lasti)  # of the caller: the mode is in between
-        result.sources = (
-            self.gradient_sources.of(list(args))
-            if torch.is_grad_enabled() and takes_gradient(result.spec)
-            else NO_SOURCES
-        )
+        takes = torch.is_grad_enabled() and takes_gradient(result.spec)
+        result.sources = self.gradient_sources.of(list(args)) if takes else NO_SOURCES
         return result
 
     def _reject_packed(self, name: str, func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -377,17 +372,11 @@ class FakeOperators:
         torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
     def _to(self, tensor: Tensor, *args: object, **kwargs: object) -> Any:
-        func = (
-            torch.Tensor.to
-            if not (args and isinstance(args[0], str) and args[0].startswith("torch."))
-            else torch.Tensor.type
-        )
+        names_type = args and isinstance(args[0], str) and args[0].startswith("torch.")
+        func = torch.Tensor.type if names_type else torch.Tensor.to
         result = self.answer(func, (tensor, *args), kwargs)
-        if result.spec == (
-            tensor.spec if type(tensor) is ReplayTensor else spec_of(tensor)
-        ) and not kwargs.get("copy"):
-            return tensor
-        return result
+        spec = tensor.spec if type(tensor) is ReplayTensor else spec_of(tensor)
+        return tensor if result.spec == spec and not kwargs.get("copy") else result
 
     def _from_values(self, data: object, *args: object, **kwargs: object) -> Any:
         """Build a fake tensor: `torch.tensor` would read the list elements itself."""

@@ -222,11 +222,9 @@ class ReplayedLoaders:
             if (not value_log.observes and replayed is None) or loader._dataset_kind != 0:
                 original(iterator, loader)
                 return
-            states, refetches = (
-                ([None] * loader.num_workers, 0)
-                if replayed is None
-                else (replayed.states, replayed.refetches)
-            )
+            states, refetches = [None] * loader.num_workers, 0
+            if replayed is not None:
+                states, refetches = replayed.states, replayed.refetches
             iterator.flatout_states = list(states)
             iterator.flatout_carrier = collate = WorkerStateCollate(
                 None, loader.worker_init_fn, self.find, list(states), refetches

@@ -228,7 +228,7 @@ class ValueLog:
         self.journal = journal
 
     def stop_recording(self, why: str) -> None:
-        """Stop recording."""
+
         self.journal, self.why_stopped = None, why
         self.checks, self.values = bytearray(), []
 
