@@ -59,11 +59,9 @@ def parse_loss(returned: object) -> LossResult:
         values = rest.pop() if rest and isinstance(rest[-1], dict) else None
         if len(rest) <= 1 and not any(isinstance(value, (dict, str)) for value in rest):
             return LossResult(returned[0], rest[0] if rest else None, values)
-    description = (
-        f"a tuple of {', '.join(type(value).__name__ for value in returned)}"
-        if isinstance(returned, tuple)
-        else f"a {type(returned).__name__}"
-    )
+    description = f"a {type(returned).__name__}"
+    if isinstance(returned, tuple):
+        description += f" of {', '.join(type(value).__name__ for value in returned)}"
     raise LoopError(
         f"loss_fn gave {description}. Return the loss (a scalar tensor), or (loss, n) with the number that it is averaged over; "
         "a dict of further values may follow."

@@ -164,11 +164,10 @@ class Gradient:
             try:
                 limit = self.micro_batches.limit
                 fits = len(window) == 1 and (limit is None or window[0][1] <= limit)
-                result = (
-                    self._compute_whole(index, window[0][0])
-                    if fits
-                    else self._accumulate(index, window, samples)
-                )
+                if fits:
+                    result = self._compute_whole(index, window[0][0])
+                else:
+                    result = self._accumulate(index, window, samples)
                 if state is not None and not self._uses_torch_rng:
                     self._uses_torch_rng = state.has_changed()
                 break
@@ -262,11 +261,9 @@ class Gradient:
         where = find_non_finite_source(
             self.training.torch, self.training.local_model, lambda: self._loss_on_this_rank(batch)
         )
-        consequence = (
-            "The weights are those before this step."
-            if is_current
-            else "The weights may be corrupt: resume from your last checkpoint."
-        )
+        consequence = "The weights may be corrupt: resume from your last checkpoint."
+        if is_current:
+            consequence = "The weights are those before this step."
         raise LoopError(f'{what}: {where}. {consequence} on_nan="ignore" continues.')
 
     # -- what the first steps determine

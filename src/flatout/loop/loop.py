@@ -377,11 +377,9 @@ class Loop:
 
     def _plan_levers(self, plan: Plan) -> None:
         self.plan = plan
-        self._levers = (
-            Levers(self.torch, plan, self.model, self.optimizer, self.loss_fn, self.loader)
-            if plan.choices
-            else None
-        )
+        self._levers = None
+        if plan.choices:
+            self._levers = Levers(self.torch, plan, self.model, self.optimizer, self.loss_fn, self.loader)
         self._pending_levers = self._levers  # until the first step is done
         if self._pending_levers is not None:
             self.loader = self._pending_levers.apply_early(self.loader)

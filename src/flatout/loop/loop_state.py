@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
+PLAIN_TYPES = (bool, int, str, bytes, float, type(None), complex)
+
+
 def check_not_sharded(model: Module) -> None:
     """Raises LoopError if the model is sharded: no rank has all of its state."""
     module = sys.modules.get("torch.distributed.fsdp")
@@ -166,13 +169,9 @@ def _compare(
         if len(saved) != len(now):
             differs(where)
             return
-        for number, (a, b) in enumerate(zip(saved, now, strict=True)):
-            _compare(torch, a, b, f"{where}[{number}]", differs)
-    elif (
-        type(saved) is type(now)
-        and type(saved) in (bool, int, str, bytes, float, type(None), complex)
-        and repr(saved) != repr(now)
-    ):
+        for number, saved_entry in enumerate(saved):
+            _compare(torch, saved_entry, now[number], f"{where}[{number}]", differs)
+    elif type(saved) is type(now) and type(saved) in PLAIN_TYPES and repr(saved) != repr(now):
         differs(where)
 
 

@@ -151,22 +151,20 @@ class RandomState:
 
     def has_changed(self) -> bool:
         """Whether torch's generators have been used since."""
-        if not self._torch.equal(self._torch_state, self._torch.default_generator.get_state()):
+        equal = self._torch.equal
+        if not equal(self._torch_state, self._torch.default_generator.get_state()):
             return True
-        return self._device_state is not None and not self._torch.equal(
-            self._device_state, self._torch.cuda.get_rng_state(self._device)
-        )
+        before = self._device_state
+        return before is not None and not equal(before, self._torch.cuda.get_rng_state(self._device))
 
     def others_changed(self) -> bool:
         """Whether ``random`` or numpy have been used since."""
         if self._python != random.getstate():
             return True
         before, now = self._numpy, _numpy_state()
-        return (
-            before is not None
-            and now is not None
-            and (now[2:] != before[2:] or bool((now[1] != before[1]).any()))
-        )
+        if before is None or now is None:
+            return False
+        return now[2:] != before[2:] or bool((now[1] != before[1]).any())
 
 
 def _numpy_state() -> Any:

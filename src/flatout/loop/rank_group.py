@@ -77,10 +77,8 @@ class RankGroup:
         return [json.loads(bytes(data.tolist())) for data in gathered]
 
     def _maximum(self, numbers: Tensor) -> Tensor:
-        distributed = self.torch.distributed
-        self._communicate(
-            lambda: distributed.all_reduce(numbers, distributed.ReduceOp.MAX, group=self._group)
-        )
+        reduce, maximum = self.torch.distributed.all_reduce, self.torch.distributed.ReduceOp.MAX
+        self._communicate(lambda: reduce(numbers, maximum, group=self._group))
         return numbers
 
     @staticmethod

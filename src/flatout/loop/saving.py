@@ -165,13 +165,10 @@ class Resumed:
         return not self.differs and not self.inexact
 
     def sentences(self) -> list[str]:
-        sentences = [f"{path} is a newer, corrupt checkpoint; it was moved there" for path in self.damaged]
-        sentences.append(
-            f"resuming after step {self.step}, in epoch {self.epoch}, from {self.path}: "
-            + ("bitwise exact" if self.exact else "not bitwise identical to an uninterrupted run")
-        )
+        how = "bitwise exact" if self.exact else "not bitwise identical to an uninterrupted run"
         return [
-            *sentences,
+            *(f"{path} is a newer, corrupt checkpoint; it was moved there" for path in self.damaged),
+            f"resuming after step {self.step}, in epoch {self.epoch}, from {self.path}: {how}",
             *(f"differs: {reason}" for reason in self.differs),
             *(f"not exact: {reason}" for reason in self.inexact),
         ]
@@ -385,11 +382,14 @@ class LoopCheckpointing:
             self._signals.received = self.group.maxima([self._signals.received])[0]
         if self._signals.received:
             if self.rank == 0:
+                last, saved = self.saver.last, "could not save it; see above"
+                if last is not None and last.step == self.loop.index:
+                    saved = f"saved it in {last.path}"
                 LOGGER.warning(
                     "stopped by signal %d: finished step %d, and %s",
                     self._signals.received,
                     self.loop.index - 1,
-                    self._describe_last(),
+                    saved,
                 )
             self._signals.end()
 
@@ -441,12 +441,6 @@ class LoopCheckpointing:
 
     def _environment(self) -> dict[str, Any]:
         return environment(self.torch, {**self.settings, "plan": self.loop.plan.describe(), **self._script})
-
-    def _describe_last(self) -> str:
-        last = self.saver.last
-        if last is not None and last.step == self.loop.index:
-            return f"saved it in {last.path}"
-        return "could not save it; see above"
 
 
 def _digest_of_script() -> str | None:

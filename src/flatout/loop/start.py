@@ -12,9 +12,8 @@ from flatout.schema.errors import LoopError
 from flatout.schema.sizes import size
 
 LOGGER = logging.getLogger("flatout")
-WORKSPACE_VARIABLE = (
-    "CUBLAS_WORKSPACE_CONFIG"  # read when cuBLAS starts; deterministic products raise without it
-)
+# read when cuBLAS starts; deterministic products raise without it
+WORKSPACE_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def device(wanted: str | None = None) -> Any:

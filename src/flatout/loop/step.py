@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,19 +60,12 @@ class Rate:
     WINDOW = 32
 
     def __init__(self) -> None:
-        self._ends: list[float] = [0.0] * self.WINDOW
-        self._samples: list[int] = [0] * self.WINDOW
-        self._count = 0
+        self._steps: deque[tuple[float, int]] = deque(maxlen=self.WINDOW)  # ends and samples
 
     def step(self, end_s: float, samples: int) -> None:
-        i = self._count % self.WINDOW
-        self._ends[i], self._samples[i] = end_s, samples
-        self._count += 1
+        self._steps.append((end_s, samples))
 
     def samples_per_s(self) -> float | None:
-        count = min(self._count, self.WINDOW)
-        if count < 2:
-            return None
-        first, last = (self._count - count) % self.WINDOW, (self._count - 1) % self.WINDOW
-        span = self._ends[last] - self._ends[first]
-        return (sum(self._samples[:count]) - self._samples[first]) / span if span > 0 else None
+        (start_s, _), *later = self._steps or [(0.0, 0)]
+        span = later[-1][0] - start_s if later else 0.0
+        return sum(samples for _, samples in later) / span if span > 0 else None
