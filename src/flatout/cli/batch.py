@@ -20,7 +20,6 @@ from flatout.tune.batch_curve import BatchCurve, BatchOptions
 @budget_option("5m", "Time to spend: 90s, 5m, 1h.")
 @click.option(
     "--memory-limit",
-    default=None,
     type=Amount(),
     help="Memory that a step may use, as in 8GB. The default is the device memory or free RAM.",
 )

@@ -123,9 +123,7 @@ def _check_separately(
             place = finding.place
             file = re.sub(r"\[\d+\]$", "", place.file) if place is not None else program.main.path
             if os.path.realpath(file) in checked_paths:
-                position = (
-                    (place.line, place.column, place.file.removeprefix(file)) if place is not None else ()
-                )
+                position = (place.line, place.column, place.file.removeprefix(file)) if place else ()
                 findings.setdefault((finding.rule, os.path.realpath(file), *position), finding)
     return sorted(findings.values(), key=sort_key)
 

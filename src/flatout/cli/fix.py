@@ -80,11 +80,8 @@ def _report(files: list[FixedFile], only_diff: bool) -> None:
             why = "its edit overlaps another"
         click.echo(f"{_location(finding)}: not fixed, {why}; run the command again", err=True)
     count = sum(len(file.fixed) for file in files)
-    summary = (
-        f"{plural(count, 'finding')} can be fixed: add --apply"
-        if only_diff
-        else f"fixed {plural(count, 'finding')}"
-    )
+    counted = plural(count, "finding")
+    summary = f"{counted} can be fixed: add --apply" if only_diff else f"fixed {counted}"
     notify(summary if count else "nothing to fix")
 
 

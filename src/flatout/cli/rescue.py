@@ -23,13 +23,11 @@ RESCUE = "rescue"
 @click.option(
     "--to",
     "target",
-    default=None,
     type=click.Path(path_type=Path),
     help="Write the newest valid checkpoint into this new folder.",
 )
 @click.option(
     "--step",
-    default=None,
     type=click.IntRange(min=0),
     help="Step of the checkpoint to write, instead of the newest; needs --to.",
 )
@@ -49,10 +47,7 @@ def command(folder: Path | None, target: Path | None, step: int | None, as_json:
         print_json(CheckpointsRecord([_entry(path) for run in runs for path in run.paths()]))
         return 0
     for run in runs:
-        if run is not checkpoints:
-            click.echo(f"\nfrom an earlier run, {run.folder}")
-        else:
-            click.echo(str(run.folder))
+        click.echo(run.folder if run is checkpoints else f"\nfrom an earlier run, {run.folder}")
         for path in run.paths():
             click.echo(_paragraph(path))
     return 0
@@ -136,11 +131,9 @@ def _paragraph(path: Path) -> str:
         for item in entry.contents
     ]
     if entry.mid_step:
-        weights = (
-            "an optimizer had already updated some weights"
-            if entry.updated
-            else f"weights and optimizers are those of step {entry.step}"
-        )
+        weights = f"weights and optimizers are those of step {entry.step}"
+        if entry.updated:
+            weights = "an optimizer had already updated some weights"
         lines.append(
             f"    taken inside a step: {weights}; running statistics and random numbers may be ahead"
         )

@@ -38,7 +38,6 @@ STEPS = 40
 )
 @click.option(
     "--inside",
-    default=None,
     help="Link between the devices of a node, as nvlink4; --network then connects the nodes.",
 )
 @click.option(

@@ -61,7 +61,6 @@ EFFECTS = ("exact", "rounding", "precision", "resampled")  # without those that 
 @click.command(cls=Grouped, context_settings=PROGRAM)
 @click.option(
     "--budget",
-    default=None,
     type=Duration(),
     help="Time to spend.  [default: 90s; 5m if a start takes over 10s, a step over 100ms, or compiling should pay within --horizon]",
 )
@@ -73,7 +72,6 @@ EFFECTS = ("exact", "rounding", "precision", "resampled")  # without those that 
 )
 @click.option(
     "--levers",
-    default=None,
     shell_complete=complete_levers,
     help="Try only these levers, separated by commas; see `flatout levers`.",
 )
@@ -94,7 +92,6 @@ EFFECTS = ("exact", "rounding", "precision", "resampled")  # without those that 
 )
 @click.option(
     "--memory-limit",
-    default=None,
     type=Amount(),
     help="Find the fastest plan whose tensors fit into this much memory: 8GB, 800MiB.",
 )
@@ -102,7 +99,6 @@ EFFECTS = ("exact", "rounding", "precision", "resampled")  # without those that 
 @job_option
 @click.option(
     "--ray",
-    default=None,
     metavar="ADDRESS",
     help="Measure on all nodes of a running Ray cluster in parallel: HOST:PORT, or auto.",
 )
@@ -236,16 +232,11 @@ def _search(
     except FlatoutError as error:
         session.status, session.message = "failed", str(error)
         _finish(folder, session)
-        explanation = (
-            explain_signal(error.exit_code, str(error), (oom_kills() or 0) - (kills_before or 0))
-            if isinstance(error, ProgramFailed)
-            else []
-        )
-        if explanation:
-            raise ProgramFailed(
-                "\n".join([str(error).rstrip(), *(f"flatout: {line}" for line in explanation)]),
-                error.exit_code,
-            ) from None
+        if isinstance(error, ProgramFailed):
+            kills = (oom_kills() or 0) - (kills_before or 0)
+            if explanation := explain_signal(error.exit_code, str(error), kills):
+                lines = [str(error).rstrip(), *(f"flatout: {line}" for line in explanation)]
+                raise ProgramFailed("\n".join(lines), error.exit_code) from None
         raise
     except KeyboardInterrupt:
         session.message = "interrupted; the same command continues from here"

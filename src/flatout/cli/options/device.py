@@ -33,7 +33,6 @@ class DeviceByName(click.ParamType):
 
 device_option = click.option(
     "--device",
-    default=None,
     type=DeviceByName(),
     metavar="cpu|cuda|cuda:N",
     help='Run on the CPU, whichever device the script names (`.cuda()`, device="cuda"), or on card N alone.',

@@ -13,7 +13,6 @@ from flatout.schema.errors import UsageError
 add_rank_options = add_options(
     ranks_option(
         "--procs",
-        default=None,
         type=click.IntRange(1),
         help="Number of ranks on this machine, for a single-process script.  [default: 1]",
     ),
