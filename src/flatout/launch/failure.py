@@ -61,11 +61,10 @@ def exit_code(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def headline(rank: int, host: str, pid: int, code: int, printed: bool, where: str = "") -> str:
+def headline(rank: int, host: str, pid: int, code: int, printed: bool) -> str:
     """The line that names the failure; ``printed`` is whether output follows it."""
-    return (
-        f"rank {rank} ({host}, process {pid}) failed first{where}, {how_ended(code)}{':' if printed else '.'}"
-    )
+    end = ":" if printed else "."
+    return f"rank {rank} ({host}, process {pid}) failed first, {how_ended(code)}{end}"
 
 
 def how_ended(code: int) -> str:

@@ -18,9 +18,9 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signa
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # SIGHUP comes from the kernel too, but only to the session leader
 KEYBOARD_SIGNALS = (signal.SIGINT, signal.SIGTSTP)
-SI_KERNEL = 0x80  # SI_KERNEL; sigaction(2)
+SI_KERNEL = 0x80  # sigaction(2)
 SIGSET_BYTES = 128
-SFD_CLOEXEC, SFD_NONBLOCK = 0o2000000, 0o4000  # SFD_CLOEXEC, SFD_NONBLOCK; signalfd(2)
+SFD_CLOEXEC, SFD_NONBLOCK = 0o2000000, 0o4000  # signalfd(2)
 INFO_BYTES = 128
 
 

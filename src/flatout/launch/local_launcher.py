@@ -97,12 +97,9 @@ class LocalLauncher:
                     remove(self.folder)
 
     def _start(self, signals: LauncherSignals, own_groups: bool) -> None:
+        argv, unblock = self.command.argv, signals.restore_mask
         for number in range(self.procs):
-            self.ranks.append(
-                Rank(
-                    number, self.command.argv, self._environment_of(number), own_groups, signals.restore_mask
-                )
-            )
+            self.ranks.append(Rank(number, argv, self._environment_of(number), own_groups, unblock))
         for rank in self.ranks:
             rank.start_log(self.folder)
 
@@ -117,10 +114,8 @@ class LocalLauncher:
     # -- the end
 
     def _exit_code(self, monitor: RankMonitor) -> int:
-        codes = [
-            -signal.SIGKILL if rank.process.returncode is None else rank.process.returncode
-            for rank in self.ranks
-        ]
+        exits = (rank.process.returncode for rank in self.ranks)
+        codes = [-signal.SIGKILL if code is None else code for code in exits]
         if not any(codes):
             return 0
         end_members(str(self.folder))
@@ -141,10 +136,8 @@ class LocalLauncher:
     def _report(self, first: int, code: int, traceback: str) -> None:
         printed = [rank.output(OUTPUT_S) for rank in self.ranks]
         text = end_of_output(traceback, printed[first]) if first else ""  # rank 0 has printed it itself
-        self.report(
-            "flatout: "
-            + headline(first, os.uname().nodename, self.ranks[first].process.pid, code, bool(text))
-        )
+        host, pid = os.uname().nodename, self.ranks[first].process.pid
+        self.report(f"flatout: {headline(first, host, pid, code, bool(text))}")
         if text:
             self.report(text)
         if self.procs > 1:
@@ -155,17 +148,8 @@ class LocalLauncher:
 
 def launcher_of(command: Command, procs: int, gpus: bool = False, cores: int | None = None) -> Command:
     """The command that starts ``command`` as ranks, for a trial, which runs a single program."""
-    options = ("--cores", str(cores)) if cores else ()
-    words = (
-        sys.executable,
-        "-m",
-        "flatout.launch.local_launcher",
-        "--gpus" if gpus else "--procs",
-        str(procs),
-        *options,
-        "--",
-        *command.argv,
-    )
+    options = ["--gpus" if gpus else "--procs", str(procs), *(["--cores", str(cores)] if cores else ())]
+    words = (sys.executable, "-m", "flatout.launch.local_launcher", *options, "--", *command.argv)
     return Command(command.typed, words, command.script, command.module, command.disabled_by)
 
 
@@ -185,18 +169,12 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
     arguments = parser.parse_args(words)
-    procs = arguments.procs if arguments.gpus is None else arguments.gpus
+    typed, procs, devices = arguments.command, arguments.procs, None
     try:
-        command = parse_command(
-            arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
-        )
-        local_launcher = LocalLauncher(
-            command,
-            procs,
-            os.environ,
-            None if arguments.gpus is None else cuda_devices(os.environ, procs),
-            arguments.cores,
-        )
+        command = parse_command(typed[1:] if typed[:1] == ["--"] else typed)
+        if arguments.gpus is not None:
+            procs, devices = arguments.gpus, cuda_devices(os.environ, arguments.gpus)
+        local_launcher = LocalLauncher(command, procs, os.environ, devices, arguments.cores)
         code = local_launcher.run()
     except FlatoutError as error:
         print_stderr(f"flatout: {error}")

@@ -167,8 +167,8 @@ class ProgramRun:
         folder: Path | None = None,
     ) -> None:
         self._terminal, slave = pty_at_eof()
-        out_read, out_write = self._output(show and sys.stdout.isatty())
-        err_read, err_write = self._output(show and sys.stderr.isatty())
+        out_read, out_write = (pty.openpty if show and sys.stdout.isatty() else os.pipe)()
+        err_read, err_write = (pty.openpty if show and sys.stderr.isatty() else os.pipe)()
         try:
             self.process = subprocess.Popen(
                 list(argv),
@@ -189,13 +189,6 @@ class ProgramRun:
         self.err = Drain(err_read, stderr_log, sys.stderr.buffer if show else None)
         self.stopped = False
         self._groups: set[int] | None = None
-
-    @staticmethod
-    def _output(terminal: bool) -> tuple[int, int]:
-        if not terminal:
-            return os.pipe()
-        master, slave = pty.openpty()
-        return master, slave
 
     @property
     def exit_code(self) -> int | None:

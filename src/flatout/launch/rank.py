@@ -61,25 +61,15 @@ def cuda_devices(environment: Mapping[str, str], procs: int) -> list[str]:
     UsageError."""
     listed = environment.get(DEVICES)
     gpu_count = _gpus()
-    devices = (
-        _listed(listed, gpu_count) if listed is not None else [str(number) for number in range(gpu_count)]
-    )
+    devices = list(map(str, range(gpu_count))) if listed is None else _listed(listed, gpu_count)
     if len(devices) >= procs:
         return devices[:procs]
+    count = "is one CUDA device" if len(devices) == 1 else f"are {len(devices) or 'no'} CUDA devices"
     where = "on this machine" if listed is None else f"in {DEVICES}={listed!r}"
-    problem = (
-        f"there is one CUDA device {where}"
-        if len(devices) == 1
-        else f"there are {len(devices) or 'no'} CUDA devices {where}"
-    )
-    advice = (
-        f"`--gpus {len(devices)}`"
-        if devices
-        else "`--procs N` runs the ranks on the CPU; `flatout doctor` says why no GPU is available"
-    )
-    raise UsageError(
-        f"{problem}, and {procs} ranks need one each. {advice}{'' if listed is None or not devices else f', or list more in {DEVICES}'}."
-    )
+    advice = "`--procs N` runs the ranks on the CPU; `flatout doctor` says why no GPU is available"
+    if devices:
+        advice = f"`--gpus {len(devices)}`{'' if listed is None else f', or list more in {DEVICES}'}"
+    raise UsageError(f"there {count} {where}, and {procs} ranks need one each. {advice}.")
 
 
 def _listed(text: str, gpu_count: int) -> list[str]:
