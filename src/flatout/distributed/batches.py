@@ -82,10 +82,9 @@ class Rows:
         return None
 
     def whole_shape(self, shape: Sequence[int]) -> list[int]:
-        return [
-            self.share.samples * self.per_sample if dim == self.dim else size
-            for dim, size in enumerate(shape)
-        ]
+        whole = list(shape)
+        whole[self.dim] = self.share.samples * self.per_sample
+        return whole
 
     def own_rows(self, tensor: Tensor) -> Any:
         return tensor.narrow(self.dim, self.share.start * self.per_sample, self.share.size * self.per_sample)
@@ -154,11 +153,9 @@ def _gather_rows(torch: Any, tensor: Tensor, rows: Rows, world: int) -> Any:
         @staticmethod
         def forward(ctx: FunctionCtx, local: Tensor) -> Any:
             first = local.detach().movedim(rows.dim, 0).contiguous()
-            padded = (
-                torch.cat([first, first.new_zeros((max(sizes) - len(first), *first.shape[1:]))])
-                if len(first) < max(sizes)
-                else first
-            )
+            padded = first
+            if missing := max(sizes) - len(first):
+                padded = torch.cat([first, first.new_zeros((missing, *first.shape[1:]))])
             parts = [torch.empty_like(padded) for _ in sizes]
             torch.distributed.all_gather(parts, padded)
             whole = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
@@ -346,14 +343,11 @@ def draw_for_whole_batch(torch: Any, share_of: Callable[[], BatchShare | None]) 
     return WholeBatchDraws()
 
 
-def _shape(arg: object, tensor_class: Any) -> list[int] | None:
+def _shape(arg: Any, tensor_class: Any) -> list[int] | None:
     if isinstance(arg, tensor_class):
-        return list(arg.shape) if arg.dim() else None
-    return (
-        list(arg)
-        if isinstance(arg, (list, tuple)) and arg and all(type(size) is int for size in arg)
-        else None
-    )
+        return list(arg.shape) or None
+    is_shape = isinstance(arg, (list, tuple)) and arg and set(map(type, arg)) == {int}
+    return list(arg) if is_shape else None
 
 
 def _widen(arg: object, shape: list[int], rows: Rows, tensor_class: Any) -> Any:

@@ -214,11 +214,8 @@ class DataParallelScript:
             script.depth += 1
             script.batches.in_forward = splits_input
             try:
-                with (
-                    script.batches.streams.own()
-                    if splits_input and script.division.draws == OWN
-                    else nullcontext()
-                ):
+                draws_own = splits_input and script.division.draws == OWN
+                with script.batches.streams.own() if draws_own else nullcontext():
                     output = forward(*args, **kwargs)
             finally:
                 script.depth -= 1
@@ -314,11 +311,9 @@ class DataParallelScript:
     def whole_batch_ratio(self) -> float:
         """The size of a whole batch relative to the part that the script sees."""
         part = self.batches.share
-        return (
-            part.samples / part.size
-            if part is not None and part.size and self.division.batches in (INDEX, CUT)
-            else 1.0
-        )
+        if part is None or not part.size or self.division.batches not in (INDEX, CUT):
+            return 1.0
+        return part.samples / part.size
 
     def _factor(self) -> float:
         """The factor for the share's loss that makes the average over ranks the whole batch's loss."""
@@ -370,15 +365,10 @@ class DataParallelScript:
             self.stop_watching = None
 
     def _all_parameters(self) -> list[Any]:
-        optimizers = self.context.optimizers
-        signature = (
-            len(self.roots),
-            *(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups),
-        )
+        groups = [group["params"] for o in self.context.optimizers for group in o.param_groups]
+        signature = (len(self.roots), *map(len, groups))
         if signature != self.parameters_cache[0]:
-            parameters = [
-                p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
-            ]
+            parameters = [p for group in groups for p in group]
             parameters += [p for root in self._live_roots() for p in root.parameters()]
             unique = {id(p): p for p in parameters if not self._is_sharded(p)}
             self.parameters_cache = signature, list(unique.values())
@@ -392,11 +382,8 @@ def scaled_gradients(torch: ModuleType, losses: tuple[Any, ...], gradients: Any,
     """The initial gradients of a backward pass, times ``factor``."""
     if factor == 1.0:
         return gradients
-    initial = (
-        (gradients,) * len(losses)
-        if gradients is None or isinstance(gradients, torch.Tensor)
-        else tuple(gradients)
-    )
+    is_one = gradients is None or isinstance(gradients, torch.Tensor)
+    initial = (gradients,) * len(losses) if is_one else tuple(gradients)
     return tuple(
         torch.full_like(loss, factor) if gradient is None else gradient * factor
         for loss, gradient in zip(losses, initial, strict=True)
