@@ -72,11 +72,9 @@ def rejection(title: str, forms: Sequence[Form], value: object) -> str:
             return ""
     if "" in table_errors:
         return ""
-    return (
-        table_errors[0]
-        if len(table_errors) == 1
-        else f"{title} must be {describe_forms(forms)}, not {value!r}"
-    )
+    if len(table_errors) == 1:
+        return table_errors[0]
+    return f"{title} must be {describe_forms(forms)}, not {value!r}"
 
 
 def _accepts(form: Form, value: object) -> bool:
@@ -105,11 +103,8 @@ class Options:
         """Return the requested value.
 
         If it is only ``true`` and not a value of the lever, return the first value."""
-        return (
-            self.values[0]
-            if requested is True and not any(value is True for value in self.values)
-            else requested
-        )
+        is_open = requested is True and not any(value is True for value in self.values)
+        return self.values[0] if is_open else requested
 
 
 @dataclass(frozen=True)

@@ -119,12 +119,11 @@ def _with_setting(link: Link, name: str, value: str, option: str) -> Link:
         if name == "bandwidth":
             # Only the case of the unit distinguishes bits from bytes: 100Gb/s is an eighth of 100GB/s.
             match = _RATE.fullmatch(re.sub(r"^([\d.]+\s*)([KMGT])", lambda m: m[1] + m[2].lower(), value))
-            rate = (
-                float(match[1]) * _POWERS[match[2]] / (1 if match[3] in ("B", "byte") else 8)
-                if match
-                else 0.0
-            )
-            if rate > 0:
+            if (
+                match
+                and (rate := float(match[1]) * _POWERS[match[2]] / (1 if match[3] in ("B", "byte") else 8))
+                > 0
+            ):
                 return replace(link, bandwidth_bytes_per_s=rate)
         elif name in ("latency", "start") and (match := _TIME.fullmatch(value)):
             microseconds = float(match[1]) * _MICROSECONDS[match[2]]
