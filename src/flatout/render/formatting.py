@@ -82,11 +82,11 @@ def factor(ratio: object) -> str:
     return f"{number:.1f}x" if number >= 10 else f"{number:.2f}x"
 
 
-def interval(low: object, high: object, dash: str = "–") -> str:
+def interval(low: object, high: object) -> str:
     """Format an interval of ratios: ``1.28–1.35``, or "" if an end is missing."""
     if finite(low) is None or finite(high) is None:
         return ""
-    return f"{factor(low)[:-1]}{dash}{factor(high)[:-1]}"
+    return f"{factor(low)[:-1]}–{factor(high)[:-1]}"
 
 
 def milliseconds(value: object) -> str:

@@ -46,12 +46,10 @@ def history_page(history: HistoryRecord) -> Page:
 def _job(job: JobEntry) -> tuple[Cell | str, ...]:
     ratio = job.speedup
     plan = with_interval(ratio.median, ratio.low, ratio.high, ratio.n) if ratio else ""
-    tune_command = shell(["flatout", "tune", *job.command])
-    verdict = (
-        f"A search was interrupted; `{tune_command}` continues it."
-        if job.unfinished
-        else job.verdict or "not tuned"
-    )
+    verdict = job.verdict or "not tuned"
+    if job.unfinished:
+        command = shell(["flatout", "tune", *job.command])
+        verdict = f"A search was interrupted; `{command}` continues it."
     newest = job.runs[-1] if job.runs else None
     return (
         Cell(shell(job.command) if job.command else job.folder, kind="code"),

@@ -37,9 +37,8 @@ def facts(session: SessionRecord | ProfileRecord) -> list[tuple[str, str]]:
     rows.append(("folder", session.cwd))
     rows += [(f"program: {name}", text) for name, text in _rows(session.context)]
     if isinstance(session, SessionRecord):
-        rows += [
-            (f"digest of the {name}", text) for name, text in _rows(session.key) if name not in _HIDDEN_KEYS
-        ]
+        key = [(name, text) for name, text in _rows(session.key) if name not in _HIDDEN_KEYS]
+        rows += [(f"digest of the {name}", text) for name, text in key]
     return [(name, text) for name, text in rows if text and text != MISSING][:MAX_FACTS]
 
 

@@ -266,12 +266,10 @@ class Plot:
         if low is not None and high is not None:
             scale = self.y if vertical else self.x
             first, second = ((percent(1 - scale(v)) if vertical else percent(scale(v))) for v in (low, high))
-            ends = (
-                {"x1": x_pos, "x2": x_pos, "y1": first, "y2": second}
-                if vertical
-                else {"x1": first, "x2": second, "y1": y_pos, "y2": y_pos}
-            )
-            self._add("line", class_=f"whisker {kind}", **ends)
+            (x1, x2), (y1, y2) = (x_pos, x_pos), (first, second)
+            if not vertical:
+                (x1, x2), (y1, y2) = (first, second), (y_pos, y_pos)
+            self._add("line", class_=f"whisker {kind}", x1=x1, x2=x2, y1=y1, y2=y2)
         if diamond:
             mark = element("path", *_tip(tip), d=DIAMOND, class_=f"dot {kind}")
             self._add("svg", "", mark, x=x_pos, y=y_pos, width=1, height=1, overflow="visible")

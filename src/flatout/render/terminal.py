@@ -38,10 +38,8 @@ def terminal(page: Page) -> RenderableType:
     if page.subtitle:
         lines.append(text(page.subtitle))
     if page.details:
-        lines += [
-            "",
-            Padding(Text(safe_text(page.details, 4000), style="dim", overflow="fold"), (0, 0, 0, 2)),
-        ]
+        details = Text(safe_text(page.details, 4000), style="dim", overflow="fold")
+        lines += ["", Padding(details, (0, 0, 0, 2))]
     for section in page.sections:
         parts = [rendered for part in section.visible if (rendered := _part(part)) is not None]
         if section.where != PAGE and parts:
