@@ -97,16 +97,14 @@ def _evidence(profile: ProfileRecord, bound: str) -> str:
         idle = f", and the device is idle for {profile.idle_ms:.2f} ms" if profile.idle_ms else ""
         return f"{calls}{mean}, most of it launch overhead{idle}"
     largest = next((o for o in profile.operations if limit_of(o) == bound), None)
-    unmeasured = (
-        ""
-        if profile.ceilings
-        else " (judged by the kind of operator; to compare with this machine's peak rates, run `flatout doctor --bench` once)"
+    if largest is None:
+        return "the operators' own time"
+    text = (
+        f"the largest such operator, {largest.name}, takes {largest.share:.0%} of the time of all operators"
     )
-    return (
-        f"the largest such operator, {largest.name}, takes {largest.share:.0%} of the time of all operators{unmeasured}"
-        if largest
-        else "the operators' own time"
-    )
+    if not profile.ceilings:
+        text += " (judged by the kind of operator; to compare with this machine's peak rates, run `flatout doctor --bench` once)"
+    return text
 
 
 def _ms_by_limit(profile: ProfileRecord) -> dict[str, float]:

@@ -38,11 +38,8 @@ def group(read: Read) -> CgroupLimits:
     if unified and "" in paths and "memory" in (controllers or "").split():
         folders = list(_folders(unified, paths[""]))
         cores = _narrowest(_quota_v2(read, folder, where) for folder in folders)
-        memory = _narrowest(
-            _number(read, f"{folder}/{name}", where)
-            for folder in folders
-            for name in ("memory.max", "memory.high")
-        )
+        files = [f"{folder}/{name}" for folder in folders for name in ("memory.max", "memory.high")]
+        memory = _narrowest(_number(read, file, where) for file in files)
         used = _used(read, folders[0], "memory.current")
         return CgroupLimits(2, cores, _whole(memory), used, tuple(where))
     found: dict[str, list[str]] = {}

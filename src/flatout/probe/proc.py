@@ -31,15 +31,8 @@ def mounts(mountinfo: str | None) -> list[Mount]:
         left, dash, right = line.partition(" - ")
         words, rest = left.split(), right.split()
         if dash and len(words) >= 6 and len(rest) >= 3:
-            found.append(
-                Mount(
-                    _unescaped(words[3]),
-                    _unescaped(words[4]),
-                    rest[0],
-                    rest[1],
-                    (*words[5].split(","), *rest[2].split(",")),
-                )
-            )
+            options = (*words[5].split(","), *rest[2].split(","))
+            found.append(Mount(_unescaped(words[3]), _unescaped(words[4]), rest[0], rest[1], options))
     return found
 
 

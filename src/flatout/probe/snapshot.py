@@ -116,11 +116,8 @@ def gather(snapshot: MachineSnapshot, root: Path = Path("/")) -> MachineSnapshot
     group(reader.text)  # reads the files with the limits of the groups
     for folder in FOLDERS:
         reader.names(folder)
-    snapshot.folders["/dev"] = (
-        [n for n in names if n.startswith("nvidia")]
-        if (names := snapshot.folders["/dev"]) is not None
-        else None
-    )
+    if (names := snapshot.folders["/dev"]) is not None:
+        snapshot.folders["/dev"] = [name for name in names if name.startswith("nvidia")]
     for name in snapshot.folders["/sys/bus/pci/devices"] or ():
         if (reader.text(f"/sys/bus/pci/devices/{name}/class") or "").startswith(DISPLAY_CLASS):
             reader.text(f"/sys/bus/pci/devices/{name}/vendor")

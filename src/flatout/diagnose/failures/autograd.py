@@ -97,15 +97,12 @@ def changed_in_place(failure: FailureRecord) -> Diagnosis | None:
         changed = f"a weight{size}"
     times = match.number("now") - match.number("then")
     place = forward_call(failure)
-    step = re.match(weight_node, match["node"]) or search_log(failure, rf"\b{weight_node}")
+    step = ""
+    if re.match(weight_node, match["node"]) or search_log(failure, rf"\b{weight_node}"):
+        step = "optimizer.step()            # only after all backward passes of this forward pass\n"
     return Diagnosis(
         f"{changed} was modified in place{f', {times} times' if times > 1 else ''} after the forward pass had saved it for the gradient",
-        (
-            "optimizer.step()            # only after all backward passes of this forward pass\n"
-            if step
-            else ""
-        )
-        + "x = x + y                   # instead of x += y and x[...] = y; nn.ReLU() instead of nn.ReLU(inplace=True)\n"
+        f"{step}x = x + y                   # instead of x += y and x[...] = y; nn.ReLU() instead of nn.ReLU(inplace=True)\n"
         "torch.autograd.set_detect_anomaly(True)   # for one run, to see the line of the operation",
         [f"the operation: {place.sentence()}: {place.text}"] if place else [],
     )

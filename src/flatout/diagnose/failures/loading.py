@@ -43,15 +43,10 @@ def error_in_a_worker(failure: FailureRecord) -> Diagnosis | None:
         outer.message,
     )
     process_match = re.search(r"-- Process (?P<where>\d+) terminated with the following error", outer.message)
-    if worker_match is None and process_match is None:
+    match = worker_match or process_match
+    if match is None:
         return None
-    name = (
-        worker_match["where"]
-        if worker_match
-        else f"process {process_match['where']}"
-        if process_match
-        else ""
-    )
+    name = match["where"] if worker_match else f"process {match['where']}"
     frame = inner.user_frame
     line = f" at {frame.place().sentence()}" if frame else ""
     first = inner.message.split("\n")[0][:160]

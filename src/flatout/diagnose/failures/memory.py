@@ -17,16 +17,7 @@ from flatout.diagnose.kind import (
 from flatout.schema.failure import FailureRecord
 from flatout.schema.sizes import size
 
-UNITS = {
-    "bytes": 1,
-    "KiB": 1 << 10,
-    "MiB": 1 << 20,
-    "GiB": 1 << 30,
-    "TiB": 1 << 40,
-    "KB": 1 << 10,
-    "MB": 1 << 20,
-    "GB": 1 << 30,
-}
+UNITS = {"bytes": 1} | {f"{x}{i}B": 1024**n for n, x in enumerate("KMGT", start=1) for i in ("i", "")}
 AMOUNT = r"[\d.]+ (?:bytes|[KMGT]i?B)"
 
 
@@ -248,13 +239,10 @@ def killed(failure: FailureRecord) -> Diagnosis | None:
     if not killed_by_signal and not (oom and _has_no_exception(failure)):
         return None
     oom_kills = failure.facts.get("oom_kills")
-    memory = (
-        f", which held {amount(int(oom['rss']) * 1024)}"
-        if oom and "rss" in oom.groupdict() and oom["rss"]
-        else ""
-    )
     if oom or oom_kills:
-        name = f" ({oom['name']}, process {oom['pid']}{memory})" if oom and oom.groupdict().get("pid") else ""
+        details = oom.groupdict() if oom else {}
+        memory = f", which held {amount(int(details['rss']) * 1024)}" if details.get("rss") else ""
+        name = f" ({details['name']}, process {details['pid']}{memory})" if details.get("pid") else ""
         cause = (
             f"the kernel's OOM killer ended the program{name}: the machine or its container is out of memory"
         )
@@ -311,13 +299,9 @@ def shared_memory_too_small(failure: FailureRecord) -> Diagnosis | None:
     )
     if match is None and warning is None and not by_signal:
         return None
-    who = (
-        f"loader worker {match['pid']}"
-        if match and match["pid"]
-        else "a loader worker"
-        if match or warning
-        else "the program"
-    )
+    who = "a loader worker" if match or warning else "the program"
+    if match and match["pid"]:
+        who = f"loader worker {match['pid']}"
     return Diagnosis(
         f"{who} died of a bus error: /dev/shm is most likely too small"
         if match is None or "Bus error" in match.error.message
@@ -358,16 +342,14 @@ def crashed_below_python(failure: FailureRecord) -> Diagnosis | None:
         )
     if signal_number is None:
         return None
-    last_frame = search_log(failure, r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
-    innermost = (
-        [f"innermost Python line: {last_frame['file']}:{last_frame['line']} in {last_frame['function']}"]
-        if last_frame
-        else []
-    )
-    last_message = search_log(failure, r"what\(\):\s+(?P<words>.{1,300})")
+    evidence = []
+    if frame := search_log(failure, r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)'):
+        evidence.append(f"innermost Python line: {frame['file']}:{frame['line']} in {frame['function']}")
+    if last_message := search_log(failure, r"what\(\):\s+(?P<words>.{1,300})"):
+        evidence.append(f"its last message: {last_message['words']}")
     return Diagnosis(
         f"the program was ended by {names[signals.Signals(signal_number)]} in native code",
         "python -X faulthandler train.py        # prints the Python line of the crash\n"
         "pip check; pip list | grep -i -E 'torch|cuda|nvidia'   # look for extensions built for another torch",
-        [*innermost, *([f"its last message: {last_message['words']}"] if last_message else [])],
+        evidence,
     )

@@ -60,11 +60,9 @@ def matrix_sizes(failure: FailureRecord) -> Diagnosis | None:
             "a matrix product got sizes that do not match", "print(a.shape, b.shape)", tensor_lines(failure)
         )
     first, second = (f"{a}x{b}", f"{c}x{d}") if a and d else (f"size {b}", f"size {c}")
-    fix = (
-        "a @ b.T   # if the second matrix is stored transposed"
-        if d == b
-        else f"nn.Linear({b}, {d or '...'})   # if this is a linear layer"
-    )
+    fix = f"nn.Linear({b}, {d or '...'})   # if this is a linear layer"
+    if d == b:
+        fix = "a @ b.T   # if the second matrix is stored transposed"
     return Diagnosis(
         f"a product of {first} and {second}{' in ' + layer(failure) if layer(failure) else ''}: {b} and {c} must be equal",
         fix,
