@@ -43,7 +43,7 @@ import rescue
 from provenance import RESULTS, markdown_table, read_json, read_result, stamp, write_result
 from rescue import END_S, TERMINAL, end, environment, judged, last_line, undisturbed, wait_for
 
-from flatout.checkpoint.journal import BLOCK, HEADER, JournalPosition, read_journal
+from flatout.checkpoint.resume.value_log import BLOCK, HEADER, JournalPosition, read_journal
 
 FIRST_SAVE_S, RESUME_POINT_S = 240.0, 420.0
 REFUSED = 10  # exit code

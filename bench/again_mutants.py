@@ -78,8 +78,8 @@ check(
     "ended",
     "a program does not end before it comes to its save",
     "session",
-    "if self.replaying:\n            how = (",
-    "if False:\n            how = (",
+    'if self.replaying:\n            how = "exited"',
+    'if False:\n            how = "exited"',
     "leaves_early",
 )
 check(
@@ -285,7 +285,7 @@ check(
 check(
     "sources",
     "its sources have not changed",
-    "choice",
+    "flatout.checkpoint.metadata",
     "if changed:",
     "if False:",
     "helper_changes_meanwhile",

@@ -28,7 +28,7 @@ from pairs import standing_in
 from provenance import HERE, RESULTS, markdown_table, read_result, stamp, write_result
 
 from flatout.render.formatting import size as spelled
-from flatout.schema.memory_forecast import MemoryForecast
+from flatout.schema.batch import MemoryForecast
 
 PROGRAM = str(HERE / "programs" / "memory_cases.py")
 RECORDER = str(HERE / "allocation_recorder.py")

@@ -26,7 +26,7 @@ from queue import SimpleQueue
 
 from provenance import HERE, RESULTS, ROOT, markdown_table, stamp, write_result
 
-from flatout.schema.toml import read_toml
+from flatout.schema.plan import read_toml
 
 LIST = HERE / "mutants.toml"
 LIMIT_S = 600  # of one break's tests; a break that makes them hang counts as noticed

@@ -36,7 +36,7 @@ from pull_requests_page import HALVES, page
 from specimens import read_specimen
 from zoo import brief, findings_of, verdict
 
-from flatout.schema.toml import read_toml
+from flatout.schema.plan import read_toml
 
 CASES, VERDICTS, PROGRAMS = (
     HERE / "pull_requests.toml",

@@ -16,7 +16,7 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatout.schema.toml import read_toml
+from flatout.schema.plan import read_toml
 
 KINDS = ("after", "before", "replace", "indent")
 OF_BENCH = "# bench"

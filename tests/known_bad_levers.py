@@ -12,7 +12,7 @@ from functools import wraps
 from types import CodeType
 from typing import TYPE_CHECKING, Any
 
-from flatout.distributed.absent import why_not_split
+from flatout.distributed.division import why_not_split
 from flatout.distributed.exchange import Transport
 from flatout.levers import attention as attention_lever
 from flatout.levers import comm_compression as comm_compression_lever

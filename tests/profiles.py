@@ -17,7 +17,7 @@ from flatout.schema.profile import (
     WhatIf,
 )
 from flatout.schema.records import PhaseTime, Ratio
-from flatout.schema.run_summary import CompileRecord
+from flatout.schema.run_request import CompileRecord
 
 LOOP = SourceLocation("train.py", 40, 0, "main", "for images, labels in loader:")
 LOADER = SourceLocation("train.py", 30, 0, "main", "loader = DataLoader(data)")

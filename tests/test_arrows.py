@@ -107,7 +107,7 @@ def may_start_processes(name):
         "cli/options/exports.py",
         "job/interpreter.py",
         "probe/gpus.py",
-        "compare/work_trees.py",  # git
+        "compare/sides.py",  # git
         "integrations/flatout_command.py",  # the flatout command
     )
 

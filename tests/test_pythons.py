@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from flatout.schema.facts import TESTED_TORCH
-from flatout.schema.toml import read_toml
+from flatout.schema.plan import read_toml
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "flatout"

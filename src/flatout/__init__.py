@@ -19,7 +19,7 @@ _LAZY = {
     "Loop": "flatout.loop.loop",
     "Step": "flatout.loop.step",
     "Plan": "flatout.schema.plan",
-    "read_plan": "flatout.job.plan_file",
+    "read_plan": "flatout.job.folder",
     "device": "flatout.loop.start",
     "seed": "flatout.loop.start",
     "load_ipython_extension": "flatout.integrations.notebook",  # called by %load_ext flatout

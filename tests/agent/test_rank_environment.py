@@ -3,7 +3,7 @@
 import pytest
 
 from flatout.agent.rank_environment import from_torchrun, own_device
-from flatout.distributed.rendezvous import broadcast_text, store
+from flatout.distributed.single_process import broadcast_text, store
 from flatout.job.rank_environment import RankEnvironment, this_rank
 
 SET = {

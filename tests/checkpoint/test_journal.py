@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.checkpoint import journal
-from flatout.checkpoint.journal import JournalPosition, ValueJournal, is_written, read_journal
+from flatout.checkpoint.resume import value_log as journal
+from flatout.checkpoint.resume.value_log import JournalPosition, ValueJournal, is_written, read_journal
 from flatout.schema.errors import CheckpointError, StorageError
 
 VALUES = st.one_of(

@@ -122,7 +122,7 @@ def test_a_failure_is_reported_once_and_retried(tmp_path):
         packed = pack(torch, {"w": torch.ones(3)})
 
         def three():
-            for step in range(saver._last_step + 1, saver._last_step + 4):
+            for step in range(saver.last_step + 1, saver.last_step + 4):
                 saver.save(step, packed, {})
                 saver.wait()
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flatout.checkpoint import bounded
+from flatout.checkpoint import disk
 from flatout.checkpoint.checkpoints import CheckpointFolder, verified, write_state
 from flatout.checkpoint.disk import FileDigest
 from flatout.checkpoint.manifest import Manifest
@@ -284,8 +284,8 @@ def test_tied_tensors_stay_tied_and_unsupported_types_are_named(tmp_path):
 def test_oversized_plain_values_are_rejected_on_writing(tmp_path, monkeypatch):
     with CheckpointFolder(tmp_path / "saves") as saves:
         saves.write("test", 1, {"": pack(torch, {"x": 1})})
-        monkeypatch.setattr(bounded, "MAX_VALUES", 5000)
-        monkeypatch.setattr(bounded, "MAX_BYTES", 1 << 20)
+        monkeypatch.setattr(disk, "MAX_JSON_VALUES", 5000)
+        monkeypatch.setattr(disk, "MAX_JSON_BYTES", 1 << 20)
         for many in ([[None] * 1000] * 5, b"x" * (1 << 20)):
             with pytest.raises(CheckpointError, match="keep large ones in tensors"):
                 saves.write("test", 2, {"": pack(torch, many)})

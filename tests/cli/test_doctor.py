@@ -17,9 +17,8 @@ from environments import Packages, link
 import flatout as package
 from flatout.cli import doctor, main
 from flatout.diagnose.doctor import ceilings
-from flatout.schema.ceilings import Ceiling, CeilingsRecord
 from flatout.schema.errors import UsageError
-from flatout.schema.machine_snapshot import MachineSnapshot
+from flatout.schema.machine_snapshot import Ceiling, CeilingsRecord, MachineSnapshot
 
 torch = pytest.importorskip("torch")
 

@@ -9,7 +9,7 @@ from jsonschema import Draft202012Validator
 from schemas import PUBLISHED, json_schema
 
 import flatout as package
-from flatout.cli.options.json_output import print_json
+from flatout.cli.options.output import print_json
 from flatout.diagnose.doctor.checks import run_checks
 from flatout.schema.machine_snapshot import MachineSnapshot
 from flatout.schema.outputs import DoctorRecord

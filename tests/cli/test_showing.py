@@ -10,8 +10,7 @@ import pytest
 from flatout.launch.command import parse_command
 from flatout.levers import TABLE
 from flatout.probe.machine import look
-from flatout.schema.plan import Choice, Plan
-from flatout.schema.toml import read_toml
+from flatout.schema.plan import Choice, Plan, read_toml
 from flatout.tune.plan_files import job_folder, plan_key
 
 pytestmark = pytest.mark.timeout(60)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from flatout.compare.same_training import judge_training
+from flatout.compare.evaluate import judge_training
 from flatout.schema.enums import Effect
 from flatout.schema.records import TrialRecord
 

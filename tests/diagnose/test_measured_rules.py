@@ -26,7 +26,7 @@ from flatout.levers import TABLE as LEVERS
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord, WhatIf
 from flatout.schema.records import PhaseTime, Ratio
-from flatout.schema.run_summary import CompileRecord
+from flatout.schema.run_request import CompileRecord
 
 MEASURED = [rule for rule in TABLE if rule.check_profile is not None]
 

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from programs import STEPS_BY_HAND
 
-from flatout.job.secrets import MASK, masked
+from flatout.job.sanitize import MASK, masked
 from flatout.job.trust import distrusted, private_folder
-from flatout.launch.caches import private_caches
+from flatout.launch.environment import private_caches
 from flatout.schema.errors import StorageError
 
 HOME = Path(__file__).parents[2] / "src" / "flatout"

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("IPython")
 from processes import alive, until
 
-from flatout.integrations.notebook_script import script_of
+from flatout.integrations.notebook import script_of
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from programs import STEPS_BY_HAND
 
-from flatout.schema.toml import read_toml
+from flatout.schema.plan import read_toml
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.processes]
 

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import flatout  # noqa: E402
-from flatout.render.loop_view import loop_html  # noqa: E402
+from flatout.render.page import loop_html  # noqa: E402
 from flatout.schema.plan import Choice, Plan  # noqa: E402
 
 

@@ -7,9 +7,9 @@ import pytest
 from flatout.diagnose.doctor import ceilings
 from flatout.job.folder import json_lines
 from flatout.measure import bench
-from flatout.schema.ceilings import MATMUL_DTYPES, Ceiling
 from flatout.schema.errors import NothingMeasured
 from flatout.schema.facts import Facts
+from flatout.schema.machine_snapshot import MATMUL_DTYPES, Ceiling
 
 torch = pytest.importorskip("torch")
 

@@ -7,8 +7,8 @@ import pytest
 
 from flatout.measure.bench import rate
 from flatout.measure.ceilings import load, machine_key, read, record_path, save
-from flatout.schema.ceilings import Ceiling, CeilingsRecord
 from flatout.schema.facts import Facts, Gpu
+from flatout.schema.machine_snapshot import Ceiling, CeilingsRecord
 
 HERE = Facts(
     cpu="AMD EPYC", cores=2, gpus=(Gpu("NVIDIA H100", 80 * 2**30, (9, 0)),), versions={"torch": "2.14.1"}

@@ -22,7 +22,7 @@ from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
 from flatout.distributed.batches import Streams
-from flatout.distributed.rendezvous import _backend_of_cuda
+from flatout.distributed.single_process import _backend_of_cuda
 from flatout.guard.captured_steps import CapturedCall, StepReplayer
 from flatout.guard.copies import random_state
 from flatout.guard.replica import StepReplica

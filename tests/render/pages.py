@@ -23,13 +23,19 @@ from flatout.render.memory_page import memory_page
 from flatout.render.profile_page import profile_page
 from flatout.render.report import session_page
 from flatout.render.scale_page import scale_page
-from flatout.schema.batch import BatchPoint, BatchRecord, NoiseScale
+from flatout.schema.batch import (
+    BatchPoint,
+    BatchRecord,
+    LrPoint,
+    LrRecord,
+    MemoryForecast,
+    MemoryPoint,
+    NoiseScale,
+)
 from flatout.schema.compare import Change, CompareRecord, Gate, LossVerdict, SideRecord
-from flatout.schema.history import HistoryRecord, JobEntry, RunEntry
-from flatout.schema.lr_range import LrPoint, LrRecord
-from flatout.schema.memory_forecast import MemoryForecast, MemoryPoint
 from flatout.schema.profile import MemoryGrowth, ProfileRecord, SyncRecord
 from flatout.schema.records import PhaseTime, Ratio
+from flatout.schema.run_request import HistoryRecord, JobEntry, RunEntry
 from flatout.schema.scale import Link, ScalePoint, ScaleRecord
 from flatout.schema.session import SessionRecord, TimeMemoryPoint
 

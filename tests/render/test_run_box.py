@@ -3,7 +3,7 @@
 import pytest
 
 from flatout.render.run_box import box
-from flatout.schema.run_summary import CompileRecord, RunSummary
+from flatout.schema.run_request import CompileRecord, RunSummary
 
 COLD = "compiling took 38 s"
 WARM = "compiled code came from the cache: 4.1 s instead of 38 s"

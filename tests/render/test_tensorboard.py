@@ -3,7 +3,7 @@
 import pytest
 from pages import ill
 
-from flatout.render.tensorboard import write_log
+from flatout.cli.profile import write_log
 
 pytest.importorskip("tensorboard")
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flatout.checkpoint.journal import ValueJournal, read_journal
-from flatout.checkpoint.resume.value_log import LargeValue, ValueLog
+from flatout.checkpoint.resume.value_log import LargeValue, ValueJournal, ValueLog, read_journal
 
 PLAIN = st.one_of(
     st.none(),

@@ -11,7 +11,7 @@ from flatout.schema.enums import Effect, Moment
 from flatout.schema.errors import error_line
 from flatout.schema.facts import Facts, Gpu
 from flatout.schema.records import PhaseTime, Ratio, TrialRecord
-from flatout.schema.run_summary import RunSummary
+from flatout.schema.run_request import RunSummary
 from flatout.schema.session import (
     ComparisonRecord,
     GuardCheck,

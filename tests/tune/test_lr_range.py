@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from flatout.measure.lr_range import find_rates, smoothed, suggest
 from flatout.render.lr_page import lr_page, lr_plot
 from flatout.render.page import html
-from flatout.schema.lr_range import LrPoint, LrRecord
+from flatout.schema.batch import LrPoint, LrRecord
 
 
 def points(loss_of, low=1e-6, high=10.0, count=120):

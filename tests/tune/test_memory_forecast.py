@@ -9,8 +9,8 @@ import pytest
 
 from flatout.render.memory_page import memory_page
 from flatout.render.page import html
+from flatout.schema.batch import MemoryForecast, MemoryPoint
 from flatout.schema.facts import Gpu
-from flatout.schema.memory_forecast import MemoryForecast, MemoryPoint
 from flatout.trial.memory_prediction import cublas_bytes
 from flatout.tune.memory_forecast import add_overhead, advice
 

@@ -9,11 +9,10 @@ from jsonschema import Draft202012Validator
 from schemas import json_schema
 
 from flatout.launch.command import parse_command
-from flatout.schema.certificate import CertificateRecord
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import Ratio, TrialRecord
-from flatout.schema.session import GuardRecord, SessionRecord
+from flatout.schema.session import CertificateRecord, GuardRecord, SessionRecord
 from flatout.tune.confirm import certify
 from flatout.tune.pairs import Pairs
 from flatout.tune.plan_files import certificate_beside, job_folder, plan_key, sources_key

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from flatout.agent.frames import is_user_file, place_at
-from flatout.schema.run_summary import CompileRecord
+from flatout.schema.run_request import CompileRecord
 
 if TYPE_CHECKING:
     from torch.nn import Module

@@ -30,7 +30,7 @@ class LiveFigures:
         return seconds(), self.counts.steps, self.counts.waited_ns, cpu_s
 
     def between(self, start: Reading, end: Reading) -> dict[str, float | None]:
-        """Return the live figures (`schema/run_summary.py`, LIVE)."""
+        """Return the live figures (`schema/run_request.py`, LIVE)."""
         elapsed_s, steps, waited_ns, cpu_s = (new - old for new, old in zip(end, start, strict=True))
         elapsed_s = max(elapsed_s, 1e-9)
         return {

@@ -14,7 +14,7 @@ from flatout.agent.bootstrap import notify, notify_unbuffered
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener, ListenerGroup
 from flatout.agent.training_context import TrainingContext
-from flatout.job.claims import REPORT, claim
+from flatout.job.folder import REPORT, claim
 from flatout.job.rank_environment import first_on_node, rank_number, this_rank
 from flatout.levers import TABLE
 from flatout.schema.plan import Plan
@@ -67,7 +67,7 @@ class RunListener(Listener):
         self.real_files: Callable[[], AbstractContextManager[None]] = nullcontext
         if rank_env is not None and rank_env.world_size > 1:
             from flatout.agent.rank_files import launch_folder, redirect_files
-            from flatout.distributed.rendezvous import broadcast_text
+            from flatout.distributed.single_process import broadcast_text
 
             self.plan = Plan.from_json(
                 json.loads(broadcast_text(torch, rank_env, json.dumps(self.plan.to_json())))

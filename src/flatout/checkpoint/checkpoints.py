@@ -22,25 +22,27 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from flatout.checkpoint.bounded import MAX_BYTES as MAX_STATE_BYTES
-from flatout.checkpoint.bounded import from_json, to_json
 from flatout.checkpoint.disk import (
+    MAX_JSON_BYTES,
     PRIVATE_FILE,
     PRIVATE_FOLDER,
     FileDigest,
     digest_of_file,
     flush_folder,
+    from_json,
     make_folder,
     move_folder,
     read_file,
     remove_folder,
+    to_json,
     write_file,
 )
 from flatout.checkpoint.manifest import MAX_BYTES, Manifest
@@ -50,9 +52,8 @@ from flatout.job import heartbeat
 from flatout.job.streams import avoid_closed_streams
 from flatout.schema.errors import CheckpointError, StorageError
 
-_pids_of_locks: dict[
-    str, int
-] = {}  # by this process: the kernel would grant it its own lock twice. A child does not hold its parent's locks
+# by this process: the kernel would grant it its own lock twice. A child does not hold its parent's locks
+_pids_of_locks: dict[str, int] = {}
 
 
 class Lock:
@@ -60,8 +61,7 @@ class Lock:
 
     The file stays and names its last holder. This is the kernel's lock that works over NFS and that loader
     workers do not inherit. Its drawback: it is lost when this process opens and closes the file again for any
-    reason.
-    """
+    reason."""
 
     @avoid_closed_streams()
     def __init__(self, path: Path) -> None:
@@ -144,7 +144,7 @@ class Checkpoint:
             )
         heartbeat.checkpoint_read()
         try:
-            data = read_file(self.path / state, MAX_STATE_BYTES)
+            data = read_file(self.path / state, MAX_JSON_BYTES)
             if FileDigest(len(data), hashlib.sha256(data).hexdigest()) != self.manifest.files[state]:
                 raise CheckpointError(f"{state} was changed after it was verified")
             stored = self.manifest.files.get(tensors)
@@ -179,16 +179,15 @@ def verified(path: Path) -> Checkpoint:
         if match is None or int(match[1]) != manifest.step:
             raise CheckpointError(f"its manifest is of step {manifest.step}")
         for name, stored in manifest.files.items():
-            if name.endswith(".json") and stored.bytes > MAX_STATE_BYTES:
+            if name.endswith(".json") and stored.bytes > MAX_JSON_BYTES:
                 raise CheckpointError(
-                    f"{name} should have {stored.bytes:,} bytes, and the maximum is {MAX_STATE_BYTES:,}"
+                    f"{name} should have {stored.bytes:,} bytes, and the maximum is {MAX_JSON_BYTES:,}"
                 )
-            if (actual := digest_of_file(path / name, stored)) != stored:
-                raise CheckpointError(
-                    f"{name} has {actual.bytes:,} bytes instead of {stored.bytes:,}"
-                    if actual.bytes != stored.bytes
-                    else f"{name} is not what was written: its digest differs"
-                )
+            actual = digest_of_file(path / name, stored)
+            if actual.bytes != stored.bytes:
+                raise CheckpointError(f"{name} has {actual.bytes:,} bytes instead of {stored.bytes:,}")
+            if actual != stored:
+                raise CheckpointError(f"{name} is not what was written: its digest differs")
     except FileNotFoundError as error:
         raise CheckpointError(f"{Path(error.filename).name} is missing") from None
     except OSError as error:
@@ -212,8 +211,7 @@ class CheckpointFolder:
 
     Reading needs no lock; to write, use ``with CheckpointFolder(folder) as checkpoints`` or ``open``.
 
-    ``on_verified`` receives the step of each verified checkpoint.
-    """
+    ``on_verified`` receives the step of each verified checkpoint."""
 
     def __init__(
         self, folder: Path, keep: int = KEEP, on_verified: Callable[[int], None] = lambda step: None
@@ -239,8 +237,7 @@ class CheckpointFolder:
     def newest(self) -> tuple[Checkpoint | None, list[CorruptCheckpoint]]:
         """The newest valid checkpoint, and the newer corrupt ones.
 
-        Raises CheckpointError if there are only corrupt ones.
-        """
+        Raises CheckpointError if there are only corrupt ones."""
         corrupt: list[CorruptCheckpoint] = []
         for path in self.paths():
             try:
@@ -259,21 +256,21 @@ class CheckpointFolder:
     def open(self) -> CheckpointFolder:
         """Take the lock and remove unfinished checkpoints.
 
-        Raises StorageError, also if another process writes here.
-        """
+        Raises StorageError, also if another process writes here."""
         self._writes = True
         try:
-            if not self.folder.is_dir():
-                self.folder.parent.mkdir(parents=True, exist_ok=True)
-                make_folder(self.folder)
-                flush_folder(self.folder.parent)
-            self._lock = Lock(self.folder / LOCK)
-            for name in os.listdir(self.folder):
-                if UNFINISHED.fullmatch(name):
-                    self.discard(self.folder / name)
-        except OSError as error:
+            with writing_to(self.folder):
+                if not self.folder.is_dir():
+                    self.folder.parent.mkdir(parents=True, exist_ok=True)
+                    make_folder(self.folder)
+                    flush_folder(self.folder.parent)
+                self._lock = Lock(self.folder / LOCK)
+                for name in os.listdir(self.folder):
+                    if UNFINISHED.fullmatch(name):
+                        self.discard(self.folder / name)
+        except StorageError:
             self._release_lock()
-            raise _cannot_write(self.folder, error) from error
+            raise
         return self
 
     def close(self) -> None:
@@ -296,8 +293,7 @@ class CheckpointFolder:
     ) -> Checkpoint:
         """Write ``states`` by name ("" for a single one) as a new checkpoint and verify it.
 
-        Then delete the oldest checkpoints. Raises StorageError, CheckpointError.
-        """
+        Then delete the oldest checkpoints. Raises StorageError, CheckpointError."""
         unfinished = self.begin(step)
         try:
             files: dict[str, FileDigest] = {}
@@ -316,29 +312,23 @@ class CheckpointFolder:
                 f"a checkpoint of step {step} cannot be named: steps range from 0 to {MAX_STEP:,}."
             )
         unfinished = self.folder / f".writing-{step}-{os.getpid()}"
-        if self._writes and (
-            self._lock is None or not self._lock.is_valid
-        ):  # the folder has vanished or was replaced: the lock is void
+        # the folder has vanished or was replaced: the lock is void
+        if self._writes and (self._lock is None or not self._lock.is_valid):
             self._release_lock()
             self.open()
-        try:
+        with writing_to(self.folder):
             self.discard(unfinished)
             make_folder(unfinished)
-        except OSError as error:
-            raise _cannot_write(self.folder, error) from error
         return unfinished
 
     def finish(self, unfinished: Path, manifest: Manifest) -> Checkpoint:
         """Write the manifest and give the checkpoint its final name. Raises StorageError.
 
-        Raises CheckpointError if the disk does not return what was written.
-        """
-        try:
+        Raises CheckpointError if the disk does not return what was written."""
+        with writing_to(self.folder):
             write_file(unfinished / MANIFEST, [manifest.to_text().encode()])
             flush_folder(unfinished)
             move_folder(unfinished, path := self._free_path(manifest.step))
-        except OSError as error:
-            raise _cannot_write(self.folder, error) from error
         try:
             checkpoint = verified(path)
             self.on_verified(manifest.step)
@@ -355,8 +345,7 @@ class CheckpointFolder:
     def discard(self, folder: Path) -> None:
         """Delete as much as possible of a folder.
 
-        The next checkpoint, or the next process to open the folder, deletes the rest.
-        """
+        The next checkpoint, or the next process to open the folder, deletes the rest."""
         try:
             remove_folder(folder)
         except OSError:
@@ -365,27 +354,24 @@ class CheckpointFolder:
     def set_aside(self, corrupt: CorruptCheckpoint) -> Path:
         """Move a corrupt checkpoint to the folder of damaged ones and return its new path.
 
-        Raises StorageError.
-        """
-        try:
-            if not (self.folder / DAMAGED).is_dir():
-                make_folder(self.folder / DAMAGED)
-            taken = set(os.listdir(self.folder / DAMAGED))
+        Raises StorageError."""
+        damaged = self.folder / DAMAGED
+        with writing_to(self.folder):
+            if not damaged.is_dir():
+                make_folder(damaged)
+            taken = set(os.listdir(damaged))
             name = next(name for number in count() if (name := f"{corrupt.path.name}.{number}") not in taken)
-            move_folder(corrupt.path, self.folder / DAMAGED / name)
-            return self.folder / DAMAGED / name
-        except OSError as error:
-            raise _cannot_write(self.folder, error) from error
+            move_folder(corrupt.path, damaged / name)
+        return damaged / name
 
     def move_all_aside(self) -> Path | None:
         """Move all checkpoints, valid or not, to a subfolder and return it; None if there was none.
 
-        Raises StorageError.
-        """
+        Raises StorageError."""
         paths = self.paths()
         if not paths:
             return None
-        try:
+        with writing_to(self.folder):
             aside = next(
                 path for number in count(1) if not (path := self.folder / f"before-{number}").exists()
             )
@@ -393,15 +379,12 @@ class CheckpointFolder:
             for path in paths:
                 move_folder(path, aside / path.name)
             flush_folder(self.folder)
-        except OSError as error:
-            raise _cannot_write(self.folder, error) from error
         return aside
 
     def _free_path(self, step: int) -> Path:
         """A new path.
 
-        A checkpoint of the same step is not overwritten: it stays until the new one is verified.
-        """
+        A checkpoint of the same step is not overwritten: it stays until the new one is verified."""
         taken = max((number for each, number in map(_number, self.paths()) if each == step), default=0)
         return self.folder / (f"step-{step:08d}" + (f"-{taken + 1}" if taken else ""))
 
@@ -409,14 +392,13 @@ class CheckpointFolder:
 def write_state(folder: Path, name: str, packed: Packed) -> dict[str, FileDigest]:
     """Write the files of one state into an unfinished checkpoint. Raises StorageError.
 
-    Raises CheckpointError if the plain values are too large.
-    """
+    Raises CheckpointError if the plain values are too large."""
     state, tensors = files_of(name)
-    try:
+    with writing_to(folder.parent):
         files = {state: write_file(folder / state, [to_json(packed.tree)])}
-        return files | ({tensors: write_tensors(folder / tensors, packed.tensors)} if packed.tensors else {})
-    except OSError as error:
-        raise _cannot_write(folder.parent, error) from error
+        if packed.tensors:
+            files[tensors] = write_tensors(folder / tensors, packed.tensors)
+    return files
 
 
 def step_of(path: Path) -> int:
@@ -430,10 +412,15 @@ def _number(path: Path) -> tuple[int, int]:
     return int(match[1]), int(match[2] or 1)
 
 
-def _cannot_write(folder: Path, error: OSError) -> StorageError:
-    return StorageError(
-        f"cannot write checkpoints in {folder}: {error.strerror}. Free some space there, or name a writable folder."
-    )
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Raises StorageError for an OSError inside this context."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"cannot write checkpoints in {folder}: {error.strerror}. Free some space there, or name a writable folder."
+        ) from error
 
 
 # The checkpoints of a command that always restarts from its beginning.
@@ -471,16 +458,10 @@ def begin_run(checkpoints: CheckpointFolder) -> None:
 
 def earlier_runs(folder: Path) -> list[Path]:
     """The checkpoint folders of earlier runs, newest first."""
-    try:
-        names = os.listdir(folder / EARLIER)
-    except OSError:
-        return []
-    return [
-        folder / EARLIER / str(number)
-        for number in sorted((int(name) for name in names if name.isdigit()), reverse=True)
-    ]
+    runs = [path for path in (folder / EARLIER).glob("*") if path.name.isdigit()]
+    return sorted(runs, key=lambda run: int(run.name), reverse=True)
 
 
 def _steps(run: Path) -> int:
     newest = CheckpointFolder(run).paths()
-    return int(newest[0].name.split("-")[1]) if newest else 0
+    return step_of(newest[0]) if newest else 0

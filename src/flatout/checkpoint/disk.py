@@ -1,4 +1,4 @@
-"""All writes to the disk: write and flush a file, flush a folder, rename a folder.
+"""All writes to the disk: write and flush a file, flush a folder, rename a folder. JSON of a bounded size.
 
 Files are private to their owner (0600), and so are folders (0700), whatever the umask. Nothing is read or
 removed through a link.
@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import shutil
 import stat
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from typing import Any
+
+from flatout.job.folder import count_json_values
+from flatout.schema.errors import CheckpointError
 
 CHUNK_BYTES = 1 << 22
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
@@ -34,8 +38,7 @@ class FileDigest:
 def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileDigest:
     """Write a new file and flush it to the disk. Raises OSError.
 
-    Other threads run meanwhile: writing and hashing release the interpreter lock.
-    """
+    Other threads run meanwhile: writing and hashing release the interpreter lock."""
     digest, size = hashlib.sha256(), 0
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, PRIVATE_FILE)
     try:
@@ -58,8 +61,7 @@ def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileDigest:
 def drop_from_page_cache(handle: int) -> None:
     """Drop a flushed file from the kernel's page cache.
 
-    A later read then sees what the disk has, and the memory is free for the training.
-    """
+    A later read then sees what the disk has, and the memory is free for the training."""
     if hasattr(os, "posix_fadvise"):
         try:
             os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -71,8 +73,7 @@ class HashedFileReader:
     """An ordinary file, read once from start to end, with the digest of what was read.
 
     Raises OSError, also for a link (the file or its folder), a pipe or a device; opening these does not
-    block.
-    """
+    block."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.bytes, self._digest = path, 0, hashlib.sha256()
@@ -113,17 +114,14 @@ class HashedFileReader:
     def __enter__(self) -> HashedFileReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._handle)
 
 
 def read_file(path: Path, max_bytes: int) -> bytes:
     """The content of an ordinary file.
 
-    Raises OSError, also for a link or a file longer than ``max_bytes``.
-    """
+    Raises OSError, also for a link or a file longer than ``max_bytes``."""
     with HashedFileReader(path) as file:
         if file.length > max_bytes:
             raise OSError(errno.EFBIG, f"it is longer than {max_bytes:,} bytes", str(path))
@@ -135,8 +133,7 @@ def read_file(path: Path, max_bytes: int) -> bytes:
 def digest_of_file(path: Path, expected: FileDigest) -> FileDigest:
     """The length and digest of a file. Raises OSError, also for a link.
 
-    If the length differs from ``expected``, the file is not read and the digest is "".
-    """
+    If the length differs from ``expected``, the file is not read and the digest is ""."""
     with HashedFileReader(path) as file:
         if file.length != expected.bytes:
             return FileDigest(file.length, "")
@@ -172,8 +169,7 @@ def move_folder(source: Path, target: Path) -> None:
 def remove_folder(path: Path) -> None:
     """Rename a folder, then delete its content, so that a half-removed folder does not count.
 
-    Removes only links.
-    """
+    Removes only links."""
     if not path.name.startswith(REMOVING_PREFIX):
         removing = path.with_name(f"{REMOVING_PREFIX}{path.name.lstrip('.')}-{os.getpid()}")
         os.rename(path, removing)
@@ -182,3 +178,38 @@ def remove_folder(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
     else:
         os.unlink(path)
+
+
+# Untrusted JSON: the values that it can turn into are counted before any is created.
+
+MAX_JSON_BYTES = 1 << 27
+MAX_JSON_VALUES = 1 << 22  # a value of three characters takes up to 100 bytes
+
+
+def to_json(content: object) -> bytes:
+    """Raises CheckpointError for content that `from_json` would reject: at once rather than when it is needed."""
+    data = json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+    if why := _why_too_large(data):
+        raise CheckpointError(f"its plain values are {why}; keep large ones in tensors or arrays.")
+    return data
+
+
+def from_json(data: bytes | bytearray) -> Any:
+    """Raises ValueError for invalid or oversized JSON, including nesting that is too deep."""
+    if why := _why_too_large(data):
+        raise ValueError(why)
+    try:
+        return json.loads(data.decode("utf-8"), parse_constant=_reject_constant)
+    except RecursionError:
+        raise ValueError("lists are nested too deeply") from None
+
+
+def _why_too_large(data: bytes | bytearray) -> str:
+    if len(data) > MAX_JSON_BYTES:
+        return f"{len(data):,} bytes long, and the maximum is {MAX_JSON_BYTES:,}"
+    values = count_json_values(data)
+    return f"too many: {values:,}, and the maximum is {MAX_JSON_VALUES:,}" if values > MAX_JSON_VALUES else ""
+
+
+def _reject_constant(spelled: str) -> Any:
+    raise ValueError(f"{spelled} is not a valid number")

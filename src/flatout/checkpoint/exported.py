@@ -8,8 +8,6 @@ torch loads them with ``weights_only=True``.
     random.pt                      the states of the random generators
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
@@ -25,7 +23,7 @@ from flatout.checkpoint.random_states import setter_arguments
 from flatout.checkpoint.tensors import write_tensors
 from flatout.schema.errors import StorageError, UsageError, first_line
 
-LOAD_ORDER = ("modules", "optimizers", "schedulers", "scalers")  # in loading order
+LOAD_ORDER = ("modules", "optimizers", "schedulers", "scalers")
 
 
 @dataclass(frozen=True)
@@ -41,8 +39,7 @@ def export(
 ) -> Exported:
     """Write ``state`` into a new folder. ``code_names``: the script's name of each object.
 
-    Raises UsageError if the folder exists and is not empty, and StorageError.
-    """
+    Raises UsageError if the folder exists and is not empty, and StorageError."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} already exists. Name a new folder: --to {folder}2.")
     unfinished = folder.with_name(f".{folder.name}.writing-{os.getpid()}")

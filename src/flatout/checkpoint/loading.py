@@ -139,8 +139,7 @@ class LoaderPosition:
 
     ``find`` returns the random generators that an object holds, for those of a data set or a sampler.
     ``in_epoch``: whether an epoch is in progress. ``consumed``: its consumed batches. ``refetched``: batches that
-    were fetched again to reach a position.
-    """
+    were fetched again to reach a position."""
 
     def __init__(self, torch: ModuleType, loader: DataLoader, find: FindGenerators | None = None) -> None:
         self.torch, self.loader, self._find = torch, loader, find
@@ -153,19 +152,15 @@ class LoaderPosition:
         self._first_counters = [counters(thing) for thing in self._objects]
         self._own_generators: list[Any] | None = None  # random generators of the loader and its data
         self._target: dict[str, Any] | None = None
-        self._sampler_target: tuple[dict[str, Any] | None, int] = (
-            None,
-            0,
-        )  # for the sampler: a place, and the number of batches to skip
+        # for the sampler: a place, and the number of batches to skip
+        self._sampler_target: tuple[dict[str, Any] | None, int] = (None, 0)
         self._sampler_started = False  # whether this iterator has started the sampler
         self._epoch_start: dict[str, Any] = {}  # states before this epoch's iterator, sampler and first batch
-        self._worker_start: dict[str, Any] | None = (
-            None  # random states before persistent workers were started
-        )
+        # random states before persistent workers were started
+        self._worker_start: dict[str, Any] | None = None
         self._later_epoch = False  # an epoch of persistent workers that is not their first
-        self._worker_states: list[dict[str, Any] | None] = [
-            None
-        ] * self.workers  # of each worker, after its last consumed batch
+        # of each worker, after its last consumed batch
+        self._worker_states: list[dict[str, Any] | None] = [None] * self.workers
         self._next_worker = 0  # the worker whose batch is next
         self._messages: dict[str, None] = {}
         self._interleaving = Interleaving()
@@ -266,15 +261,12 @@ class LoaderPosition:
         self._epoch_start = {"iterator": self._present()}
         self._interleaving.begin()
         if self.persistent:
-            self._later_epoch = (
-                self._later_epoch
-                if mid_epoch
-                else self._worker_start is not None
-                or (place is not None and place["worker_start"] is not None)
-            )
-            if place is not None and place["worker_start"] is not None:
-                set_random_states(self.torch, place["worker_start"], self._generators())
-                self._worker_start = place["worker_start"]
+            worker_start = place["worker_start"] if place is not None else None
+            if not mid_epoch:
+                self._later_epoch = self._worker_start is not None or worker_start is not None
+            if worker_start is not None:
+                set_random_states(self.torch, worker_start, self._generators())
+                self._worker_start = worker_start
             elif self._worker_start is None:
                 self._worker_start = self._epoch_start["iterator"]["random"]
         if self.kind == INDICES:
@@ -339,8 +331,7 @@ class LoaderPosition:
 
         Called when torch starts it, because some samplers draw then.
 
-        A new iterator with workers starts it twice and draws a seed in between.
-        """
+        A new iterator with workers starts it twice and draws a seed in between."""
         place, skipped = self._sampler_target
         mid_epoch = place is not None and place["in_epoch"]
         restarted, self._sampler_started = self._sampler_started, True
@@ -351,9 +342,8 @@ class LoaderPosition:
             iter(sampler),
             place["epoch_start"]["first"] if place is not None and mid_epoch else None,
         )
-        if (
-            mid_epoch and not self.workers
-        ):  # before restoring random states; workers get their first batches at once
+        # before restoring random states; workers get their first batches at once
+        if mid_epoch and not self.workers:
             self._skip(indices, first, skipped)
             return self._remaining(indices)
         return self._skip_later(indices, first, skipped)
@@ -391,15 +381,11 @@ class LoaderPosition:
 
     def _generators(self) -> list[Any]:
         if self._own_generators is None:
-            holders = [
-                getattr(self.loader, name, None)
-                for name in ("generator", "sampler", "batch_sampler", "dataset", "collate_fn")
-            ]
-            self._own_generators = (
-                self._find([*holders, *self._objects])
-                if self._find is not None and self.kind != SEQUENCE
-                else []
-            )
+            self._own_generators = []
+            if self._find is not None and self.kind != SEQUENCE:
+                names = ("generator", "sampler", "batch_sampler", "dataset", "collate_fn")
+                holders = [getattr(self.loader, name, None) for name in names]
+                self._own_generators = self._find([*holders, *self._objects])
         return self._own_generators
 
     def _random_states(self) -> dict[str, Any]:
@@ -418,8 +404,7 @@ class LoaderPosition:
     def _restore(self, state: dict[str, Any], advanced: bool = False) -> None:
         """Restore a state. ``advanced``: an iterator has been advanced to the position, and its objects with it.
 
-        Then changes by the program (`set_epoch`) stay.
-        """
+        Then changes by the program (`set_epoch`) stay."""
         for sentence in set_random_states(self.torch, state["random"], self._generators()):
             self._messages[sentence] = None
         if advanced and self.kind == STATEFUL:
@@ -438,8 +423,7 @@ class LoaderPosition:
 class _ResumedSampler:
     """Replaces the sampler of a DataLoader while its iterator is made and in that iterator.
 
-    Persistent workers iterate over it again for each epoch.
-    """
+    Persistent workers iterate over it again for each epoch."""
 
     def __init__(self, position: LoaderPosition, sampler: Sampler) -> None:
         self.position, self.sampler = position, sampler

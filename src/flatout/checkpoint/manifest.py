@@ -15,8 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from flatout.checkpoint.bounded import from_json
-from flatout.checkpoint.disk import FileDigest
+from flatout.checkpoint.disk import FileDigest, from_json
 from flatout.schema.errors import MALFORMED, CheckpointError
 
 SCHEMA = 1
@@ -31,8 +30,7 @@ class Manifest:
     """``kind``: the program that wrote the checkpoint and can read it. ``step``: optimizer steps done.
 
     ``left_out``: places in the state whose values cannot be stored, with their types. ``metadata``: metadata of
-    the writer, as JSON.
-    """
+    the writer, as JSON."""
 
     kind: str
     step: int

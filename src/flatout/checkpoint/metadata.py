@@ -1,4 +1,7 @@
-"""The metadata of a rescue checkpoint, as typed values. The manifest stores it as JSON."""
+"""The metadata of a rescue checkpoint, as typed values, and the checkpoint that a program resumes from.
+
+The manifest stores the metadata as JSON.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,18 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from flatout.checkpoint.checkpoints import Checkpoint, CheckpointFolder, verified
+from flatout.job.trust import file_digest
+from flatout.schema.errors import CannotResume, CheckpointError
+
 # The environment that the bits of a training depend on: recorded with a checkpoint, compared at a resume.
 #
-# Any difference is reported and rules out bit-identity. Exact resume refuses then (`resume/choice.py` before the
-# program begins, `resume/session.py` at the resume point), flatout.Loop warns.
+# Any difference is reported and rules out bit-identity. Exact resume refuses then (`check_surroundings` before
+# the program begins, `resume/session.py` at the resume point), flatout.Loop warns.
 
 
 def environment(torch: ModuleType, more: Mapping[str, Any] = {}) -> dict[str, Any]:
@@ -20,8 +28,8 @@ def environment(torch: ModuleType, more: Mapping[str, Any] = {}) -> dict[str, An
 
     ``more``: values from the caller (length of the data, digest of the script, number of ranks). CUDA devices
     are included only if the process already uses CUDA. Querying them would start CUDA, and children forked
-    later could not use it.
-    """
+    later could not use it."""
+    devices = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
     return {
         "torch": str(torch.__version__),
         "python": ".".join(map(str, sys.version_info[:3])),
@@ -29,9 +37,7 @@ def environment(torch: ModuleType, more: Mapping[str, Any] = {}) -> dict[str, An
         "vector instructions": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "threads between operators": torch.get_num_interop_threads(),
-        "devices": [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-        if torch.cuda.is_initialized()
-        else [],
+        "devices": list(map(torch.cuda.get_device_name, range(devices))),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "cudnn.benchmark": torch.backends.cudnn.benchmark,
         "cudnn.deterministic": torch.backends.cudnn.deterministic,
@@ -70,8 +76,7 @@ class ExactMeta:
     """What an exact resume needs besides the state. ``why_not``: why this checkpoint cannot be resumed, or "".
 
     ``journal``: name of the journal file. ``program``: words of the command. ``sources``: digest of each
-    source file of the program. ``cost_s``: recent cost of a checkpoint.
-    """
+    source file of the program. ``cost_s``: recent cost of a checkpoint."""
 
     journal: str
     program: tuple[str, ...]
@@ -85,8 +90,7 @@ class CheckpointMeta:
     """``why``: what asked for the checkpoint. ``ran_s``: age of the process. ``at``: date and time.
 
     ``inside``: taken inside a step; ``updated``: some weights were already updated then. ``surroundings``:
-    the environment that affects the bits (`environment`).
-    """
+    the environment that affects the bits (`environment`)."""
 
     why: str = ""
     ran_s: float | None = None
@@ -123,15 +127,14 @@ class CheckpointMeta:
     def from_json(cls, data: Mapping[str, Any]) -> CheckpointMeta:
         """Read metadata of any origin: a value of the wrong type counts as missing."""
         holds = data.get("holds")
+        entries = holds if isinstance(holds, list) else []
         return cls(
             why=_text(data.get("why")),
             ran_s=data["ran_s"] if isinstance(data.get("ran_s"), (int, float)) else None,
             at=_text(data.get("at")),
             inside=data.get("inside") is True,
             updated=data.get("updated") is True,
-            holds=tuple(_saved_object(entry) for entry in holds if isinstance(entry, Mapping))
-            if isinstance(holds, list)
-            else (),
+            holds=tuple(_saved_object(entry) for entry in entries if isinstance(entry, Mapping)),
             surroundings=_mapping(data.get("surroundings")),
             exact=_exact(data) if isinstance(data.get("exact"), str) else None,
         )
@@ -164,3 +167,53 @@ def _count(value: object) -> int:
 
 def _mapping(value: object) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
+
+
+# Settings that a program makes, or devices that it begins to use, after torch was imported.
+SET_BY_PROGRAM = (
+    "threads",
+    "threads between operators",
+    "devices",
+    "deterministic algorithms",
+    "cudnn.benchmark",
+    "cudnn.deterministic",
+    "matmul precision",
+)
+
+
+def newest_resumable(folder: Path) -> tuple[Checkpoint | None, str]:
+    """Return the newest valid checkpoint of this program, with its journal, from which it can be resumed exactly.
+
+    If there is none, also return why the newest one cannot be resumed; "" if the program was not interrupted."""
+    why_not = ""
+    for path in CheckpointFolder(folder).paths():
+        try:
+            checkpoint = verified(path)
+        except CheckpointError:
+            continue
+        exact = CheckpointMeta.from_json(checkpoint.manifest.metadata).exact
+        is_of_program = exact is not None and exact.program == tuple(sys.orig_argv[1:])
+        if exact is not None and is_of_program and (folder / Path(exact.journal).name).is_file():
+            if not exact.why_not:
+                return checkpoint, ""
+            why_not = why_not or exact.why_not
+    return None, why_not
+
+
+def check_surroundings(torch: ModuleType, checkpoint: Checkpoint, meta: CheckpointMeta) -> None:
+    """Raise CannotResume if something that affects the bits has changed, before the program has begun."""
+    sources = meta.exact.sources if meta.exact is not None else {}
+    changed = [name for name, digest in sources.items() if file_digest(name) != digest]
+    if changed:
+        raise CannotResume(
+            f"{', '.join(os.path.relpath(name) for name in changed[:4])} has changed since {checkpoint.path.name} was saved"
+        )
+    before = meta.surroundings
+    now = {**environment(torch), **{name: before.get(name) for name in SET_BY_PROGRAM}}
+    if before.get("devices") and not torch.cuda.device_count():
+        now["devices"] = []
+    differs = differences(before, now)
+    if differs:
+        raise CannotResume(
+            f"the environment differs from that of {checkpoint.path.name}: {'; '.join(differs)}"
+        )

@@ -27,8 +27,7 @@ KINDS = ("torch", "python", "numpy")
 def random_states(torch: ModuleType, generators: Sequence[Any] = (), devices: bool = True) -> dict[str, Any]:
     """The present states of the random generators.
 
-    They are those of torch, Python, numpy if imported, CUDA devices if in use, and the generators ``generators``.
-    """
+    They are those of torch, Python, numpy if imported, CUDA devices if in use, and the generators ``generators``."""
     numpy = sys.modules.get("numpy")
     states: dict[str, Any] = {
         "torch": _bytes_of(torch.default_generator.get_state()),
@@ -46,8 +45,7 @@ def random_states(torch: ModuleType, generators: Sequence[Any] = (), devices: bo
 def set_random_states(torch: ModuleType, states: dict[str, Any], generators: Sequence[Any] = ()) -> list[str]:
     """Restore states and return a sentence for each that could not be.
 
-    Raises CheckpointError for invalid states.
-    """
+    Raises CheckpointError for invalid states."""
     try:
         return _set(torch, states, generators)
     except (*MALFORMED, RuntimeError) as error:
@@ -108,8 +106,7 @@ def used_generators(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
 class Interleaving:
     """Detects whether the draws at certain places are interleaved with other draws from the same generator.
 
-    Such draws can be repeated only together with everything in between.
-    """
+    Such draws can be repeated only together with everything in between."""
 
     def __init__(self) -> None:
         self._last: dict[str, Any] | None = None
@@ -205,8 +202,7 @@ FindGenerators = Callable[[Any], "list[Any]"]
 class BatchWithWorkerState:
     """A batch and its worker's state afterwards (None if unchanged).
 
-    ``messages``: what could not be restored in this worker.
-    """
+    ``messages``: what could not be restored in this worker."""
 
     batch: Any
     worker_state: dict[str, Any] | None
@@ -238,8 +234,7 @@ class WorkerStateCollate:
     """Replaces the collate function of the workers, and with ``init_worker`` their worker_init_fn.
 
     ``worker_states``: the initial state of each worker, None for a new one. ``refetching``: the number of workers that
-    first fetch a batch again. ``find`` returns the random generators that an object holds.
-    """
+    first fetch a batch again. ``find`` returns the random generators that an object holds."""
 
     def __init__(
         self,

@@ -1,19 +1,24 @@
 """Write checkpoints in the background: the training waits only for a copy of its state.
 
-The interval keeps the cost within a given share of the time.
+The interval keeps the cost within a given share of the time. Several ranks write one checkpoint: each writes its
+own part into one folder, and rank 0 waits for all and writes the manifest. Ranks communicate only through the
+folder: the writing threads must not use collectives, which the training may be using.
 """
 
-from __future__ import annotations
-
+import json
+import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from flatout.checkpoint.checkpoints import Checkpoint, CheckpointFolder
+from flatout.checkpoint.checkpoints import Checkpoint, CheckpointFolder, write_state, writing_to
+from flatout.checkpoint.disk import FileDigest, read_file, write_file
+from flatout.checkpoint.manifest import Manifest
 from flatout.checkpoint.values import Packed
-from flatout.schema.errors import FlatoutError
+from flatout.schema.errors import CheckpointError, FlatoutError, StorageError
 
 
 class Snapshot:
@@ -27,8 +32,7 @@ class Snapshot:
     def take(self, packed: Packed) -> Packed:
         """The same state with copies of its tensors. Copies from a CUDA device arrive after `wait`.
 
-        Later computation on the device does not change them.
-        """
+        Later computation on the device does not change them."""
         buffers, devices = {}, set()
         for name, tensor in packed.tensors.items():
             copy = self._buffers.get(name)
@@ -70,8 +74,7 @@ class CheckpointCost:
     """The cost of checkpoints so far, in seconds.
 
     It counts the time the training waited, and the CPU time of the writing thread, which takes a core from a
-    training on the host.
-    """
+    training on the host."""
 
     checkpoints: int = 0
     waited_s: float = 0.0
@@ -88,8 +91,7 @@ class CheckpointWriter:
     ``report`` receives sentences about failures: the training continues without that checkpoint, and the next
     one is tried. ``why_not_write`` checks a copy before it is written and returns why not to write it, or "".
     ``write`` replaces `CheckpointFolder.write` if several ranks each write a part; it returns None if the checkpoint
-    belongs to another rank.
-    """
+    belongs to another rank."""
 
     def __init__(
         self,
@@ -106,35 +108,27 @@ class CheckpointWriter:
     ) -> None:
         self.checkpoints, self.kind, self.clocks, self.report = checkpoints, kind, clocks, report
         self.every, self.share, self.why_not_write = every, share, why_not_write
-        self._write_copy = (
-            write
-            if write is not None
-            else lambda step, copy, metadata: checkpoints.write(kind, step, {"": copy}, metadata)
+        self._write_copy = write or (
+            lambda step, copy, metadata: checkpoints.write(kind, step, {"": copy}, metadata)
         )
         self.cost = CheckpointCost()
         self.last: Checkpoint | None = None
         self._snapshot = Snapshot(torch)
         self._thread: threading.Thread | None = None
-        self._last_step = -1
+        self.last_step = -1  # of the last checkpoint that was started or resumed from
         self._began_s = clocks.wall_s()
         self._last_failure = ""
         self._failures = 0
 
-    @property
-    def last_step(self) -> int:
-        """The step of the last checkpoint that was started or resumed from."""
-        return self._last_step
-
     def resume_after(self, step: int, cost_s: float = 0.0) -> None:
         """Register an existing checkpoint of this step.
 
-        ``cost_s``: its recent cost, which delays the next one.
-        """
-        self._last_step, self.cost.last_s = step, cost_s
+        ``cost_s``: its recent cost, which delays the next one."""
+        self.last_step, self.cost.last_s = step, cost_s
 
     def due(self, step: int) -> bool:
         """Whether to write a checkpoint now that ``step`` steps are done. Never twice for the same step."""
-        if step == self._last_step:
+        if step == self.last_step:
             return False
         if self.every is not None:
             return step % self.every == 0
@@ -149,8 +143,7 @@ class CheckpointWriter:
 
         Waits for a checkpoint still being written.
 
-        ``since_s``: when the training began to wait, if that was before this call.
-        """
+        ``since_s``: when the training began to wait, if that was before this call."""
         began_s = self.clocks.wall_s() if since_s is None else since_s
         self._join()
         try:
@@ -170,18 +163,17 @@ class CheckpointWriter:
     def _account_wait(self, step: int, since_s: float) -> None:
         self._began_s = self.clocks.wall_s()
         self.cost.last_s = self._began_s - since_s
-        if step != self._last_step:
+        if step != self.last_step:
             self.cost.checkpoints += 1
         self.cost.waited_s += self.cost.last_s
-        self._last_step = step
+        self.last_step = step
 
     def save_now(self, step: int, packed: Packed, metadata: Mapping[str, Any]) -> Checkpoint | None:
         """Write the state itself in this thread, at the end of a process, when no thread may be started.
 
-        Returns None if it failed.
-        """
+        Returns None if it failed."""
         self.wait()
-        self._last_step = step
+        self.last_step = step
         self.cost.checkpoints += 1
         previous = self.last
         self._write(step, packed, metadata)
@@ -226,3 +218,94 @@ class CheckpointWriter:
         if failure != self._last_failure:
             self._last_failure = failure
             self.report(sentence)
+
+
+TIMEOUT_S = 120.0
+POLL_S = 0.02
+MAX_NOTE_BYTES = 1 << 16
+
+
+def part_of(rank: int) -> str:
+    """The name of a rank's part in a checkpoint; rank 0's part is the checkpoint's own state."""
+    return f"rank{rank}" if rank else ""
+
+
+@dataclass(frozen=True)
+class JointCheckpointWriter:
+    """``folder_pid`` is the process of rank 0; its number is in the name of the unfinished folder."""
+
+    checkpoints: CheckpointFolder
+    kind: str
+    rank: int
+    ranks: int
+    folder_pid: int
+    why_not_write: Callable[[Packed], str]
+    wall_s: Callable[[], float]
+    sleep: Callable[[float], None]
+
+    def write(self, step: int, packed: Packed, metadata: Mapping[str, Any]) -> Checkpoint | None:
+        """The checkpoint on rank 0, None on the others. Raises StorageError, CheckpointError."""
+        if self.rank == 0:
+            return self._collect(step, packed, metadata)
+        self._write_part(step, packed)
+        return None
+
+    def _begin(self, step: int, packed: Packed) -> Path:
+        for note in self.checkpoints.folder.glob(".none-*"):
+            note.unlink(missing_ok=True)
+        try:
+            if why_not := self.why_not_write(packed):
+                raise CheckpointError(f"{why_not}. Earlier checkpoints stay.")
+            return self.checkpoints.begin(step)
+        except BaseException:
+            self._failure_marker(step).touch()
+            raise
+
+    def _failure_marker(self, step: int) -> Path:
+        return self.checkpoints.folder / f".none-{step}-{self.folder_pid}"
+
+    def _collect(self, step: int, packed: Packed, metadata: Mapping[str, Any]) -> Checkpoint:
+        unfinished = self._begin(step, packed)
+        try:
+            files, left_out = write_state(unfinished, "", packed), dict(packed.left_out)
+            for rank in range(1, self.ranks):
+                note = unfinished / f"{part_of(rank)}.note"
+                self._until(
+                    note.exists,
+                    f"rank {rank} did not write its part within {TIMEOUT_S:.0f} s. All ranks must see the same folder "
+                    f"{self.checkpoints.folder}",
+                )
+                with writing_to(self.checkpoints.folder):
+                    part = json.loads(read_file(note, MAX_NOTE_BYTES))
+                    note.unlink()
+                files |= {name: FileDigest(size, digest) for name, (size, digest) in part["files"].items()}
+                left_out |= {f"rank {rank}: {where}": what for where, what in part["left_out"].items()}
+            return self.checkpoints.finish(unfinished, Manifest(self.kind, step, files, left_out, metadata))
+        except BaseException:
+            self.checkpoints.discard(unfinished)
+            raise
+
+    def _write_part(self, step: int, packed: Packed) -> None:
+        unfinished = self.checkpoints.folder / f".writing-{step}-{self.folder_pid}"
+        self._until(
+            lambda: unfinished.exists() or self._failure_marker(step).exists(),
+            f"rank 0 did not create its folder within {TIMEOUT_S:.0f} s. All ranks must see the same folder {self.checkpoints.folder}",
+        )
+        if not unfinished.exists():
+            raise StorageError("rank 0 could not start the checkpoint.")
+        name = part_of(self.rank)
+        stored = write_state(unfinished, name, packed)
+        note = {
+            "files": {file: (content.bytes, content.sha256) for file, content in stored.items()},
+            "left_out": packed.left_out,
+        }
+        with writing_to(self.checkpoints.folder):
+            write_file(unfinished / f"{name}.half", [json.dumps(note).encode()])
+            os.rename(unfinished / f"{name}.half", unfinished / f"{name}.note")
+
+    def _until(self, is_ready: Callable[[], bool], why_not: str) -> None:
+        end_s = self.wall_s() + TIMEOUT_S
+        while not is_ready():
+            if self.wall_s() > end_s:
+                raise StorageError(f"{why_not}.")
+            self.sleep(POLL_S)

@@ -18,8 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from flatout.checkpoint.bounded import from_json
-from flatout.checkpoint.disk import FileDigest, HashedFileReader, write_file
+from flatout.checkpoint.disk import FileDigest, HashedFileReader, from_json, write_file
 from flatout.schema.errors import MALFORMED, CheckpointError
 
 if TYPE_CHECKING:
@@ -52,9 +51,8 @@ MAX_DIMENSIONS = 64
 
 def write_tensors(path: Path, tensors: Mapping[str, Any]) -> FileDigest:
     """Raises OSError. Tensors of other devices are copied to the host one by one."""
-    ordered = dict(
-        sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
-    )  # keeps each tensor aligned to its elements
+    # keeps each tensor aligned to its elements
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     return write_file(path, _parts(ordered))
 
 

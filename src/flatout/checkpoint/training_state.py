@@ -64,18 +64,13 @@ class TrackedObject:
 class TrainingState:
     """Finds the training state of a script.
 
-    Calls ``on_deleted`` when a module or an optimizer of the training dies. Its state is available until then.
-    """
+    Calls ``on_deleted`` when a module or an optimizer of the training dies. Its state is available until then."""
 
     def __init__(
         self, context: TrainingContext, schedulers: Schedulers, on_deleted: Callable[[], None]
     ) -> None:
-        self.context, self.torch, self.schedulers, self.on_deleted = (
-            context,
-            context.torch,
-            schedulers,
-            on_deleted,
-        )
+        self.context, self.torch = context, context.torch
+        self.schedulers, self.on_deleted = schedulers, on_deleted
         self.notes: dict[str, str] = {}  # place -> what a checkpoint cannot restore
         self.sharded = False  # weights are sharded over several ranks
         self._tracked: dict[int, TrackedObject] = {}
@@ -144,16 +139,12 @@ class TrainingState:
         contents = []
         for tracked in self._tracked.values():
             if tracked.name in state[tracked.kind]:
-                numel = (
-                    sum(t.numel() for t in state["modules"][tracked.name]["state"].values())
-                    if tracked.kind == "modules"
-                    else 0
-                )
+                module = state["modules"].get(tracked.name) if tracked.kind == "modules" else None
+                numel = sum(t.numel() for t in module["state"].values()) if module is not None else 0
                 contents.append(SavedObject(tracked.kind, tracked.name, tracked.code, tracked.type, numel))
-        tensors = (
-            SavedObject("tensors", name, name, "Tensor", t.numel()) for name, t in state["tensors"].items()
-        )
-        return (*contents, *tensors)
+        for name, tensor in state["tensors"].items():
+            contents.append(SavedObject("tensors", name, name, "Tensor", tensor.numel()))
+        return tuple(contents)
 
     # -- finding
 
@@ -204,16 +195,8 @@ class TrainingState:
         tensors = dict(uncovered)
         if not tensors and not covered:
             for _, value in named:
-                for item in (
-                    value,
-                    *(
-                        value
-                        if type(value) in (list, tuple)
-                        else value.values()
-                        if type(value) is dict
-                        else ()
-                    ),
-                ):
+                items = value.values() if type(value) is dict else value
+                for item in (value, *(items if type(value) in (dict, list, tuple) else ())):
                     if isinstance(item, tensor_class) and item.is_leaf and item.requires_grad:
                         tensors[id(item)] = item
         names = names_of(tensors.values(), named)
@@ -227,25 +210,22 @@ class TrainingState:
     def _note(self, kind: str, thing: Module, name: str) -> None:
         if kind == "modules":
             base = self.torch.nn.Module
-            custom = sorted(
-                {
-                    type(module).__name__
-                    for module in _tree(thing)
-                    if any(
-                        getattr(type(module), method) is not getattr(base, method) for method in STATE_METHODS
-                    )
-                    or module._state_dict_hooks
-                    or module._state_dict_pre_hooks
-                }
-            )
-            if custom:
-                self.notes[name] = (
-                    f"additions and changes by the custom state_dict of {', '.join(custom[:3])}"
-                )
-        elif (
-            kind == "optimizers" and type(thing).state_dict is not self.torch.optim.Optimizer.state_dict
-        ) or (kind == "schedulers" and not type(thing).__module__.startswith("torch.")):
-            self.notes[name] = f"additions and changes by the custom state_dict of {type(thing).__name__}"
+            custom = {
+                type(module).__name__
+                for module in _tree(thing)
+                if any(getattr(type(module), method) is not getattr(base, method) for method in STATE_METHODS)
+                or module._state_dict_hooks
+                or module._state_dict_pre_hooks
+            }
+        elif kind == "optimizers":
+            is_own = type(thing).state_dict is not self.torch.optim.Optimizer.state_dict
+            custom = {type(thing).__name__} if is_own else set()
+        else:
+            is_own = kind == "schedulers" and not type(thing).__module__.startswith("torch.")
+            custom = {type(thing).__name__} if is_own else set()
+        if custom:
+            names = ", ".join(sorted(custom)[:3])
+            self.notes[name] = f"additions and changes by the custom state_dict of {names}"
 
     def _own_state(self, kind: str, thing: Any) -> dict[str, Any]:
         if type(thing).__module__.startswith("torch."):  # torch's own methods only read

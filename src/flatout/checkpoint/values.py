@@ -47,14 +47,7 @@ if TYPE_CHECKING:
 
 
 MAX_DEPTH = 64
-FACTORIES: dict[str, Callable[[], Any]] = {
-    "list": list,
-    "dict": dict,
-    "int": int,
-    "float": float,
-    "set": set,
-    "str": str,
-}
+FACTORIES: dict[str, Callable[[], Any]] = {kind.__name__: kind for kind in (list, dict, int, float, set, str)}
 MAPPING_NAMES: dict[type, str] = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
 SEQUENCE_NAMES: dict[type, str] = {tuple: "tuple", set: "set", frozenset: "frozenset"}
 TYPES_BY_NAME = {name: kind for kind, name in (MAPPING_NAMES | SEQUENCE_NAMES).items()}
@@ -63,8 +56,7 @@ TYPES_BY_NAME = {name: kind for kind, name in (MAPPING_NAMES | SEQUENCE_NAMES).i
 def unpack(torch: ModuleType, tree: object, tensors: Mapping[str, Any]) -> Any:
     """Rebuild the state with new containers around ``tensors``.
 
-    Raises CheckpointError for anything `pack` did not make.
-    """
+    Raises CheckpointError for anything `pack` did not make."""
     try:
         return _value_of(torch, tree, tensors, 0)
     except (*MALFORMED, RuntimeError, MemoryError) as error:
@@ -189,8 +181,7 @@ class Packed:
 
     ``tensors``: the program's own, by name, with dimensions in the order of their strides.
 
-    ``left_out``: the places of values outside the set, with their types.
-    """
+    ``left_out``: the places of values outside the set, with their types."""
 
     tree: Any
     tensors: dict[str, Any] = field(default_factory=dict)
@@ -198,28 +189,24 @@ class Packed:
 
 
 def pack(torch: ModuleType, state: object) -> Packed:
-    return _Packer(torch).pack(state)
+    return _Packer(torch, state).packed
 
 
 class _Packer:
-    def __init__(self, torch: ModuleType) -> None:
+    def __init__(self, torch: ModuleType, state: object) -> None:
         self.torch = torch
         self.packed = Packed(None)
         self.names: dict[Any, str] = {}
         self.ancestors: set[int] = set()  # the containers of the present value
-
-    def pack(self, state: object) -> Packed:
         self.packed.tree = self._pack(state, "", 0)
-        return self.packed
 
     def _pack(self, value: Any, where: str, depth: int) -> Any:
         kind = type(value)
         if value is None or kind in (bool, str):
             return value
         if kind is int:
-            return (
-                value if -INT64_LIMIT <= value < INT64_LIMIT else {"int": hex(value)}
-            )  # the only way for thousands of digits
+            # the only way for thousands of digits
+            return value if -INT64_LIMIT <= value < INT64_LIMIT else {"int": hex(value)}
         if kind is float:
             return value if math.isfinite(value) else {"float": repr(value)}
         if depth > MAX_DEPTH or id(value) in self.ancestors:
@@ -246,15 +233,10 @@ class _Packer:
         if kind in SEQUENCE_NAMES:
             return {SEQUENCE_NAMES[kind]: self._pack_sequence(value, where, depth)}
         if kind is defaultdict:
-            factory = next(
-                (name for name, known_factory in FACTORIES.items() if known_factory is value.default_factory),
-                None,
-            )
-            return (
-                self._missing(value, where)
-                if factory is None
-                else {"default": [factory, self._pack_mapping(value, where, depth)]}
-            )
+            name = next((name for name, kind in FACTORIES.items() if kind is value.default_factory), None)
+            if name is None:
+                return self._missing(value, where)
+            return {"default": [name, self._pack_mapping(value, where, depth)]}
         if kind is deque:
             return {"deque": [self._pack_sequence(value, where, depth), value.maxlen]}
         if kind is complex:
@@ -276,21 +258,12 @@ class _Packer:
         if kind in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
             return self._tensor(value, where)
         numpy = sys.modules.get("numpy")
-        if (
-            numpy is not None
-            and kind is numpy.ndarray
-            and not value.dtype.hasobject
-            and value.dtype.names is None
-        ):
-            return self._array(value, where)
-        if (
-            numpy is not None
-            and isinstance(value, numpy.generic)
-            and kind is value.dtype.type
-            and not value.dtype.hasobject
-            and value.dtype.names is None
-        ):
-            return {"scalar": [value.dtype.str, to_base64(value.tobytes())]}
+        if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+            dtype = value.dtype
+            if kind is numpy.ndarray and not dtype.hasobject and dtype.names is None:
+                return self._array(value, where)
+            if kind is dtype.type and not dtype.hasobject and dtype.names is None:
+                return {"scalar": [dtype.str, to_base64(value.tobytes())]}
         return self._missing(value, where)
 
     def _array(self, value: Any, where: str) -> Any:
@@ -343,13 +316,8 @@ class _Packer:
     def _pack_mapping(self, values: Mapping[Any, Any], where: str, depth: int) -> list[list[Any]]:
         pairs = []
         for key, value in values.items():
-            place = (
-                f"{where}.{key}"
-                if where and type(key) is str
-                else key
-                if type(key) is str
-                else f"{where}[{repr(key)[:80]}]"
-            )
+            is_text = type(key) is str
+            place = f"{where}.{key}".removeprefix(".") if is_text else f"{where}[{repr(key)[:80]}]"
             packed_key, packed = self._pack(key, place, depth + 1), self._pack(value, place, depth + 1)
             if not any(type(part) is dict and "missing" in part for part in (packed_key, packed)):
                 pairs.append([packed_key, packed])

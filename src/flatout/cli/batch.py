@@ -20,7 +20,6 @@ from flatout.tune.batch_curve import BatchCurve, BatchOptions
 @budget_option("5m", "Time to spend: 90s, 5m, 1h.")
 @click.option(
     "--memory-limit",
-    default=None,
     type=Amount(),
     help="Memory that a step may use, as in 8GB. The default is the device memory or free RAM.",
 )
@@ -40,8 +39,7 @@ def command(
     """Measure speed, memory and gradient noise of an unchanged program at several batch sizes.
 
     flatout starts the program at each size, measures whole steps including data loading, and stops it.
-    It does not touch the program's files. The charts are in batch.html in the job's folder.
-    """
+    It does not touch the program's files. The charts are in batch.html in the job's folder."""
     measurement = Measurement("batch", argv, job)
     record = BatchRecord(**measurement.header, budget_s=budget)
     options = BatchOptions(tuple(sizes), budget, memory_limit, at_step)

@@ -9,8 +9,7 @@ import click
 from rich.console import Console
 
 from flatout.cli.options.arguments import PROGRAM, Duration, complete_files, writable
-from flatout.cli.options.json_output import json_option, print_json
-from flatout.cli.options.messages import warn_untested
+from flatout.cli.options.output import json_option, print_json, warn_untested
 from flatout.cli.options.scripts import command_of, read_program, rule_options
 from flatout.cli.profile import MIN_BUDGET_S, profile
 from flatout.diagnose.check import check, sort_key
@@ -18,7 +17,7 @@ from flatout.diagnose.profiling import ProfileOptions
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules import TABLE
 from flatout.diagnose.rules.ignore_without_effect import RULE as UNUSED
-from flatout.job.secrets import masked
+from flatout.job.sanitize import masked
 from flatout.launch.command import check_measurable, parse_command
 from flatout.probe.machine import look
 from flatout.probe.program import ScriptProgram
@@ -77,8 +76,7 @@ def command(
     folder. The program runs only with --run, which adds the measured rules and keeps a profile as
     `flatout profile` does. The comment `# flatout: ignore FL012` disables a rule on its line.
 
-    The exit code is 0 without findings, 1 with findings, 2 for a usage error.
-    """
+    The exit code is 0 without findings, 1 with findings, 2 for a usage error."""
     if as_json and output_format != "text":
         raise UsageError(f"--json and --format {output_format} cannot be printed at once. Give one of them.")
     output_format = "json" if as_json else output_format
@@ -115,8 +113,7 @@ def _check_separately(
 ) -> list[Finding]:
     """Check each file as a script; return the findings in these files, each once.
 
-    The modules that a file imports give context, but are reported only if they are among the files.
-    """
+    The modules that a file imports give context, but are reported only if they are among the files."""
     checked_paths = {os.path.realpath(program.main.path) for program in programs}
     # A file is read without the scripts that import it, in which its comments may have an effect.
     ignored = [*ignore, *([] if UNUSED.code in select else [UNUSED.code])]
@@ -126,9 +123,7 @@ def _check_separately(
             place = finding.place
             file = re.sub(r"\[\d+\]$", "", place.file) if place is not None else program.main.path
             if os.path.realpath(file) in checked_paths:
-                position = (
-                    (place.line, place.column, place.file.removeprefix(file)) if place is not None else ()
-                )
+                position = (place.line, place.column, place.file.removeprefix(file)) if place else ()
                 findings.setdefault((finding.rule, os.path.realpath(file), *position), finding)
     return sorted(findings.values(), key=sort_key)
 

@@ -17,17 +17,21 @@ from flatout.cli.options.arguments import (
     require_program,
     writable,
 )
-from flatout.cli.options.json_output import print_json
 from flatout.cli.options.measurement import header, measurement_options, saved_on_exit, write_page
-from flatout.cli.options.messages import warn_untested
+from flatout.cli.options.output import print_json, warn_untested
 from flatout.cli.options.progress import LiveProgress
 from flatout.compare import baselines, sides
 from flatout.compare.baselines import Baseline
-from flatout.compare.evaluate import MIN_PAIRS, compare_losses, fill_record, gates, stop_rule
+from flatout.compare.evaluate import (
+    MIN_PAIRS,
+    compare_losses,
+    fill_record,
+    gates,
+    stop_rule,
+    training_verdict,
+)
 from flatout.compare.pairs import Pair, PairTimer
-from flatout.compare.same_training import training_verdict
-from flatout.compare.sides import Side
-from flatout.compare.work_trees import WorkTrees
+from flatout.compare.sides import Side, WorkTrees
 from flatout.launch.command import check_measurable, parse_command
 from flatout.measure.clock import seconds
 from flatout.probe.machine import look
@@ -104,8 +108,7 @@ def command(
     flatout compare --same-training 'python a.py' 'python b.py'       do both learn the same?
 
     Both programs run in pairs of fresh processes with the same seed, and their steps alternate. The charts
-    are in compare.html in the job's folder. With a gate, the exit code is 1 if B fails it.
-    """
+    are in compare.html in the job's folder. With a gate, the exit code is 1 if B fails it."""
     comparisons = {"--rev": rev, "--plan": plans, "--baseline": baseline}
     given_axes = [name for name, value in comparisons.items() if value]
     if len(given_axes) > 1:
@@ -148,8 +151,7 @@ def command(
 def _reject_early(save_as: str | None, markdown: Path | None, ineffective: dict[str, Any]) -> None:
     """Raise UsageError or StorageError before the measurement for what would fail, or have no effect, after it.
 
-    ``ineffective``: limits that nothing is compared with.
-    """
+    ``ineffective``: limits that nothing is compared with."""
     without_effect = [f"--{name.replace('_', '-')}" for name, value in ineffective.items() if value]
     if ineffective and markdown is not None:
         without_effect.append("--markdown")
@@ -188,10 +190,9 @@ class _Comparison:
         self.record.machine = {"machine": self.key["machine"], "cores": facts.cores}
 
     def run(self, baseline: str | None, save_as: str | None, as_json: bool) -> int:
-        stored, self.record.notes = (
-            baselines.load(baseline, self.key, self.limits["any_machine"]) if baseline else (None, [])
-        )
-        record, gate = self.record, self.limits["gate"]
+        record, gate, stored = self.record, self.limits["gate"], None
+        if baseline:
+            stored, record.notes = baselines.load(baseline, self.key, self.limits["any_machine"])
         with (
             saved_on_exit(record, self.folder.path / "compare.json"),
             LiveProgress(Console(stderr=True), self.budget_s) as progress,
@@ -247,9 +248,8 @@ class _Comparison:
                 record, (stored.side(self.sides[0]), self.sides[0]), baseline_runs, b_runs, paired=False
             )
             stored_runs = {run.record.seed: run.record for run in baseline_runs}
-            run_pairs = [
-                (stored_runs[run.record.seed], run.record) for run in b_runs if run.record.seed in stored_runs
-            ]
+            records = [run.record for run in b_runs if run.record.seed in stored_runs]
+            run_pairs = [(stored_runs[record.seed], record) for record in records]
         elif len(self.sides) == 2:
             fill_record(record, self.sides, [pair.a for pair in pairs], b_runs)
             run_pairs = [(pair.a.record, pair.b.record) for pair in pairs if pair.b is not None]

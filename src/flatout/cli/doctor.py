@@ -4,11 +4,10 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from flatout.cli.options.json_output import json_option, print_json
+from flatout.cli.options.output import json_option, print_json
 from flatout.diagnose.doctor.snapshot import SnapshotTaker
-from flatout.schema.ceilings import CeilingsRecord
 from flatout.schema.errors import UsageError
-from flatout.schema.machine_snapshot import Verdict
+from flatout.schema.machine_snapshot import CeilingsRecord, Verdict
 from flatout.schema.outputs import DoctorRecord
 
 QUOTE_LIMIT_S = 120.0  # collect_env lists the packages of pip and conda
@@ -29,14 +28,14 @@ def command(bench: bool, quotes: bool, as_json: bool) -> int:
     """Check whether this machine is ready to train.
 
     Shows each problem, why it matters, and the command that fixes it. Works even if torch is broken or
-    missing. The exit code is 1 if there is a problem.
-    """
+    missing. The exit code is 1 if there is a problem."""
     if quotes and as_json:
         raise UsageError("--all quotes texts, which are no JSON. Run it without --json.")
+    # the status is shown only on a terminal
     with (
         SnapshotTaker() as taker,
         Console(stderr=True).status("inspecting this machine; importing torch in a child process"),
-    ):  # shown only on a terminal
+    ):
         # Imported while the child imports torch, which takes the longest.
         from flatout.diagnose.doctor.checks import run_checks
         from flatout.render.doctor import doctor_page

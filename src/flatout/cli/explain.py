@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from flatout.cli.options.json_output import json_option, print_json
+from flatout.cli.options.output import json_option, print_json
 from flatout.diagnose.explain import Explanation, explain_text, format_lines
 from flatout.diagnose.failures import TABLE
 from flatout.diagnose.kind import FailureKind
@@ -36,8 +36,7 @@ def command(inputs: tuple[str, ...], as_json: bool, all_kinds: bool) -> int:
     """Explain an error: the cause in one sentence, the line in your own code, and the fix.
 
     Takes a traceback or a log, of one process or of many ranks. In a log without an exception it finds a loss
-    that is NaN. The exit code is 0 if flatout knows the error and 1 if it does not; it never guesses.
-    """
+    that is NaN. The exit code is 0 if flatout knows the error and 1 if it does not; it never guesses."""
     if all_kinds:
         text = "\n".join(f"{kind.code}  {kind.page.strip().splitlines()[0]}" for kind in TABLE)
         return _show_pages(TABLE, text, as_json)

@@ -6,8 +6,7 @@ from pathlib import Path
 import click
 
 from flatout.cli.options.arguments import PROGRAM, complete_files
-from flatout.cli.options.json_output import json_option, print_json
-from flatout.cli.options.messages import notify
+from flatout.cli.options.output import json_option, notify, print_json
 from flatout.cli.options.scripts import read_program, rule_options
 from flatout.diagnose.check import check
 from flatout.diagnose.fix import fixes
@@ -27,11 +26,7 @@ CHANGES = {rule.code: rule.fix_changes for rule in TABLE}
 @click.option("--all", "all_edits", is_flag=True, help="Also edits that change what the program learns.")
 @json_option
 @click.argument(
-    "argv",
-    metavar="SCRIPT | COMMAND...",
-    nargs=-1,
-    type=click.UNPROCESSED,
-    shell_complete=complete_files,
+    "argv", metavar="SCRIPT | COMMAND...", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files
 )
 def command(
     argv: tuple[str, ...],
@@ -48,8 +43,7 @@ def command(
     program learns, such as a missing call, and says what they change. Findings without a certain fix stay
     advice: `flatout check` shows them.
 
-    The exit code is 0 without edits or after --apply, 1 if there are edits to apply, 2 for a usage error.
-    """
+    The exit code is 0 without edits or after --apply, 1 if there are edits to apply, 2 for a usage error."""
     program = read_program(argv, "fix")
     findings = check(program, select, ignore)
     selected = [finding for finding in findings if all_edits or not CHANGES[finding.rule]]
@@ -86,11 +80,8 @@ def _report(files: list[FixedFile], only_diff: bool) -> None:
             why = "its edit overlaps another"
         click.echo(f"{_location(finding)}: not fixed, {why}; run the command again", err=True)
     count = sum(len(file.fixed) for file in files)
-    summary = (
-        f"{plural(count, 'finding')} can be fixed: add --apply"
-        if only_diff
-        else f"fixed {plural(count, 'finding')}"
-    )
+    counted = plural(count, "finding")
+    summary = f"{counted} can be fixed: add --apply" if only_diff else f"fixed {counted}"
     notify(summary if count else "nothing to fix")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 import flatout.kernels
-from flatout.cli.options.json_output import json_option
+from flatout.cli.options.output import json_option
 from flatout.schema.errors import StorageError, UsageError
 
 TEMPLATE = Path(flatout.kernels.__file__).parent / "template"
@@ -20,8 +20,7 @@ def command() -> None:
     flatout kernel check                       all kernels of flatout
     flatout kernel check path.py:function      your own, with `function_reference` and `function_cases`
     flatout kernel bench layer_norm            against the reference, torch.compile and a copy on this device
-    flatout kernel new my_kernel               a folder to start from, in CUDA C++ and Triton
-    """
+    flatout kernel new my_kernel               a folder to start from, in CUDA C++ and Triton"""
 
 
 @command.command()
@@ -32,8 +31,7 @@ def check(subjects: tuple[str, ...], limit: str, as_json: bool) -> int:
     """Check the correctness of a kernel.
 
     Tests values and gradients against float64, memory, determinism, registration, and known-wrong variants.
-    Checks that cannot run on this machine are listed as "not run". The exit code is 1 if a check fails.
-    """
+    Checks that cannot run on this machine are listed as "not run". The exit code is 1 if a check fails."""
     from flatout.cli.kernel_bench import check_all
 
     return check_all(subjects, limit, as_json)
@@ -55,8 +53,7 @@ def bench(subject: str, rounds: int, case: str) -> None:
 def new(name: str) -> None:
     """Create the folder NAME with a working example kernel.
 
-    It has a reference, Triton and CUDA C++ code, an operator, cases, wrong variants and a test.
-    """
+    It has a reference, Triton and CUDA C++ code, an operator, cases, wrong variants and a test."""
     folder = Path(name)
     stem = folder.name
     if not stem.isidentifier() or stem != stem.lower() or stem in ("torch", "triton", "flatout", "aten"):

@@ -17,13 +17,16 @@ from rich.console import Console
 from rich.table import Table
 
 from flatout.cli.options.arguments import Duration
-from flatout.cli.options.json_output import print_json
+from flatout.cli.options.output import print_json
 from flatout.job.temporary import temporary_folder
 from flatout.kernels import NAMES
-from flatout.launch.compiler import ChildResult, cpp_compiler, emulate, run_child
+from flatout.launch.compiler import cpp_compiler, emulate
+from flatout.launch.failure import signal_name
+from flatout.launch.process import TimedCommand
 from flatout.measure.clock import Clock, clock_for, seconds
 from flatout.measure.statistics import Round, compare, median
 from flatout.schema.errors import UsageError
+from flatout.schema.machine_snapshot import CommandResult
 from flatout.schema.outputs import KernelCheck, KernelChecksRecord
 
 if TYPE_CHECKING:
@@ -49,11 +52,12 @@ class Gate:
     last_begun: int = -1
     complete: bool = False
 
-    def run(self, prefix: Sequence[str] = ()) -> ChildResult:
+    def run(self, prefix: Sequence[str] = ()) -> CommandResult:
         """Run a child from the check after the last one that began. Raises UsageError if there is no kernel."""
         module = (sys.executable, "-m", "flatout.kernels", self.subject, str(self.records))
         remaining_s = max(self.deadline_s - seconds(), 1.0)
-        ended = run_child([*prefix, *module, str(self.last_begun)], self.environment, remaining_s)
+        command = [*prefix, *module, str(self.last_begun)]
+        ended = TimedCommand(command, self.environment).result(remaining_s)
         lines = self.records.read_text(encoding="utf-8").splitlines() if self.records.is_file() else ()
         for record in map(json.loads, lines):
             if "refused" in record:
@@ -70,17 +74,18 @@ class Gate:
             raise UsageError(f"{self.subject} cannot be checked: {self.exit_reason(ended)}")
         return ended
 
-    def exit_reason(self, ended: ChildResult) -> str:
+    def exit_reason(self, ended: CommandResult) -> str:
+        name = signal_name(-ended.code) if ended.code is not None and ended.code < 0 else ""
         if ended.timed_out:
             exit_reason = f"it did not finish within {self.limit_s:.0f} s and was stopped; increase `--limit`"
-        elif ended.signal_name == "SIGSEGV":
+        elif name == "SIGSEGV":
             exit_reason = "it accessed invalid memory (SIGSEGV)"
         else:
-            exit_reason = f"it killed the process ({ended.signal_name or f'exit code {ended.code}'})"
+            exit_reason = f"it killed the process ({name or f'exit code {ended.code}'})"
         return f"{exit_reason}. {_end_of(ended)}"
 
     def count(self, status: str) -> int:
-        return sum(1 for outcome, _ in self.outcomes.values() if outcome == status)
+        return sum(outcome == status for outcome, _ in self.outcomes.values())
 
 
 def check_all(subjects: Sequence[str], limit: str, as_json: bool = False) -> int:
@@ -135,7 +140,7 @@ def check(subject: str, limit_s: float) -> Gate:
     return gate
 
 
-def _end_of(ended: ChildResult) -> str:
+def _end_of(ended: CommandResult) -> str:
     return " ".join(ended.output.split())[-300:]
 
 

@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flatout.cli.options.arguments import complete_levers, lever_of
-from flatout.cli.options.json_output import json_option, print_json
+from flatout.cli.options.output import json_option, print_json
 from flatout.job.folder import FOLDER, JobFolder
 from flatout.levers import TABLE
 from flatout.render.terminal import why_left_out
@@ -31,8 +31,7 @@ from flatout.tune.session import load_session
 def command(name: str | None, why: bool, job: Path | None, as_json: bool) -> None:
     """List the levers in the order in which they are applied, or show the page of one.
 
-    With --why, NAME shows only the reason for this lever.
-    """
+    With --why, NAME shows only the reason for this lever."""
     lever = lever_of(name) if name is not None else None
     if job is not None and not why:
         raise UsageError(f"--job names a session for --why. Use `flatout levers --why --job {job}`.")

@@ -6,8 +6,8 @@ import click
 
 from flatout.cli.options.arguments import PROGRAM, budget_option
 from flatout.cli.options.measurement import Measurement, measurement_options
+from flatout.schema.batch import LrRecord
 from flatout.schema.errors import UsageError
-from flatout.schema.lr_range import LrRecord
 from flatout.tune.lr_range import MIN_POINTS, lr_range
 
 RATE = click.FloatRange(0, min_open=True)
@@ -26,20 +26,13 @@ RATE = click.FloatRange(0, min_open=True)
 @budget_option("5m", "Time for all steps; slow programs run fewer steps.")
 @measurement_options
 def command(
-    low: float,
-    high: float,
-    steps: int,
-    budget: float,
-    job: Path | None,
-    as_json: bool,
-    argv: tuple[str, ...],
+    low: float, high: float, steps: int, budget: float, job: Path | None, as_json: bool, argv: tuple[str, ...]
 ) -> int:
     """Measure how the loss of an unchanged program depends on its learning rate.
 
     flatout starts the program and lets it train a few steps. It then raises the learning rate by a constant
     factor at each step (Smith, 2017), and stops the program. It does not touch the program's files. The chart
-    is lr.html in the job's folder.
-    """
+    is lr.html in the job's folder."""
     if not low < high:
         raise UsageError(f"--low {low:g} is not below --high {high:g}.")
     measurement = Measurement("lr", argv, job)

@@ -8,7 +8,7 @@ from shutil import which
 import click
 
 from flatout import __version__
-from flatout.cli.options.signals import Terminated
+from flatout.cli.options.output import Terminated
 from flatout.job.interpreter import leave_uvx
 from flatout.job.sanitize import sanitize
 from flatout.job.streams import open_closed_streams
@@ -22,9 +22,7 @@ GROUPS = {
         "plan": "Show a plan, its evidence, and the same as code.",
         "levers": "List the optimisations, or say why one was left out.",
     },
-    "Compare": {
-        "compare": "Measure two commands, revisions, environments or plans.",
-    },
+    "Compare": {"compare": "Measure two commands, revisions, environments or plans."},
     "Look": {
         "profile": "Measure where the time and memory of a step go.",
         "check": "Find mistakes that raise no error.",
@@ -117,8 +115,7 @@ def flatout(ctx: click.Context) -> None:
     flatout run python train.py      run the job under it
     flatout profile python train.py  not faster? see what limits a step
 
-    For `python train.py`, write your own training command with all its arguments.
-    """
+    For `python train.py`, write your own training command with all its arguments."""
     if ctx.invoked_subcommand is None:
         help_text = cleandoc(ctx.command.help or "").replace("\b\n", "")
         click.echo(f"{help_text}\n`flatout --help` lists all commands.", err=True)

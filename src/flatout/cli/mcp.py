@@ -21,8 +21,7 @@ def command() -> int:
     """Serve profile, compare, verify and explain to a coding agent, over standard input and output.
 
     Register `flatout mcp` as a server of the Model Context Protocol with your agent. Each call starts the programs
-    that it names, with your rights, as the command does. Needs `pip install 'flatout[mcp]'`.
-    """
+    that it names, with your rights, as the command does. Needs `pip install 'flatout[mcp]'`."""
     try:
         from mcp.server import MCPServer
     except ImportError:
@@ -37,8 +36,7 @@ def command() -> int:
 def profile(command: list[str], folder: str = ".") -> dict[str, Any]:
     """Measure where the time and memory of a training step go, in about two minutes.
 
-    ``command``: the words of the program, such as ["python", "train.py"].
-    """
+    ``command``: the words of the program, such as ["python", "train.py"]."""
     return _flatout(folder, "profile", "--json", *command)
 
 
@@ -46,8 +44,7 @@ def compare(old: str, new: str, half: bool = False, folder: str = ".") -> dict[s
     """Say whether two programs learn the same (`training`), and the change of the step time (`step_time`).
 
     ``old`` and ``new``: command lines, such as "python old.py". ``half``: new may compute in half precision.
-    The exit code is 0 if they learn the same, 1 if not, 12 if that cannot be told.
-    """
+    The exit code is 0 if they learn the same, 1 if not, 12 if that cannot be told."""
     return _flatout(folder, "compare", "--same-training", "--json", *(["--half"] if half else []), old, new)
 
 

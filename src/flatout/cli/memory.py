@@ -6,16 +6,13 @@ import click
 
 from flatout.cli.options.arguments import PROGRAM, Amount, Sizes, budget_option
 from flatout.cli.options.measurement import Measurement, measurement_options
-from flatout.schema.memory_forecast import MemoryForecast
+from flatout.schema.batch import MemoryForecast
 from flatout.tune.memory_forecast import Forecast, ForecastOptions
 
 
 @click.command(context_settings=PROGRAM)
 @click.option(
-    "--sizes",
-    default="",
-    type=Sizes(),
-    help="Batch sizes in addition to the script's own: 32,64,128.",
+    "--sizes", default="", type=Sizes(), help="Batch sizes in addition to the script's own: 32,64,128."
 )
 @click.option(
     "--memory-limit",
@@ -51,8 +48,7 @@ def command(
 
     flatout starts the unchanged program. From its first batch on, operators compute shapes only: they compute
     no values and take no memory, and the program learns nothing. flatout then starts it again and measures
-    some real steps, to report the error of the prediction. The chart is memory.html in the job's folder.
-    """
+    some real steps, to report the error of the prediction. The chart is memory.html in the job's folder."""
     measurement = Measurement("memory", argv, job)
     record = MemoryForecast(**measurement.header)
     options = ForecastOptions(sizes, allocator == "cuda", memory_limit, measure, budget)

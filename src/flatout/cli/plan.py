@@ -7,7 +7,7 @@ import click
 from rich.console import Console
 
 from flatout.cli.options.arguments import PROGRAM, program_argument, read_plan, require_program
-from flatout.cli.options.json_output import json_option, print_json
+from flatout.cli.options.output import json_option, print_json
 from flatout.launch.command import parse_command
 from flatout.levers import TABLE
 from flatout.probe.machine import look
@@ -30,7 +30,6 @@ INDENT = 4  # of code below its lever
 @click.option(
     "--plan",
     "plan_path",
-    default=None,
     help="Plan file. The default is the tuned plan of the command, or flatout.toml next to the script.",
 )
 @click.option("--template", is_flag=True, help="Print a plan to start from.")
@@ -53,11 +52,8 @@ def command(plan_path: str | None, template: bool, as_json: bool, argv: tuple[st
             raise PlanError(_why_no_plan_fits(shell(cmd.shown), found.skipped))
         path = found.path or job.plan
         session = load_session(job)
-        reasons = (
-            {lever.name: lever.reason for lever in session.levers if lever.status != "applied"}
-            if session
-            else {}
-        )
+        levers = session.levers if session else ()
+        reasons = {lever.name: lever.reason for lever in levers if lever.status != "applied"}
     if not path.is_file() and plan_path is None:
         raise PlanError(f"there is no plan in {path}. `flatout tune COMMAND...` makes one.")
     plan = read_plan(str(path))
@@ -69,9 +65,8 @@ def command(plan_path: str | None, template: bool, as_json: bool, argv: tuple[st
         return
     console = Console()
     if not console.is_terminal:  # a file or a pipe: code keeps its lines, so that it can be used as it is
-        console.width = max(
-            console.width, *(len(line) + INDENT for text in code.values() for line in text.splitlines()), 0
-        )
+        lines = [line for text in code.values() for line in text.splitlines()]
+        console.width = max(console.width, *(len(line) + INDENT for line in lines), 0)
     console.print(plan_table(plan, code, reasons))
 
 

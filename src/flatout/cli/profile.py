@@ -1,5 +1,7 @@
 """`flatout profile`: show how a step spends its time and memory."""
 
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,9 +11,8 @@ from rich.console import Console
 
 from flatout.cli.options.arguments import PROGRAM, budget_option, program_argument, require_program, writable
 from flatout.cli.options.device import apply_device, device_option
-from flatout.cli.options.json_output import json_option, print_json
 from flatout.cli.options.measurement import header, job_option, saved_on_exit
-from flatout.cli.options.messages import warn_untested
+from flatout.cli.options.output import json_option, print_json, warn_untested
 from flatout.cli.options.progress import LiveProgress
 from flatout.diagnose.profiling import MEMORY_STAGES, ProfiledProgram, ProfileOptions, run_profile
 from flatout.job.folder import JobFolder, write_atomically
@@ -34,16 +35,12 @@ class Schedule(click.ParamType):
     def convert(self, value: object, param: object, ctx: object) -> tuple[int, int, int]:
         if isinstance(value, tuple):
             return value
-        numbers = str(value).split(",")
-        if (
-            len(numbers) != 3
-            or not all(number.strip().isdigit() for number in numbers)
-            or int(numbers[2]) < 1
-        ):
+        match = re.fullmatch(r"\s*(\d+)\s*,\s*(\d+)\s*,\s*(0*[1-9]\d*)\s*", str(value), re.ASCII)
+        if match is None:
             self.fail(
                 f"{value!r} is not a schedule; write the numbers of wait, warm-up and active steps (at least 1 active), as in 1,2,3"
             )
-        return int(numbers[0]), int(numbers[1]), int(numbers[2])
+        return int(match[1]), int(match[2]), int(match[3])
 
 
 @click.command(context_settings=PROGRAM)
@@ -98,8 +95,7 @@ def command(
     flatout starts the program, measures unprofiled steps, and profiles a few more. It then removes one cost
     at a time, although this makes the results wrong: it repeats one batch, or skips the optimizer. These
     what-ifs show the speed-up from fixing each bottleneck. Then flatout stops the program. It does not touch
-    the program's files.
-    """
+    the program's files."""
     if budget < MIN_BUDGET_S:
         raise UsageError(
             f"a budget of {budget:g} s cannot measure anything; give at least {MIN_BUDGET_S:g} s, as in --budget 2m."
@@ -120,8 +116,6 @@ def command(
         options = replace(options, stages=MEMORY_STAGES, leak_ticks=MEMORY_FACTOR * options.leak_ticks)
     record = profile(cmd, folder, warn_untested(look(cmd.argv)), options)
     if tensorboard is not None:
-        from flatout.render.tensorboard import write_log
-
         write_log(record, tensorboard)
     if as_json:
         print_json(record)
@@ -131,18 +125,9 @@ def command(
 
     console = Console()
     print_page(console, profile_page(record))
-    files = [
-        ("record", folder.profile),
-        ("page", folder.profile_page),
-        ("trace", trace),
-        ("log", tensorboard),
-    ]
-    console.print(
-        "\n".join(f"{name}: {path}" for name, path in files if path is not None),
-        markup=False,
-        highlight=False,
-        soft_wrap=True,
-    )
+    files = {"record": folder.profile, "page": folder.profile_page, "trace": trace, "log": tensorboard}
+    lines = [f"{name}: {path}" for name, path in files.items() if path is not None]
+    console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     return 0
 
 
@@ -161,3 +146,37 @@ def profile(cmd: Command, folder: JobFolder, facts: Facts, options: ProfileOptio
         run_profile(ProfiledProgram(cmd, folder, facts, options, record, ceilings, progress, save))
     write_atomically(folder.profile_page, html(profile_page(record)))
     return record
+
+
+def write_log(profile: ProfileRecord, folder: Path) -> None:
+    """Write one event file into ``folder``.
+
+    Raises ImportError without tensorboard, and OSError if the folder cannot be written."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    folder.mkdir(parents=True, exist_ok=True)
+    writer = EventFileWriter(str(folder))
+    try:
+        for step, tag, value in _scalars(profile):
+            summary = Summary(value=[Summary.Value(tag=tag, simple_value=float(value))])
+            writer.add_event(Event(step=step, summary=summary))
+    finally:
+        writer.close()
+
+
+def _scalars(profile: ProfileRecord) -> Iterator[tuple[int, str, float]]:
+    """Yield step, tag and value of each point. For memory, step is microseconds since the step began."""
+    for step, ms in enumerate(profile.step_ms_list):
+        yield step, "step_ms", ms
+    for name, phase in profile.phases.items():
+        yield 0, f"phases/{name}_ms", phase.median_ms
+    for what_if in profile.what_ifs:
+        if what_if.ratio is not None:
+            yield 0, f"what_ifs/{what_if.name}", what_if.ratio.median
+    for point in profile.memory.timeline if profile.memory is not None else ():
+        for kind, amount in point.kinds.items():
+            yield round(1000 * point.ms), f"memory/{kind}_bytes", amount
+    for step, leaked in enumerate(profile.tensor_growth.series if profile.tensor_growth is not None else ()):
+        yield step, "memory/after_each_step_bytes", leaked

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import click
 
-from flatout.checkpoint.checkpoints import Checkpoint, CheckpointFolder, earlier_runs, verified
+from flatout.checkpoint.checkpoints import Checkpoint, CheckpointFolder, earlier_runs, step_of, verified
 from flatout.checkpoint.metadata import CheckpointMeta
-from flatout.checkpoint.rescue_writer import KIND
-from flatout.cli.options.json_output import json_option, print_json
+from flatout.checkpoint.rescue import KIND
+from flatout.cli.options.output import json_option, print_json
 from flatout.job.folder import FOLDER
 from flatout.job.sanitize import sanitize
 from flatout.render.formatting import count, duration, size
@@ -23,13 +23,11 @@ RESCUE = "rescue"
 @click.option(
     "--to",
     "target",
-    default=None,
     type=click.Path(path_type=Path),
     help="Write the newest valid checkpoint into this new folder.",
 )
 @click.option(
     "--step",
-    default=None,
     type=click.IntRange(min=0),
     help="Step of the checkpoint to write, instead of the newest; needs --to.",
 )
@@ -37,8 +35,7 @@ RESCUE = "rescue"
 def command(folder: Path | None, target: Path | None, step: int | None, as_json: bool) -> int:
     """List the checkpoints of `flatout run --rescue`, or write one as ordinary state_dict files.
 
-    DIR is a job's folder. The default is the newest folder below .flatout.
-    """
+    DIR is a job's folder. The default is the newest folder below .flatout."""
     if step is not None and target is None:
         raise UsageError("--step selects the checkpoint to write, so it needs a folder: --to DIR.")
     checkpoints = CheckpointFolder(_folder(folder))
@@ -50,10 +47,7 @@ def command(folder: Path | None, target: Path | None, step: int | None, as_json:
         print_json(CheckpointsRecord([_entry(path) for run in runs for path in run.paths()]))
         return 0
     for run in runs:
-        if run is not checkpoints:
-            click.echo(f"\nfrom an earlier run, {run.folder}")
-        else:
-            click.echo(str(run.folder))
+        click.echo(run.folder if run is checkpoints else f"\nfrom an earlier run, {run.folder}")
         for path in run.paths():
             click.echo(_paragraph(path))
     return 0
@@ -82,7 +76,7 @@ def _select(checkpoints: CheckpointFolder, step: int | None) -> Checkpoint:
         for skipped in invalid:
             click.echo(f"flatout: skipped {skipped.path}: {skipped.why}", err=True)
     else:
-        path = next((path for path in checkpoints.paths() if int(path.name.split("-")[1]) == step), None)
+        path = next((path for path in checkpoints.paths() if step_of(path) == step), None)
         if path is None:
             raise UsageError(
                 f"there is no checkpoint of step {step} in {checkpoints.folder}. Available: {', '.join(path.name for path in checkpoints.paths())}."
@@ -102,11 +96,10 @@ def _select(checkpoints: CheckpointFolder, step: int | None) -> Checkpoint:
 
 
 def _entry(path: Path) -> CheckpointEntry:
-    step = int(path.name.split("-")[1])
     try:
         checkpoint = verified(path)
     except CheckpointError as error:
-        return CheckpointEntry(str(path), step, valid=False, why_not=str(error))
+        return CheckpointEntry(str(path), step_of(path), valid=False, why_not=str(error))
     manifest, meta = checkpoint.manifest, CheckpointMeta.from_json(checkpoint.manifest.metadata)
     return CheckpointEntry(
         str(path),
@@ -138,11 +131,9 @@ def _paragraph(path: Path) -> str:
         for item in entry.contents
     ]
     if entry.mid_step:
-        weights = (
-            "an optimizer had already updated some weights"
-            if entry.updated
-            else f"weights and optimizers are those of step {entry.step}"
-        )
+        weights = f"weights and optimizers are those of step {entry.step}"
+        if entry.updated:
+            weights = "an optimizer had already updated some weights"
         lines.append(
             f"    taken inside a step: {weights}; running statistics and random numbers may be ahead"
         )

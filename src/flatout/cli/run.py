@@ -15,31 +15,32 @@ from flatout.agent.applier import before_start
 from flatout.cli.options import exports
 from flatout.cli.options.arguments import (
     PROGRAM,
+    Grouped,
     LeverByName,
+    machines_option,
     program_argument,
     read_plan,
+    recovery_option,
     require_program,
     writable,
 )
 from flatout.cli.options.device import apply_device, device_hint, device_option
-from flatout.cli.options.grouped import Grouped, machines_option, recovery_option
-from flatout.cli.options.messages import notify, warn_untested
+from flatout.cli.options.output import notify, warn_untested
 from flatout.cli.options.ranks import RankOptions, add_rank_options, read_rank_options
 from flatout.cli.options.supervision import Supervision, add_supervision_options, read_supervision
 from flatout.job.folder import read_json, write_json
 from flatout.job.temporary import temporary
-from flatout.launch.caches import private_caches
 from flatout.launch.command import Command, EntryWatch, check_measurable, parse_command, watch_from_beside
-from flatout.launch.environment import ENTERED, crash_environment, job_environment
+from flatout.launch.environment import ENTERED, crash_environment, job_environment, private_caches
 from flatout.launch.torchrun import Torchrun, torchrun_of
 from flatout.levers import TABLE
 from flatout.probe.machine import hardware, with_software
 from flatout.render.formatting import shell
-from flatout.schema.errors import NothingMeasured, ProgramNotFound, UsageError
+from flatout.schema.errors import MALFORMED, NothingMeasured, ProgramNotFound, UsageError
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.run_request import ResumeOptions, RunRequest
-from flatout.tune.plan_files import FoundPlan, differences, find_plan, job_folder, plan_files, plan_key
+from flatout.tune.plan_files import differences, find_plan, job_folder, plan_files, plan_key
 
 COUNT_ENTRY = "flatout.agent.run_summary:count"  # without levers
 ENTRY, CHECKPOINT_ENTRY = "flatout.agent.entry:attach", "flatout.checkpoint.attach:attach"
@@ -50,7 +51,6 @@ RESCUE = "rescue"  # subfolder of a job's folder
 @click.option(
     "--plan",
     "plan_path",
-    default=None,
     help="Plan file, or `none`. The default is the plan tuned for this command, script, machine and versions.",
 )
 @click.option(
@@ -92,7 +92,6 @@ RESCUE = "rescue"  # subfolder of a job's folder
 @add_rank_options
 @machines_option(
     "--ray",
-    default=None,
     metavar="ADDRESS",
     help="Run the ranks on a running Ray cluster: HOST:PORT, or auto.",
 )
@@ -117,8 +116,7 @@ def command(
 
     The program replaces this process, so its input, output, signals and exit code are its own. With --procs
     or --gpus it runs as several ranks, each on its share of every batch, after a rehearsal has shown that
-    they learn the same. torchrun behind these options, or --ray, starts them on several machines.
-    """
+    they learn the same. torchrun behind these options, or --ray, starts them on several machines."""
     cmd = parse_command(require_program(argv, "run"))
     ranks = read_rank_options(options)
     supervision = read_supervision(options)
@@ -251,12 +249,10 @@ def rescue_folder(cmd: Command, create: bool) -> Path:
 def ideal_step(cmd: Command) -> dict[str, float]:
     """Return the time of a step's FLOPs at the machine's measured peaks, from this command's profile if there is one."""
     profile = read_json(job_folder(cmd).path / "profile.json")
-    mfu, step_ms = (profile.get("mfu"), profile.get("step_ms")) if isinstance(profile, dict) else (None, None)
-    return (
-        {"ideal_ms": float(mfu) * float(step_ms)}
-        if isinstance(mfu, (int, float)) and isinstance(step_ms, (int, float))
-        else {}
-    )
+    try:
+        return {"ideal_ms": float(profile["mfu"]) * float(profile["step_ms"])}
+    except MALFORMED:
+        return {}
 
 
 def _plan_for(
@@ -269,31 +265,17 @@ def _plan_for(
         plan = read_plan(plan_path)
         key = plan_key(cmd, facts, made_for)
         mismatches = differences(dict(plan.made_for), key) if plan.made_for else []
-        return (
-            plan,
-            f"this plan was made for {'; '.join(mismatches)}; each lever is checked again here"
-            if mismatches
-            else "",
-            "",
-        )
+        remark = f"this plan was made for {'; '.join(mismatches)}; each lever is checked again here"
+        return plan, remark if mismatches else "", ""
     found = find_plan(cmd, facts, made_for)
-    remark = next(
-        (
-            f"{skipped.remark} (--plan {skipped.path} uses it anyway)" if skipped.usable else skipped.remark
-            for skipped in reversed(found.skipped)
-            if not skipped.command
-        ),
-        "",
-    )
-    return found.plan, remark if found.plan is None else "", _another_command(cmd, found)
-
-
-def _another_command(cmd: Command, found: FoundPlan) -> str:
-    """Mention a plan for another command of the same script, which fits apart from that."""
-    for skipped in found.skipped:
+    remark = other_plan = ""
+    for skipped in reversed(found.skipped):
+        if found.plan is None and not skipped.command and not remark:
+            remark = skipped.remark + (f" (--plan {skipped.path} uses it anyway)" if skipped.usable else "")
+        # it fits apart from the command
         if skipped.only_command and cmd.script is not None and str(cmd.script) in skipped.command.split():
-            return f" (a plan for `{skipped.command}` exists: --plan {skipped.path} uses it)"
-    return ""
+            other_plan = f" (a plan for `{skipped.command}` exists: --plan {skipped.path} uses it)"
+    return found.plan, remark, other_plan
 
 
 def _how_to_tune(cmd: Command, device: str | None) -> str:
@@ -306,8 +288,7 @@ def _how_to_tune(cmd: Command, device: str | None) -> str:
 def _environment(request: RunRequest) -> dict[str, str]:
     """Write the request for the program; return its environment, with the variables of PROCESS levers.
 
-    Several ranks get the same random numbers, if the script sets no seed, and the same order of sets.
-    """
+    Several ranks get the same random numbers, if the script sets no seed, and the same order of sets."""
     extra: dict[str, str] = {}
     if request.seed is not None or request.resume is not None:
         # 0, not a random number: the ranks of several nodes must agree, and each node runs this code itself.

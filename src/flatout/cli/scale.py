@@ -6,7 +6,7 @@ import click
 
 from flatout.cli.options.arguments import PROGRAM, budget_option
 from flatout.cli.options.measurement import Measurement, header, measurement_options
-from flatout.cli.options.messages import warn_untested
+from flatout.cli.options.output import warn_untested
 from flatout.diagnose.profiling import ProfiledProgram, ProfileOptions, run_profile
 from flatout.diagnose.scale_prediction import add_profile, predict_points
 from flatout.job.folder import JobFolder, read_json
@@ -38,7 +38,6 @@ STEPS = 40
 )
 @click.option(
     "--inside",
-    default=None,
     help="Link between the devices of a node, as nvlink4; --network then connects the nodes.",
 )
 @click.option(
@@ -98,8 +97,7 @@ def command(
 
     flatout measures the unchanged program on one device and stops it, or reads an existing profile. It
     computes the rest: gradient buckets, their overlap with the backward pass, and a model of the links. The
-    chart is scale.html in the job's folder.
-    """
+    chart is scale.html in the job's folder."""
     devices, strategy_names = read_devices(gpus), _strategies(strategies)
     network_link = read_link(network)
     inside_link = read_link(inside, "--inside") if inside is not None else None

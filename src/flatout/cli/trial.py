@@ -9,9 +9,8 @@ import click
 
 from flatout.cli.options.arguments import PROGRAM, Duration, program_argument, read_plan, require_program
 from flatout.cli.options.device import apply_device, device_option
-from flatout.cli.options.json_output import json_option, print_json
-from flatout.cli.options.messages import warn_untested
-from flatout.diagnose.crash_explanation import explain_signal
+from flatout.cli.options.output import json_option, print_json, warn_untested
+from flatout.diagnose.explain import explain_signal
 from flatout.job.folder import TrialFolder, write_atomically
 from flatout.job.temporary import remove, temporary
 from flatout.launch.command import check_measurable, parse_command
@@ -59,8 +58,7 @@ def command(
     """Run a program for some steps in steady state, stop it, and write a JSON record.
 
     The program's output and exit code are passed through; with --json, its output goes to standard error. The
-    exit code is 3 if the program ended without an error before a step could be measured.
-    """
+    exit code is 3 if the program ended without an error before a step could be measured."""
     plan = read_plan(plan_path)
     cmd = check_measurable(parse_command(require_program(argv, "trial")))
     apply_device(device, cmd, "trial")

@@ -12,6 +12,7 @@ from flatout.cli.options.arguments import (
     PROGRAM,
     Amount,
     Duration,
+    Grouped,
     LeverByName,
     complete_levers,
     did_you_mean,
@@ -21,14 +22,11 @@ from flatout.cli.options.arguments import (
     writable,
 )
 from flatout.cli.options.device import apply_device, device_option
-from flatout.cli.options.grouped import Grouped
-from flatout.cli.options.json_output import json_option, print_json
 from flatout.cli.options.measurement import job_option
-from flatout.cli.options.messages import warn_untested
+from flatout.cli.options.output import json_option, print_json, stop_on_sigterm, warn_untested
 from flatout.cli.options.progress import LiveProgress
 from flatout.cli.options.ranks import RankOptions, add_rank_options, read_rank_options
-from flatout.cli.options.signals import stop_on_sigterm
-from flatout.diagnose.crash_explanation import explain_signal
+from flatout.diagnose.explain import explain_signal
 from flatout.job.folder import JobFolder, write_atomically
 from flatout.job.sanitize import sanitize
 from flatout.launch.command import Command, check_measurable, parse_command
@@ -63,7 +61,6 @@ EFFECTS = ("exact", "rounding", "precision", "resampled")  # without those that 
 @click.command(cls=Grouped, context_settings=PROGRAM)
 @click.option(
     "--budget",
-    default=None,
     type=Duration(),
     help="Time to spend.  [default: 90s; 3m if compiling may pay within --horizon; 5m if a start takes over 10s or a step over 100ms]",
 )
@@ -75,7 +72,6 @@ EFFECTS = ("exact", "rounding", "precision", "resampled")  # without those that 
 )
 @click.option(
     "--levers",
-    default=None,
     shell_complete=complete_levers,
     help="Try only these levers, separated by commas; see `flatout levers`.",
 )
@@ -96,7 +92,6 @@ EFFECTS = ("exact", "rounding", "precision", "resampled")  # without those that 
 )
 @click.option(
     "--memory-limit",
-    default=None,
     type=Amount(),
     help="Find the fastest plan whose tensors fit into this much memory: 8GB, 800MiB.",
 )
@@ -104,7 +99,6 @@ EFFECTS = ("exact", "rounding", "precision", "resampled")  # without those that 
 @job_option
 @click.option(
     "--ray",
-    default=None,
     metavar="ADDRESS",
     help="Measure on all nodes of a running Ray cluster in parallel: HOST:PORT, or auto.",
 )
@@ -135,8 +129,7 @@ def command(
 
     flatout starts the program several times, measures whole steps including data loading, and stops it. It
     does not touch the program's files. The results are in flatout.toml, session.json and report.html. With
-    --procs or --gpus it tunes several ranks and compares them with one process.
-    """
+    --procs or --gpus it tunes several ranks and compares them with one process."""
     goal = Goal(
         budget,
         _effects(effects),
@@ -228,10 +221,7 @@ def tune(
 
 
 def _search(
-    tuning: Callable[[Watcher], Tuning],
-    session: SessionRecord,
-    folder: JobFolder,
-    nodes: RemoteNodes | None,
+    tuning: Callable[[Watcher], Tuning], session: SessionRecord, folder: JobFolder, nodes: RemoteNodes | None
 ) -> None:
     """Run the search and keep its record, however it ends. Raises FlatoutError, KeyboardInterrupt."""
     console, kills_before = Console(stderr=True), oom_kills()
@@ -242,16 +232,11 @@ def _search(
     except FlatoutError as error:
         session.status, session.message = "failed", str(error)
         _finish(folder, session)
-        explanation = (
-            explain_signal(error.exit_code, str(error), (oom_kills() or 0) - (kills_before or 0))
-            if isinstance(error, ProgramFailed)
-            else []
-        )
-        if explanation:
-            raise ProgramFailed(
-                "\n".join([str(error).rstrip(), *(f"flatout: {line}" for line in explanation)]),
-                error.exit_code,
-            ) from None
+        if isinstance(error, ProgramFailed):
+            kills = (oom_kills() or 0) - (kills_before or 0)
+            if explanation := explain_signal(error.exit_code, str(error), kills):
+                lines = [str(error).rstrip(), *(f"flatout: {line}" for line in explanation)]
+                raise ProgramFailed("\n".join(lines), error.exit_code) from None
         raise
     except KeyboardInterrupt:
         session.message = "interrupted; the same command continues from here"

@@ -6,13 +6,12 @@ from pathlib import Path
 import click
 
 from flatout import __version__
-from flatout.cli.options.json_output import json_option, print_json
-from flatout.cli.options.messages import notify
+from flatout.cli.options.output import json_option, notify, print_json
 from flatout.compare.history import read_history, records_folder
 from flatout.job.folder import write_atomically
 from flatout.measure.clock import utc_now
 from flatout.schema.errors import StorageError, UsageError
-from flatout.schema.history import HistoryRecord
+from flatout.schema.run_request import HistoryRecord
 
 PAGE = "index.html"
 MAX_NAMED = 3
@@ -28,8 +27,7 @@ def command(folder: Path, open_: bool, as_json: bool) -> None:
     """Write one page with the commands, runs and reports of a project.
 
     FOLDER is the project, by default the working directory; or a folder of `flatout tune --job`. The page is
-    .flatout/index.html. It needs no server: open it from disk.
-    """
+    .flatout/index.html. It needs no server: open it from disk."""
     root = records_folder(folder)
     history = HistoryRecord(str(root.resolve()) if root else "", utc_now(), __version__)
     if root is not None:

@@ -8,22 +8,18 @@ from rich.console import Console
 
 from flatout.cli.options.arguments import PROGRAM, program_argument, read_plan, writable
 from flatout.cli.options.device import apply_device
-from flatout.cli.options.json_output import json_option, print_json
-from flatout.cli.options.messages import warn_untested
+from flatout.cli.options.output import json_option, print_json, stop_on_sigterm, warn_untested
 from flatout.cli.options.progress import LiveProgress
-from flatout.cli.options.signals import stop_on_sigterm
 from flatout.job.folder import read_json
-from flatout.job.sanitize import sanitize
-from flatout.job.secrets import MASK
+from flatout.job.sanitize import MASK, sanitize
 from flatout.job.trust import distrusted
 from flatout.launch.command import check_measurable, parse_command
 from flatout.levers import checked
 from flatout.probe.machine import look
 from flatout.render.formatting import shell
-from flatout.schema.certificate import CERTIFICATE_SCHEMA, CertificateRecord, VerificationRecord
 from flatout.schema.errors import MALFORMED, PlanError, UsageError
 from flatout.schema.plan import Plan
-from flatout.schema.session import SessionRecord
+from flatout.schema.session import CERTIFICATE_SCHEMA, CertificateRecord, SessionRecord, VerificationRecord
 from flatout.tune.budget import LONGER_BUDGET_S
 from flatout.tune.goal import Goal
 from flatout.tune.plan_files import certificate_beside, job_folder, plan_key
@@ -39,8 +35,7 @@ def command(plan_path: Path, as_json: bool, argv: tuple[str, ...]) -> int:
     """Run a tuned plan again, and check each claim of its certificate.
 
     PLAN is flatout.toml, with flatout.certificate.json beside it, or a certificate alone. Give COMMAND if its
-    paths differ here. The exit code is 1 if a claim fails or could not be checked.
-    """
+    paths differ here. The exit code is 1 if a claim fails or could not be checked."""
     alone = plan_path.suffix == ".json"
     path = plan_path if alone else certificate_beside(plan_path)
     old = _read(path)

@@ -6,8 +6,6 @@ Runs of different days cannot alternate. The interval then covers the difference
 what has changed on the machine since: its load, temperature and clock.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -78,8 +76,7 @@ def load(name: str, key: dict[str, str], any_machine: bool) -> tuple[Baseline, l
     """A baseline and what differs from today.
 
     Raises NoBaseline if it is missing, or of another machine without ``any_machine``; UsageError if it is
-    unreadable.
-    """
+    unreadable."""
     path = baseline_file(name)
     data = read_json(path)
     if data is None and not path.is_file():

@@ -3,8 +3,6 @@
 A record that cannot be read is named among the skipped ones; the others are shown.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Sequence
@@ -14,10 +12,9 @@ from typing import TypeVar
 from flatout.compare.baselines import FOLDER_NAME
 from flatout.job.folder import FOLDER, RUNS, JobFolder, flatout_folder, read_json
 from flatout.schema.errors import MALFORMED
-from flatout.schema.history import HistoryRecord, JobEntry, RunEntry
 from flatout.schema.plan import format_choice
 from flatout.schema.records import Record
-from flatout.schema.run_summary import RunSummary
+from flatout.schema.run_request import HistoryRecord, JobEntry, RunEntry, RunSummary
 from flatout.schema.session import SessionRecord
 
 REPORTS = {

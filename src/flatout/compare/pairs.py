@@ -4,8 +4,6 @@ Each process starts alone, so its start-up is measured without the other's. Then
 (`flatout.tune.comparison`) while the other is stopped. The order within a pair changes from pair to pair.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -82,8 +80,7 @@ class PairTimer:
     def run(self, until_s: float, stop_rule: Callable[[Sequence[Pair]], bool], min_pairs: int) -> list[Pair]:
         """Measure pairs until ``stop_rule`` or the time is up; at least ``min_pairs``.
 
-        Raises NothingMeasured if a side cannot be measured. ``pairs`` then has those that were.
-        """
+        Raises NothingMeasured if a side cannot be measured. ``pairs`` then has those that were."""
         self.until_s = until_s
         try:
             while len(self.pairs) < min_pairs or (
@@ -102,8 +99,7 @@ class PairTimer:
     def repeat(self, seed: int, perturbation: float = 0.0) -> TrialRecord | None:
         """Run A a second time with a known seed, as far as before; None if it fails.
 
-        ``perturbation``: perturbed from the first step on (`flatout.guard.perturb`).
-        """
+        ``perturbation``: perturbed from the first step on (`flatout.guard.perturb`)."""
         steps = self.pairs[seed].a.record.warmup_steps + self.pairs[seed].a.record.steps
         trial = self._start(self.sides[0], seed, perturbation)
         try:
@@ -225,8 +221,7 @@ def _name_side(side: Side) -> Iterator[None]:
 def _side_error(side: Side, record: TrialRecord) -> FlatoutError:
     """The error for a side that cannot be measured.
 
-    Never the exit code of the program: 1 would mean that a gate failed.
-    """
+    Never the exit code of the program: 1 would mean that a gate failed."""
     if record.status == "failed":
         headline = f"{side.label} fails (exit code {record.exit_code})"
         return NothingMeasured(str(failure_error(record, headline)))

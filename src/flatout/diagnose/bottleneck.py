@@ -54,8 +54,7 @@ def shares(profile: ProfileRecord) -> dict[str, float]:
 def removed_share(profile: ProfileRecord, name: str) -> float | None:
     """The share of the step that a what-if removes; 0.0 if it is within the noise.
 
-    None if it was not measured, or not well enough.
-    """
+    None if it was not measured, or not well enough."""
     ratio = next((what_if.ratio for what_if in profile.what_ifs if what_if.name == name), None)
     if ratio is None or 1.0 / ratio.low - 1.0 / ratio.high > MAX_INTERVAL:
         return None
@@ -65,8 +64,7 @@ def removed_share(profile: ProfileRecord, name: str) -> float | None:
 def name_bottleneck(profile: ProfileRecord) -> tuple[str, str]:
     """The bound and one sentence of evidence.
 
-    Returns two empty strings if the unexplained part of the step exceeds the largest share.
-    """
+    Returns two empty strings if the unexplained part of the step exceeds the largest share."""
     bounds = {bound: share for bound, share in shares(profile).items() if share > 0}
     if not bounds or not profile.step_ms:
         return "", ""
@@ -99,16 +97,14 @@ def _evidence(profile: ProfileRecord, bound: str) -> str:
         idle = f", and the device is idle for {profile.idle_ms:.2f} ms" if profile.idle_ms else ""
         return f"{calls}{mean}, most of it launch overhead{idle}"
     largest = next((o for o in profile.operations if limit_of(o) == bound), None)
-    unmeasured = (
-        ""
-        if profile.ceilings
-        else " (judged by the kind of operator; to compare with this machine's peak rates, run `flatout doctor --bench` once)"
+    if largest is None:
+        return "the operators' own time"
+    text = (
+        f"the largest such operator, {largest.name}, takes {largest.share:.0%} of the time of all operators"
     )
-    return (
-        f"the largest such operator, {largest.name}, takes {largest.share:.0%} of the time of all operators{unmeasured}"
-        if largest
-        else "the operators' own time"
-    )
+    if not profile.ceilings:
+        text += " (judged by the kind of operator; to compare with this machine's peak rates, run `flatout doctor --bench` once)"
+    return text
 
 
 def _ms_by_limit(profile: ProfileRecord) -> dict[str, float]:
@@ -123,8 +119,7 @@ def _ms_by_limit(profile: ProfileRecord) -> dict[str, float]:
 def limit_of(operation: Operation) -> str:
     """The limit by measured ceilings.
 
-    Without ceilings: launch for short calls, compute for calls with FLOPs, memory for others.
-    """
+    Without ceilings: launch for short calls, compute for calls with FLOPs, memory for others."""
     if operation.limit not in ("", "unknown"):
         return operation.limit
     if 1000 * operation.self_ms / max(operation.calls, 1e-9) < LAUNCH_BOUND_US:

@@ -5,8 +5,6 @@ the comment is on a line of its own. Without a code it hides all rules. A commen
 a finding, because it would hide the next real one.
 """
 
-from __future__ import annotations
-
 import io
 import re
 import tokenize
@@ -43,8 +41,7 @@ def profile_findings(profile: ProfileRecord) -> list[Finding]:
 def locate_causes(findings: Iterable[Finding], program: ScriptProgram) -> list[Finding]:
     """Give measured findings the line of their cause, where the same rule finds it in the source, and sort them.
 
-    A measurement of a wrong result knows the step, but not the cause. Other findings keep their line.
-    """
+    A measurement of a wrong result knows the step, but not the cause. Other findings keep their line."""
     findings = list(findings)
     source_checks = {rule.code: rule.check_source for rule in TABLE if rule.check_source is not None}
     for finding in findings:
@@ -115,8 +112,7 @@ def check(
     ``select`` and ``ignore`` are codes or prefixes of codes. ``measured`` are findings of the same rules from
     a run of the program. If both report the same problem on the same line, only the measured finding is kept.
 
-    Raises UsageError for a code that no rule has.
-    """
+    Raises UsageError for a code that no rule has."""
     for prefix in [*select, *ignore]:
         if not any(rule.code.startswith(prefix) for rule in TABLE):
             raise UsageError(

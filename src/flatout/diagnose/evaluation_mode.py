@@ -13,8 +13,7 @@ NEUTRAL_CONTEXTS = ("torch.", "contextlib.nullcontext", "tqdm.", "warnings.")
 def evaluates_in_training_mode(program: ScriptProgram, event: ProgramEvent) -> bool:
     """Whether a call evaluates a model in the mode that the training loop has set, as far as visible.
 
-    The layers are unknown, so the program must show that it thinks of modes: it calls ``train()`` on the model.
-    """
+    The layers are unknown, so the program must show that it thinks of modes: it calls ``train()`` on the model."""
     assert isinstance(event.node, ast.Call)
     model = event.node.func
     origins = program.origins(event.source, model)

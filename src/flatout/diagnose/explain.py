@@ -3,11 +3,10 @@
 A failure that no kind recognises stays unknown; nothing is guessed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from flatout.agent.failure_details import record_failure
 from flatout.diagnose.failures import TABLE, loading, symptoms
 from flatout.diagnose.kind import FailureKind
 from flatout.diagnose.tracebacks import clean, read_failures, split_nested
@@ -42,8 +41,7 @@ def explain(failure: FailureRecord, table: Sequence[FailureKind] = TABLE) -> Fin
 def explain_text(text: str) -> list[Explanation]:
     """Explanations of a pasted error or a log, causes before consequences. Empty if nothing is recognised.
 
-    A log without a known failure may still show a loss that is NaN.
-    """
+    A log without a known failure may still show a loss that is NaN."""
     explanations: list[Explanation] = []
     for failure in read_failures(text):
         finding = explain(failure)
@@ -88,11 +86,8 @@ def _single_line(text: str) -> str:
 
 def format_lines(finding: Finding, ranks: Sequence[int] = ()) -> list[str]:
     """The explanation as lines for the user: cause, place, evidence, fix, page."""
-    prefix = (
-        f"rank {', '.join(map(str, sorted(ranks)))}: "
-        if ranks and not finding.message.startswith("rank ")
-        else ""
-    )
+    names_ranks = not ranks or finding.message.startswith("rank ")
+    prefix = "" if names_ranks else f"rank {', '.join(map(str, sorted(ranks)))}: "
     output = [f"{prefix}{finding.message}."]
     if finding.place:
         text = f": {finding.place.text[:160]}" if finding.place.text else ""
@@ -100,3 +95,33 @@ def format_lines(finding: Finding, ranks: Sequence[int] = ()) -> list[str]:
     for label, lines in (("seen", finding.evidence), ("fix", finding.fix.split("\n"))):
         output += [f"  {'' if number else label:6} {line}" for number, line in enumerate(lines) if line]
     return [*output, f"  more   flatout explain {finding.rule}"]
+
+
+# The explanation below the traceback of a program that flatout ran.
+
+
+def explain_crash(error: BaseException) -> list[str]:
+    """The lines that explain an error; none if the failure is unknown. The crash report calls this."""
+    failure = record_failure(error)
+    ranks = [failure.rank] if failure.rank is not None and (failure.world_size or 0) > 1 else []
+    return _explained(failure, ranks)
+
+
+def _explained(failure: FailureRecord, ranks: Sequence[int] = ()) -> list[str]:
+    finding = explain(failure)
+    return format_lines(finding, ranks) if finding else []
+
+
+def explain_signal(code: int | None, log: str, oom_kills: int | None) -> list[str]:
+    """Explain the death of a program by a signal, which leaves no traceback.
+
+    ``oom_kills`` is the number of OOM kills in its process group during the run."""
+    if code is None or not (code < 0 or 128 < code < 160):
+        return []
+    return _explained(
+        FailureRecord(
+            signal=-code if code < 0 else code - 128,
+            log_lines=log.split("\n")[-80:],
+            facts={"oom_kills": oom_kills or 0},
+        )
+    )

@@ -19,8 +19,7 @@ INDENTS: tuple[int | str, ...] = (1, 2, 4, "\t")  # of the JSON of notebooks, as
 def fixes(program: ScriptProgram, findings: Sequence[Finding]) -> list[tuple[FixedFile, str]]:
     """Each file that would change, and its new text.
 
-    Findings come in their order; one whose edits overlap earlier ones is left, for the next time.
-    """
+    Findings come in their order; one whose edits overlap earlier ones is left, for the next time."""
     changed = []
     for source in program.sources:
         edits: list[Edit] = []

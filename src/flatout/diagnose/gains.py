@@ -34,8 +34,7 @@ def how_by_what_if(name: str) -> str:
 def speedup_without(profile: ProfileRecord, ms: float | None, min_gain: float = MIN_GAIN) -> Ratio | None:
     """The speed-up without calls of ``ms``, if it reaches ``min_gain``.
 
-    Their time is measured; that nothing else would wait instead is not.
-    """
+    Their time is measured; that nothing else would wait instead is not."""
     step = profile.step_with_ms(ms or 0.0)
     if not ms or not step or ms <= 0:
         return None

@@ -31,8 +31,7 @@ def slice_calls(
 ) -> Iterator[tuple[ast.For, ast.Call, ast.expr]]:
     """Yield loop, call and input where a method runs a submodule on one slice of its input after another.
 
-    The input of each call is known before the loop, and the results are collected in one tensor.
-    """
+    The input of each call is known before the loop, and the results are collected in one tensor."""
     for loop in ast.walk(function):
         if not isinstance(loop, ast.For) or _limits_memory(loop):
             continue
@@ -184,11 +183,7 @@ def _is_independent(loop: ast.For, node: ast.AST, loop_names: set[str], depth: i
 
 
 def _collected(
-    program: ScriptProgram,
-    source: SourceFile,
-    loop: ast.For,
-    statement: ast.stmt,
-    call: ast.Call,
+    program: ScriptProgram, source: SourceFile, loop: ast.For, statement: ast.stmt, call: ast.Call
 ) -> bool:
     """Whether the results have one shape: they become the entries of one tensor."""
     results = {id(call)}

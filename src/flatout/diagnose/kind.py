@@ -35,8 +35,7 @@ class Diagnosis:
     """What a kind answers for a failure.
 
     ``message`` is the cause in one sentence, ``fix`` holds code or commands, ``evidence`` further lines.
-    ``place`` replaces the user's line.
-    """
+    ``place`` replaces the user's line."""
 
     message: str
     fix: str
@@ -67,8 +66,7 @@ class FailureKind:
     def explain(self, failure: FailureRecord) -> Finding | None:
         """The finding for a failure, or None.
 
-        Raises any exception of the matcher: that is a bug in flatout.
-        """
+        Raises any exception of the matcher: that is a bug in flatout."""
         diagnosis = self.match(failure)
         if diagnosis is None:
             return None
@@ -86,10 +84,7 @@ class FailureKind:
 
 
 def kind(
-    code: str,
-    name: str,
-    secondary: bool = False,
-    severity: Severity = Severity.FATAL,
+    code: str, name: str, secondary: bool = False, severity: Severity = Severity.FATAL
 ) -> Callable[[Callable[[FailureRecord], Diagnosis | None]], FailureKind]:
     return lambda match: FailureKind(code, name, match, secondary, severity)
 
@@ -116,8 +111,7 @@ def pattern_kind(
 
     ``page`` is the title, why it happens, and the sources. Templates use the groups of the pattern, and the
     values of `_values` and ``values``. ``show_tensors`` adds the line's tensors as evidence. ``when`` is a
-    further condition.
-    """
+    further condition."""
 
     def diagnose(failure: FailureRecord) -> Diagnosis | None:
         match = match_message(failure, *(text for form in forms for text in form.patterns), types=types)
@@ -196,8 +190,7 @@ def match_message(
 ) -> MessageMatch | None:
     """The first exception in the chain with a known type and message.
 
-    Its type is one of ``types`` or unknown, and its message begins like one of ``patterns``.
-    """
+    Its type is one of ``types`` or unknown, and its message begins like one of ``patterns``."""
     for error in failure.chain:
         if error.raised_by_user or (error.class_names and not set(types) & set(error.class_names)):
             continue

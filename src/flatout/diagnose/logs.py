@@ -54,9 +54,8 @@ def condense(stream: IO[str]) -> str:
         if remaining:
             relevant[number] = line
             remaining -= 1
-        elif all_finite and any(
-            not math.isfinite(loss) for _, loss in losses(line)
-        ):  # the first of thousands
+        elif all_finite and any(not math.isfinite(loss) for _, loss in losses(line)):
+            # the first of thousands
             relevant.update(before)
             relevant[number] = line
             all_finite = False

@@ -17,8 +17,7 @@ LOSS_WORDS = ("loss", "criterion")
 def loss_reads(program: ScriptProgram) -> Iterator[tuple[SourceFile, ast.expr, str]]:
     """Yield the reads of loss functions, with a rewrite that needs no read.
 
-    A read for a size, as in ``int(lengths.max())``, has none.
-    """
+    A read for a size, as in ``int(lengths.max())``, has none."""
     for source, function in _loss_functions(program):
         for node in ast.walk(function):
             if source.function(node) is not function or _runs_rarely(source, node, function):

@@ -44,7 +44,7 @@ from flatout.schema.profile import (
     WhatIf,
 )
 from flatout.schema.records import PhaseTime, Ratio, TrialRecord
-from flatout.schema.run_summary import CompileRecord
+from flatout.schema.run_request import CompileRecord
 from flatout.trial.blocks import PREFETCHED_BATCHES, BlockTimer, LeverFailed, Watcher
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.trial.spec import TrialOptions
@@ -92,21 +92,15 @@ class ProfiledProgram:
 
     def start_trial(self) -> Trial:
         start_s = seconds()
-        trial = self.trial = Trial(
-            self.command,
-            self.job.new_trial(),
-            Plan(),
-            self.facts,
-            TrialOptions(table=WHAT_IF_TABLE, monitor=True),
-        )
+        options = TrialOptions(table=WHAT_IF_TABLE, monitor=True)
+        trial = self.trial = Trial(self.command, self.job.new_trial(), Plan(), self.facts, options)
         trial.start()
         ready = trial.wait_ready(start_s + STEADY_LIMIT_S)
         self.startup_s = seconds() - start_s
         self.blocks.unit, self.blocks.tick_ms = ready["unit"], max(ready["tick_ms"], 1e-3)
         if self.blocks.tick_ms < 2000:
-            self.blocks.tick_ms = max(
-                block_ms(trial.run_ticks(SETTLING_TICKS, self.blocks.deadline(SETTLING_TICKS))), 1e-3
-            )
+            ticks = trial.run_ticks(SETTLING_TICKS, self.blocks.deadline(SETTLING_TICKS))
+            self.blocks.tick_ms = max(block_ms(ticks), 1e-3)
         return trial
 
     def close_trial(self) -> None:
@@ -178,15 +172,12 @@ class ProfiledProgram:
         record.warmup_steps, record.warmup_ms = trial.warmup_steps, trial.warmup_ms
         record.steps, record.step_ms_list = len(self.plain_ms), self.plain_ms
         record.step_ms = block_ms(self.plain_ms)
-        record.samples_per_s = (
-            1000 * trial.samples_per_step / record.step_ms if trial.samples_per_step else None
-        )
+        samples = trial.samples_per_step
+        record.samples_per_s = 1000 * samples / record.step_ms if samples else None
         record.phases = {name: PhaseTime.from_json(phase) for name, phase in trial.phases.items()}
         self.blocks.tick_ms = record.step_ms
-        losses = [float.fromhex(loss) for loss in trial.losses]
-        self.not_finite_share = (
-            sum(not math.isfinite(loss) for loss in losses) / len(losses) if losses else 0.0
-        )
+        not_finite = [not math.isfinite(float.fromhex(loss)) for loss in trial.losses]
+        self.not_finite_share = sum(not_finite) / max(len(not_finite), 1)
 
     def _copy_watched(self, watched: dict[str, Any]) -> None:
         record = self.record
@@ -207,13 +198,10 @@ class ProfiledProgram:
     ) -> dict[str, Any]:
         """The record of a probe over ``ticks`` ticks.
 
-        A slow program is recorded over fewer ticks, at least ``min_ticks`` if given.
-        """
-        deadline_s = (
-            min(self.probes_until_s, seconds() + MAX_PROBE_S)
-            if "what-ifs" in self.options.stages
-            else self.end_s
-        )
+        A slow program is recorded over fewer ticks, at least ``min_ticks`` if given."""
+        deadline_s = self.end_s
+        if "what-ifs" in self.options.stages:
+            deadline_s = min(self.probes_until_s, seconds() + MAX_PROBE_S)
         affordable = int(1000 * (deadline_s - seconds()) / self.blocks.tick_ms)
         ticks = max(min_ticks, min(ticks, affordable)) if min_ticks else ticks
         if ticks * self.blocks.tick_ms / 1000 > max(self.end_s - seconds(), MAX_PROBE_S / 4):
@@ -230,8 +218,7 @@ class ProfileOptions:
     """Options of a profile.
 
     ``schedule`` are the wait, warm-up and recorded steps. ``leak_ticks`` are the steps that are monitored for
-    memory growth.
-    """
+    memory growth."""
 
     steps: int = 40
     schedule: tuple[int, int, int] = (1, 2, 3)
@@ -281,8 +268,7 @@ MEMORY_STAGES = frozenset({"memory", "growth"})
 def run_profile(program: ProfiledProgram) -> ProfileRecord:
     """Profile a program and return its record, filled.
 
-    Raises ProgramFailed if the program itself fails, NothingMeasured if it does not train.
-    """
+    Raises ProgramFailed if the program itself fails, NothingMeasured if it does not train."""
     record = program.record
     try:
         program.watcher.stage("observing", "the unchanged program, until its steps are steady")
@@ -316,9 +302,7 @@ def run_profile(program: ProfiledProgram) -> ProfileRecord:
 
 def _synchronisations(program: ProfiledProgram, trial: Trial) -> None:
     observed = program.run_probe(trial, "synchronisations", SYNCHRONISATION_TICKS, 2)
-    program.record.synchronisations = [
-        SyncRecord.from_json(sync) for sync in observed.get("synchronisations", ())
-    ]
+    program.record.synchronisations = list(map(SyncRecord.from_json, observed.get("synchronisations", ())))
 
 
 def _python_lines(program: ProfiledProgram, trial: Trial) -> None:
@@ -335,12 +319,9 @@ def _operations(program: ProfiledProgram, trial: Trial) -> None:
     if not observed.get("operations"):
         return
     record.schedule, record.trace = schedule, program.options.trace
-    operations = [Operation.from_json(operation) for operation in observed["operations"]]
-    record.operations = operations[:MAX_OPERATIONS]
-    record.operators_a_step = observed["operators"]
-    record.operator_us = (
-        1000 * observed["operators_ms"] / observed["operators"] if observed["operators"] else None
-    )
+    record.operations = list(map(Operation.from_json, observed["operations"][:MAX_OPERATIONS]))
+    record.operators_a_step = operators = observed["operators"]
+    record.operator_us = 1000 * observed["operators_ms"] / operators if operators else None
     step_ms = record.step_ms or 0.0
     if observed["python_share"] is not None:  # a share, because recorded steps are longer and vary in length
         record.python_ms = step_ms * observed["python_share"]
@@ -361,9 +342,8 @@ def _memory(program: ProfiledProgram, trial: Trial) -> None:
         empty_cache = program.record.events.get("empty_cache")
         if empty_cache:
             memory.empty_cache_calls, memory.empty_cache_ms = empty_cache["calls"], empty_cache["ms"]
-            memory.empty_cache_place = (
-                SourceLocation.from_json(empty_cache["places"][0]) if empty_cache["places"] else None
-            )
+            for place in empty_cache["places"][:1]:
+                memory.empty_cache_place = SourceLocation.from_json(place)
 
 
 def _memory_growth(program: ProfiledProgram, trial: Trial) -> None:
@@ -474,10 +454,8 @@ def _what_if(
 
 
 def _tf32(program: ProfiledProgram) -> bool:
-    return program.record.device == "cuda" and program.record.settings.get("matmul_precision") in (
-        "high",
-        "medium",
-    )
+    precision = program.record.settings.get("matmul_precision")
+    return program.record.device == "cuda" and precision in ("high", "medium")
 
 
 def _precise_enough(ratio: Ratio, rounds: int) -> bool:

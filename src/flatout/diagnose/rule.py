@@ -6,8 +6,6 @@ are any. Example is a diff between two complete small programs, Bad and Good, an
 Every line of Bad that ends in ``# <-``, and no other, must be reported by the rule.
 """
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -31,8 +29,7 @@ class Rule:
 
     ``sort_before`` puts its findings directly before those of a worse severity. ``weight`` sorts within a
     severity; below 0 are rules about any line, or about what matters only on some machines. A finding is dropped
-    if a rule of ``replaced_by`` reports anything, or one of ``replaced_at_its_line_by`` something near its line.
-    """
+    if a rule of ``replaced_by`` reports anything, or one of ``replaced_at_its_line_by`` something near its line."""
 
     sections: ClassVar[Sequence[str]] = SECTIONS
 
@@ -65,8 +62,7 @@ class Rule:
     def section(self, name: str) -> str:
         """The text below one heading of the page, without its indent, or one of the two programs of Example.
 
-        Empty if there is no such heading.
-        """
+        Empty if there is no such heading."""
         if name not in OTHER_MARK:
             return section(self.page, name)
         lines = [

@@ -16,10 +16,9 @@ def timing_of(profile: ProfileRecord) -> Timing:
         raise NothingMeasured(
             "a step of this program is a closure that lasts seconds (LBFGS): its backward passes cannot be separated from its steps."
         )
-    samples = (
-        round(profile.samples_per_s * (profile.step_ms or 0.0) / 1000, 6) if profile.samples_per_s else None
-    )
-    phases, step_ms = profile.phases, profile.step_ms or 0.0
+    phases, step_ms, samples = profile.phases, profile.step_ms or 0.0, None
+    if profile.samples_per_s:
+        samples = round(profile.samples_per_s * step_ms / 1000, 6)
     ms = {name: phases[name].share * step_ms if name in phases else 0.0 for name in PHASES}
     return Timing(
         ms["forward"],
@@ -46,9 +45,8 @@ def add_profile(record: ScaleRecord, profile: ProfileRecord, path: str) -> None:
         record.notes.append(
             "the size of each gradient is unknown, only their sum: the model assumes that they become ready at an even rate"
         )
-    record.timing_source = (
-        f"{profile.steps} steps on {profile.device}, {'from ' + path if path else 'measured now'}"
-    )
+    source = f"from {path}" if path else "measured now"
+    record.timing_source = f"{profile.steps} steps on {profile.device}, {source}"
     if record.timing.passes > 1:
         record.notes.append(
             f"a step has {record.timing.passes} backward passes: the model assumes that DDP sends after the last one only (no_sync)"

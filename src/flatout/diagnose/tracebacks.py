@@ -5,8 +5,6 @@ and srun's labels). Each process is read separately. Every chain of exceptions b
 the order of the text.
 """
 
-from __future__ import annotations
-
 import builtins
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -133,13 +131,8 @@ def _errors(lines: list[str]) -> Iterator[tuple[int, int, ExceptionRecord]]:
 
 
 def _record(output: ProcessOutput, chain: list[ExceptionRecord], start: int, end: int) -> FailureRecord:
-    around = [
-        line
-        for line in output.lines[max(0, start - AROUND_LINES) : start]
-        + output.lines[end : end + AROUND_LINES]
-        if line.strip()
-    ]
-    return FailureRecord(chain, around, rank=output.rank)
+    around = output.lines[max(0, start - AROUND_LINES) : start] + output.lines[end : end + AROUND_LINES]
+    return FailureRecord(chain, [line for line in around if line.strip()], rank=output.rank)
 
 
 def split_nested(error: ExceptionRecord) -> list[ExceptionRecord]:
@@ -169,13 +162,8 @@ def _read_traceback(lines: list[str], i: int) -> tuple[int, ExceptionRecord | No
             frames.append(FrameRecord(file, int(frame["line"]), function, "", is_user_file(file)))
         elif line.startswith((" ", "\t")) or not line.strip():
             text = line.strip()
-            if (
-                frames
-                and text
-                and not frames[-1].text
-                and not set(text) <= set("^~ ")
-                and not text.startswith("[Previous line")
-            ):
+            is_source = set(text) - set("^~ ") and not text.startswith("[Previous line")
+            if frames and is_source and not frames[-1].text:
                 frames[-1].text = text
         else:
             break
@@ -193,16 +181,9 @@ def _read_traceback(lines: list[str], i: int) -> tuple[int, ExceptionRecord | No
         line = unlabelled(lines[i])
         blank = 0 if line.strip() else blank + 1
         inner = HEADER.match(line)
-        if inner is not None and (
-            inner["before"].startswith("Original ")
-            or (
-                message[-2:-1]
-                and re.match(
-                    r"-- Process \d+ terminated",
-                    next((line for line in reversed(message) if line.strip()), ""),
-                )
-            )
-        ):
+        last = next((line for line in reversed(message) if line.strip()), "")
+        is_process = len(message) > 1 and last.startswith("-- Process ") and "terminated" in last
+        if inner is not None and (inner["before"].startswith("Original ") or is_process):
             has_nested = True
         elif (
             blank > 1

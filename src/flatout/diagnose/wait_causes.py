@@ -1,7 +1,5 @@
 """Assigns a wait for data to one of the data rules, so that one problem gives one finding."""
 
-from __future__ import annotations
-
 from enum import Enum
 
 from flatout.diagnose.gains import (
@@ -65,8 +63,7 @@ def gain_without_wait(profile: ProfileRecord, loader: LoaderRecord) -> Ratio | N
 
     The what-if gives the speed-up if this loader causes most of the wait; otherwise its own wait time does.
     Workers also take cores from the model. If that is a loader's only cost, nothing waits for it and a
-    shorter wait would not help.
-    """
+    shorter wait would not help."""
     total = sum(other.wait_ms for other in profile.loaders)
     share = loader.wait_ms / total if total > 0 else 1.0 / max(1, len(profile.loaders))
     wait_ms = max(

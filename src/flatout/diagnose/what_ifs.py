@@ -33,9 +33,8 @@ MAX_CACHED_BATCHES = 4  # batches per loader: lengths may differ from batch to b
 MAX_BATCHES_WITHOUT_BACKWARD = 32  # of an iterator; more are an evaluation
 MAX_SPARE_BYTES = 2**30  # no spare copy is kept beyond this size
 
-_CACHES: WeakKeyDictionary[Any, dict[int, CachedBatches]] = (
-    WeakKeyDictionary()
-)  # context -> data set -> batches, kept across switches
+# context -> data set -> batches, kept across switches
+_CACHES: WeakKeyDictionary[Any, dict[int, CachedBatches]] = WeakKeyDictionary()
 
 
 class CachedBatches:
@@ -61,8 +60,7 @@ class CachedBatches:
     def next_batch(self) -> Any:
         """The next batch in new containers, because scripts remove entries.
 
-        The tensors are new, too, if the script wrote into the old ones.
-        """
+        The tensors are new, too, if the script wrote into the old ones."""
         i = self._turn % len(self._batches)
         self._turn += 1
         if i in self._spare and _versions(self._batches[i]) != self._versions[i]:
@@ -81,8 +79,7 @@ def _batches_ready(context: TrainingContext, value: Value, ledger: Ledger) -> Un
 
     The first batches of each loader are cached. While the what-if is active, the loader's iterator returns them
     in rotation. Evaluation gets its own batches as usual, so that it ends: gradients are off, or many batches pass
-    without a backward pass. Afterwards the real iterator continues from its position.
-    """
+    without a backward pass. Afterwards the real iterator continues from its position."""
     caches = _CACHES.setdefault(context, {})
     # iterator -> backward passes so far, and its batches since the last one
     streaks: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
@@ -142,8 +139,7 @@ def _has_device(facts: Facts, context: TrainingContext) -> Options | Skip:
 def _batches_on_device(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """What if every batch were on the device already?
 
-    One cached device tensor replaces every copy of its shape, dtype and place in the script.
-    """
+    One cached device tensor replaces every copy of its shape, dtype and place in the script."""
     tensor_class = context.torch.Tensor
     cache: dict[tuple[Any, ...], Any] = {}
 
@@ -200,8 +196,7 @@ def _stale_values(context: TrainingContext, value: Value, ledger: Ledger) -> Und
 
     A stale value is wrong but good enough for a bound. A stale value that controls a loop could keep it running
     forever, so a place that reads very often within one step gets a real value again. The option "floats"
-    excludes integers, which are often lengths.
-    """
+    excludes integers, which are often lengths."""
     torch = context.torch
     previous: dict[Any, Any] = {}
     reads: Counter[Any] = Counter()
@@ -209,9 +204,8 @@ def _stale_values(context: TrainingContext, value: Value, ledger: Ledger) -> Und
 
     def stale(original: Callable[..., Any]) -> Any:
         def read(tensor: Tensor, *args: object, **kwargs: object) -> Any:
-            if (
-                tensor.requires_grad and tensor.grad_fn is None
-            ):  # a parameter: it is saved or averaged, not read
+            # a parameter: it is saved or averaged, not read
+            if tensor.requires_grad and tensor.grad_fn is None:
                 return original(tensor, *args, **kwargs)
             if context.device_type != "cpu" and tensor.device.type == "cpu":
                 return original(tensor, *args, **kwargs)
@@ -269,8 +263,7 @@ class _DiscardingStream:
 def _no_messages(context: TrainingContext, value: Value, ledger: Ledger) -> Undo:
     """What if nothing were printed or logged? print, progress bars, loggers and metric writers are muted.
 
-    The content of a message is still computed: the value of an f-string, the ``item()`` inside it.
-    """
+    The content of a message is still computed: the value of an f-string, the ``item()`` inside it."""
     ledger.set(builtins, "print", lambda *args, **kwargs: None)
     for name in ("stdout", "stderr"):
         ledger.set(sys, name, _DiscardingStream(getattr(sys, name)))

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 class BatchShare:
     """Samples ``start`` to ``stop`` of a batch of ``samples``.
 
-    ``weight``: its part of a mean over the batch; the weights of all ranks add up to 1.
-    """
+    ``weight``: its part of a mean over the batch; the weights of all ranks add up to 1."""
 
     samples: int
     start: int
@@ -73,8 +72,7 @@ class Rows:
     def of(cls, shape: Sequence[int], share: BatchShare) -> Rows | None:
         """The first dimension if its size matches, else the only one that matches.
 
-        Otherwise the first one, if samples were flattened into it (heads, tokens).
-        """
+        Otherwise the first one, if samples were flattened into it (heads, tokens)."""
         # The rule of agent/batches.batch_dimension plus one case; the package distributed may not import agent.
         dims = [dim for dim, size in enumerate(shape) if size == share.size]
         if dims and (dims[0] == 0 or len(dims) == 1):
@@ -84,10 +82,9 @@ class Rows:
         return None
 
     def whole_shape(self, shape: Sequence[int]) -> list[int]:
-        return [
-            self.share.samples * self.per_sample if dim == self.dim else size
-            for dim, size in enumerate(shape)
-        ]
+        whole = list(shape)
+        whole[self.dim] = self.share.samples * self.per_sample
+        return whole
 
     def own_rows(self, tensor: Tensor) -> Any:
         return tensor.narrow(self.dim, self.share.start * self.per_sample, self.share.size * self.per_sample)
@@ -109,8 +106,7 @@ class SplitBatches:
 class SplitIterator:
     """``shares``: the shares of batches that were drawn and not yet consumed.
 
-    Workers prefetch and deliver in order.
-    """
+    Workers prefetch and deliver in order."""
 
     def __init__(self, batches: Iterator[Any], rank: int, world: int) -> None:
         self.batches, self.rank, self.world = batches, rank, world
@@ -136,8 +132,7 @@ class SplitIterator:
 def join_outputs(torch: ModuleType, output: object, local_share: BatchShare, world: int) -> Any:
     """``output`` with the rows of all ranks in each tensor.
 
-    Raises CannotParallelize for a value without rows per sample, such as a loss.
-    """
+    Raises CannotParallelize for a value without rows per sample, such as a loss."""
     from torch.utils._pytree import tree_map_only
 
     def join_tensor(tensor: Tensor) -> Any:
@@ -158,11 +153,9 @@ def _gather_rows(torch: Any, tensor: Tensor, rows: Rows, world: int) -> Any:
         @staticmethod
         def forward(ctx: FunctionCtx, local: Tensor) -> Any:
             first = local.detach().movedim(rows.dim, 0).contiguous()
-            padded = (
-                torch.cat([first, first.new_zeros((max(sizes) - len(first), *first.shape[1:]))])
-                if len(first) < max(sizes)
-                else first
-            )
+            padded = first
+            if missing := max(sizes) - len(first):
+                padded = torch.cat([first, first.new_zeros((missing, *first.shape[1:]))])
             parts = [torch.empty_like(padded) for _ in sizes]
             torch.distributed.all_gather(parts, padded)
             whole = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
@@ -190,8 +183,7 @@ class Streams:
 
     If batches come from a DataLoader, the script draws from its own stream, except inside ``common``
     (``use_own`` begins this). If it draws its batches itself, it draws from the common stream, except inside
-    ``own``.
-    """
+    ``own``."""
 
     def __init__(self, torch: ModuleType, rank: int) -> None:
         self.torch, self.rank = torch, rank
@@ -247,8 +239,7 @@ class HostStreams:
     """Per-rank states of ``random`` and numpy while this process fetches samples.
 
     They are swapped out afterwards, so that the script's own random decisions stay the same on every rank. If
-    a data set draws nothing in its first fetches, it is not checked again.
-    """
+    a data set draws nothing in its first fetches, it is not checked again."""
 
     CHECKED_FETCHES = 8
 
@@ -338,9 +329,8 @@ def draw_for_whole_batch(torch: Any, share_of: Callable[[], BatchShare | None]) 
             if shape is None or rows is None:
                 return operator(*args, **kwargs)
             whole = operator(*(_widen(arg, shape, rows, tensor_class) for arg in args), **kwargs)
-            size = rows.whole_shape(shape)[
-                rows.dim
-            ]  # also for further outputs, such as an attention's normalisers
+            # also for further outputs, such as an attention's normalisers
+            size = rows.whole_shape(shape)[rows.dim]
             own_rows = tree_map_only(
                 tensor_class,
                 lambda t: (
@@ -353,21 +343,17 @@ def draw_for_whole_batch(torch: Any, share_of: Callable[[], BatchShare | None]) 
     return WholeBatchDraws()
 
 
-def _shape(arg: object, tensor_class: Any) -> list[int] | None:
+def _shape(arg: Any, tensor_class: Any) -> list[int] | None:
     if isinstance(arg, tensor_class):
-        return list(arg.shape) if arg.dim() else None
-    return (
-        list(arg)
-        if isinstance(arg, (list, tuple)) and arg and all(type(size) is int for size in arg)
-        else None
-    )
+        return list(arg.shape) or None
+    is_shape = isinstance(arg, (list, tuple)) and arg and set(map(type, arg)) == {int}
+    return list(arg) if is_shape else None
 
 
 def _widen(arg: object, shape: list[int], rows: Rows, tensor_class: Any) -> Any:
     """A tensor for all samples with this rank's part in place, or the sizes of one.
 
-    Only this part matters for the result.
-    """
+    Only this part matters for the result."""
     if _shape(arg, tensor_class) != shape:
         return arg
     if not isinstance(arg, tensor_class):

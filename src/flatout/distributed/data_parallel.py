@@ -22,8 +22,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.distributed.batches import RankBatches, join_outputs
 from flatout.distributed.division import ALL, CUT, INDEX, INPUT, OWN, SUM, WHOLE, SplitSettings
 from flatout.distributed.exchange import Exchange, Transport, same_objects
-from flatout.distributed.rendezvous import join
-from flatout.distributed.single_process import one_device, one_process, reject_child_process
+from flatout.distributed.single_process import join, one_device, one_process, reject_child_process
 from flatout.job.rank_environment import RankEnvironment
 
 if TYPE_CHECKING:
@@ -43,8 +42,7 @@ if TYPE_CHECKING:
 def synchronise_batchnorm(torch: ModuleType, root: Module, ledger: Ledger) -> int:
     """Make every batch normalisation of ``root`` that trains use the statistics of all ranks.
 
-    Returns their number.
-    """
+    Returns their number."""
     kind = torch.nn.modules.batchnorm._BatchNorm
     layers = [module for module in root.modules() if isinstance(module, kind)]
     for module in layers:
@@ -128,10 +126,8 @@ class DataParallelScript:
         self.depth = 0  # of forward passes of the roots
         self.in_backward = False
         self.stale_buffers = False  # buffers differ between ranks
-        self.parameters_cache: tuple[tuple[int, ...], list[Any]] = (
-            (),
-            [],
-        )  # all parameters, and a signature to detect changes
+        # all parameters, and a signature to detect changes
+        self.parameters_cache: tuple[tuple[int, ...], list[Any]] = ((), [])
         self.exchange: Exchange | None = None
         self.transport = Transport()  # set by the levers `comm_compression` and `gradient_buckets`
         self.sharding: Any = None  # set by the lever `sharding`
@@ -218,11 +214,8 @@ class DataParallelScript:
             script.depth += 1
             script.batches.in_forward = splits_input
             try:
-                with (
-                    script.batches.streams.own()
-                    if splits_input and script.division.draws == OWN
-                    else nullcontext()
-                ):
+                draws_own = splits_input and script.division.draws == OWN
+                with script.batches.streams.own() if draws_own else nullcontext():
                     output = forward(*args, **kwargs)
             finally:
                 script.depth -= 1
@@ -237,8 +230,7 @@ class DataParallelScript:
     def _wrap_train(self, train: Callable[..., Any]) -> Callable[..., Any]:
         """Detect evaluations that bypass the roots (``model.module``, an encoder alone).
 
-        They begin with ``eval()``.
-        """
+        They begin with ``eval()``."""
         script = self
 
         @wraps(train)
@@ -319,11 +311,9 @@ class DataParallelScript:
     def whole_batch_ratio(self) -> float:
         """The size of a whole batch relative to the part that the script sees."""
         part = self.batches.share
-        return (
-            part.samples / part.size
-            if part is not None and part.size and self.division.batches in (INDEX, CUT)
-            else 1.0
-        )
+        if part is None or not part.size or self.division.batches not in (INDEX, CUT):
+            return 1.0
+        return part.samples / part.size
 
     def _factor(self) -> float:
         """The factor for the share's loss that makes the average over ranks the whole batch's loss."""
@@ -351,8 +341,7 @@ class DataParallelScript:
     def trained_parameters(self) -> list[Any]:
         """The parameters that train.
 
-        They may change while the script runs, as it freezes or unfreezes layers.
-        """
+        They may change while the script runs, as it freezes or unfreezes layers."""
         return [p for p in self._all_parameters() if p.requires_grad]
 
     def close_exchange(self) -> None:
@@ -376,15 +365,10 @@ class DataParallelScript:
             self.stop_watching = None
 
     def _all_parameters(self) -> list[Any]:
-        optimizers = self.context.optimizers
-        signature = (
-            len(self.roots),
-            *(len(group["params"]) for optimizer in optimizers for group in optimizer.param_groups),
-        )
+        groups = [group["params"] for o in self.context.optimizers for group in o.param_groups]
+        signature = (len(self.roots), *map(len, groups))
         if signature != self.parameters_cache[0]:
-            parameters = [
-                p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
-            ]
+            parameters = [p for group in groups for p in group]
             parameters += [p for root in self._live_roots() for p in root.parameters()]
             unique = {id(p): p for p in parameters if not self._is_sharded(p)}
             self.parameters_cache = signature, list(unique.values())
@@ -398,11 +382,8 @@ def scaled_gradients(torch: ModuleType, losses: tuple[Any, ...], gradients: Any,
     """The initial gradients of a backward pass, times ``factor``."""
     if factor == 1.0:
         return gradients
-    initial = (
-        (gradients,) * len(losses)
-        if gradients is None or isinstance(gradients, torch.Tensor)
-        else tuple(gradients)
-    )
+    is_one = gradients is None or isinstance(gradients, torch.Tensor)
+    initial = (gradients,) * len(losses) if is_one else tuple(gradients)
     return tuple(
         torch.full_like(loss, factor) if gradient is None else gradient * factor
         for loss, gradient in zip(losses, initial, strict=True)

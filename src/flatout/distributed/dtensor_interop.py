@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -65,19 +66,15 @@ class DTensorInterop:
     def whole(self, tensor: Tensor) -> Any:
         """The whole tensor on every rank; a Parameter of a Parameter.
 
-        Its gradient is averaged over ranks and sharded.
-        """
+        Its gradient is averaged over ranks and sharded."""
         from torch.distributed.tensor import Partial
 
         torch = self.torch
         with self.no_dispatch():
             if not torch.is_grad_enabled() or not tensor.requires_grad:
                 whole = tensor.detach().full_tensor()
-                return (
-                    torch.nn.Parameter(whole, tensor.requires_grad)
-                    if getattr(tensor, "_is_param", False)
-                    else whole
-                )
+                is_parameter = getattr(tensor, "_is_param", False)
+                return torch.nn.Parameter(whole, tensor.requires_grad) if is_parameter else whole
             whole = tensor.full_tensor(grad_placements=[Partial()] * tensor.device_mesh.ndim)
         whole.register_hook(lambda gradient: gradient / self.world)
         return whole
@@ -127,31 +124,23 @@ class DTensorInterop:
     def _call_single(
         self, func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        has_plain, in_place = (
-            self._has_plain(args, kwargs),
-            name in IN_PLACE or (name.endswith("_") and not name.endswith("__")),
-        )
+        from torch.utils._pytree import tree_leaves, tree_map_only
+
+        has_plain = any(map(self._is_plain, tree_leaves((args, kwargs))))
+        in_place = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
         if in_place and has_plain and args and self.is_sharded(args[0]):
-            like = args[0]
-            args, kwargs = self._map_tensors(
-                args,
-                kwargs,
-                lambda t: self.part_of(t, like) if self._is_plain(t) and t.shape == like.shape else t,
-            )
+            cut = partial(self._part_if_whole, like=args[0])
+            args, kwargs = tree_map_only(self.torch.Tensor, cut, (tuple(args), kwargs))
             has_plain = False
         if not has_plain:
             try:
                 with self.no_dispatch():
                     return func(*args, **kwargs)
-            except self.torch.OutOfMemoryError:
-                raise
-            except (
-                RuntimeError,
-                NotImplementedError,
-            ):  # unsupported on shards (a view across them), on every rank alike
-                if in_place:
+            except (RuntimeError, NotImplementedError) as error:
+                # otherwise unsupported on shards (a view across them), on every rank alike
+                if in_place or isinstance(error, self.torch.OutOfMemoryError):
                     raise
-        args, kwargs = self._map_tensors(args, kwargs, lambda t: self.whole(t) if self.is_sharded(t) else t)
+        args, kwargs = tree_map_only(self.torch.Tensor, self._whole_if_sharded, (tuple(args), kwargs))
         with self.no_dispatch():
             return func(*args, **kwargs)
 
@@ -164,54 +153,31 @@ class DTensorInterop:
                 continue
             selected = [self._select(arg, indices, len(first)) for arg in args]
             options = {name: self._select(arg, indices, len(first)) for name, arg in kwargs.items()}
-            if sharded:
-                selected[1:] = [
-                    [
-                        self.part_of(t, like) if self._is_plain(t) and t.shape == like.shape else t
-                        for t, like in zip(arg, selected[0], strict=True)
-                    ]
-                    if isinstance(arg, list)
-                    else arg
-                    for arg in selected[1:]
-                ]
-            else:
-                selected = [
-                    [self.whole(t) if self.is_sharded(t) else t for t in arg]
-                    if isinstance(arg, list)
-                    else arg
-                    for arg in selected
-                ]
+            for position, arg in enumerate(selected):
+                if isinstance(arg, list) and not sharded:
+                    selected[position] = list(map(self._whole_if_sharded, arg))
+                elif isinstance(arg, list) and position:
+                    likes = zip(arg, selected[0], strict=True)
+                    selected[position] = [self._part_if_whole(value, like) for value, like in likes]
             with self.no_dispatch():
                 output = func(*selected, **options)
             results.update(zip(indices, output, strict=True) if output is not None else ())
         return [results[number] for number in range(len(first))] if results else None
 
     @staticmethod
-    def _select(arg: object, indices: list[int], length: int) -> Any:
-        return (
-            [arg[number] for number in indices]
-            if isinstance(arg, (list, tuple)) and len(arg) == length
-            else arg
-        )
+    def _select(arg: Any, indices: list[int], length: int) -> Any:
+        is_row = isinstance(arg, (list, tuple)) and len(arg) == length
+        return [arg[number] for number in indices] if is_row else arg
 
-    def _is_plain(self, value: object) -> bool:
-        return (
-            isinstance(value, self.torch.Tensor)
-            and not self.is_sharded(value)
-            and (value.dim() > 0 or value.requires_grad)
-        )
+    def _is_plain(self, value: Any) -> bool:
+        is_plain = isinstance(value, self.torch.Tensor) and not self.is_sharded(value)
+        return is_plain and (value.dim() > 0 or value.requires_grad)
 
-    def _has_plain(self, args: object, kwargs: object) -> bool:
-        from torch.utils._pytree import tree_leaves
+    def _whole_if_sharded(self, value: Any) -> Any:
+        return self.whole(value) if self.is_sharded(value) else value
 
-        return any(map(self._is_plain, tree_leaves((args, kwargs))))
-
-    def _map_tensors(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Any], Any]
-    ) -> tuple[Any, Any]:
-        from torch.utils._pytree import tree_map_only
-
-        return tree_map_only(self.torch.Tensor, change, (tuple(args), kwargs))
+    def _part_if_whole(self, value: Any, like: DTensor) -> Any:
+        return self.part_of(value, like) if self._is_plain(value) and value.shape == like.shape else value
 
     def _repr(self, tensor: Tensor) -> str:
         with self.torch.no_grad():
@@ -227,7 +193,7 @@ class DTensorInterop:
         """``weight[where] = value``: torch would write to a copy of the other ranks' rows."""
         with self.torch.no_grad():
             whole = self.whole(tensor).detach()
-            whole[index] = self.whole(value) if self.is_sharded(value) else value
+            whole[index] = self._whole_if_sharded(value)
             with self.no_dispatch():
                 tensor.copy_(self.part_of(whole, tensor))
 

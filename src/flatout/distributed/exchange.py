@@ -49,8 +49,7 @@ CommHook = tuple[Any, Callable[[Any, Any], Any]]  # the state and the function t
 class Transport:
     """``kind`` is a name of the table above; ``rank`` and ``after`` belong to PowerSGD.
 
-    ``bucket_bytes``: None for one bucket of each dtype.
-    """
+    ``bucket_bytes``: None for one bucket of each dtype."""
 
     kind: str = "plain"
     rank: int = POWERSGD_RANK
@@ -65,8 +64,7 @@ class Transport:
     def hook(self, group: object = None) -> CommHook:
         """A hook with a state of its own, for a group of ranks (None: all).
 
-        Raises LookupError for PowerSGD without NumPy.
-        """
+        Raises LookupError for PowerSGD without NumPy."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
         if self.kind != "powersgd":
@@ -89,8 +87,7 @@ class Transport:
 def powersgd_blocking(state: Any, bucket: Any) -> Any:
     """torch's PowerSGD, which starts its second collective on a thread of the backend.
 
-    With several buckets under way, gloo would start them in another order on each rank, and wait forever.
-    """
+    With several buckets under way, gloo would start them in another order on each rank, and wait forever."""
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
     future = powerSGD_hook.powerSGD_hook(state, bucket)
@@ -118,8 +115,7 @@ class Traffic:
     """What one exchange passed to the backend on this rank.
 
     How often a byte crosses a link depends on the backend: a ring sends each byte nearly twice.
-    ``left_early``: of the ``buckets``, those that left during the backward pass.
-    """
+    ``left_early``: of the ``buckets``, those that left during the backward pass."""
 
     sent_bytes: int = 0
     buckets: int = 0
@@ -191,8 +187,7 @@ def bytes_of(hook: CommHook, flat: Tensor) -> int:
 class Exchange:
     """``parameters`` are in the same order on every rank.
 
-    ``by_optimizer``: each backward pass touches only some of them.
-    """
+    ``by_optimizer``: each backward pass touches only some of them."""
 
     def __init__(
         self,
@@ -263,8 +258,7 @@ class Exchange:
     def average(self, values: Sequence[Any]) -> list[Any]:
         """Average gradients in place, and scalar tensors, which are returned in float32 or better.
 
-        Raises CannotExchange.
-        """
+        Raises CannotExchange."""
         left_early = len(self.sender)
         numbers = self._updated_buckets() if self.by_optimizer else list(range(len(self.buckets)))
         for number in numbers[left_early:]:
@@ -315,8 +309,7 @@ def buckets_of(parameters: Sequence[Any], max_bytes: int | None) -> list[list[in
     """Group parameters into buckets of one dtype and device, of about ``max_bytes`` each.
 
     The last layers come first. With ``most_bytes=None`` there is one bucket per dtype and device. Returns
-    indices.
-    """
+    indices."""
     buckets: list[list[int]] = []
     open_buckets: dict[tuple[Any, Any], tuple[list[int], int]] = {}
     for index in reversed(range(len(parameters))):

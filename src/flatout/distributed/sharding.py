@@ -43,8 +43,7 @@ SHARDING_MODULE = "flatout.distributed.sharding"
 class Formats:
     """Patches the functions that depend on the format of a model.
 
-    ``sharding`` knows which weights are sharded.
-    """
+    ``sharding`` knows which weights are sharded."""
 
     def __init__(self, torch: ModuleType, sharding: Any, ledger: Ledger) -> None:
         self.torch, self.sharding, self.interop = torch, sharding, sharding.interop
@@ -152,11 +151,8 @@ class Formats:
 
     def _without_ranks(self, attributes: dict[str, Any]) -> dict[str, Any]:
         """The state for pickling or copying a module, without the additions of FSDP2 and flatout."""
-        state = {
-            name: value
-            for name, value in attributes.items()
-            if not name.startswith(STATE_PREFIX) and name not in FSDP_ATTRIBUTES
-        }
+        names = [n for n in attributes if not n.startswith(STATE_PREFIX) and n not in FSDP_ATTRIBUTES]
+        state = {name: attributes[name] for name in names}
         found: dict[str, Any] = self.sharding.context.without_hooks(state, _is_flatouts)
         return found
 
@@ -184,8 +180,7 @@ MIN_NODE_RANKS = 2  # ranks on a machine, to shard weights inside it
 class Sharding:
     """``over``: shard over the ranks of each machine, with replicas across machines, or over all ranks.
 
-    ``blocks_of(module)`` returns its repeated blocks.
-    """
+    ``blocks_of(module)`` returns its repeated blocks."""
 
     def __init__(
         self,
@@ -213,8 +208,7 @@ class Sharding:
     def shard(self, root: Module) -> None:
         """Shard the weights of a module. Raises CannotParallelize.
 
-        The other ranks are at the same point with equal weights.
-        """
+        The other ranks are at the same point with equal weights."""
         if all(map(self.holds, root.parameters())):
             return
         self._reject(root)
@@ -285,23 +279,20 @@ class Sharding:
             states = list(optimizer.state.items())
             optimizer.state.clear()  # keep the order
             for p, state in states:
-                sharded = pairs[id(p)][1] if id(p) in pairs else None
-                optimizer.state[p if sharded is None else sharded] = (
-                    state if sharded is None else self.part_of_state(state, sharded)
-                )
+                if id(p) in pairs:
+                    sharded = pairs[id(p)][1]
+                    optimizer.state[sharded] = self.part_of_state(state, sharded)
+                else:
+                    optimizer.state[p] = state
 
     def part_of_state(self, state: dict[str, Any], sharded: DTensor) -> dict[str, Any]:
         """The optimizer state of a weight, sharded like it; values of another shape stay whole."""
-        tensor = self.torch.Tensor
-        return {
-            name: self.interop.part_of(value, sharded)
-            if isinstance(value, tensor)
-            and value.dim()
-            and value.shape == sharded.shape
-            and not self.holds(value)
-            else value
-            for name, value in state.items()
-        }
+
+        def part(value: Any) -> Any:
+            is_whole = isinstance(value, self.torch.Tensor) and value.dim() and value.shape == sharded.shape
+            return self.interop.part_of(value, sharded) if is_whole and not self.holds(value) else value
+
+        return {name: part(value) for name, value in state.items()}
 
     # -- what to shard, and over which ranks
 
@@ -333,17 +324,14 @@ class Sharding:
     def _mesh(self, device_type: str) -> Any:
         from torch.distributed.device_mesh import DeviceMesh
 
-        env, ranks = self.env, self.torch.arange(self.env.world_size)
-        if (
-            self.over == ALL
-            or env.local_world_size >= env.world_size
-            or env.local_world_size < MIN_NODE_RANKS
-            or env.world_size % env.local_world_size
-        ):
-            return DeviceMesh(device_type, ranks, mesh_dim_names=("shard",))
-        return DeviceMesh(
-            device_type, ranks.view(-1, env.local_world_size), mesh_dim_names=("replicate", "shard")
+        ranks, world, local = (
+            self.torch.arange(self.env.world_size),
+            self.env.world_size,
+            self.env.local_world_size,
         )
+        if self.over == ALL or not MIN_NODE_RANKS <= local < world or world % local:
+            return DeviceMesh(device_type, ranks, mesh_dim_names=("shard",))
+        return DeviceMesh(device_type, ranks.view(-1, local), mesh_dim_names=("replicate", "shard"))
 
     @staticmethod
     def _state(module: Module) -> Any:
@@ -354,15 +342,11 @@ class Sharding:
     def _groups(self, module: Module) -> list[Any]:
         """Groups of weights that are gathered together.
 
-        The attribute is named differently if FSDP2 has one per module.
-        """
+        The attribute is named differently if FSDP2 has one per module."""
         state = self._state(module)
         groups = getattr(state, "_fsdp_param_groups", None)
-        return (
-            list(groups)
-            if groups is not None
-            else [group for group in [getattr(state, "_fsdp_param_group", None)] if group is not None]
-        )
+        group = getattr(state, "_fsdp_param_group", None)
+        return list(groups or ([] if group is None else [group]))
 
     def groups_in(self, module: Module) -> Iterator[Any]:
         for part in module.modules():
@@ -380,16 +364,12 @@ class Sharding:
                 for parameter in group.fsdp_params
                 for owner in (parameter._module_info.module, *parameter._module_info.shared_modules)
             }.values()
+            state = self._state(module)
             for owner in holders:
                 if owner is not module:
-                    self._hooks.append(
-                        owner.register_forward_pre_hook(
-                            self._before_layer(self._state(module), groups), with_kwargs=True
-                        )
-                    )
-                    self._hooks.append(
-                        owner.register_forward_hook(self._after_layer(self._state(module)), always_call=True)
-                    )
+                    before, after = self._before_layer(state, groups), self._after_layer(state)
+                    self._hooks.append(owner.register_forward_pre_hook(before, with_kwargs=True))
+                    self._hooks.append(owner.register_forward_hook(after, always_call=True))
 
     def _before_layer(self, state: Any, groups: list[Any]) -> Any:
         def pre_hook(module: Module, args: object, kwargs: object) -> Any:
@@ -412,8 +392,7 @@ class Sharding:
     def _clone_views(self, module: Module, args: object, output: object) -> Any:
         """Clone output views. FSDP2 detects the backward pass by a hook on a module's output.
 
-        A view loses the hook when a script changes it in place.
-        """
+        A view loses the hook when a script changes it in place."""
         from torch.utils._pytree import tree_map_only
 
         return tree_map_only(

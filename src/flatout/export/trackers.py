@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from flatout.measure.clock import seconds, sleep
-from flatout.schema.run_summary import EXPORT_FAILED, LIVE_FIGURES, RunSummary
+from flatout.schema.run_request import EXPORT_FAILED, LIVE_FIGURES, RunSummary
 
 PORT = 9464
 PREFIX = "flatout"

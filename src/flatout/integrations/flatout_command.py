@@ -1,7 +1,5 @@
 """Runs the `flatout` command in a process of its own, with the interpreter of this one."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

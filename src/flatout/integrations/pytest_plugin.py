@@ -8,8 +8,6 @@
 the standard library.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -63,8 +61,7 @@ def flatout_compare(request: pytest.FixtureRequest) -> Callable[[str | Sequence[
     """``flatout_compare(command)`` compares a command with the baseline of this test, within the marker's limits.
 
     It returns the record of the comparison (compare.json) as a dictionary. The command runs in pytest's root
-    folder.
-    """
+    folder."""
     return _Comparison(request).run
 
 
@@ -116,8 +113,7 @@ class _Comparison:
     def _record(self, options: Sequence[str], words: Sequence[str]) -> dict[str, Any]:
         """Run `flatout compare` and return its record.
 
-        The test is skipped without a baseline, and fails if there is no record for another reason.
-        """
+        The test is skipped without a baseline, and fails if there is no record for another reason."""
         from flatout.integrations.flatout_command import run_flatout
         from flatout.schema.errors import NoBaseline
 

@@ -25,7 +25,8 @@ from typing import Any
 
 from flatout.job.temporary import leftover_folders, owned_path, remove
 from flatout.job.trust import distrusted, user_cache
-from flatout.schema.errors import StorageError
+from flatout.schema.errors import PlanError, StorageError
+from flatout.schema.plan import MAX_PLAN_BYTES, Plan
 
 FOLDER = ".flatout"  # in the working directory; holds the folders of jobs, and a .gitignore of its own
 MAX_RECORD_BYTES = 1 << 26  # the largest so far had 3 MB
@@ -38,8 +39,7 @@ _locked: set[str] = set()  # folders that this process has locked until its end
 def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically: temporary file, fsync, rename.
 
-    A reader sees the old or the new file, never a part. Its mode is what the umask gives.
-    """
+    A reader sees the old or the new file, never a part. Its mode is what the umask gives."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.parent / f".{path.name}.{os.urandom(4).hex()}"
@@ -67,8 +67,7 @@ def read_text(path: Path, max_bytes: int = MAX_RECORD_BYTES) -> str:
     """Return the text of a regular file.
 
     Raises OSError, also for a pipe, a device or a file above ``max_bytes``, and ValueError if it is not
-    UTF-8.
-    """
+    UTF-8."""
     # Does not block on a pipe without a writer
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
     with os.fdopen(handle, "rb") as file:
@@ -95,8 +94,7 @@ def count_json_values(text: bytes | bytearray) -> int:
 def json_lines(path: Path) -> list[dict[str, Any]]:
     """Return the JSON objects of a file with one per line, or [] without a file.
 
-    Incomplete lines are skipped.
-    """
+    Incomplete lines are skipped."""
     objects = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         try:
@@ -119,8 +117,7 @@ def _sweep(trials: Path) -> None:
 def flatout_folder(name: str = "") -> Path:
     """Return `.flatout/<name>`, or its stand-in in the user's cache if this folder cannot be written.
 
-    It is the same at each start, so that `run` finds the plan of `tune`, and `--resume` its checkpoints.
-    """
+    It is the same at each start, so that `run` finds the plan of `tune`, and `--resume` its checkpoints."""
     local = Path(FOLDER, name)
     existing = next((path for path in (local, *local.parents) if os.path.lexists(path)), Path())
     writable = existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)
@@ -171,8 +168,7 @@ class JobFolder:
         """Let no other process measure in this folder until this one ends, however it ends.
 
         Raises StorageError if another does. The kernel forgets the lock with its process, and its children do
-        not inherit it.
-        """
+        not inherit it."""
         path = self.path / "lock"
         if (name := os.path.realpath(path)) in _locked:
             return
@@ -222,3 +218,59 @@ class TrialFolder:
     def files(self) -> Path:
         """Return the folder for what a trial started by this process writes, instead of the user's folders."""
         return owned_path(self.path)
+
+
+# Claims: files by which one of several processes takes a task that only one may have.
+
+# Tasks of a run: report what was applied; show the summary; write checkpoints; record for exact resume.
+REPORT, SUMMARY, CHECKPOINTS, RECORDING = ".reported", ".summary", ".kept", ".exactly"
+
+
+def claim(path: str) -> bool:
+    """Take a task. Return whether this process is the first that does."""
+    try:
+        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    except OSError:
+        return False
+    try:
+        os.write(handle, str(os.getpid()).encode())
+    except OSError:
+        pass  # a full disk; the process stays first
+    os.close(handle)
+    return True
+
+
+def claim_or_take_over(path: str) -> bool:
+    """Take a task, also from a process that has ended."""
+    return claim(path) or (_owner_has_ended(path) and claim(path))
+
+
+def _owner_has_ended(path: str) -> bool:
+    """Whether the process that made a claim is dead; then the claim is void."""
+    try:
+        with open(path, encoding="ascii") as file:
+            owner = int(file.read())
+        if os.path.exists(f"/proc/{owner}") or not os.path.isdir("/proc/self"):
+            return False
+        os.unlink(path)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def read_plan(path: Path) -> Plan:
+    """Return the Plan of a file. Raises PlanError if the file is missing or invalid."""
+    try:
+        if path.exists() and not path.is_file():  # a device or a pipe may have no end
+            raise PlanError(f"{path} is not a file. To create a plan, run `flatout tune COMMAND...`.")
+        if path.stat().st_size > MAX_PLAN_BYTES:
+            raise PlanError(
+                f"{path} has {path.stat().st_size:,} bytes; a plan is never that large. Is it the right file?"
+            )
+        return Plan.from_toml(read_text(path, MAX_PLAN_BYTES), str(path))
+    except FileNotFoundError:
+        raise PlanError(
+            f"there is no plan {str(path)!r}. To create one, run `flatout tune COMMAND...`."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise PlanError(f"{path} cannot be read as a plan: {error}.") from None

@@ -11,8 +11,6 @@ Writing a number takes a tenth of a microsecond, reads no clock and makes no sys
 steps (`agent.heartbeat`). Checkpoints report themselves, at no cost without a monitor.
 """
 
-from __future__ import annotations
-
 import os
 from array import array
 from collections.abc import Callable
@@ -45,8 +43,7 @@ class Slot:
 class HeartbeatPage:
     """The page of this process.
 
-    ``slots``: the slots. If the page cannot be mapped, they stay in private memory.
-    """
+    ``slots``: the slots. If the page cannot be mapped, they stay in private memory."""
 
     def __init__(self, folder: str) -> None:
         self.folder, self.pid = folder, os.getpid()
@@ -78,8 +75,7 @@ class HeartbeatPage:
 class RemoteHeartbeat:
     """The page of another process.
 
-    Raises OSError if it is missing, and ValueError if it is not complete yet.
-    """
+    Raises OSError if it is missing, and ValueError if it is not complete yet."""
 
     def __init__(self, path: str) -> None:
         import mmap
@@ -121,8 +117,7 @@ _exact_resume = False
 def set_exact_resume(exact: bool = True) -> None:
     """Set whether flatout resumes this program from its own checkpoints.
 
-    Then the program's own checkpoints do not count.
-    """
+    Then the program's own checkpoints do not count."""
     global _exact_resume
     _exact_resume = exact
     if not exact and _page is not None:
@@ -147,8 +142,7 @@ def resumes_by_itself(path: str | os.PathLike[str]) -> None:
 def checkpoint_written(step: int | None = None) -> None:
     """Report a complete checkpoint from which this program can resume.
 
-    ``step`` is its number of steps, if known.
-    """
+    ``step`` is its number of steps, if known."""
     if _page is not None and not (_exact_resume and step is None):
         slots = _page.slots
         slots[Slot.STEPS_AT_CHECKPOINT] = slots[Slot.STEPS]

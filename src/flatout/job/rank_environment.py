@@ -6,8 +6,6 @@ FLATOUT_RENDEZVOUS    rendezvous of the ranks: ``file:///folder/rendezvous`` (a 
                    The server may outlive a restart of the ranks, so each round has its own keys
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -56,8 +54,7 @@ RANK_PREFIXES = ("TORCHELASTIC_", "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_")
 class RankEnvironment:
     """A rank among ``world_size`` ranks.
 
-    On its machine it is ``local_rank`` among ``local_world_size`` ranks.
-    """
+    On its machine it is ``local_rank`` among ``local_world_size`` ranks."""
 
     rank: int
     local_rank: int

@@ -84,8 +84,7 @@ def sweep() -> None:
     """Remove the folders of this user whose processes have ended, once per process. It never raises.
 
     A folder that a living process names in its environment stays: a program may outlive the process that flatout
-    became, for example below a shell that has ended.
-    """
+    became, for example below a shell that has ended."""
     with suppress(OSError):
         roots = {Path(tempfile.gettempdir()), Path(MEMORY_FOLDER)}
         leftovers = [path for root in roots for path in leftover_folders(root)]

@@ -22,8 +22,7 @@ def distrusted(path: Path | str, owner_of: Path | None = None, group: bool = Fal
 
     The result is "" if it is trusted or missing. The owner of the path ``owner_of``
     (for example, the script) is trusted too, because that user already controls what runs. With ``group``, write permission of a
-    group is not trusted either, except for the user's own group.
-    """
+    group is not trusted either, except for the user's own group."""
     try:
         stats = os.stat(path)
     except OSError:
@@ -50,8 +49,7 @@ def file_digest(path: Path | str, max_bytes: float = math.inf) -> str:
 def private_folder(path: Path) -> Path:
     """Return a folder that only this user owns, created if missing.
 
-    Raises StorageError if it belongs to somebody else or cannot be created.
-    """
+    Raises StorageError if it belongs to somebody else or cannot be created."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -75,8 +73,7 @@ def private_folder(path: Path) -> Path:
 def user_cache(name: str, environment: Mapping[str, str]) -> Path:
     """Return flatout's folder ``name`` in the user's cache; without a writable home, below TMPDIR.
 
-    Raises StorageError.
-    """
+    Raises StorageError."""
     try:
         return private_folder(
             Path(environment.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "flatout", name)
@@ -103,8 +100,7 @@ def _user_name(user: int) -> str:
 def _own_group(group: int) -> bool:
     """Return whether this is the user's own group.
 
-    Many systems give each user a private group of the same name.
-    """
+    Many systems give each user a private group of the same name."""
     try:
         return grp.getgrgid(group).gr_name == pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:

@@ -1,7 +1,5 @@
 """Parse the command after `flatout run`: its program, its script, and Python options that disable flatout."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import select
@@ -13,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from flatout.job.interpreter import program_python
-from flatout.job.secrets import masked, portable
+from flatout.job.sanitize import masked, portable
 from flatout.job.temporary import owner
 from flatout.job.trust import file_digest
 from flatout.launch.environment import ENTERED, SITE
@@ -145,11 +143,8 @@ def _parse(typed: Sequence[str], cwd: Path) -> Command:
         must_exist(cwd / first)
         return Command(tuple(typed), (program_python(), *typed), Path(first))
     if not shutil.which(first):
-        problem = (
-            f"{first!r} is a folder"
-            if (cwd / first).is_dir()
-            else f"there is no program {first!r} on the PATH"
-        )
+        is_folder = (cwd / first).is_dir()
+        problem = f"{first!r} is a folder" if is_folder else f"there is no program {first!r} on the PATH"
         raise ProgramNotFound(
             f"{problem}.{_suggestion(cwd / first)} Give a script (train.py) or a command (python train.py)."
         )
@@ -191,11 +186,8 @@ def must_exist(script: Path) -> None:
     if script.is_dir() and (script / "__main__.py").is_file():
         return
     if not script.is_file():
-        problem = (
-            f"{str(script)!r} is a folder"
-            if script.is_dir()
-            else f"there is no script {str(script)!r} in {os.getcwd()}"
-        )
+        name = repr(str(script))
+        problem = f"{name} is a folder" if script.is_dir() else f"there is no script {name} in {os.getcwd()}"
         raise ProgramNotFound(
             f"{problem}.{_suggestion(script)} Check the path, or change to the script's folder."
         )
@@ -226,12 +218,10 @@ def _suggestion(missing: Path) -> str:
         matches = get_close_matches("train.py", scripts, 1) or scripts[:1]
     else:
         matches = get_close_matches(missing.name, [*scripts, "python", "torchrun"], 1)
-    suggestion = next(iter(matches), "")
-    return (
-        f" Did you mean `{shlex.quote(str(folder / suggestion) if suggestion in scripts else suggestion)}`?"
-        if suggestion
-        else ""
-    )
+    if not matches:
+        return ""
+    suggestion = str(folder / matches[0]) if matches[0] in scripts else matches[0]
+    return f" Did you mean `{shlex.quote(suggestion)}`?"
 
 
 # Watches whether flatout enters a program, and says why if it does not.
@@ -240,10 +230,8 @@ def _suggestion(missing: Path) -> str:
 # reports its process in the file FLATOUT_ENTERED. A Python process that is not reported, and starts no other
 # Python process, shows in its arguments and its environment what disables the hook.
 
-KNOWN_CAUSE_S, UNKNOWN_CAUSE_S = (
-    3.0,
-    9.0,
-)  # how long a Python process may take to report: with, and without a known cause
+# how long a Python process may take to report: with, and without a known cause
+KNOWN_CAUSE_S, UNKNOWN_CAUSE_S = (3.0, 9.0)
 SCAN_S = 0.5  # looking through the process table takes milliseconds
 POLL_S = 0.02
 MAX_REPORT_BYTES = 1 << 16

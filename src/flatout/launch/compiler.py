@@ -1,61 +1,14 @@
-"""Compilers and child processes for kernel checks: a C++ compiler for the CUDA emulator, limits."""
+"""The C++ compiler that builds kernels for the CUDA emulator."""
 
-from __future__ import annotations
-
-import os
 import shutil
-import signal
 import subprocess
-import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 COMPILERS = ("g++", "c++", "clang++")
 KERNELS_FOLDER = Path(__file__).resolve().parent.parent / "kernels"
 FLAGS = ("-std=c++17", "-O0", "-g0", "-shared", "-fPIC", "-ffp-contract=off", "-w")
 TIMEOUT_S = 120.0
-
-
-@dataclass(frozen=True)
-class ChildResult:
-    """How a child process ended.
-
-    ``signal_name`` is "" unless a signal killed it; ``timed_out``: the limit did."""
-
-    code: int
-    output: str
-    timed_out: bool = False
-
-    @property
-    def signal_name(self) -> str:
-        return signal.Signals(-self.code).name if self.code < 0 else ""
-
-
-def run_child(argv: Sequence[str], environment: Mapping[str, str], limit_s: float) -> ChildResult:
-    """Run a child process, and kill its group after ``limit_s`` seconds. Keeps the end of its output."""
-    with tempfile.TemporaryFile() as output:
-        child = subprocess.Popen(
-            list(argv),
-            env=dict(environment),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        timed_out = False
-        try:
-            child.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            timed_out = True
-        finally:
-            try:
-                os.killpg(child.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            child.wait()
-        output.seek(max(output.seek(0, os.SEEK_END) - 8000, 0))
-        return ChildResult(child.returncode, output.read().decode(errors="replace"), timed_out)
 
 
 def cpp_compiler() -> str | None:
@@ -85,12 +38,7 @@ def emulate(source: Path, library: Path, kernels: Sequence[str]) -> str:
         text=True,
         timeout=TIMEOUT_S,
     )
-    return (
-        ""
-        if result.returncode == 0
-        else f"{source.name} does not compile for the emulator: {_first_error(result.stderr)}"
-    )
-
-
-def _first_error(output: str) -> str:
-    return next((line.strip() for line in output.splitlines() if "error" in line), output.strip()[:300])
+    if not result.returncode:
+        return ""
+    errors = [line.strip() for line in result.stderr.splitlines() if "error" in line]
+    return f"{source.name} does not compile for the emulator: {[*errors, result.stderr.strip()[:300]][0]}"

@@ -2,8 +2,6 @@
 
 Works on the order of events; touches no process."""
 
-from __future__ import annotations
-
 import re
 import signal
 from collections.abc import Callable, Sequence
@@ -27,8 +25,7 @@ class RankEvent:
     """An event: ``rank`` is exiting (after an uncaught exception or the end of its program), or has exited.
 
     ``from_rank`` is False if a program that the rank started reports it; that counts only if the rank fails too.
-    ``asked_to_exit``: by the launcher, so the event means nothing.
-    """
+    ``asked_to_exit``: by the launcher, so the event means nothing."""
 
     rank: int
     kind: str
@@ -44,8 +41,7 @@ def first_failed(events: Sequence[RankEvent], lost_another: Callable[[int], bool
     ``lost_another(rank)`` is whether its error is the loss of another rank. Of two exceptions the first
     uncaught one is the cause. A rank that is killed closes its connections before its exit can be observed,
     and one that calls `sys.exit` long before. So every other failure takes precedence over the loss of
-    another rank.
-    """
+    another rank."""
     exits = {event.rank: event for event in events if event.kind == EXITED}
     failures: list[tuple[bool, int, int]] = []
     for position, event in enumerate(events):
@@ -65,11 +61,10 @@ def exit_code(code: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def headline(rank: int, host: str, pid: int, code: int, printed: bool, where: str = "") -> str:
+def headline(rank: int, host: str, pid: int, code: int, printed: bool) -> str:
     """The line that names the failure; ``printed`` is whether output follows it."""
-    return (
-        f"rank {rank} ({host}, process {pid}) failed first{where}, {how_ended(code)}{':' if printed else '.'}"
-    )
+    end = ":" if printed else "."
+    return f"rank {rank} ({host}, process {pid}) failed first, {how_ended(code)}{end}"
 
 
 def how_ended(code: int) -> str:

@@ -4,8 +4,6 @@ A program hangs if none of its processes has shown a sign of life (`job/heartbea
 for each other, so one rank that works clears the others. Each process is then asked for its Python stack.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal
@@ -196,23 +194,18 @@ class ProgramProcesses:
     @property
     def checkpoint_count(self) -> int:
         """The number of checkpoints written after a step; some scripts save at the start."""
-        pages = [process.page for process in self.known.values()]
-        return sum(
-            page[Slot.CHECKPOINTS]
-            for page in pages
-            if page[Slot.STEPS_AT_CHECKPOINT] or page[Slot.CHECKPOINT_STEP]
-        )
+        pages = (process.page for process in self.known.values())
+        after_step = (page for page in pages if page[Slot.STEPS_AT_CHECKPOINT] or page[Slot.CHECKPOINT_STEP])
+        return sum(page[Slot.CHECKPOINTS] for page in after_step)
 
     def newest_checkpoint(self, base: int) -> int:
         """The step of the newest checkpoint of a program that resumed from ``base``; 0 without one."""
-        pages = [process.page for process in self.known.values() if process.page[Slot.CHECKPOINTS]]
-        steps = [
-            page[Slot.CHECKPOINT_STEP] - 1
-            if page[Slot.CHECKPOINT_STEP]
-            else base + page[Slot.STEPS_AT_CHECKPOINT]
-            for page in pages
-            if page[Slot.CHECKPOINT_STEP] or page[Slot.STEPS_AT_CHECKPOINT]
-        ]
+        steps = []
+        for page in (process.page for process in self.known.values()):
+            if page[Slot.CHECKPOINTS] and page[Slot.CHECKPOINT_STEP]:
+                steps.append(page[Slot.CHECKPOINT_STEP] - 1)
+            elif page[Slot.CHECKPOINTS] and page[Slot.STEPS_AT_CHECKPOINT]:
+                steps.append(base + page[Slot.STEPS_AT_CHECKPOINT])
         return max(steps, default=0)
 
     def max_of(self, field: int) -> int:
@@ -283,20 +276,14 @@ class ProgramProcesses:
         )
         if stacks[process.pid].visits(WAITS_FOR_DATA):
             children = _children(process.pid)
-            workers = [other for other in alive if other.pid in children]
-            not_responding = [
-                worker
-                for worker in workers
-                if not stacks[worker.pid].frames or stacks[worker.pid].visits(FETCHING)
-            ]
-            if not_responding:
-                hung = not_responding[0]
-                subject = f"loader worker (process {hung.pid}) of {process.title} has returned no batch"
-        waits = (
-            f"; {waiting_count} other{'s wait' if waiting_count > 1 else ' waits'} for it"
-            if waiting_count
-            else ""
-        )
+            for worker in alive:
+                stack = stacks[worker.pid]
+                if worker.pid in children and (not stack.frames or stack.visits(FETCHING)):
+                    hung = worker
+                    subject = f"loader worker (process {hung.pid}) of {process.title} has returned no batch"
+                    break
+        waits = f"; {waiting_count} other{'s wait' if waiting_count > 1 else ' waits'} for it"
+        waits = waits if waiting_count else ""
         stack = stacks[hung.pid]
         lines = stack.shown
         if not stack.frames and (names := _children(hung.pid)):
@@ -305,14 +292,8 @@ class ProgramProcesses:
             f"{subject} for {silent_s:.0f} s (after step {process.page[Slot.STEPS]}){waits}. "
             f"{'It' if hung is process else 'The worker'} {STATES.get(hung.status, hung.status or 'is gone')}: {stack.text}"
         )
-        user_frame = stack.user_frame
-        return ProcessEvent(
-            "hung",
-            message,
-            process.page[Slot.STEPS],
-            user_frame.text if user_frame is not None else stack.text,
-            lines,
-        )
+        place = stack.user_frame.text if stack.user_frame is not None else stack.text
+        return ProcessEvent("hung", message, process.page[Slot.STEPS], place, lines)
 
 
 def _furthest_behind(group: Sequence[ProgramProcess], stacks: dict[int, Stack]) -> list[ProgramProcess]:

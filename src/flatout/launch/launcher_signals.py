@@ -16,13 +16,11 @@ from dataclasses import dataclass
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-KEYBOARD_SIGNALS = (
-    signal.SIGINT,
-    signal.SIGTSTP,
-)  # SIGHUP comes from the kernel too, but only to the session leader
-SI_KERNEL = 0x80  # SI_KERNEL; sigaction(2)
+# SIGHUP comes from the kernel too, but only to the session leader
+KEYBOARD_SIGNALS = (signal.SIGINT, signal.SIGTSTP)
+SI_KERNEL = 0x80  # sigaction(2)
 SIGSET_BYTES = 128
-SFD_CLOEXEC, SFD_NONBLOCK = 0o2000000, 0o4000  # SFD_CLOEXEC, SFD_NONBLOCK; signalfd(2)
+SFD_CLOEXEC, SFD_NONBLOCK = 0o2000000, 0o4000  # signalfd(2)
 INFO_BYTES = 128
 
 
@@ -38,9 +36,8 @@ class LauncherSignals:
     """A context in which signals queue in ``descriptor`` until they are taken. Linux only."""
 
     def __init__(self) -> None:
-        ignored = {
-            number for number in FORWARDED if signal.getsignal(number) is signal.SIG_IGN
-        }  # set by nohup, and for background jobs of scripts
+        # set by nohup, and for background jobs of scripts
+        ignored = {number for number in FORWARDED if signal.getsignal(number) is signal.SIG_IGN}
         self.observed = {*FORWARDED, signal.SIGTSTP, signal.SIGCHLD} - ignored
         self.descriptor = -1
         self._old_mask: set[signal.Signals] = set()

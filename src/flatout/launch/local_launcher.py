@@ -11,8 +11,6 @@ at its ranks every 0.1 s, so the loss of another rank may count as the first fai
 its own: Ctrl-Z stops only torchrun. SIGUSR1 and SIGKILL end torchrun, and its ranks run on.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import select
@@ -24,11 +22,10 @@ from flatout.job.streams import open_closed_streams
 from flatout.job.temporary import remove, temporary
 from flatout.launch.command import Command, parse_command
 from flatout.launch.environment import OFFLINE_TRACKERS, with_crash_reports
-from flatout.launch.event_fifo import EventFifo
 from flatout.launch.failure import end_of_output, exit_code, first_failed, headline
 from flatout.launch.launcher_signals import LauncherSignals, exit_by_signal, in_foreground
 from flatout.launch.rank import Rank, check_devices, cuda_devices, rank_environment
-from flatout.launch.rank_monitor import RankMonitor
+from flatout.launch.rank_monitor import EventFifo, RankMonitor
 from flatout.launch.reaper import Reaper, end_members
 from flatout.schema.errors import FlatoutError, UsageError
 
@@ -45,8 +42,7 @@ class LocalLauncher:
 
     ``devices`` has one CUDA device per rank, or is None. ``cores`` are shared between the ranks, unless a
     number of threads is set. After ``run``, ``failed`` is the rank that failed first, and ``stop_signal`` is the
-    signal by which the user ended the launch; None if there is none.
-    """
+    signal by which the user ended the launch; None if there is none."""
 
     def __init__(
         self,
@@ -74,8 +70,7 @@ class LocalLauncher:
         """Run until the last rank has exited. Return 0, or the exit code as in a shell.
 
         Raises ProgramNotFound, StorageError. Call it from the main thread: the kernel kills the ranks when
-        the thread that started them ends.
-        """
+        the thread that started them ends."""
         self.folder = temporary("launch")
         self._event_fifo = EventFifo(self.folder)
         with LauncherSignals() as signals:
@@ -102,12 +97,9 @@ class LocalLauncher:
                     remove(self.folder)
 
     def _start(self, signals: LauncherSignals, own_groups: bool) -> None:
+        argv, unblock = self.command.argv, signals.restore_mask
         for number in range(self.procs):
-            self.ranks.append(
-                Rank(
-                    number, self.command.argv, self._environment_of(number), own_groups, signals.restore_mask
-                )
-            )
+            self.ranks.append(Rank(number, argv, self._environment_of(number), own_groups, unblock))
         for rank in self.ranks:
             rank.start_log(self.folder)
 
@@ -122,10 +114,8 @@ class LocalLauncher:
     # -- the end
 
     def _exit_code(self, monitor: RankMonitor) -> int:
-        codes = [
-            -signal.SIGKILL if rank.process.returncode is None else rank.process.returncode
-            for rank in self.ranks
-        ]
+        exits = (rank.process.returncode for rank in self.ranks)
+        codes = [-signal.SIGKILL if code is None else code for code in exits]
         if not any(codes):
             return 0
         end_members(str(self.folder))
@@ -146,10 +136,8 @@ class LocalLauncher:
     def _report(self, first: int, code: int, traceback: str) -> None:
         printed = [rank.output(OUTPUT_S) for rank in self.ranks]
         text = end_of_output(traceback, printed[first]) if first else ""  # rank 0 has printed it itself
-        self.report(
-            "flatout: "
-            + headline(first, os.uname().nodename, self.ranks[first].process.pid, code, bool(text))
-        )
+        host, pid = os.uname().nodename, self.ranks[first].process.pid
+        self.report(f"flatout: {headline(first, host, pid, code, bool(text))}")
         if text:
             self.report(text)
         if self.procs > 1:
@@ -160,17 +148,8 @@ class LocalLauncher:
 
 def launcher_of(command: Command, procs: int, gpus: bool = False, cores: int | None = None) -> Command:
     """The command that starts ``command`` as ranks, for a trial, which runs a single program."""
-    options = ("--cores", str(cores)) if cores else ()
-    words = (
-        sys.executable,
-        "-m",
-        "flatout.launch.local_launcher",
-        "--gpus" if gpus else "--procs",
-        str(procs),
-        *options,
-        "--",
-        *command.argv,
-    )
+    options = ["--gpus" if gpus else "--procs", str(procs), *(["--cores", str(cores)] if cores else ())]
+    words = (sys.executable, "-m", "flatout.launch.local_launcher", *options, "--", *command.argv)
     return Command(command.typed, words, command.script, command.module, command.disabled_by)
 
 
@@ -190,18 +169,12 @@ def main(words: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="-- COMMAND")
     arguments = parser.parse_args(words)
-    procs = arguments.procs if arguments.gpus is None else arguments.gpus
+    typed, procs, devices = arguments.command, arguments.procs, None
     try:
-        command = parse_command(
-            arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
-        )
-        local_launcher = LocalLauncher(
-            command,
-            procs,
-            os.environ,
-            None if arguments.gpus is None else cuda_devices(os.environ, procs),
-            arguments.cores,
-        )
+        command = parse_command(typed[1:] if typed[:1] == ["--"] else typed)
+        if arguments.gpus is not None:
+            procs, devices = arguments.gpus, cuda_devices(os.environ, arguments.gpus)
+        local_launcher = LocalLauncher(command, procs, os.environ, devices, arguments.cores)
         code = local_launcher.run()
     except FlatoutError as error:
         print_stderr(f"flatout: {error}")

@@ -1,7 +1,5 @@
 """A program in its own process group: start it, log its output, stop, continue and end the whole group."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import pty
@@ -169,8 +167,8 @@ class ProgramRun:
         folder: Path | None = None,
     ) -> None:
         self._terminal, slave = pty_at_eof()
-        out_read, out_write = self._output(show and sys.stdout.isatty())
-        err_read, err_write = self._output(show and sys.stderr.isatty())
+        out_read, out_write = (pty.openpty if show and sys.stdout.isatty() else os.pipe)()
+        err_read, err_write = (pty.openpty if show and sys.stderr.isatty() else os.pipe)()
         try:
             self.process = subprocess.Popen(
                 list(argv),
@@ -192,13 +190,6 @@ class ProgramRun:
         self.stopped = False
         self._groups: set[int] | None = None
 
-    @staticmethod
-    def _output(terminal: bool) -> tuple[int, int]:
-        if not terminal:
-            return os.pipe()
-        master, slave = pty.openpty()
-        return master, slave
-
     @property
     def exit_code(self) -> int | None:
         return self.process.poll()
@@ -206,8 +197,7 @@ class ProgramRun:
     def stop(self, rescan: bool = False) -> None:
         """Stop the whole group, so that no thread or loader worker runs while another program is measured.
 
-        ``rescan`` also finds processes started since the first stop, such as those of a compiler.
-        """
+        ``rescan`` also finds processes started since the first stop, such as those of a compiler."""
         if not self.stopped and self.exit_code is None:
             self._groups = None if rescan else self._groups
             self._signal(signal.SIGSTOP)

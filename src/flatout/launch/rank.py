@@ -1,7 +1,5 @@
 """One rank of a launch on this machine: its process, its output and its crash report."""
 
-from __future__ import annotations
-
 import glob
 import json
 import os
@@ -31,8 +29,7 @@ def rank_environment(
 ) -> dict[str, str]:
     """Return ``environment`` for one of ``procs`` ranks of this machine, which meet at a file in ``folder``.
 
-    ``device`` is the one CUDA device that this rank sees. ``cores`` are shared between the ranks.
-    """
+    ``device`` is the one CUDA device that this rank sees. ``cores`` are shared between the ranks."""
     hidden = launcher_variables(environment)
     variables = {name: value for name, value in environment.items() if name not in hidden}
     variables |= RankEnvironment(rank, rank, procs, procs, f"file://{folder}/rendezvous").environment()
@@ -64,33 +61,22 @@ def cuda_devices(environment: Mapping[str, str], procs: int) -> list[str]:
     UsageError."""
     listed = environment.get(DEVICES)
     gpu_count = _gpus()
-    devices = (
-        _listed(listed, gpu_count) if listed is not None else [str(number) for number in range(gpu_count)]
-    )
+    devices = list(map(str, range(gpu_count))) if listed is None else _listed(listed, gpu_count)
     if len(devices) >= procs:
         return devices[:procs]
+    count = "is one CUDA device" if len(devices) == 1 else f"are {len(devices) or 'no'} CUDA devices"
     where = "on this machine" if listed is None else f"in {DEVICES}={listed!r}"
-    problem = (
-        f"there is one CUDA device {where}"
-        if len(devices) == 1
-        else f"there are {len(devices) or 'no'} CUDA devices {where}"
-    )
-    advice = (
-        f"`--gpus {len(devices)}`"
-        if devices
-        else "`--procs N` runs the ranks on the CPU; `flatout doctor` says why no GPU is available"
-    )
-    raise UsageError(
-        f"{problem}, and {procs} ranks need one each. {advice}{'' if listed is None or not devices else f', or list more in {DEVICES}'}."
-    )
+    advice = "`--procs N` runs the ranks on the CPU; `flatout doctor` says why no GPU is available"
+    if devices:
+        advice = f"`--gpus {len(devices)}`{'' if listed is None else f', or list more in {DEVICES}'}"
+    raise UsageError(f"there {count} {where}, and {procs} ranks need one each. {advice}.")
 
 
 def _listed(text: str, gpu_count: int) -> list[str]:
     """The listed devices. CUDA stops at the first invalid entry: `0,1,-1,2` shows two devices.
 
     Source: CUDA programming guide, environment variables. ``gpu_count`` is the number of GPUs of the machine; 0
-    means unknown, because device files and nvidia-smi may be missing.
-    """
+    means unknown, because device files and nvidia-smi may be missing."""
     devices: list[str] = []
     for entry in (word.strip() for word in text.split(",")):
         if not (entry.isdigit() or entry.startswith(("GPU-", "MIG-"))) or entry in devices:
@@ -124,8 +110,7 @@ class Rank:
     The others get no input. If rank 0 has a terminal, they have one too, at end of file, because some programs
     ask for its size. ``exit_fd`` becomes readable when the rank exits; -1 on kernels without pidfd (Linux <
     5.3), where the rank is polled when any child exits. ``asked_to_exit``: its exit code means nothing.
-    ``killed``: by the launcher.
-    """
+    ``killed``: by the launcher."""
 
     def __init__(
         self,
@@ -188,9 +173,7 @@ class Rank:
             self._drain = Drain(self._output, folder / f"rank{self.number}.log", None)
 
     def output(self, timeout_s: float) -> str:
-        """The head and tail of its output; "" for rank 0.
-
-        A program that it left running may hold it open."""
+        """The head and tail of its output; "" for rank 0. A program that it left running may hold it open."""
         if self._drain is None:
             return ""
         self._drain.join(timeout_s)

@@ -4,14 +4,13 @@ All events come through one epoll, in the order in which they happened: process 
 that failing ranks write to, and signals. So the rank that failed first does not depend on when we wake up.
 """
 
-from __future__ import annotations
-
+import os
 import select
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from flatout.launch.event_fifo import EventFifo
 from flatout.launch.failure import EXITED, EXITING, FAILING, RankEvent
 from flatout.launch.launcher_signals import STOP_SIGNALS, LauncherSignals, ReceivedSignal, stop_self
 from flatout.launch.rank import Rank
@@ -23,13 +22,61 @@ REPEATED_SIGNAL_S = 0.4  # signals within this time count as one: `timeout` send
 STUCK_S = 5.0
 
 
+MAX_PIPE_BYTES = 1 << 16  # what a pipe holds
+
+
+class EventFifo:
+    """A named pipe that ranks (`agent.failure_report`) and our timers write lines to.
+
+    The reader gets all events from one descriptor, in the order in which they were written. Raises OSError if the
+    folder cannot hold a named pipe."""
+
+    def __init__(self, folder: Path) -> None:
+        os.mkfifo(folder / "event_fifo", 0o600)
+        # read-write, so that it never reaches end of file
+        self.descriptor = os.open(folder / "event_fifo", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._timers: list[threading.Timer] = []
+
+    def lines(self) -> list[list[str]]:
+        """The words of each line that has arrived. Call it when the descriptor is readable."""
+        text = os.read(self.descriptor, MAX_PIPE_BYTES).decode(errors="replace")
+        return [line.split() for line in text.splitlines()]
+
+    def start_timer(self, seconds: float, name: str) -> None:
+        """Write ``timer word`` to the FIFO after that time."""
+        timer = threading.Timer(seconds, self._write_timer, [name])
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)
+
+    def _write_timer(self, name: str) -> None:
+        try:
+            os.write(self.descriptor, f"timer {name}\n".encode())
+        except OSError:
+            pass  # the FIFO is closed
+
+    def reset(self) -> None:
+        """Cancel all timers and discard pending events."""
+        for timer in self._timers:
+            timer.cancel()
+            timer.join()  # the number of a closed descriptor may be reused
+        self._timers.clear()
+        try:
+            os.read(self.descriptor, MAX_PIPE_BYTES)
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        self.reset()
+        os.close(self.descriptor)
+
+
 class RankMonitor:
     """The monitor of a launch.
 
     ``events`` are the events of the ranks, in order. ``stop_signal`` is the signal by which the user requested the
     exit, or None. ``shares_group``: the ranks are in our process group, so signals typed at the terminal
-    reach them directly.
-    """
+    reach them directly."""
 
     def __init__(
         self,
@@ -47,9 +94,9 @@ class RankMonitor:
         self._forwarded: set[int] = set()
         self._second_kills = False
         self.poll_interval_s: float | None = None  # how often `poll` is called without events; None: never
-        self._failing = self._ending = self._stuck = (
-            False  # a rank failed; the others were asked to exit; some cannot be killed
-        )
+        self._failing = False  # a rank failed
+        self._ending = False  # the others were asked to exit
+        self._stuck = False  # some cannot be killed
 
     def run(self) -> None:
         exits = {rank.exit_fd: rank for rank in self.ranks if rank.exit_fd >= 0}
@@ -85,13 +132,10 @@ class RankMonitor:
         rank = self.ranks[int(number)]
         from_rank = pid == str(rank.process.pid)
         if word == FAILING or (word == EXITING and from_rank):
-            earlier = [
-                position for position, event in enumerate(self.events) if first and event.kind == FAILING
-            ]  # it failed first, but wrote later
-            self.events.insert(
-                min(earlier, default=len(self.events)),
-                RankEvent(rank.number, word, from_rank=from_rank, asked_to_exit=rank.asked_to_exit),
-            )
+            event = RankEvent(rank.number, word, from_rank=from_rank, asked_to_exit=rank.asked_to_exit)
+            # it failed first, but wrote later
+            later = [index for index, other in enumerate(self.events) if first and other.kind == FAILING]
+            self.events.insert(min(later, default=len(self.events)), event)
         elif word == "reported" and from_rank and not rank.asked_to_exit:
             self._on_failure(rank)
 

@@ -4,8 +4,6 @@ flatout and torch must be installed on the nodes, and the program's folder must 
 (a shared file system). Ray is an extra: pip install flatout[ray].
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -53,11 +51,8 @@ class RayJob:
 def ray_job(argv: Sequence[str], environment: Mapping[str, str]) -> RayJob:
     """Describe a program for a node: its command, and the part of ``environment`` that differs from ours."""
     own_variables = {"PYTHONPATH", "FLATOUT_JOB", "FLATOUT_CRASH_REPORTS", "FLATOUT_FIRST"}
-    extra = {
-        name: value
-        for name, value in environment.items()
-        if os.environ.get(name) != value and name not in own_variables
-    }
+    changed = dict(environment.items() - os.environ.items())
+    extra = {name: value for name, value in changed.items() if name not in own_variables}
     job = environment.get("FLATOUT_JOB")
     return RayJob(tuple(argv), os.getcwd(), extra, Path(job).read_text(encoding="utf-8") if job else None)
 
@@ -186,8 +181,7 @@ def run_ranks(
     """Run the program as several ranks; return 0 if all succeed. ``show`` receives the output of rank 0.
 
     Raises ProgramFailed for the first rank that fails, after ending the others; NodesUnreachable if the cluster is
-    full or loses a node.
-    """
+    full or loses a node."""
     ray = connect(address)
     from ray.util.queue import Queue
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -225,12 +219,8 @@ def run_ranks(
             finished_tasks, pending = ray.wait(pending, num_returns=1, timeout=POLL_S)
             stream()
             for finished in finished_tasks:
-                _check_exit(
-                    ray,
-                    finished,
-                    f"rank {tasks[finished]} on {hosts[node_of_rank[tasks[finished]]]}",
-                    tasks[finished],
-                )
+                rank = tasks[finished]
+                _check_exit(ray, finished, f"rank {rank} on {hosts[node_of_rank[rank]]}", rank)
         return 0
     finally:
         for task_ref in tasks:
@@ -258,7 +248,5 @@ def _check_exit(ray: Any, finished: Any, title: str, rank: int) -> None:
 
 
 def _resources(amounts: Mapping[str, float]) -> str:
-    return (
-        ", ".join(f"{amount:g} {name}" for name, amount in amounts.items() if name in ("CPU", "GPU"))
-        or "nothing"
-    )
+    known = [f"{amount:g} {name}" for name, amount in amounts.items() if name in ("CPU", "GPU")]
+    return ", ".join(known) or "nothing"

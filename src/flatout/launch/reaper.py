@@ -7,8 +7,6 @@ started a child ends (prctl(2)). In healthy programs it would kill daemons, and 
 thread created.
 """
 
-from __future__ import annotations
-
 import os
 import select
 import shutil

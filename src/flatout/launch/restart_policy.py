@@ -68,11 +68,9 @@ class RestartHistory:
 
     def record_attempt(self, attempt: Attempt) -> None:
         """Record a failed attempt, and whether it made progress."""
-        progressed = (
-            attempt.checkpoint_step > self.checkpoint_step
-            if any(earlier.checkpoint_count for earlier in self.attempts)
-            else attempt.reached > self.max_reached
-        )
+        progressed = attempt.reached > self.max_reached
+        if any(earlier.checkpoint_count for earlier in self.attempts):
+            progressed = attempt.checkpoint_step > self.checkpoint_step
         first = len(self.attempts) == 1
         self.fruitless_restarts = 0 if progressed or first else self.fruitless_restarts + 1
         self.checkpoint_step = max(self.checkpoint_step, attempt.checkpoint_step)
@@ -95,11 +93,9 @@ class RestartHistory:
         if outcome.kind == "memory" and not attempt.checkpoint_count:
             return f"the next start would run out of memory at the same place. {outcome.advice}"
         if restart_number >= restarts:
-            return (
-                f"that was restart {restart_number} of {restarts} (--restarts)"
-                if restarts
-                else "no restarts are allowed (--restarts 0)"
-            )
+            if not restarts:
+                return "no restarts are allowed (--restarts 0)"
+            return f"that was restart {restart_number} of {restarts} (--restarts)"
         if self.fruitless_restarts >= MAX_FRUITLESS:
             return (
                 f"{self.fruitless_restarts} restarts in a row made no progress beyond step {max(self.checkpoint_step, self.max_reached)}. "
@@ -131,7 +127,7 @@ def outcome_of(
     ``killed_by_kernel`` is whether the counter of its control group shows an OOM kill; None if unknown."""
     failure = failures[0] if failures else {}
     error_message, kinds = str(failure.get("message", "")), failure.get("kinds", [])
-    place = _place(failure)
+    place, first_line = _place(failure), next(iter(error_message.splitlines()), "")[:160]
     after = f"after step {step}" if step else "before its first step"
     if killed_by_kernel:
         return AttemptOutcome(
@@ -142,52 +138,39 @@ def outcome_of(
             "Use a smaller batch, fewer loader workers or a higher limit; `flatout memory COMMAND...` predicts the memory of a step",
         )
     if code < 0:
-        unknown = (
-            "; it may have run out of memory, which cannot be read here"
-            if code == -9 and killed_by_kernel is None
-            else ""
-        )
+        unknown = ""
+        if code == -9 and killed_by_kernel is None:
+            unknown = "; it may have run out of memory, which cannot be read here"
         return AttemptOutcome(
             "signal", exit_code(code), f"{title} was killed by {signal_name(-code)} {after}{unknown}", place
         )
-    if (
-        "OutOfMemoryError" in kinds
-        or "MemoryError" in kinds
-        or any(word in error_message for word in MEMORY_MESSAGES)
+    if {"OutOfMemoryError", "MemoryError"} & set(kinds) or any(
+        word in error_message for word in MEMORY_MESSAGES
     ):
-        first = error_message.splitlines()[0][:160] if error_message else "no message"
         return AttemptOutcome(
             "memory",
             code,
-            f"{title} ran out of memory {after} ({first})",
+            f"{title} ran out of memory {after} ({first_line or 'no message'})",
             place,
             "`flatout tune --memory-limit 8GB COMMAND...` finds a plan that needs less, and `flatout.Loop` repeats such a step in smaller parts",
         )
     lost = _lost_rank(failures)
     if lost:
         return AttemptOutcome("exit", code, f"{title} failed {after}: {lost}", place)
-    if kinds:
-        first = error_message.splitlines()[0][:160] if error_message else ""
-        if kinds[0] == "BrokenPipeError":
-            return AttemptOutcome(
-                "output closed", code, f"{title} failed {after}: its output was closed", place
-            )
-        return AttemptOutcome(
-            "exit", code, f"{title} failed {after} with {kinds[0]}{f': {first}' if first else ''}", place
-        )
-    return AttemptOutcome("exit", code, f"{title} ended with exit code {code} {after}", place)
+    if not kinds:
+        return AttemptOutcome("exit", code, f"{title} ended with exit code {code} {after}", place)
+    if kinds[0] == "BrokenPipeError":
+        return AttemptOutcome("output closed", code, f"{title} failed {after}: its output was closed", place)
+    error = f"{kinds[0]}: {first_line}".removesuffix(": ")
+    return AttemptOutcome("exit", code, f"{title} failed {after} with {error}", place)
 
 
 def _lost_rank(failures: Sequence[Mapping[str, Any]]) -> str:
-    if any(
-        str(failure.get("kinds", [""])[0]) not in LAUNCHER_ERRORS
-        and not LOST_ANOTHER.search(str(failure.get("message", "")))
-        for failure in failures
-    ):
-        return ""
-    root = next(
-        (match for failure in failures if (match := ROOT_CAUSE.search(str(failure.get("message", ""))))), None
-    )
+    messages = [str(failure.get("message", "")) for failure in failures]
+    for failure, message in zip(failures, messages, strict=True):
+        if str(failure.get("kinds", [""])[0]) not in LAUNCHER_ERRORS and not LOST_ANOTHER.search(message):
+            return ""
+    root = next(filter(None, map(ROOT_CAUSE.search, messages)), None)
     if root is None:
         return ""
     code = int(root["code"])
@@ -196,17 +179,12 @@ def _lost_rank(failures: Sequence[Mapping[str, Any]]) -> str:
 
 def _place(failure: Mapping[str, Any]) -> str:
     places = [(str(file), line) for file, line in failure.get("places", [])]
-    user_frames = [
-        (file, line)
-        for file, line in places
-        if "-packages/" not in file and "/flatout/" not in file and "/lib/python" not in file
-    ]
-    file, line = (user_frames or places or [("", 0)])[-1]
-    return (
-        f"{os.path.relpath(file) if file.startswith(os.getcwd() + os.sep) else file}, line {line}"
-        if file
-        else ""
-    )
+    libraries = ("-packages/", "/flatout/", "/lib/python")
+    user_frames = [place for place in places if not any(name in place[0] for name in libraries)]
+    if not places:
+        return ""
+    file, line = (user_frames or places)[-1]
+    return f"{file.removeprefix(os.getcwd() + os.sep)}, line {line}"
 
 
 def failures_in(folder: str) -> list[dict[str, Any]]:

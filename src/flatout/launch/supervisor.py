@@ -22,7 +22,6 @@ from flatout.job.folder import read_json
 from flatout.job.sanitize import sanitize
 from flatout.job.streams import open_closed_streams
 from flatout.job.temporary import remove, temporary
-from flatout.launch.event_fifo import EventFifo
 from flatout.launch.failure import exit_code
 from flatout.launch.hang import POLL_S, ProcessEvent, ProgramProcesses
 from flatout.launch.launcher_signals import (
@@ -33,7 +32,7 @@ from flatout.launch.launcher_signals import (
     in_foreground,
 )
 from flatout.launch.rank import Rank
-from flatout.launch.rank_monitor import RankMonitor
+from flatout.launch.rank_monitor import EventFifo, RankMonitor
 from flatout.launch.reaper import Reaper, end_members
 from flatout.launch.restart_policy import (
     Attempt,
@@ -193,9 +192,8 @@ class Supervisor:
         processes = monitor.processes
         processes.poll(seconds())
         attempt.steps, attempt.checkpoint_count = processes.steps, processes.checkpoint_count
-        attempt.resumed_step = (
-            self.history.checkpoint_step if processes.has_resumed or not attempt.steps else 0
-        )
+        if attempt.steps and not processes.has_resumed:
+            attempt.resumed_step = 0
         attempt.checkpoint_step = processes.newest_checkpoint(attempt.resumed_step)
         outcome = self._outcome(monitor, kills)
         if outcome.kind != "finished":  # processes that a successful program leaves running may continue
@@ -245,10 +243,8 @@ class Supervisor:
                 self.report(line)
             return
         self.report(f"{event.message}.")
-        attempt, checkpoint = (
-            monitor.attempt,
-            monitor.processes.newest_checkpoint(monitor.attempt.resumed_step),
-        )
+        attempt = monitor.attempt
+        checkpoint = monitor.processes.newest_checkpoint(attempt.resumed_step)
         self._write(attempt.number, "stopped", event.message, "", event.step, checkpoint, None)
 
     def _report_failure(self, attempt: Attempt, outcome: AttemptOutcome, monitor: StartMonitor) -> None:
@@ -276,11 +272,9 @@ class Supervisor:
         if why:
             return why
         newest = attempt.checkpoint_step or self.history.checkpoint_step
-        checkpoint = (
-            f"its newest checkpoint is of step {newest}"
-            if newest
-            else "no checkpoint is known, so the program decides where to start"
-        )
+        checkpoint = "no checkpoint is known, so the program decides where to start"
+        if newest:
+            checkpoint = f"its newest checkpoint is of step {newest}"
         self.report(f"restarted ({attempt.number} of at most {self.restarts}): {checkpoint}.")
         return None
 

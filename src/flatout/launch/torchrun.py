@@ -4,8 +4,6 @@ torchrun finds the other nodes, restarts the ranks and ends them. `agent/rank_en
 that it starts into a rank.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass

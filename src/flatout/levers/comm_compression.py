@@ -19,7 +19,7 @@ Sources: Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression 
 
 from dataclasses import replace
 
-from flatout.distributed.absent import why_not_hookable, why_not_split
+from flatout.distributed.division import why_not_hookable, why_not_split
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Number, Options, Skip, Table, Undo, Value

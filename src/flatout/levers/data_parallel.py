@@ -21,8 +21,7 @@ Sources: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data 
     documentation, "DistributedDataParallel".
 """
 
-from flatout.distributed.absent import why_not_split
-from flatout.distributed.division import ACCEPTED
+from flatout.distributed.division import ACCEPTED, why_not_split
 from flatout.job.rank_environment import this_rank
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts

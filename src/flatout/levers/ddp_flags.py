@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
-from flatout.distributed.absent import ONE_RANK
+from flatout.distributed.division import ONE_RANK
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Options, Skip, Table, Undo, Value

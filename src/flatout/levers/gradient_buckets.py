@@ -16,7 +16,7 @@ Sources: Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data 
 from dataclasses import replace
 from typing import Any
 
-from flatout.distributed.absent import why_not_split
+from flatout.distributed.division import why_not_split
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts
 from flatout.schema.lever import Lever, Number, Options, Skip, Undo, Value

@@ -20,7 +20,7 @@ Sources: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Tr
     et al. 2023, "PyTorch FSDP"; torch documentation, "torch.distributed.fsdp.fully_shard".
 """
 
-from flatout.distributed.absent import why_not_split
+from flatout.distributed.division import why_not_split
 from flatout.job.rank_environment import this_rank
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.facts import Facts

@@ -9,8 +9,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.loop.batches import split
+from flatout.loop.memory import preserve_random_state
 from flatout.loop.precision import Precision
-from flatout.loop.randomness import preserve_random_state
 from flatout.schema.errors import LoopError
 
 if TYPE_CHECKING:
@@ -27,10 +27,8 @@ if TYPE_CHECKING:
 # between samples (contrastive ones) do not add up and are rejected with an error that says why.
 
 MEAN, SUM = "mean", "sum"
-TOLERANCES = {
-    "torch.float64": 1e-9,
-    "torch.float32": 1e-4,
-}  # relative, of a loss; other dtypes count as bfloat16
+# relative, of a loss; other dtypes count as bfloat16
+TOLERANCES = {"torch.float64": 1e-9, "torch.float32": 1e-4}
 COARSE_TOLERANCE = 3e-2
 DOES_NOT_FOLLOW = "the loss of a batch does not follow from the losses of its parts"
 ADVICE = (
@@ -43,8 +41,7 @@ ADVICE = (
 class LossResult:
     """The result of ``loss_fn``: the loss, the number it is averaged over and further values by name.
 
-    ``count`` is None for a mean over samples.
-    """
+    ``count`` is None for a mean over samples."""
 
     loss: Tensor
     count: Tensor | float | None = None
@@ -54,8 +51,7 @@ class LossResult:
 def parse_loss(returned: object) -> LossResult:
     """Parse ``loss``, ``(loss, n)``, ``(loss, values)`` or ``(loss, n, values)``.
 
-    Raises LoopError for anything else.
-    """
+    Raises LoopError for anything else."""
     if hasattr(returned, "backward"):
         return LossResult(returned)
     if isinstance(returned, tuple) and returned and hasattr(returned[0], "backward") and len(returned) <= 3:
@@ -63,11 +59,9 @@ def parse_loss(returned: object) -> LossResult:
         values = rest.pop() if rest and isinstance(rest[-1], dict) else None
         if len(rest) <= 1 and not any(isinstance(value, (dict, str)) for value in rest):
             return LossResult(returned[0], rest[0] if rest else None, values)
-    description = (
-        f"a tuple of {', '.join(type(value).__name__ for value in returned)}"
-        if isinstance(returned, tuple)
-        else f"a {type(returned).__name__}"
-    )
+    description = f"a {type(returned).__name__}"
+    if isinstance(returned, tuple):
+        description += f" of {', '.join(type(value).__name__ for value in returned)}"
     raise LoopError(
         f"loss_fn gave {description}. Return the loss (a scalar tensor), or (loss, n) with the number that it is averaged over; "
         "a dict of further values may follow."
@@ -83,17 +77,15 @@ class ReductionTest:
     def run(self, batch: object, size: int) -> str:
         """Return ``mean`` or ``sum``.
 
-        Raises LoopError if the loss of a batch does not follow from those of its parts.
-        """
+        Raises LoopError if the loss of a batch does not follow from those of its parts."""
         self._reject_batch_norm()
         if size < 2:
             raise LoopError(
                 "the loader gives one sample at a time, so whether the loss is a mean or a sum over samples cannot be tested. "
                 'Pass reduction="mean" or reduction="sum".'
             )
-        splits = [
-            [first, size - first] for first in sorted({1, max(1, size // 3)})
-        ]  # one split may match by chance
+        # one split may match by chance
+        splits = [[first, size - first] for first in sorted({1, max(1, size // 3)})]
         device = next((p.device for p in self.model.parameters()), None)
         with preserve_random_state(self.torch, device), self._preserve_buffers(), self.torch.no_grad():
             with self._without_dropout():
@@ -112,20 +104,16 @@ class ReductionTest:
         return result
 
     def _compare_all(self, whole: LossResult, batch: object, splits: list[list[int]]) -> str:
-        reductions = [
-            self._compare(whole, [self._loss(part) for part in split(batch, sizes)], sizes)
-            for sizes in splits
-        ]
-        return reductions[-1]
+        for sizes in splits:
+            reduction = self._compare(whole, [self._loss(part) for part in split(batch, sizes)], sizes)
+        return reduction
 
     def _compare(self, whole: LossResult, parts: list[LossResult], sizes: list[int]) -> str:
         counts = [
-            float(part.count) if part.count is not None else float(size)
-            for part, size in zip(parts, sizes, strict=True)
+            float(size if part.count is None else part.count) for part, size in zip(parts, sizes, strict=True)
         ]
-        losses = [
-            float(part.loss) if count else 0.0 for part, count in zip(parts, counts, strict=True)
-        ]  # a mean over nothing counts 0
+        # a mean over nothing counts 0
+        losses = [float(part.loss) if count else 0.0 for part, count in zip(parts, counts, strict=True)]
         mean = sum(count * loss for count, loss in zip(counts, losses, strict=True)) / max(
             sum(counts), 1e-300
         )
@@ -223,8 +211,7 @@ class Accumulation:
 
     ``summed``: losses are sums, so every weight is 1. ``parallel``: the DistributedDataParallel whose ranks
     exchange gradients inside the last backward pass. Gradients must then be correct before it, and a rank
-    whose last micro-batch counts nothing must still contribute.
-    """
+    whose last micro-batch counts nothing must still contribute."""
 
     def __init__(
         self,
@@ -262,10 +249,7 @@ class Accumulation:
         self._weights.append(weight)
 
     def loss(self, parameters: list[Any]) -> Any:
-        """The loss of the whole effective batch.
-
-        Call it last: it corrects gradients made for an estimate.
-        """
+        """The loss of the whole effective batch. Call it last: it corrects gradients made for an estimate."""
         total = 1.0 if self.summed else sum(self._weights)
         if hasattr(total, "dtype"):
             self._correct(parameters, total)
@@ -291,16 +275,14 @@ class Accumulation:
     def values(self, modes: Mapping[str, str]) -> dict[str, Any]:
         """Combine the further values of all micro-batches.
 
-        ``modes``: by name; the default is the mean weighted by samples.
-        """
+        ``modes``: by name; the default is the mean weighted by samples."""
         combined = {}
         for name in self._values[0][0]:
             parts, sizes = [values[name] for values, _ in self._values], [size for _, size in self._values]
             match modes.get(name, "mean"):
                 case "mean":
-                    combined[name] = sum(
-                        value * size for value, size in zip(parts, sizes, strict=True)
-                    ) / sum(sizes)
+                    weighted = sum(value * size for value, size in zip(parts, sizes, strict=True))
+                    combined[name] = weighted / sum(sizes)
                 case "sum":
                     combined[name] = sum(parts)
                 case "last":
@@ -316,11 +298,8 @@ def _trainable(parallel: DistributedDataParallel) -> list[Any]:
 
 
 def detach_values(values: Mapping[str, Any] | None) -> dict[str, Any]:
-    return (
-        {name: value.detach() if hasattr(value, "detach") else value for name, value in values.items()}
-        if values
-        else {}
-    )
+    items = (values or {}).items()
+    return {name: value.detach() if hasattr(value, "detach") else value for name, value in items}
 
 
 def _is_zero(weight: Tensor) -> bool:
@@ -331,8 +310,7 @@ def _is_zero(weight: Tensor) -> bool:
 def _as_scalar(torch: ModuleType, count: Tensor | float, loss: Tensor) -> Any:
     """The number that a loss is averaged over, as a tensor on the loss's device.
 
-    Reading it as a number would synchronise.
-    """
+    Reading it as a number would synchronise."""
     dtype = torch.promote_types(loss.dtype, torch.float32)
     if hasattr(count, "detach"):
         return count.detach().to(device=loss.device, dtype=dtype)

@@ -17,8 +17,7 @@ from flatout.schema.errors import LoopError
 def size_of(batch: Any) -> int:
     """The number of samples: the length of the first tensor with a dimension.
 
-    Raises LoopError if there is none.
-    """
+    Raises LoopError if there is none."""
     if type(batch) in (list, tuple) and batch and hasattr(batch[0], "shape") and batch[0].shape:
         return int(batch[0].shape[0])
     for tensor in tensors_in(batch):
@@ -33,8 +32,7 @@ def size_of(batch: Any) -> int:
 def split(batch: object, sizes: Sequence[int]) -> list[Any]:
     """Split a batch into parts of the given sizes, as views of its tensors.
 
-    The sizes must add up to the batch's size.
-    """
+    The sizes must add up to the batch's size."""
     total = sum(sizes)
     if len(sizes) == 1:
         return [batch]
@@ -46,12 +44,8 @@ def part_of(batch: Any, start: int, end: int, total: int) -> Any:
     """Samples ``start`` to ``end`` of a batch of ``total``."""
 
     def per_sample(part: Any) -> bool:
-        return (
-            isinstance(part, (list, tuple))
-            and len(part) == total
-            and total > 1
-            and not any(True for _ in tensors_in(part))
-        )
+        is_row = isinstance(part, (list, tuple)) and len(part) == total and total > 1
+        return is_row and not any(True for _ in tensors_in(part))
 
     def slice_leaf(leaf: Any) -> Any:
         if hasattr(leaf, "untyped_storage"):
@@ -78,8 +72,7 @@ def windows(batches: Iterable[Any], effective: int | None) -> Iterator[list[tupl
     Without ``effective``, each batch is alone.
 
     The last window of an epoch may be shorter. Raises LoopError if the loader's batches do not add up to the
-    effective batch.
-    """
+    effective batch."""
     window: list[tuple[Any, int]] = []
     filled = 0
     for batch in batches:
@@ -89,12 +82,8 @@ def windows(batches: Iterable[Any], effective: int | None) -> Iterator[list[tupl
             continue
         if filled + size > effective:
             loader_batch = window[0][1] if window else size
-            choices = sorted(
-                {
-                    effective // loader_batch * loader_batch or loader_batch,
-                    (effective // loader_batch + 1) * loader_batch,
-                }
-            )
+            fitting = effective // loader_batch
+            choices = sorted({(fitting or 1) * loader_batch, (fitting + 1) * loader_batch})
             raise LoopError(
                 f"effective_batch={effective} is not a multiple of the loader's batches of {loader_batch} samples. "
                 f"Use {' or '.join(map(str, choices))}, or change the loader's batch_size."
@@ -111,8 +100,7 @@ def windows(batches: Iterable[Any], effective: int | None) -> Iterator[list[tupl
 def even_sizes(size: int, micro_batch: int | None) -> list[int]:
     """The sizes of the micro-batches of a batch, as even as possible.
 
-    10 samples in parts of at most 4 give 4, 3, 3.
-    """
+    10 samples in parts of at most 4 give 4, 3, 3."""
     if micro_batch is None or size <= micro_batch:
         return [size]
     parts = -(-size // micro_batch)

@@ -2,39 +2,135 @@
 
 A batch that fits is one forward and one backward pass, as in a plain loop. A batch that does not fit, or an
 effective batch of several, is accumulated from micro-batches. If memory runs out, the step restarts with the
-same random state in smaller micro-batches.
+same random state in smaller micro-batches. A NaN or infinite loss is detected without synchronising the
+device, and traced to the module that produced it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from math import isfinite
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.loop.accumulation import MEAN, SUM, Accumulation, ReductionTest, detach_values, parse_loss
 from flatout.loop.batches import move, split
-from flatout.loop.finite import LossMonitor, find_non_finite_source
-from flatout.loop.memory import SMALLER, MicroBatches, OutOfMemory, free_memory, is_out_of_memory
-from flatout.loop.randomness import RandomState
-from flatout.loop.training import Training
+from flatout.loop.memory import SMALLER, MicroBatches, OutOfMemory, RandomState, free_memory, is_out_of_memory
+from flatout.loop.precision import Precision
+from flatout.measure.nests import tensors_in
 from flatout.schema.errors import LoopError
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch import device as Device
     from torch.nn import Module
+    from torch.optim import Optimizer
 
 RNG_CHECK_STEPS = 8  # the first steps, which detect the generators that a step draws from
 RNG_CHECK_INTERVAL = 64  # if none drew, check one step in this many: dropout may be enabled later
 
+MAX_PENDING = 64  # losses being copied from the device
 Window = list[tuple[Any, int]]  # the batches of one effective batch, each with its number of samples
+
+
+class LossMonitor:
+    """``non_finite_step`` tells which step had a non-finite loss: at once on a CPU, some steps later on a device."""
+
+    def __init__(self, torch: ModuleType, device: Device) -> None:
+        self.torch, self.is_async = torch, device.type != "cpu"
+        self._cuda = device.type == "cuda"
+        self._pending: deque[tuple[int, Any, Any]] = deque()
+
+    def non_finite_step(self, index: int, loss: Tensor) -> int | None:
+        """The step whose loss is now known to be non-finite: this one or an earlier one.
+
+        None if all are finite."""
+        if not self.is_async:
+            return None if isfinite(loss.item()) else index
+        if not self._cuda:
+            return None  # other devices cannot be queried without synchronising
+        copy = self.torch.empty((), dtype=loss.dtype, device="cpu", pin_memory=True)
+        copy.copy_(loss.detach(), non_blocking=True)
+        event = self.torch.cuda.Event()
+        event.record(self.torch.cuda.current_stream(loss.device))
+        self._pending.append((index, copy, event))
+        wait = len(self._pending) > MAX_PENDING
+        while self._pending and (wait or self._pending[0][2].query()):
+            index, copy, event = self._pending.popleft()
+            event.synchronize()
+            if not isfinite(copy.item()):
+                return index
+        return None
+
+
+def find_non_finite_source(torch: ModuleType, model: Module, call: Callable[[], Any]) -> str:
+    """Describe where the first non-finite number comes from: a parameter, or the module that made it.
+
+    Runs the forward pass once more."""
+    parameters = [name for name, parameter in model.named_parameters() if not _is_finite(parameter)]
+    if parameters:
+        more = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
+        return f"parameter {parameters[0]}{more} is not finite: an earlier update made it so. Lower the learning rate, or check for infinite gradients"
+    reasons: list[str] = []
+    hooks = [
+        torch.nn.Module.register_forward_hook(
+            module, _output_hook(name or type(model).__name__, module, reasons)
+        )
+        for name, module in model.named_modules()
+    ]
+    try:
+        with torch.no_grad():
+            call()
+    except Exception as error:
+        reasons.append(f"the forward pass fails when it is repeated ({type(error).__name__})")
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return next(
+        iter(reasons), "every module returns finite numbers: look at the loss computation and the batch"
+    )
+
+
+def _output_hook(name: str, module: Module, reasons: list[str]) -> Callable[..., None]:
+    def observe(_: object, inputs: object, output: object) -> None:
+        if reasons or all(map(_is_finite, tensors_in(output))):
+            return
+        if not all(map(_is_finite, tensors_in(inputs))):  # no earlier module made them
+            reasons.append(f"the inputs of module {name} are not finite: look at the batch")
+            return
+        reasons.append(f"module {name} ({type(module).__name__}) made it from finite inputs")
+
+    return observe
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(tensor.isfinite().all())
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a Loop trains with. ``local_model``: the model as one rank may call it without the others.
+
+    ``parameters``: the optimizer's."""
+
+    torch: ModuleType
+    model: Module
+    local_model: Module
+    optimizer: Optimizer
+    loss_fn: Callable[[Any, Any], Any]
+    parameters: list[Any]
+    device: Device
+    precision: Precision
+    ranks: int  # that train together
 
 
 class Gradient:
     """``reduction`` is "mean" or "sum", or None until tested.
 
-    ``loss_monitor`` is None if NaN does not stop the loop.
-    """
+    ``loss_monitor`` is None if NaN does not stop the loop."""
 
     def __init__(
         self,
@@ -56,8 +152,7 @@ class Gradient:
     def compute(self, index: int, window: Window, samples: int) -> tuple[Any, int, dict[str, Any]]:
         """The loss of the effective batch, the number of micro-batches and further values.
 
-        Raises LoopError.
-        """
+        Raises LoopError."""
         training = self.training
         optimizer = training.optimizer
         checks_rng = index < RNG_CHECK_STEPS
@@ -69,11 +164,10 @@ class Gradient:
             try:
                 limit = self.micro_batches.limit
                 fits = len(window) == 1 and (limit is None or window[0][1] <= limit)
-                result = (
-                    self._compute_whole(index, window[0][0])
-                    if fits
-                    else self._accumulate(index, window, samples)
-                )
+                if fits:
+                    result = self._compute_whole(index, window[0][0])
+                else:
+                    result = self._accumulate(index, window, samples)
                 if state is not None and not self._uses_torch_rng:
                     self._uses_torch_rng = state.has_changed()
                 break
@@ -125,8 +219,7 @@ class Gradient:
     def _compute_whole(self, index: int, batch: object) -> tuple[Any, int, dict[str, Any]]:
         """One forward and backward pass as in a plain loop.
 
-        This is the hot path: call nothing unnecessary.
-        """
+        This is the hot path: call nothing unnecessary."""
         training, plain = self.training, self.training.precision.plain
         if self._moves_batches:
             batch = self._on_device(batch)
@@ -168,11 +261,9 @@ class Gradient:
         where = find_non_finite_source(
             self.training.torch, self.training.local_model, lambda: self._loss_on_this_rank(batch)
         )
-        consequence = (
-            "The weights are those before this step."
-            if is_current
-            else "The weights may be corrupt: resume from your last checkpoint."
-        )
+        consequence = "The weights may be corrupt: resume from your last checkpoint."
+        if is_current:
+            consequence = "The weights are those before this step."
         raise LoopError(f'{what}: {where}. {consequence} on_nan="ignore" continues.')
 
     # -- what the first steps determine

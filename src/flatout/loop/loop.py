@@ -27,11 +27,10 @@ from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
 from flatout.guard.captured_steps import needs_closure
-from flatout.job.plan_file import read_plan
+from flatout.job.folder import read_plan
 from flatout.levers import TABLE, checked
 from flatout.loop.batches import windows
-from flatout.loop.finite import LossMonitor
-from flatout.loop.gradient import Gradient
+from flatout.loop.gradient import Gradient, LossMonitor, Training
 from flatout.loop.loop_state import LoopState, check_not_sharded
 from flatout.loop.memory import MicroBatches
 from flatout.loop.precision import Precision
@@ -40,7 +39,6 @@ from flatout.loop.saving import LoopCheckpointing, Resumed, is_trial_process, op
 from flatout.loop.settings import AUTO, LoopSettings
 from flatout.loop.sizing import Sized, Sizer
 from flatout.loop.step import Rate, Step
-from flatout.loop.training import Training
 from flatout.loop.update import Update
 from flatout.measure.clock import seconds
 from flatout.probe.machine import look
@@ -74,8 +72,7 @@ def plan_of(source: object) -> Plan:
 class Levers:
     """Applies a Plan at two moments: before the first batch, and after the first step.
 
-    The first step runs without the late levers.
-    """
+    The first step runs without the late levers."""
 
     def __init__(
         self,
@@ -176,8 +173,7 @@ class Loop:
         LoopError: This training is not possible as requested. Exceptions of your own code pass through.
         PlanError: ``plan`` is not a valid plan.
         CheckpointError: ``checkpoint_dir`` contains checkpoints, but none is valid, or it does not fit this training.
-        StorageError: The folder ``checkpoint_dir`` cannot be written, or another process writes to it.
-    """
+        StorageError: The folder ``checkpoint_dir`` cannot be written, or another process writes to it."""
 
     def __init__(
         self,
@@ -248,8 +244,7 @@ class Loop:
         """Restore the model, the optimizer, the loader and torch's flags where possible.
 
         The Loop stays usable, without the levers and the precision setting. It closes its checkpoint folder
-        as well.
-        """
+        as well."""
         if self._levers is not None:
             self._levers.undo()
         self.precision.close()
@@ -308,7 +303,7 @@ class Loop:
         all_epochs = self.epochs * length if length is not None else None
         limits = [steps for steps in (self.steps, all_epochs) if steps is not None]
         from flatout.render.formatting import per_second
-        from flatout.render.loop_view import loop_html
+        from flatout.render.page import loop_html
 
         facts = [("epochs done", f"{self.epoch} of {self.epochs}"), ("plan", self.plan.describe())]
         if (samples_per_s := self._rate.samples_per_s()) is not None:
@@ -325,16 +320,14 @@ class Loop:
     def outcomes(self) -> list[Outcome]:
         """For each choice of the plan: whether it is applied, or the reason why not.
 
-        Complete after the first step.
-        """
+        Complete after the first step."""
         return self._levers.outcomes if self._levers is not None else []
 
     @property
     def sized(self) -> Sized | None:
         """With ``micro_batch="auto"``: the chosen size and the time of each size in ms.
 
-        None until sizing ends.
-        """
+        None until sizing ends."""
         return self._sizer.result if self._sizer is not None else None
 
     # -- its parts
@@ -384,11 +377,9 @@ class Loop:
 
     def _plan_levers(self, plan: Plan) -> None:
         self.plan = plan
-        self._levers = (
-            Levers(self.torch, plan, self.model, self.optimizer, self.loss_fn, self.loader)
-            if plan.choices
-            else None
-        )
+        self._levers = None
+        if plan.choices:
+            self._levers = Levers(self.torch, plan, self.model, self.optimizer, self.loss_fn, self.loader)
         self._pending_levers = self._levers  # until the first step is done
         if self._pending_levers is not None:
             self.loader = self._pending_levers.apply_early(self.loader)

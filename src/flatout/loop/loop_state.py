@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
 
+PLAIN_TYPES = (bool, int, str, bytes, float, type(None), complex)
+
+
 def check_not_sharded(model: Module) -> None:
     """Raises LoopError if the model is sharded: no rank has all of its state."""
     module = sys.modules.get("torch.distributed.fsdp")
@@ -74,12 +77,11 @@ class LoopState:
     def restore(self, state: Mapping[str, Any]) -> list[str]:
         """Restore the state and list what differs from it.
 
-        Raises CheckpointError if the state is of another training.
-        """
+        Raises CheckpointError if the state is of another training."""
         loop = self.loop
         self._load("model", self.model, state["model"])
+        self.restore_buffers(state["buffers"])
         for key, root in self._modules().items():
-            _copy_buffers(self.torch, root, state["buffers"].get(key, {}))
             for name, module in root.named_modules():
                 module.training = name not in state["modes"].get(key, ())
         self._load("optimizer", loop.optimizer, state["optimizer"])
@@ -113,7 +115,11 @@ class LoopState:
 
     def restore_buffers(self, buffers: Mapping[str, Any]) -> None:
         for key, root in self._modules().items():
-            _copy_buffers(self.torch, root, buffers.get(key, {}))
+            named = dict(root.named_buffers())
+            with self.torch.no_grad():
+                for name, value in buffers.get(key, {}).items():
+                    if name in named and named[name].shape == value.shape:
+                        named[name].copy_(value)
 
     def _load(self, what: str, stateful: Any, state: Any) -> None:
         try:
@@ -126,14 +132,9 @@ class LoopState:
             ) from error
 
     def _modules(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            **{
-                f"extra_state {name}": stateful
-                for name, stateful in self.extra_state.items()
-                if isinstance(stateful, self.torch.nn.Module)
-            },
-        }
+        extra = ((f"extra_state {name}", stateful) for name, stateful in self.extra_state.items())
+        modules = {name: stateful for name, stateful in extra if isinstance(stateful, self.torch.nn.Module)}
+        return {"model": self.model, **modules}
 
     def _buffers(self) -> dict[str, Any]:
         buffers = {}
@@ -149,21 +150,12 @@ class LoopState:
         }
 
 
-def _copy_buffers(torch: ModuleType, module: Module, buffers: Mapping[str, Any]) -> None:
-    named = dict(module.named_buffers())
-    with torch.no_grad():
-        for name, value in buffers.items():
-            if name in named and named[name].shape == value.shape:
-                named[name].copy_(value)
-
-
 def _compare(
     torch: ModuleType, saved: object, now: object, where: str, differs: Callable[[str], None]
 ) -> None:
     """Report every place where the restored value differs from the saved one.
 
-    A load_state_dict may cast, round or omit values.
-    """
+    A load_state_dict may cast, round or omit values."""
     if isinstance(saved, torch.Tensor) or isinstance(now, torch.Tensor):
         if not _same_bits(torch, saved, now):
             differs(where)
@@ -177,13 +169,9 @@ def _compare(
         if len(saved) != len(now):
             differs(where)
             return
-        for number, (a, b) in enumerate(zip(saved, now, strict=True)):
-            _compare(torch, a, b, f"{where}[{number}]", differs)
-    elif (
-        type(saved) is type(now)
-        and type(saved) in (bool, int, str, bytes, float, type(None), complex)
-        and repr(saved) != repr(now)
-    ):
+        for number, saved_entry in enumerate(saved):
+            _compare(torch, saved_entry, now[number], f"{where}[{number}]", differs)
+    elif type(saved) is type(now) and type(saved) in PLAIN_TYPES and repr(saved) != repr(now):
         differs(where)
 
 

@@ -24,8 +24,7 @@ GROUPS: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 def ranks_of(torch: ModuleType, model: Module) -> list[int]:
     """The ranks that train this model: those of its DistributedDataParallel, or all ranks.
 
-    Empty for a single process.
-    """
+    Empty for a single process."""
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return []
@@ -78,10 +77,8 @@ class RankGroup:
         return [json.loads(bytes(data.tolist())) for data in gathered]
 
     def _maximum(self, numbers: Tensor) -> Tensor:
-        distributed = self.torch.distributed
-        self._communicate(
-            lambda: distributed.all_reduce(numbers, distributed.ReduceOp.MAX, group=self._group)
-        )
+        reduce, maximum = self.torch.distributed.all_reduce, self.torch.distributed.ReduceOp.MAX
+        self._communicate(lambda: reduce(numbers, maximum, group=self._group))
         return numbers
 
     @staticmethod
@@ -99,13 +96,9 @@ def _cpu_group(distributed: ModuleType, members: tuple[int, ...]) -> Any:
     world = distributed.group.WORLD
     groups = GROUPS.setdefault(world, {})
     if members not in groups:
-        options = getattr(
-            world._get_backend(world.bound_device_id or world._device_types[0]), "options", None
-        )
+        backend = world._get_backend(world.bound_device_id or world._device_types[0])
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
         groups[members] = distributed.new_group(
-            members,
-            backend="gloo",
-            timeout=getattr(options, "_timeout", None),
-            use_local_synchronization=True,
+            members, backend="gloo", timeout=timeout, use_local_synchronization=True
         )
     return groups[members]

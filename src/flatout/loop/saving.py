@@ -4,24 +4,23 @@ A checkpoint describes the moment before a step, when the body of the ``for`` ha
 The copy is taken at that moment and written in the background. The program waits for it before it ends.
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from flatout.checkpoint.checkpoints import Checkpoint, CheckpointFolder, verified
-from flatout.checkpoint.joint_checkpoint import JointCheckpointWriter, part_of
 from flatout.checkpoint.loading import LoaderPosition
 from flatout.checkpoint.metadata import differences, environment
 from flatout.checkpoint.random_states import random_states, set_random_states
-from flatout.checkpoint.saver import CheckpointWriter, WriterClocks
+from flatout.checkpoint.saver import CheckpointWriter, JointCheckpointWriter, WriterClocks, part_of
 from flatout.checkpoint.values import Packed, pack
 from flatout.data.streams import own_generators
 from flatout.job import heartbeat
@@ -29,7 +28,6 @@ from flatout.job.folder import read_json
 from flatout.levers import TABLE
 from flatout.loop.loop_state import LoopState
 from flatout.loop.rank_group import RankGroup
-from flatout.loop.signals import StopSignals
 from flatout.measure.clock import seconds, sleep, thread_seconds
 from flatout.schema.enums import Effect, Moment
 from flatout.schema.errors import CheckpointError, FlatoutError, LoopError
@@ -56,8 +54,7 @@ class OpenedCheckpoints:
     """``checkpoint`` is the checkpoint to resume from, None for a new training.
 
     ``damaged``: the new paths of newer, corrupt checkpoints. ``writer_pid``: the process that makes the
-    folders of new checkpoints.
-    """
+    folders of new checkpoints."""
 
     folder: CheckpointFolder
     checkpoint: Checkpoint | None
@@ -73,27 +70,21 @@ def open_checkpoints(folder: Path, from_scratch: bool, group: RankGroup | None) 
     """Open a checkpoint folder.
 
     Raises CheckpointError if there are checkpoints and all are corrupt, StorageError if the folder cannot be
-    written.
-    """
+    written."""
     if not from_scratch:
         heartbeat.resumes_by_itself(folder)
     if group is None:
         return _open_on_first_rank(folder, from_scratch)
     checkpoints: OpenedCheckpoints | None = None
     error: FlatoutError | None = None
+    local: dict[str, Any] = {"save": None, "pid": os.getpid(), "error": "", "folder": str(folder.resolve())}
     if group.rank == 0:
         try:
             checkpoints = _open_on_first_rank(folder, from_scratch)
+            if checkpoints.checkpoint is not None:
+                local["save"] = str(checkpoints.checkpoint.path)
         except FlatoutError as failed:
-            error = failed
-    local = {
-        "save": str(checkpoints.checkpoint.path)
-        if checkpoints is not None and checkpoints.checkpoint is not None
-        else None,
-        "pid": os.getpid(),
-        "error": str(error or ""),
-        "folder": str(folder.resolve()),
-    }
+            error, local["error"] = failed, str(failed)
     first_rank = group.broadcast(local)
     if error is not None:
         raise error
@@ -159,8 +150,7 @@ class Resumed:
 
     ``step``: optimizer steps already done. ``epoch``: from 0. ``path``: the checkpoint. ``differs``:
     differences in the environment since. ``inexact``: state that was not, or could not be, restored exactly.
-    ``damaged``: the new paths of newer, corrupt checkpoints.
-    """
+    ``damaged``: the new paths of newer, corrupt checkpoints."""
 
     step: int
     epoch: int
@@ -175,16 +165,61 @@ class Resumed:
         return not self.differs and not self.inexact
 
     def sentences(self) -> list[str]:
-        sentences = [f"{path} is a newer, corrupt checkpoint; it was moved there" for path in self.damaged]
-        sentences.append(
-            f"resuming after step {self.step}, in epoch {self.epoch}, from {self.path}: "
-            + ("bitwise exact" if self.exact else "not bitwise identical to an uninterrupted run")
-        )
+        how = "bitwise exact" if self.exact else "not bitwise identical to an uninterrupted run"
         return [
-            *sentences,
+            *(f"{path} is a newer, corrupt checkpoint; it was moved there" for path in self.damaged),
+            f"resuming after step {self.step}, in epoch {self.epoch}, from {self.path}: {how}",
             *(f"differs: {reason}" for reason in self.differs),
             *(f"not exact: {reason}" for reason in self.inexact),
         ]
+
+
+STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")
+
+
+class StopSignals:
+    """Signals that ask a training to end: it finishes its step and writes a checkpoint first.
+
+    ``received``: the number of the first one, 0 if there was none. The second one ends the program at once. The
+    handlers are installed only while a Loop is iterated over, in the main thread."""
+
+    def __init__(self) -> None:
+        self.received = 0
+        self._previous: dict[int, Any] = {}
+
+    def listen(self) -> None:
+        """Install the handlers. Ignored signals stay ignored (nohup), and handlers of C libraries stay."""
+        if threading.current_thread() is not threading.main_thread() or self._previous:
+            return
+        for name in STOP_SIGNALS:
+            number = getattr(signal, name, None)
+            previous = signal.getsignal(number) if number is not None else None
+            if number is not None and previous not in (None, signal.SIG_IGN):
+                self._previous[number] = previous
+                signal.signal(number, self._observe)
+
+    def _observe(self, number: int, frame: FrameType | None) -> None:
+        self.received = self.received or number
+        for other in self._previous:
+            signal.signal(other, signal.SIG_DFL)
+
+    def restore(self) -> None:
+        """Restore the previous handlers."""
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+        self._previous = {}
+
+    def end(self) -> None:
+        """Do what the signal would have done.
+
+        This calls the program's own handler, then exits with 128 plus the signal's number. Raises SystemExit,
+        or the exception of that handler: KeyboardInterrupt if the program has no handler for SIGINT."""
+        previous = self._previous.get(self.received)
+        number = self.received
+        self.restore()
+        if callable(previous):
+            previous(number, None)
+        raise SystemExit(128 + number)
 
 
 LEVERS = {lever.name: lever for lever in TABLE}
@@ -193,8 +228,7 @@ LEVERS = {lever.name: lever for lever in TABLE}
 class LoopCheckpointing:
     """``opened``: the folder and the checkpoint to resume from.
 
-    ``group``: the ranks that write one checkpoint together, None for a single process.
-    """
+    ``group``: the ranks that write one checkpoint together, None for a single process."""
 
     def __init__(
         self,
@@ -220,8 +254,7 @@ class LoopCheckpointing:
     def attach(self, loop: Any, loop_state: LoopState, settings: Mapping[str, Any]) -> Resumed | None:
         """Restore a checkpoint into the new Loop.
 
-        Random numbers and the place in the data wait until the Loop is iterated over.
-        """
+        Random numbers and the place in the data wait until the Loop is iterated over."""
         self.loop, self.loop_state, self.settings = loop, loop_state, settings
         self.position = LoaderPosition(self.torch, loop.loader, own_generators)
         parameters = self.loop_state.parameters()
@@ -305,8 +338,7 @@ class LoopCheckpointing:
     def begin(self) -> tuple[int, int]:
         """Restore the random numbers of the checkpoint.
 
-        Returns the step and epoch at which this training began.
-        """
+        Returns the step and epoch at which this training began."""
         if not self._open and self.rank == 0:
             self.folder.open()
         self._open = True
@@ -350,11 +382,14 @@ class LoopCheckpointing:
             self._signals.received = self.group.maxima([self._signals.received])[0]
         if self._signals.received:
             if self.rank == 0:
+                last, saved = self.saver.last, "could not save it; see above"
+                if last is not None and last.step == self.loop.index:
+                    saved = f"saved it in {last.path}"
                 LOGGER.warning(
                     "stopped by signal %d: finished step %d, and %s",
                     self._signals.received,
                     self.loop.index - 1,
-                    self._describe_last(),
+                    saved,
                 )
             self._signals.end()
 
@@ -406,13 +441,6 @@ class LoopCheckpointing:
 
     def _environment(self) -> dict[str, Any]:
         return environment(self.torch, {**self.settings, "plan": self.loop.plan.describe(), **self._script})
-
-    def _describe_last(self) -> str:
-        last = self.saver.last
-        is_current = last is not None and last.step == self.loop.index
-        return (
-            f"saved it in {last.path}" if is_current and last is not None else "could not save it; see above"
-        )
 
 
 def _digest_of_script() -> str | None:

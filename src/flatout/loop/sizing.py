@@ -31,8 +31,7 @@ TIE_RATIO = 1.02  # counts as equal: the smaller size wins, because it needs les
 class SizingSample:
     """Result of a step.
 
-    ``fits`` is False after an out-of-memory error, an allocator retry, or too high a peak.
-    """
+    ``fits`` is False after an out-of-memory error, an allocator retry, or too high a peak."""
 
     ms: float
     fits: bool = True
@@ -63,11 +62,8 @@ def search_fastest(size: int) -> Sizing:
         ms[candidate] = yield from _timed(candidate, TIMED_STEPS)
         best = min((time_ms for time_ms in ms.values() if time_ms is not None), default=None)
         candidate_ms = ms[candidate]
-        slower_in_a_row = (
-            slower_in_a_row + 1
-            if candidate_ms is not None and best is not None and candidate_ms > MAX_SLOWDOWN * best
-            else 0
-        )
+        is_slower = candidate_ms is not None and best is not None and candidate_ms > MAX_SLOWDOWN * best
+        slower_in_a_row = slower_in_a_row + 1 if is_slower else 0
         if candidate == 1 or slower_in_a_row == 2:
             break
         candidate = -(-candidate // 2)
@@ -104,8 +100,7 @@ def _duel(first: int, second: int) -> Generator[int, SizingSample, int]:
 class Sizer:
     """Runs the search on real steps.
 
-    ``step_begins`` sets the micro-batch of a step, ``step_ends`` reports its result.
-    """
+    ``step_begins`` sets the micro-batch of a step, ``step_ends`` reports its result."""
 
     def __init__(self, torch: ModuleType, device: Device, micro_batches: MicroBatches) -> None:
         self.micro_batches = micro_batches

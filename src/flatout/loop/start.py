@@ -12,9 +12,8 @@ from flatout.schema.errors import LoopError
 from flatout.schema.sizes import size
 
 LOGGER = logging.getLogger("flatout")
-WORKSPACE_VARIABLE = (
-    "CUBLAS_WORKSPACE_CONFIG"  # read when cuBLAS starts; deterministic products raise without it
-)
+# read when cuBLAS starts; deterministic products raise without it
+WORKSPACE_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 
 
 def device(wanted: str | None = None) -> Any:
@@ -28,8 +27,7 @@ def device(wanted: str | None = None) -> Any:
 
     Raises:
         LoopError: This machine, its driver or torch does not provide ``wanted``. The message says what is
-            missing.
-    """
+            missing."""
     import torch
 
     if wanted is not None:
@@ -58,14 +56,12 @@ def _checked_device(torch: ModuleType, wanted: str) -> Any:
         raise LoopError(
             f"device {wanted!r} is not available: {why_no_cuda(torch)}. Run `flatout doctor` for details."
         )
-    if device_.type == "cuda" and device_.index is not None and device_.index >= torch.cuda.device_count():
+    count = torch.cuda.device_count() if device_.type == "cuda" else 0
+    if device_.type == "cuda" and device_.index is not None and device_.index >= count:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         raise LoopError(
-            f"device {wanted!r} is not available: {torch.cuda.device_count()} CUDA devices are visible, numbered from 0"
-            + (
-                f" (CUDA_VISIBLE_DEVICES={os.environ['CUDA_VISIBLE_DEVICES']})."
-                if "CUDA_VISIBLE_DEVICES" in os.environ
-                else "."
-            )
+            f"device {wanted!r} is not available: {count} CUDA devices are visible, numbered from 0"
+            f"{'' if visible is None else f' (CUDA_VISIBLE_DEVICES={visible})'}."
         )
     if device_.type == "mps" and not torch.backends.mps.is_available():
         raise LoopError(
@@ -101,8 +97,7 @@ def seed(value: int, *, deterministic: bool = False) -> int:
             cannot do this raise an error, and some operations are slower.
 
     Raises:
-        LoopError: The seed is not a whole number from 0 to 2**32 - 1.
-    """
+        LoopError: The seed is not a whole number from 0 to 2**32 - 1."""
     import torch
 
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**32:

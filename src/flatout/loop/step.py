@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,7 @@ class Step:
         grad_norm: Norm of the gradient before clipping, a scalar tensor. None without ``clip``.
         metrics: Further values of ``loss_fn``, combined over the micro-batches: scalar tensors by name.
         skipped: Why the optimizer did not step, as text. Empty if it did.
-        ends_epoch: Whether this is the last step of its epoch. None if the loader has no length.
-    """
+        ends_epoch: Whether this is the last step of its epoch. None if the loader has no length."""
 
     index: int
     epoch: int
@@ -46,8 +46,7 @@ class Step:
     def samples_per_s(self) -> float | None:
         """Samples per second over the last 32 steps, including the time between steps.
 
-        None before the second step.
-        """
+        None before the second step."""
         return self._rate.samples_per_s()
 
     def __repr__(self) -> str:
@@ -61,19 +60,12 @@ class Rate:
     WINDOW = 32
 
     def __init__(self) -> None:
-        self._ends: list[float] = [0.0] * self.WINDOW
-        self._samples: list[int] = [0] * self.WINDOW
-        self._count = 0
+        self._steps: deque[tuple[float, int]] = deque(maxlen=self.WINDOW)  # ends and samples
 
     def step(self, end_s: float, samples: int) -> None:
-        i = self._count % self.WINDOW
-        self._ends[i], self._samples[i] = end_s, samples
-        self._count += 1
+        self._steps.append((end_s, samples))
 
     def samples_per_s(self) -> float | None:
-        count = min(self._count, self.WINDOW)
-        if count < 2:
-            return None
-        first, last = (self._count - count) % self.WINDOW, (self._count - 1) % self.WINDOW
-        span = self._ends[last] - self._ends[first]
-        return (sum(self._samples[:count]) - self._samples[first]) / span if span > 0 else None
+        (start_s, _), *later = self._steps or [(0.0, 0)]
+        span = later[-1][0] - start_s if later else 0.0
+        return sum(samples for _, samples in later) / span if span > 0 else None

@@ -1,12 +1,10 @@
 """The optimizer's step: clip first, and trust the update only if it completed."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 
+from flatout.loop.gradient import Training
 from flatout.loop.memory import OutOfMemory, free_memory, is_out_of_memory
-from flatout.loop.training import Training
 from flatout.schema.errors import LoopError
 
 LOGGER = logging.getLogger("flatout")
@@ -36,8 +34,7 @@ class Update:
         """Why the optimizer's step was skipped, or "". Raises LoopError.
 
         In a single process, it is retried once if the optimizer's first step runs out of memory before any
-        weight has changed. With several ranks, the optimizer may communicate.
-        """
+        weight has changed. With several ranks, the optimizer may communicate."""
         first, training = self._first, self.training
         may_retry = training.ranks == 1
         if first.is_first:
@@ -78,8 +75,7 @@ class FirstUpdate:
 
     The first step creates state and is most likely to run out of memory; the norms of all parameters tell
     whether it changed any. In later steps no check is worth its time. torch counts the writes to a tensor
-    (``_version``), but not those of fused steps, nor all of those of foreach steps.
-    """
+    (``_version``), but not those of fused steps, nor all of those of foreach steps."""
 
     def __init__(self, training: Training) -> None:
         self.training = training
@@ -92,8 +88,7 @@ class FirstUpdate:
     def undo(self) -> bool:
         """Remove state that was just created.
 
-        False if anything else may have changed, which cannot be undone.
-        """
+        False if anything else may have changed, which cannot be undone."""
         if not self.is_first or not all(
             self.training.torch.equal(a, b) for a, b in zip(self._norms, self._norms_now(), strict=True)
         ):

@@ -14,8 +14,8 @@ from types import ModuleType
 from flatout.measure.clock import Clock, clock_for
 from flatout.measure.load import busy_cores
 from flatout.measure.statistics import quantile
-from flatout.schema.ceilings import MATMUL_DTYPES, Ceiling
 from flatout.schema.errors import first_line
+from flatout.schema.machine_snapshot import MATMUL_DTYPES, Ceiling
 
 REPETITIONS = 7
 MIN_REPETITION_MS = 60.0  # per repetition; CUDA events resolve half a microsecond

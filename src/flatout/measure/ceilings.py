@@ -5,8 +5,8 @@ import os
 from pathlib import Path
 
 from flatout.job.folder import read_json, write_json
-from flatout.schema.ceilings import CEILINGS_SCHEMA, CeilingsRecord
 from flatout.schema.facts import Facts
+from flatout.schema.machine_snapshot import CEILINGS_SCHEMA, CeilingsRecord
 
 
 def machine_key(facts: Facts) -> str:

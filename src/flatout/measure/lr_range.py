@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 
-from flatout.schema.lr_range import LrPoint
+from flatout.schema.batch import LrPoint
 
 SMOOTHING = 0.9  # weight of the previous mean at each step
 SLOPE_STEPS = 10  # steps for a slope

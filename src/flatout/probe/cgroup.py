@@ -38,11 +38,8 @@ def group(read: Read) -> CgroupLimits:
     if unified and "" in paths and "memory" in (controllers or "").split():
         folders = list(_folders(unified, paths[""]))
         cores = _narrowest(_quota_v2(read, folder, where) for folder in folders)
-        memory = _narrowest(
-            _number(read, f"{folder}/{name}", where)
-            for folder in folders
-            for name in ("memory.max", "memory.high")
-        )
+        files = [f"{folder}/{name}" for folder in folders for name in ("memory.max", "memory.high")]
+        memory = _narrowest(_number(read, file, where) for file in files)
         used = _used(read, folders[0], "memory.current")
         return CgroupLimits(2, cores, _whole(memory), used, tuple(where))
     found: dict[str, list[str]] = {}
@@ -75,8 +72,7 @@ def _folders(mount: Mount, path: str) -> Iterator[str]:
     """Yield the group's folder and all above it, as far as this mount shows them.
 
     In a container the path may be the host's, while only the own group is mounted. Then the mount point is
-    the group.
-    """
+    the group."""
     if mount.root != "/":
         path = path[len(mount.root) :] if path == mount.root or path.startswith(mount.root + "/") else ""
     parts = [part for part in path.split("/") if part and part != ".."]
@@ -96,8 +92,7 @@ def _number(read: Read, path: str, where: list[str]) -> float | None:
 def _used(read: Read, folder: str, name: str) -> int | None:
     """Return the memory of a group without droppable page cache.
 
-    After reading data, most of the page cache is droppable.
-    """
+    After reading data, most of the page cache is droppable."""
     used = _number(read, f"{folder}/{name}", [])
     cached = re.search(r"^(?:total_)?inactive_file (\d+)$", read(f"{folder}/memory.stat") or "", re.MULTILINE)
     return None if used is None else max(int(used) - (int(cached[1]) if cached else 0), 0)

@@ -72,17 +72,11 @@ print(json.dumps(found))
 def devices_of_torch(python: str) -> dict[str, str] | None:
     """Return the devices that the torch of an interpreter sees, with their names.
 
-    None without torch or an answer.
-    """
+    None without torch or an answer."""
     env = {name: value for name, value in os.environ.items() if name != DEVICE_VARIABLE}
     try:
         asked = subprocess.run(
-            [python, "-c", DEVICES],
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=IMPORT_S,
-            check=True,
+            [python, "-c", DEVICES], env=env, capture_output=True, text=True, timeout=IMPORT_S, check=True
         )
         found: dict[str, str] = json.loads(asked.stdout.splitlines()[-1])
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):

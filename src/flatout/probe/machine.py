@@ -30,6 +30,7 @@ WATCHED = (
     "MIMALLOC_PURGE_DELAY",
     DEVICE_VARIABLE,
 )
+CPU_FLAGS = {"avx2", "avx512f", "avx512_bf16", "amx_bf16", "avx512_fp16", "asimd", "bf16", "sve"}
 DISTRIBUTIONS = (
     "torch",
     "torchvision",
@@ -63,12 +64,10 @@ def look(argv: Sequence[str] = ()) -> Facts:
 
 def with_software(facts: Facts, argv: Sequence[str]) -> Facts:
     """Add the versions and allocators. Only a plan needs them, and reading them takes longest."""
-    python, at = python_of(argv), _distributions()
-    version, versions = (
-        (facts.python, {name: at[name].stem.partition("-")[2] for name in DISTRIBUTIONS if name in at})
-        if is_flatout_python(python)
-        else versions_of(python, *DISTRIBUTIONS)
-    )
+    python, at, version = python_of(argv), _distributions(), facts.python
+    versions = {name: at[name].stem.partition("-")[2] for name in DISTRIBUTIONS if name in at}
+    if not is_flatout_python(python):
+        version, versions = versions_of(python, *DISTRIBUTIONS)
     return replace(facts, python=version, versions=versions, allocators=_allocators())
 
 
@@ -94,17 +93,7 @@ def _cpu() -> tuple[str, tuple[str, ...]]:
             if key.strip() == "model name":
                 model = value.strip()
             elif key.strip() in ("flags", "Features"):
-                interesting = (
-                    "avx2",
-                    "avx512f",
-                    "avx512_bf16",
-                    "amx_bf16",
-                    "avx512_fp16",
-                    "asimd",
-                    "bf16",
-                    "sve",
-                )
-                return model, tuple(flag for flag in value.split() if flag in interesting)
+                return model, tuple(flag for flag in value.split() if flag in CPU_FLAGS)
     except OSError:
         pass
     return model, flags
@@ -137,18 +126,11 @@ def _allocators() -> dict[str, str]:
         return {}
     found = {}
     for name, patterns in ALLOCATORS.items():
-        paths = [
-            p
-            for folder in LIBRARIES
-            for pattern in patterns
-            for p in sorted(glob.glob(f"{folder}/{pattern}"))
-        ]
-        if paths:
-            found[name] = paths[0]
-    if "mimalloc" not in found:
-        wheel = _file_of("cmeel-mimalloc", "libmimalloc.so")
-        if wheel:
-            found["mimalloc"] = wheel
+        places = (f"{folder}/{pattern}" for folder in LIBRARIES for pattern in patterns)
+        if path := next((path for place in places for path in sorted(glob.glob(place))), None):
+            found[name] = path
+    if "mimalloc" not in found and (wheel := _file_of("cmeel-mimalloc", "libmimalloc.so")):
+        found["mimalloc"] = wheel
     if platform.libc_ver()[0] == "glibc":
         found["glibc"] = "libc"
     return found

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 class Mount:
     """One line of /proc/<pid>/mountinfo (proc_pid_mountinfo(5)).
 
-    ``root`` is the folder of the file system that is mounted at ``point``.
-    """
+    ``root`` is the folder of the file system that is mounted at ``point``."""
 
     root: str
     point: str
@@ -32,23 +31,15 @@ def mounts(mountinfo: str | None) -> list[Mount]:
         left, dash, right = line.partition(" - ")
         words, rest = left.split(), right.split()
         if dash and len(words) >= 6 and len(rest) >= 3:
-            found.append(
-                Mount(
-                    _unescaped(words[3]),
-                    _unescaped(words[4]),
-                    rest[0],
-                    rest[1],
-                    (*words[5].split(","), *rest[2].split(",")),
-                )
-            )
+            options = (*words[5].split(","), *rest[2].split(","))
+            found.append(Mount(_unescaped(words[3]), _unescaped(words[4]), rest[0], rest[1], options))
     return found
 
 
 def mount_of(path: str, all_mounts: list[Mount]) -> Mount | None:
     """Return the mount of a path: the longest mount point above it.
 
-    Of equal ones the last, which hides the others.
-    """
+    Of equal ones the last, which hides the others."""
     above = [m for m in all_mounts if path == m.point or path.startswith(m.point.rstrip("/") + "/")]
     return max(enumerate(above), key=lambda pair: (len(pair[1].point), pair[0]))[1] if above else None
 

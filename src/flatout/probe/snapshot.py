@@ -114,11 +114,8 @@ def gather(snapshot: MachineSnapshot, root: Path = Path("/")) -> MachineSnapshot
     group(reader.text)  # reads the files with the limits of the groups
     for folder in FOLDERS:
         reader.names(folder)
-    snapshot.folders["/dev"] = (
-        [n for n in names if n.startswith("nvidia")]
-        if (names := snapshot.folders["/dev"]) is not None
-        else None
-    )
+    if (names := snapshot.folders["/dev"]) is not None:
+        snapshot.folders["/dev"] = [name for name in names if name.startswith("nvidia")]
     for name in snapshot.folders["/sys/bus/pci/devices"] or ():
         if (reader.text(f"/sys/bus/pci/devices/{name}/class") or "").startswith(DISPLAY_CLASS):
             reader.text(f"/sys/bus/pci/devices/{name}/vendor")
@@ -144,8 +141,7 @@ def gather(snapshot: MachineSnapshot, root: Path = Path("/")) -> MachineSnapshot
 def environment(variables: os._Environ[str] | dict[str, str]) -> dict[str, str]:
     """Return the variables that affect a training program.
 
-    Nothing else of the environment is kept, because a machine snapshot is shown and shared.
-    """
+    Nothing else of the environment is kept, because a machine snapshot is shown and shared."""
     return {
         name: value
         for name, value in sorted(variables.items())
@@ -172,8 +168,7 @@ def python() -> dict[str, object]:
 def packages(path: list[str]) -> list[list[str]]:
     """Return [name, version, folder] of each relevant distribution, in the order of the path.
 
-    Of two with the same name, Python uses the first.
-    """
+    Of two with the same name, Python uses the first."""
     found = []
     for folder in dict.fromkeys(path):
         try:

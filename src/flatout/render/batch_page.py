@@ -25,27 +25,14 @@ def headline(record: BatchRecord) -> str:
 
 def sentences(record: BatchRecord) -> list[str]:
     """Return the results as sentences: speed, knee, same effective batch, memory, noise, notes."""
-    results = (
-        [f"flatout cannot change the batch size: {record.why_no_curve}"]
-        if record.why_no_curve
-        else _curve_sentences(record)
-    )
-    return [
-        sentence(text)
-        for text in [
-            *results,
-            noise_sentence(record.noise, record.own_size),
-            *(f"note: {note}" for note in record.notes[:20]),
-        ]
-    ]
+    results = [f"flatout cannot change the batch size: {record.why_no_curve}"]
+    results = results if record.why_no_curve else _curve_sentences(record)
+    notes = [f"note: {note}" for note in record.notes[:20]]
+    return [sentence(text) for text in [*results, noise_sentence(record.noise, record.own_size), *notes]]
 
 
 def _curve_sentences(record: BatchRecord) -> list[str]:
-    best, own, micro = (
-        record.point(record.best),
-        record.point(record.own_size),
-        record.point(record.best_micro_batch),
-    )
+    best, own, micro = map(record.point, (record.best, record.own_size, record.best_micro_batch))
     if best is None or own is None or best.speed is None:
         smallest = min(
             (point for point in record.points if point.peak_bytes), key=lambda point: point.size, default=None
@@ -56,15 +43,11 @@ def _curve_sentences(record: BatchRecord) -> list[str]:
             f"no batch size fits into {size(record.limit_bytes)} ({record.limit_source}): even {smallest.size} samples a batch take "
             f"{size(smallest.peak_bytes)}. `flatout memory` shows what uses them"
         ]
-    fastest = (
-        "fastest size that fits"
-        if not best.speed.low <= 1.0 <= best.speed.high or best is own
-        else "fastest size that fits, by a margin within noise"
-    )
-    comparison = (
-        f": {_ratio(best.speed)} the samples/s of the program's own {own.size}" if best is not own else ""
-    )
-    results = [f"{best.size} samples a batch are the {fastest}{comparison}"]
+    fastest = f"{best.size} samples a batch are the fastest size that fits"
+    if best is not own:
+        margin = ", by a margin within noise" if best.speed.low <= 1.0 <= best.speed.high else ""
+        fastest += f"{margin}: {_ratio(best.speed)} the samples/s of the program's own {own.size}"
+    results = [fastest]
     sizes = [point.size for point in record.points if point.speed is not None and point.fits]
     if record.near_best is not None and len(sizes) > 1:
         low, high = record.near_best_low or record.near_best, record.near_best_high or record.near_best
@@ -92,13 +75,10 @@ def _curve_sentences(record: BatchRecord) -> list[str]:
         results.append(
             f"the own size measured again in other processes: {_ratio(record.repeat_ratio)}; differences within that are noise"
         )
-    peak_definition = (
-        "the allocator's maximum"
-        if record.device == "cuda"
-        else "the size of all tensors of one step, without Python, libraries and loader workers"
-    )
+    peak = "the size of all tensors of one step, without Python, libraries and loader workers"
+    peak = "the allocator's maximum" if record.device == "cuda" else peak
     results.append(
-        f"peak is {peak_definition}; the limit is {size(record.limit_bytes)} ({record.limit_source}), of which a tenth is kept free"
+        f"peak is {peak}; the limit is {size(record.limit_bytes)} ({record.limit_source}), of which a tenth is kept free"
     )
     return results
 
@@ -131,13 +111,11 @@ def noise_sentence(noise: NoiseScale, own: int | None) -> str:
     batch = own if noise.batch else 1
     if batch is None:
         return estimate
-    relation = (
-        "far below it, where doubling the batch nearly halves the steps"
-        if batch < 0.25 * noise.low
-        else "above it, where doubling the batch saves few steps"
-        if batch > noise.high
-        else "near it, where doubling the batch saves some steps, but not half"
-    )
+    relation = "near it, where doubling the batch saves some steps, but not half"
+    if batch < 0.25 * noise.low:
+        relation = "far below it, where doubling the batch nearly halves the steps"
+    elif batch > noise.high:
+        relation = "above it, where doubling the batch saves few steps"
     return f"{estimate}: the program's own batch is {relation}. The noise scale varies from step to step and mostly grows during training (--at-step)"
 
 
@@ -150,16 +128,12 @@ def _ratio(ratio: Ratio) -> str:
 
 
 def row(record: BatchRecord, point: BatchPoint) -> tuple[str, ...]:
-    speed, accumulated = point.speed, point.accumulated_speed
-    marks = [
-        mark
-        for mark, batch_size in (("own", record.own_size), ("fastest", record.best), ("enough", record.knee))
-        if batch_size == point.size
-    ]
+    sizes = {"own": record.own_size, "fastest": record.best, "enough": record.knee}
+    marks = [mark for mark, batch_size in sizes.items() if batch_size == point.size]
     remark = point.status if point.why else ", ".join(marks)
     speed_text, accumulated_text = (
         "1" if ratio and point.size == record.own_size else _ratio(ratio) if ratio else ""
-        for ratio in (speed, accumulated)
+        for ratio in (point.speed, point.accumulated_speed)
     )
     return (
         f"{point.size:,}",
@@ -194,30 +168,20 @@ def batch_page(record: BatchRecord) -> Page:
 
 def speed_plot(record: BatchRecord) -> Plot | None:
     """Return samples per second by batch size. None with fewer than two measured sizes."""
-    points = [
-        (point, value)
-        for point in record.points
-        if (value := finite(point.samples_per_s)) and finite(point.step_ms)
-    ]
+    points = [(p, value) for p in record.points if (value := finite(p.samples_per_s)) and finite(p.step_ms)]
     if len(points) < 2:
         return None
-    tops = [
-        value * (point.speed.high / point.speed.median if point.speed else 1.0) for point, value in points
-    ]
+    tops = [value * (p.speed.high / p.speed.median if p.speed else 1.0) for p, value in points]
     y = Scale(0.0, LABEL_HEADROOM * max(tops))
-    label = "Samples per second by batch size: " + ", ".join(
-        f"{point.size} {rounded(value)}" for point, value in points
-    )
+    values = ", ".join(f"{point.size} {rounded(value)}" for point, value in points)
+    label = f"Samples per second by batch size: {values}"
     plot = _plot_by_size(label, record, y, number_ticks(y), 300)
     _draw_noise_band(plot, record.noise)
     plot.line([(float(point.size), value) for point, value in points], "plain")
     for point, value in points:
-        speed = point.speed
-        low, high = (
-            (value * bound / speed.median for bound in (speed.low, speed.high))
-            if speed and speed.median > 0
-            else (None, None)
-        )
+        speed, low, high = point.speed, None, None
+        if speed and speed.median > 0:
+            low, high = (value * bound / speed.median for bound in (speed.low, speed.high))
         comparison = f", {factor(speed.median)} the own size" if speed else ""
         tip = f"{point.size} a batch: {rounded(value)} samples/s, {milliseconds(point.step_ms)} a step{comparison}"
         plot.dot(point.size, value, "c0" if point.fits else "c6", tip, low=low, high=high)
@@ -231,19 +195,13 @@ def speed_plot(record: BatchRecord) -> Plot | None:
 
 
 def memory_plot(record: BatchRecord) -> Plot | None:
-    points = [
-        (point, value)
-        for point in record.points
-        if (value := finite(point.peak_bytes)) is not None and value > 0
-    ]
+    points = [(p, value) for p in record.points if (value := finite(p.peak_bytes)) and value > 0]
     if len(points) < 2:
         return None
     peak, limit = max(value for _, value in points), finite(record.limit_bytes)
     drawn_limit = limit if limit is not None and limit < 4 * peak else None
     y = Scale(0.0, 1.12 * max(peak, drawn_limit or 0.0))
-    label = "Peak memory by batch size: " + ", ".join(
-        f"{point.size} {size(value)}" for point, value in points
-    )
+    label = f"Peak memory by batch size: {', '.join(f'{p.size} {size(value)}' for p, value in points)}"
     plot = _plot_by_size(label, record, y, byte_ticks(y), 180)
     plot.line([(float(point.size), value) for point, value in points], "plain")
     for point, value in points:

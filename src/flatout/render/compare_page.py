@@ -91,18 +91,8 @@ def rows(record: CompareRecord) -> list[Row]:
             _with_interval(record.step_time),
         ),
         ("throughput", per_second(a.samples_per_s), per_second(b.samples_per_s), ""),
-        (
-            "start-up, until steady",
-            duration(a.start_s),
-            duration(b.start_s),
-            _with_interval(record.start),
-        ),
-        (
-            "peak memory",
-            size(a.peak_memory_bytes),
-            size(b.peak_memory_bytes),
-            _with_interval(record.memory),
-        ),
+        ("start-up, until steady", duration(a.start_s), duration(b.start_s), _with_interval(record.start)),
+        ("peak memory", size(a.peak_memory_bytes), size(b.peak_memory_bytes), _with_interval(record.memory)),
         *(
             (name, a.versions.get(name, MISSING), b.versions.get(name, MISSING), "")
             for name in sorted({*a.versions, *b.versions})
@@ -131,38 +121,22 @@ def compare_page(record: CompareRecord, terminal_lines: Sequence[str] = ()) -> P
     change = record.step_time
     slower, faster = change is not None and change.low > 0, change is not None and change.high < 0
     phases = [ProgramPhases.read(name, side.phases, side.step_ms) for name, side in (("A", a), ("B", b))]
+    results = (Cell(gate.verdict, kind=GATE_STATUS.get(gate.verdict, "skipped")) for gate in record.gates)
+    gate_rows = [
+        (gate.name, gate.limit, cell, sentence(gate.why))
+        for gate, cell in zip(record.gates, results, strict=True)
+    ]
+    losses = record.losses
+    loss_verdict = Paragraph(
+        f"{losses.verdict}: {sentence(losses.why)}", "verdict" + LOSS_TONE.get(losses.verdict, "")
+    )
     sections = [
         Section("", [Table((), [_label(name, side) for name, side in (("A", a), ("B", b))])]),
-        Section(
-            "Gates",
-            [
-                Table(
-                    ("gate", "limit", "result", "explanation"),
-                    [
-                        (
-                            gate.name,
-                            gate.limit,
-                            Cell(gate.verdict, kind=GATE_STATUS.get(gate.verdict, "skipped")),
-                            sentence(gate.why),
-                        )
-                        for gate in record.gates
-                    ],
-                )
-            ],
-        ),
+        Section("Gates", [Table(("gate", "limit", "result", "explanation"), gate_rows)]),
         Section("Training", [Paragraph(*_training(record))] if record.training is not None else []),
         Section("A and B", [Table(("", ">A", ">B", "change"), rows(record))]),
         phase_section("Where the time of a step goes", phases, _changes(record), BOTH),
-        Section(
-            "Losses",
-            [
-                Paragraph(
-                    f"{record.losses.verdict}: {sentence(record.losses.why)}",
-                    "verdict" + LOSS_TONE.get(record.losses.verdict, ""),
-                ),
-                loss_figure(*_loss_curves(a, b), ("A", "B")),
-            ],
-        ),
+        Section("Losses", [loss_verdict, loss_figure(*_loss_curves(a, b), ("A", "B"))]),
         notes(map(sentence, record.notes)),
         Section("", [Paragraph(line) for line in terminal_lines], TERMINAL),
         Section(
@@ -201,7 +175,6 @@ def _label(name: str, side: SideRecord) -> tuple[str, Cell]:
 
 def _loss_curves(a: SideRecord, b: SideRecord) -> tuple[list[list[float]], list[list[float]]]:
     seeds = [(a.losses[seed], b.losses[seed]) for seed in a.losses if seed in b.losses]
-    lengths = [min(len(first), len(second)) for first, second in seeds]
-    return [first[:n] for (first, _), n in zip(seeds, lengths, strict=True)], [
-        second[:n] for (_, second), n in zip(seeds, lengths, strict=True)
+    return [first[: len(second)] for first, second in seeds], [
+        second[: len(first)] for first, second in seeds
     ]

@@ -10,8 +10,7 @@ from rich.text import Text
 from flatout.render.formatting import one_line, plural, rounded
 from flatout.render.page import Table
 from flatout.render.terminal import name_grid, table_grid
-from flatout.schema.ceilings import CeilingsRecord
-from flatout.schema.machine_snapshot import CheckResult, Verdict
+from flatout.schema.machine_snapshot import CeilingsRecord, CheckResult, Verdict
 
 MAX_OTHER_CORES = 0.5  # above this load of other processes, the figures underestimate the machine
 STYLES = {
@@ -39,18 +38,12 @@ def doctor_page(checks: Sequence[CheckResult]) -> RenderableType:
 
 
 def _headline(by_verdict: Mapping[Verdict, Sequence[CheckResult]]) -> Text:
-    counts = [
-        (plural(len(by_verdict[verdict]), verdict.value), verdict)
-        for verdict in (Verdict.PROBLEM, Verdict.WARNING)
-        if by_verdict[verdict]
-    ]
-    if not counts:
+    verdicts = [verdict for verdict in (Verdict.PROBLEM, Verdict.WARNING) if by_verdict[verdict]]
+    if not verdicts:
         return Text("this machine is ready", style="bold green")
-    text = " and ".join(count for count, _ in counts)
-    return Text(
-        text if counts[0][1] == Verdict.PROBLEM else f"this machine is ready, with {text}",
-        style=STYLES[counts[0][1]],
-    )
+    text = " and ".join(plural(len(by_verdict[verdict]), verdict.value) for verdict in verdicts)
+    ready = "" if verdicts[0] == Verdict.PROBLEM else "this machine is ready, with "
+    return Text(ready + text, style=STYLES[verdicts[0]])
 
 
 def _full_entry(check: CheckResult, style: str) -> Iterable[RenderableType]:
@@ -74,12 +67,8 @@ def _command(fix: str, indent: int) -> RenderableType:
 def _notes(checks: Sequence[CheckResult]) -> RenderableType:
     lines: list[RenderableType] = []
     for check in checks:
-        lines.append(
-            Padding(
-                Text.assemble((f"{check.code} ", "dim"), one_line(check.observed), overflow="fold"),
-                (0, 0, 0, 2),
-            )
-        )
+        note = Text.assemble((f"{check.code} ", "dim"), one_line(check.observed), overflow="fold")
+        lines.append(Padding(note, (0, 0, 0, 2)))
         if check.fix:
             lines.append(_command(check.fix, 8))
     return Group(*lines)
@@ -100,16 +89,10 @@ def ceilings_table(record: CeilingsRecord) -> RenderableType:
         value, low, high = (
             rate if rate is None else rate / scale for rate in (ceiling.value, ceiling.low, ceiling.high)
         )
-        rows.append(
-            (
-                _title(ceiling.name),
-                ceiling.device,
-                f"{rounded(value)} {unit}" if value is not None else "not run",
-                "-" if low is None or high is None else f"{rounded(low)} to {rounded(high)}",
-                str(ceiling.n or "-"),
-                ceiling.note.removeprefix("not run: "),
-            )
-        )
+        best = f"{rounded(value)} {unit}" if value is not None else "not run"
+        quartiles = "-" if low is None or high is None else f"{rounded(low)} to {rounded(high)}"
+        note, n = ceiling.note.removeprefix("not run: "), str(ceiling.n or "-")
+        rows.append((_title(ceiling.name), ceiling.device, best, quartiles, n, note))
     load = ""
     if record.busy_cores is not None:
         load = f"; other processes used {rounded(record.busy_cores)} cores just before"

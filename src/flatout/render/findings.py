@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
+from operator import attrgetter
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -27,21 +28,14 @@ MAX_LINE_CHARS = 160  # longer source lines are cut around the caret
 def finding_lines(findings: Sequence[Finding], titles: Mapping[str, str]) -> RenderableType:
     """Return the findings grouped by severity, worst first, under one title per rule.
 
-    Each shows its place, the source line with a caret, the message and the fix.
-    """
+    Each shows its place, the source line with a caret, the message and the fix."""
     parts: list[RenderableType] = []
     for severity, members in groupby(findings, key=lambda finding: finding.severity):
         parts += [Text(severity, style=STYLES.get(severity, "bold")), ""]
-        for code, rule_findings in groupby(
-            sorted(members, key=lambda finding: finding.rule), key=lambda finding: finding.rule
-        ):
-            parts.append(
-                Text.assemble(
-                    (code, "bold"),
-                    f"  {one_line(titles.get(code, ''))}",
-                    (f"   flatout check --explain {code}", "dim"),
-                )
-            )
+        by_rule = attrgetter("rule")
+        for code, rule_findings in groupby(sorted(members, key=by_rule), key=by_rule):
+            title, command = one_line(titles.get(code, "")), f"   flatout check --explain {code}"
+            parts.append(Text.assemble((code, "bold"), f"  {title}", (command, "dim")))
             for finding in rule_findings:
                 parts += [Text("  ") + part for part in _entry(finding)]
             parts.append("")
@@ -63,9 +57,8 @@ def _entry(finding: Finding) -> Iterator[Text]:
                 yield Text("    " + " " * caret + "^", style="bold red")
     yield Text(sentence(finding.message))
     if finding.others:
-        yield Text(
-            "see also " + ", ".join(one_line(other.sentence()) for other in finding.others), style="dim"
-        )
+        others = ", ".join(one_line(other.sentence()) for other in finding.others)
+        yield Text(f"see also {others}", style="dim")
     for number, line in enumerate(safe_text(finding.fix, 2000).splitlines()):
         yield Text(("fix: " if number == 0 else "     ") + line, style="green")
     if finding.levers:
@@ -76,8 +69,7 @@ def _entry(finding: Finding) -> Iterator[Text]:
 def _with_caret(place: SourceLocation) -> tuple[str, int]:
     """Return the line as shown and the caret's index in it, or -1.
 
-    ``place.text`` is stripped; ``place.column`` counts in the whole line.
-    """
+    ``place.text`` is stripped; ``place.column`` counts in the whole line."""
     text = safe_text(place.text, 10_000).replace("\t", " ")
     caret = place.column - 1 - place.indent if place.column else -1
     if len(text) > MAX_LINE_CHARS:
@@ -91,8 +83,7 @@ def summary(
 ) -> RenderableType:
     """Return the last line: the number of findings of each severity.
 
-    ``command`` starts the program. ``ran``: the program was run, too, and the measured rules were checked.
-    """
+    ``command`` starts the program. ``ran``: the program was run, too, and the measured rules were checked."""
     scope = f"in {files} {'file' if files == 1 else 'files'}"
     if not findings:
         where = "the source or in the run" if was_run else "the source"
@@ -120,7 +111,8 @@ def github_lines(findings: Iterable[Finding]) -> Iterator[str]:
             f"{key}={_escaped(value).replace(':', '%3A').replace(',', '%2C')}"
             for key, value in options.items()
         )
-        yield f"::{GITHUB_LEVELS[finding.severity]} {properties}::{_escaped(sentence(finding.message) + (chr(10) + finding.fix if finding.fix else ''))}"
+        text = _escaped("\n".join(filter(None, (sentence(finding.message), finding.fix))))
+        yield f"::{GITHUB_LEVELS[finding.severity]} {properties}::{text}"
 
 
 def _escaped(text: str) -> str:

@@ -21,8 +21,7 @@ TEXT_LIMIT = 600
 def safe_text(value: object, limit: int = TEXT_LIMIT) -> str:
     """Return untrusted text without control characters, cut to ``limit``.
 
-    Line breaks and tabs stay. The caller still has to escape markup.
-    """
+    Line breaks and tabs stay. The caller still has to escape markup."""
     text = value if isinstance(value, str) else str(value)
     cut = text if len(text) <= limit else text[: limit - 2].rstrip() + " …"
     return sanitize(cut)
@@ -45,8 +44,7 @@ def capital(text: str) -> str:
 def finite(value: object) -> float | None:
     """Return the value as a finite float that is safe to print and plot, or None.
 
-    Magnitudes of 1e30 and more come from a diverged run and give None. Magnitudes below 1e-30 become zero.
-    """
+    Magnitudes of 1e30 and more come from a diverged run and give None. Magnitudes below 1e-30 become zero."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
@@ -84,11 +82,11 @@ def factor(ratio: object) -> str:
     return f"{number:.1f}x" if number >= 10 else f"{number:.2f}x"
 
 
-def interval(low: object, high: object, dash: str = "–") -> str:
+def interval(low: object, high: object) -> str:
     """Format an interval of ratios: ``1.28–1.35``, or "" if an end is missing."""
     if finite(low) is None or finite(high) is None:
         return ""
-    return f"{factor(low)[:-1]}{dash}{factor(high)[:-1]}"
+    return f"{factor(low)[:-1]}–{factor(high)[:-1]}"
 
 
 def milliseconds(value: object) -> str:

@@ -7,7 +7,7 @@ from flatout.job.folder import FOLDER
 from flatout.render.formatting import count, day, plural, rounded, sentence, shell, size
 from flatout.render.page import Cell, Items, Page, Section, Table, dateline
 from flatout.render.summary import with_interval
-from flatout.schema.history import HistoryRecord, JobEntry, RunEntry
+from flatout.schema.run_request import HistoryRecord, JobEntry, RunEntry
 
 RUN_COLUMNS = "started, UTC", "command", "result", ">steps/s", ">steps", ">peak memory", "limited by", "plan"
 CELL_KINDS = {"finished": "applied", "failed": "rejected", "interrupted": "skipped"}
@@ -31,15 +31,7 @@ def history_page(history: HistoryRecord) -> Page:
                 "Commands",
                 [Table(("command", "plan", "newest run", ">runs"), [_job(job) for job in history.jobs])],
             ),
-            Section(
-                "Runs",
-                [
-                    Table(
-                        RUN_COLUMNS,
-                        [_run(job, run) for job, run in reversed(runs)],
-                    ),
-                ],
-            ),
+            Section("Runs", [Table(RUN_COLUMNS, [_run(job, run) for job, run in reversed(runs)])]),
             Section("Reports", [Table(("command", "report"), reports)]),
             Section(
                 "Skipped files",
@@ -54,12 +46,10 @@ def history_page(history: HistoryRecord) -> Page:
 def _job(job: JobEntry) -> tuple[Cell | str, ...]:
     ratio = job.speedup
     plan = with_interval(ratio.median, ratio.low, ratio.high, ratio.n) if ratio else ""
-    tune_command = shell(["flatout", "tune", *job.command])
-    verdict = (
-        f"A search was interrupted; `{tune_command}` continues it."
-        if job.unfinished
-        else job.verdict or "not tuned"
-    )
+    verdict = job.verdict or "not tuned"
+    if job.unfinished:
+        command = shell(["flatout", "tune", *job.command])
+        verdict = f"A search was interrupted; `{command}` continues it."
     newest = job.runs[-1] if job.runs else None
     return (
         Cell(shell(job.command) if job.command else job.folder, kind="code"),

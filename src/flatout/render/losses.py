@@ -18,22 +18,16 @@ def loss_figure(
 ) -> Figure | None:
     """Return the curves of the first seed, and the band of all seeds of ``first``. None without finite values.
 
-    Both sides are thinned at the same positions by the mean of adjacent values, so equal curves stay equal.
-    """
+    Both sides are thinned at the same positions by the mean of adjacent values, so equal curves stay equal."""
     non_finite = [
         sum(finite(loss) is None for loss in curves[0]) if curves else 0 for curves in (first, second)
     ]
     stride = max(
         1, -(-max((len(curve) for side in (first, second) for curve in side[:1]), default=0) // MAX_POINTS)
     )
-    seeds, (curve_b, *_) = (
-        [_thin(curve, stride) for curve in first],
-        [
-            *(_thin(curve, stride) for curve in second),
-            Curve(),
-        ],
-    )
+    seeds = [_thin(curve, stride) for curve in first]
     curve_a = seeds[0] if seeds else Curve()
+    curve_b = _thin(second[0], stride) if second else Curve()
     length = max(len(curve_a), len(curve_b))
     columns = [[v for v in column if v is not None] for column in zip_longest(*seeds)][:length]
     values = [v for curve in (curve_a, curve_b, *columns) for v in curve if v is not None]
@@ -42,36 +36,26 @@ def loss_figure(
     y = padded_scale(values)
     x = Scale(0.5 * (stride + 1), max((length - 0.5) * stride + 0.5, stride + 1))
     positions = [i * stride + (stride + 1) / 2 for i in range(length)]
-    ticks = [(t, count(t)) for t, _ in number_ticks(x) if t == int(t)] or [
-        (positions[0], count(positions[0]))
-    ]
+    whole = [t for t, _ in number_ticks(x) if t == int(t)]
+    ticks = [(t, count(t)) for t in whole or positions[:1]]
     label = f"Loss of {names[0]} and of {names[1]} over {count(length * stride)} positions, from {rounded(min(values))} to {rounded(max(values))}"
     plot = Plot(label, x, y, ticks, number_ticks(y, 5), axis="position")
-    legend = [
-        (kind, name)
-        for kind, name, curve in (("plain", names[0], curve_a), ("tuned", names[1], curve_b))
-        if curve
-    ]
+    curves = (("plain", names[0], curve_a), ("tuned", names[1], curve_b))
+    legend = [(kind, name) for kind, name, curve in curves if curve]
     if len(seeds) > 1:
-        band = [
-            (position, min(column), max(column))
-            for position, column in zip(positions, columns, strict=False)
-            if column
-        ]
+        places = zip(positions, columns, strict=False)
+        band = [(position, min(column), max(column)) for position, column in places if column]
         plot.area(band, "plain", f"all {len(seeds)} seeds")
         legend[0] = ("plain", f"{names[0]}; the band holds its {len(seeds)} seeds")
-    plot.line(zip(positions, curve_a, strict=False), "plain", names[0])
-    plot.line(zip(positions, curve_b, strict=False), "tuned", names[1])
+    for kind, name, curve in curves:
+        plot.line(zip(positions, curve, strict=False), kind, name)
     remarks = ["Training loss of the first seed, in the order in which the program computed it."]
     if stride > 1:
         remarks.append(f"Each point is the mean of {count(stride)} losses.")
     gaps = [abs(a - b) for a, b in zip(curve_a, curve_b, strict=False) if a is not None and b is not None]
     if gaps:
-        remarks.append(
-            f"The two lines are at most {rounded(max(gaps), 2)} apart."
-            if max(gaps)
-            else "The two lines coincide."
-        )
+        apart = f"are at most {rounded(max(gaps), 2)} apart" if max(gaps) else "coincide"
+        remarks.append(f"The two lines {apart}.")
     remarks += [
         f"{count(number)} losses of {name} are not finite and not shown."
         for name, number in zip(names, non_finite, strict=True)

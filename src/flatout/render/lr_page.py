@@ -3,7 +3,7 @@
 from flatout.render.formatting import capital, finite, milliseconds, sentence
 from flatout.render.page import Figure, Page, Section, Table, dateline, notes
 from flatout.render.plot import Plot, Scale, number_ticks, padded_scale, powers
-from flatout.schema.lr_range import LrRecord
+from flatout.schema.batch import LrRecord
 
 CAPTION = (
     "Dots are the losses of single batches, the line is their exponential mean. The learning rate changes every step, so the suggestion is a "

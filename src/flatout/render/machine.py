@@ -33,18 +33,12 @@ def facts(session: SessionRecord | ProfileRecord) -> list[tuple[str, str]]:
     rows = [("machine", device(session)), ("memory", size(session.machine.get("memory_bytes") or None))]
     rows += [(name, text) for name, text in _rows(session.machine) if name not in _HIDDEN]
     software = {**({"flatout": session.flatout} if session.flatout else {}), **session.versions}
-    rows.append(
-        (
-            "software",
-            ", ".join(f"{name} {version}" for name, version in list(software.items())[:40]),
-        )
-    )
+    rows.append(("software", ", ".join(f"{name} {version}" for name, version in list(software.items())[:40])))
     rows.append(("folder", session.cwd))
     rows += [(f"program: {name}", text) for name, text in _rows(session.context)]
     if isinstance(session, SessionRecord):
-        rows += [
-            (f"digest of the {name}", text) for name, text in _rows(session.key) if name not in _HIDDEN_KEYS
-        ]
+        key = [(name, text) for name, text in _rows(session.key) if name not in _HIDDEN_KEYS]
+        rows += [(f"digest of the {name}", text) for name, text in key]
     return [(name, text) for name, text in rows if text and text != MISSING][:MAX_FACTS]
 
 

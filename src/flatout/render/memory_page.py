@@ -2,7 +2,7 @@
 
 from flatout.render.formatting import count, plural, sentence, size
 from flatout.render.page import Cell, Items, Page, Section, Table, dateline, notes
-from flatout.schema.memory_forecast import FORECAST_KINDS, MemoryForecast, MemoryPoint
+from flatout.schema.batch import FORECAST_KINDS, MemoryForecast, MemoryPoint
 
 MAX_MODULES = 8
 PEAK = "peak of the tensors in a step"
@@ -21,11 +21,8 @@ def memory_page(record: MemoryForecast) -> Page:
         else [],
     )
     modules = sorted(own.by_module.items(), key=lambda module: -module[1]) if own is not None else []
-    failures = [
-        f"{plural(point.batch_size, 'sample')}: {sentence(point.why_not)}"
-        for point in record.points
-        if point.why_not
-    ]
+    failed = [point for point in record.points if point.why_not]
+    failures = [f"{plural(point.batch_size, 'sample')}: {sentence(point.why_not)}" for point in failed]
     activations = Table(
         ("module", ">amount"), [(name, size(amount)) for name, amount in modules[:MAX_MODULES]]
     )
@@ -50,12 +47,9 @@ def headline(record: MemoryForecast) -> str:
     if own is None or own.peak_bytes is None:
         return "The memory of a step is not known"
     batch = f" with {count(record.own_size)} samples a batch" if record.own_size else ""
-    where = (
-        "on a CUDA device"
-        if record.simulated or record.device == "cuda"
-        else f"on the {record.device.upper()}"
-    )
-    return f"A step{batch} takes {size(own.peak_bytes)} of tensors {where}"
+    device = f"the {record.device.upper()}"
+    device = "a CUDA device" if record.simulated or record.device == "cuda" else device
+    return f"A step{batch} takes {size(own.peak_bytes)} of tensors on {device}"
 
 
 def summary(record: MemoryForecast) -> str:
@@ -75,17 +69,11 @@ def summary(record: MemoryForecast) -> str:
 def accuracy_sentence(point: MemoryPoint) -> str:
     batch = f"with {count(point.batch_size)} samples " if point.batch_size else ""
     if point.error is not None:
-        error_text = (
-            "right to 0.1 %"
-            if abs(point.error) < 0.001
-            else f"{abs(point.error):.1%} too {'high' if point.error > 0 else 'low'}"
-        )
+        error_text = f"{abs(point.error):.1%} too {'high' if point.error > 0 else 'low'}"
+        error_text = "right to 0.1 %" if abs(point.error) < 0.001 else error_text
         return f"A real step {batch}took {size(point.measured_bytes)}: the prediction was {error_text}."
-    return (
-        sentence(f"It could not be measured {batch}({point.measured_why_not})")
-        if point.measured_why_not
-        else ""
-    )
+    why = point.measured_why_not
+    return sentence(f"It could not be measured {batch}({why})") if why else ""
 
 
 def _cells(point: MemoryPoint, kinds: list[str]) -> list[str]:

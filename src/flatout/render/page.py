@@ -82,9 +82,8 @@ class Section:
     def visible(self) -> list[PagePart]:
         """The parts that hold something; none if only paragraphs of the kind ``note`` are left."""
         parts = [part for part in self.parts if part is not None and _has_content(part)]
-        return (
-            parts if any(not (isinstance(part, Paragraph) and part.kind == "note") for part in parts) else []
-        )
+        only_notes = all(isinstance(part, Paragraph) and part.kind == "note" for part in parts)
+        return [] if only_notes else parts
 
 
 @dataclass(frozen=True)
@@ -124,14 +123,9 @@ def html(page: Page) -> str:
     sections = [section for section in page.sections if section.where != TERMINAL and section.visible]
     if command:
         sections.insert(min(1, len(sections)), Section("Next step", [Paragraph(why), Code(command)]))
-    body += [
-        element(
-            "section",
-            *([element("h2", section.title)] if section.title else []),
-            *map(_part, section.visible),
-        )
-        for section in sections
-    ]
+    for section in sections:
+        title = [element("h2", section.title)] if section.title else []
+        body.append(element("section", *title, *map(_part, section.visible)))
     origin = f"Made by flatout {page.version} from {page.source} in the same folder. "
     body.append(element("footer", element("p", origin + "This page has no scripts and loads nothing.")))
     sheet, digest = _style()
@@ -274,3 +268,32 @@ def _content(cell: Cell) -> list[str]:
 
 def dateline(created: str, *parts: str) -> list[str]:
     return [day(created) if created else "", *parts]
+
+
+# A `flatout.Loop` in a notebook.
+
+STYLE = "border-collapse:collapse;font-size:90%;margin:.4em 0"
+CELL = "text-align:left;padding:.1em 1em .1em 0;vertical-align:top"
+
+
+def loop_html(
+    title: str,
+    done: int,
+    total: int | None,
+    facts: Sequence[tuple[str, str]],
+    levers: Sequence[tuple[str, str, str]],
+) -> str:
+    """Return the view of a Loop. ``levers`` are (name, result, evidence or reason)."""
+    bar = [element("progress", value=min(done, total), max=total, style="width:16em")] if total else []
+    total_text = f" of {total:,}" if total else ""
+    tables = [
+        element(
+            "table",
+            *(element("tr", *(element("td", cell, style=CELL) for cell in row)) for row in rows),
+            style=STYLE,
+        )
+        for rows in (facts, levers)
+        if rows
+    ]
+    head = element("div", element("strong", title), element("div", *bar, f" {done:,}{total_text} steps done"))
+    return str(element("div", head, *tables))

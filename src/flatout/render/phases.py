@@ -40,16 +40,12 @@ class ProgramPhases:
     def segments(self) -> list[Segment]:
         """The lengths are shares of the mean step, so they add up."""
         step = self.step_ms or sum(time.median_ms for time in self.phases.values())
-        return [
-            Segment(
-                name,
-                max(0.0, time.share * step),
-                phase_kind(name),
-                f"{name}: {milliseconds(time.median_ms)}, {100 * time.share:.0f} % of the step",
-            )
-            for name, time in self.phases.items()
-            if time.share > 0
-        ]
+        segments = []
+        for name, time in self.phases.items():
+            if time.share > 0:
+                tip = f"{name}: {milliseconds(time.median_ms)}, {100 * time.share:.0f} % of the step"
+                segments.append(Segment(name, max(0.0, time.share * step), phase_kind(name), tip))
+        return segments
 
 
 def phase_kind(phase: str) -> str:
@@ -57,24 +53,16 @@ def phase_kind(phase: str) -> str:
 
 
 def phase_figure(sides: Sequence[ProgramPhases], unit: str = "step") -> Figure:
-    drawn = [side for side in sides if side.segments]
-    rows = [
-        (
-            f"{side.name}: {milliseconds(sum(segment.value for segment in side.segments))}"
-            if len(sides) > 1
-            else "",
-            side.segments,
-        )
-        for side in drawn
-    ]
-    label = "; ".join(
-        f"{side.name} {', '.join(segment.tip.partition(',')[0] for segment in side.segments)}".strip()
-        for side in drawn
-    )
-    scale = ", on one scale" if len(drawn) > 1 else ""
-    return Figure(
-        bars(f"Phases of a {unit}: {label}", rows), f"Lengths are shares of the mean {unit}{scale}."
-    )
+    rows, labels = [], []
+    for side in sides:
+        if segments := side.segments:
+            total = milliseconds(sum(segment.value for segment in segments))
+            rows.append((f"{side.name}: {total}" if len(sides) > 1 else "", segments))
+            tips = ", ".join(segment.tip.partition(",")[0] for segment in segments)
+            labels.append(f"{side.name} {tips}".strip())
+    scale = ", on one scale" if len(rows) > 1 else ""
+    chart = bars(f"Phases of a {unit}: {'; '.join(labels)}", rows)
+    return Figure(chart, f"Lengths are shares of the mean {unit}{scale}.")
 
 
 def phase_section(

@@ -27,8 +27,7 @@ Ticks = Sequence[tuple[float, str]]  # value and label
 def element(name: str, *children: str, **attributes: object) -> Markup:
     """Return one element. Text is cleaned and escaped unless it is Markup; None leaves an attribute out.
 
-    Underscores in attribute names become hyphens; ``class_`` becomes ``class``.
-    """
+    Underscores in attribute names become hyphens; ``class_`` becomes ``class``."""
     pairs = Markup("").join(
         Markup(' {}="{}"').format(key.rstrip("_").replace("_", "-"), _attribute_text(value))
         for key, value in attributes.items()
@@ -267,12 +266,10 @@ class Plot:
         if low is not None and high is not None:
             scale = self.y if vertical else self.x
             first, second = ((percent(1 - scale(v)) if vertical else percent(scale(v))) for v in (low, high))
-            ends = (
-                {"x1": x_pos, "x2": x_pos, "y1": first, "y2": second}
-                if vertical
-                else {"x1": first, "x2": second, "y1": y_pos, "y2": y_pos}
-            )
-            self._add("line", class_=f"whisker {kind}", **ends)
+            (x1, x2), (y1, y2) = (x_pos, x_pos), (first, second)
+            if not vertical:
+                (x1, x2), (y1, y2) = (first, second), (y_pos, y_pos)
+            self._add("line", class_=f"whisker {kind}", x1=x1, x2=x2, y1=y1, y2=y2)
         if diamond:
             mark = element("path", *_tip(tip), d=DIAMOND, class_=f"dot {kind}")
             self._add("svg", "", mark, x=x_pos, y=y_pos, width=1, height=1, overflow="visible")
@@ -345,8 +342,7 @@ class Segment:
 def bars(label: str, rows: Sequence[tuple[str, Sequence[Segment]]]) -> Plot | None:
     """Return stacked bars on one scale, each below its name; the longest fills the width. None if there is nothing to draw.
 
-    A dotted line shows what a bar lacks of it.
-    """
+    A dotted line shows what a bar lacks of it."""
     totals = [sum(part.value for part in parts) for _, parts in rows]
     longest = max(totals, default=0.0)
     if longest <= 0:
@@ -363,13 +359,7 @@ def bars(label: str, rows: Sequence[tuple[str, Sequence[Segment]]]) -> Plot | No
             width = part.value / longest
             plot.bar(start, start + part.value, bottom, bottom + BAR_PX, f"bar {part.kind}", part.tip)
             if len(part.name) * LETTER_PX + 8 <= width * PHONE_PX:
-                plot.text(
-                    start + part.value / 2,
-                    bottom + 11,
-                    part.name,
-                    f"on {part.kind}",
-                    anchor="middle",
-                )
+                plot.text(start + part.value / 2, bottom + 11, part.name, f"on {part.kind}", anchor="middle")
             start += part.value
         if total < 0.995 * longest:
             plot.line([(total, bottom + BAR_PX / 2), (longest, bottom + BAR_PX / 2)], "rest")
@@ -396,8 +386,7 @@ def intervals(
 ) -> Plot:
     """Return a row for each value with its interval, below its text, and a line at 1.
 
-    ``noise_floor``: a band of values that mean nothing.
-    """
+    ``noise_floor``: a band of values that mean nothing."""
     plot = Plot(
         label, x, Scale(0, INTERVAL_PX * len(rows)), ticks, height=INTERVAL_PX * len(rows), grid=False
     )

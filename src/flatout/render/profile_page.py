@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from flatout.render import machine
 from flatout.render.formatting import (
+    MISSING,
     capital,
     count,
     factor,
@@ -133,19 +134,15 @@ def next_step(profile: ProfileRecord) -> tuple[str, str]:
         return "", ""
     command = shell([*on_device(profile.machine), *profile.command])
     if profile.tensor_growth is not None and profile.tensor_growth.leaking:
-        return (
-            "Memory grows with every step; profile it over more steps:",
-            f"flatout profile --memory {command}",
-        )
+        why = "Memory grows with every step; profile it over more steps:"
+        return why, f"flatout profile --memory {command}"
     return "Find the fastest plan; these findings are tried first:", f"flatout tune {command}"
 
 
 def _findings(profile: ProfileRecord) -> Section:
     parts: list[PagePart] = []
     for finding in profile.findings:
-        predicted = (
-            f" up to {ratio_text(finding.predicted)} predicted" if finding.predicted is not None else ""
-        )
+        predicted = f" up to {ratio_text(finding.predicted)} predicted" if finding.predicted else ""
         tone = " bad" if finding.severity == Severity.WRONG else ""
         title = f"{capital(finding.name.replace('_', ' '))} ({finding.rule}, {finding.severity})"
         parts.append(Paragraph(f"{title}: {sentence(finding.message)}{predicted}", f"verdict{tone}"))
@@ -153,10 +150,8 @@ def _findings(profile: ProfileRecord) -> Section:
             parts.append(Paragraph(f"{place_of(finding.place, profile.cwd)}  `{finding.place.text}`"))
         parts += [Paragraph(line, "note") for line in finding.evidence[:8]]
         parts.append(Code(finding.fix.strip("\n")))
-        levers_text = (
-            f"Without editing: `flatout tune` tries {', '.join(finding.levers)}" if finding.levers else ""
-        )
-        parts.append(Paragraph("; ".join(filter(None, (levers_text, finding.how)))))
+        levers = f"Without editing: `flatout tune` tries {', '.join(finding.levers)}"
+        parts.append(Paragraph("; ".join(filter(None, (levers if finding.levers else "", finding.how)))))
     return Section("Findings", parts)
 
 
@@ -181,25 +176,22 @@ def _step(profile: ProfileRecord) -> Section:
         for name, time in phases_of_step.phases.items()
         if time.share >= 0.0005 or ratios.get(WHAT_IF_OF_PHASE.get(name, ""))
     ]
-    overhead = profile.overhead
+    measured = f"{plural(profile.steps, 'step')} after {profile.warmup_steps} of warm-up, on {profile.device}"
+    profiled = ""
+    if profile.overhead is not None:
+        profiled = f"{factor(profile.overhead.median)} as long, and excluded from these times"
     rows = (
         (unit, milliseconds(profile.step_ms)),
         ("samples", per_second(profile.samples_per_s)),
-        (
-            "measured",
-            f"{plural(profile.steps, 'step')} after {profile.warmup_steps} of warm-up, on {profile.device}",
-        ),
+        ("measured", measured),
         ("first step", milliseconds(profile.first_step_ms)),
         ("FLOPs", _flops(profile)),
         ("operators a step", _operators(profile)),
         ("Python outside operators", milliseconds(profile.python_ms)),
         ("device idle", milliseconds(profile.idle_ms)),
-        (
-            "profiled steps",
-            "" if overhead is None else f"{factor(overhead.median)} as long, and excluded from these times",
-        ),
+        ("profiled steps", profiled),
     )
-    shown = [row for row in rows if profile.steps and row[1] not in ("", "–")]
+    shown = [row for row in rows if profile.steps and row[1] not in ("", MISSING)]
     caption = f"Shares of the mean {unit}. The share of a phase is not its possible speed-up, which is measured below."
     return Section(
         f"The {unit}",
@@ -233,35 +225,28 @@ def _parallel_section(profile: ProfileRecord) -> Section:
 def _parallel_work(profile: ProfileRecord) -> Iterator[tuple[str, str]]:
     for loader in profile.loaders:
         if loader.workers and loader.fetch_ms and finite(loader.fetch_ms):
-            ms = loader.fetch_ms / loader.workers
-            hidden = max(0.0, ms - loader.wait_ms)
-            yield (
-                plural(loader.workers, "loader worker"),
-                f"{milliseconds(ms)} a step; a batch takes {milliseconds(loader.fetch_ms)}; "
-                f"{milliseconds(loader.wait_ms)} waited for, {milliseconds(hidden)} hidden",
-            )
+            ms, wait_ms = loader.fetch_ms / loader.workers, loader.wait_ms
+            work = f"{milliseconds(ms)} a step; a batch takes {milliseconds(loader.fetch_ms)}"
+            waits = f"{milliseconds(wait_ms)} waited for, {milliseconds(max(0.0, ms - wait_ms))} hidden"
+            yield plural(loader.workers, "loader worker"), f"{work}; {waits}"
     device = {kind: ms for kind, ms in profile.device_ms.items() if ms > 0 and finite(ms)}
     busy = profile.step_ms - profile.idle_ms if profile.step_ms and profile.idle_ms is not None else None
     total = sum(device.values())
     overlap = total - busy if busy is not None and total - busy > MIN_OVERLAP * total else 0.0
     for kind, ms in device.items():
-        overlapping = (
-            f"; {milliseconds(overlap)} on the device overlap" if overlap and kind == "computing" else ""
-        )
+        overlaps = overlap and kind == "computing"
+        overlapping = f"; {milliseconds(overlap)} on the device overlap" if overlaps else ""
         yield f"device, {kind}", f"{milliseconds(ms)} a step{overlapping}"
 
 
 def _what_ifs(profile: ProfileRecord) -> Section:
-    rows = [
-        (
-            what_if.name,
-            f"{ratio_text(what_if.ratio)} as fast"
-            + (f", {milliseconds(what_if.step_ms)} a step" if what_if.step_ms else "")
-            if what_if.ratio is not None
-            else sentence(f"not measured: {what_if.why_not}"),
-        )
-        for what_if in profile.what_ifs
-    ]
+    rows = []
+    for what_if in profile.what_ifs:
+        text = sentence(f"not measured: {what_if.why_not}")
+        if what_if.ratio is not None:
+            step = f", {milliseconds(what_if.step_ms)} a step" if what_if.step_ms else ""
+            text = f"{ratio_text(what_if.ratio)} as fast{step}"
+        rows.append((what_if.name, text))
     caption = (
         f"Speed of a {profile.unit} without each of these costs. Each was switched off and on alternately inside the running program. The "
         "ratio is an upper bound for the speed-up from a fix. A full dot is a certain gain."
@@ -272,6 +257,7 @@ def _what_ifs(profile: ProfileRecord) -> Section:
 
 def _operations(profile: ProfileRecord) -> Section:
     operations = sorted(profile.operations, key=lambda operation: -operation.share)[:MAX_OPERATIONS]
+    cores = {True: "Tensor Cores", False: "no Tensor Cores", None: ""}
     rows = [
         (
             Cell(
@@ -281,10 +267,7 @@ def _operations(profile: ProfileRecord) -> Section:
             f"{100 * operation.share:.0f} %",
             rounded(operation.self_ms),
             rounded(operation.calls),
-            Cell(
-                _limit(operation),
-                {True: "Tensor Cores", False: "no Tensor Cores", None: ""}[operation.tensor_cores],
-            ),
+            Cell(_limit(operation), cores[operation.tensor_cores]),
             place_of(operation.place, profile.cwd),
         )
         for operation in operations
@@ -318,13 +301,9 @@ def _synchronisations(profile: ProfileRecord) -> Section:
 
 
 def _kind(sync: SyncRecord) -> str:
-    return ", ".join(
-        [
-            sync.kind,
-            *([] if sync.pinned is None else ["pinned" if sync.pinned else "pageable"]),
-            *([] if sync.non_blocking is None else ["non-blocking" if sync.non_blocking else "blocking"]),
-        ]
-    )
+    pinned = {True: "pinned", False: "pageable", None: ""}[sync.pinned]
+    blocking = {True: "non-blocking", False: "blocking", None: ""}[sync.non_blocking]
+    return ", ".join(filter(None, (sync.kind, pinned, blocking)))
 
 
 def _where(place: SourceLocation | None, cwd: str) -> str:
@@ -372,22 +351,16 @@ def _memory(memory: MemoryProfile, cwd: str) -> Section:
     if memory.retries:
         text.append(f"the allocator released memory and retried {memory.retries} times")
     modules = sorted(memory.by_module.items(), key=lambda module: -module[1])[:12]
-    kinds = sorted(
-        ((kind, amount) for kind, amount in memory.at_peak.items() if amount > 0), key=lambda part: -part[1]
-    )
+    kinds = sorted(memory.at_peak.items(), key=lambda part: -part[1])
+    kind_rows = [(Cell(kind, kind=memory_colour(kind)), size(amount)) for kind, amount in kinds if amount > 0]
+    module_rows = [(Cell(name, kind="code"), size(amount)) for name, amount in modules]
     return Section(
         "Memory",
         [
             Paragraph(sentence(", ".join(text))),
             Figure(memory_plot(memory), "Memory over one step, stacked in the order of its kinds."),
-            Table(
-                ("at the peak", ">amount"),
-                [(Cell(kind, kind=memory_colour(kind)), size(amount)) for kind, amount in kinds],
-            ),
-            Table(
-                ("activations of", ">at the peak"),
-                [(Cell(name, kind="code"), size(amount)) for name, amount in modules],
-            ),
+            Table(("at the peak", ">amount"), kind_rows),
+            Table(("activations of", ">at the peak"), module_rows),
         ],
     )
 
@@ -420,10 +393,9 @@ def _also_measured(profile: ProfileRecord) -> Section:
         text = f"{profile.gc_calls:.2f} collections a step, {milliseconds(profile.gc_ms)} in all; the longest {milliseconds(profile.gc_longest_ms)}"
         rows.append(("garbage", text))
     if (compiled := profile.compile_record) is not None:
-        counts = (
-            f"{compiled.graphs} graphs, {compiled.recompiles} recompilations, {compiled.breaks} graph breaks"
-        )
-        rows.append(("compiled", f"{counts}, {milliseconds(compiled.ms)} of compiling"))
+        graphs = f"{compiled.graphs} graphs, {compiled.recompiles} recompilations"
+        breaks = f"{compiled.breaks} graph breaks, {milliseconds(compiled.ms)} of compiling"
+        rows.append(("compiled", f"{graphs}, {breaks}"))
         rows += [("", reason) for reason in compiled.reasons[:4]]
     rows += [("attention", text) for text in profile.settings.get("attention", ())]
     rows += list(_idle(profile))
@@ -438,18 +410,13 @@ def _idle(profile: ProfileRecord) -> Iterable[tuple[str, str]]:
 
 def what_if_plot(what_ifs: Sequence[WhatIf]) -> Plot | None:
     """Return a row per measured what-if. A full dot marks a certain gain."""
-    rows = [
-        Interval(
-            f"{what_if.name}  {factor(ratio.median)} ({interval(ratio.low, ratio.high)})",
-            ratio.median,
-            ratio.low,
-            ratio.high,
-            "kept" if ratio.significant else "dropped",
-        )
-        for what_if in what_ifs
-        if (ratio := what_if.ratio) is not None
-        and all(map(is_positive, (ratio.median, ratio.low, ratio.high)))
-    ]
+    rows = []
+    for what_if in what_ifs:
+        ratio = what_if.ratio
+        if ratio is not None and all(map(is_positive, (ratio.median, ratio.low, ratio.high))):
+            text = f"{what_if.name}  {factor(ratio.median)} ({interval(ratio.low, ratio.high)})"
+            kind = "kept" if ratio.significant else "dropped"
+            rows.append(Interval(text, ratio.median, ratio.low, ratio.high, kind))
     if not rows:
         return None
     rows.sort(key=lambda row: -row.value)

@@ -84,12 +84,9 @@ def _best(session: SessionRecord) -> ProgramFigures:
 
 def _before_and_after(session: SessionRecord) -> Section:
     plain, best, ratio = session.baseline, _best(session), session.speedup
-    known = ratio is not None and finite(ratio.median) is not None
-    change = (
-        Cell(factor(ratio.median), summary.interval_and_n(ratio.low, ratio.high, ratio.n))
-        if ratio and known
-        else ""
-    )
+    change: str | Cell = ""
+    if ratio is not None and finite(ratio.median) is not None:
+        change = Cell(factor(ratio.median), summary.interval_and_n(ratio.low, ratio.high, ratio.n))
     # A warm-up of exactly zero was not measured: the first step of any program is slower than the rest.
     warmups = [
         formatting.duration(side.warmup_ms / 1000) if finite(side.warmup_ms) else MISSING
@@ -166,10 +163,8 @@ def _levers(session: SessionRecord) -> list[Section]:
     """Return the levers for the page, and for the terminal those that were measured or applied."""
     ordered = summary.levers_in_order(session)
     tried = [lever for lever in ordered if lever.status != Status.SKIPPED]
-    skipped = len(ordered) - len(tried)
-    left_out = (
-        f"{formatting.plural(skipped, 'lever')} left out; `flatout levers --why` says why" if skipped else ""
-    )
+    skipped = formatting.plural(len(ordered) - len(tried), "lever")
+    left_out = f"{skipped} left out; `flatout levers --why` says why" if len(ordered) > len(tried) else ""
     columns = ("lever", "outcome", "ratio", "reason")
     page: list[PagePart] = [
         Figure(
@@ -187,22 +182,16 @@ def _levers(session: SessionRecord) -> list[Section]:
 
 def speedup_plot(session: SessionRecord, levers: Sequence[LeverRecord]) -> Plot | None:
     """Return the speed-ups of the measured levers, with the whole plan last. None without data."""
-    rows = [
-        _interval(
-            formatting.lever(lever.name, lever.value),
-            "kept" if lever.status == Status.APPLIED else "dropped",
-            lever,
-        )
-        for lever in levers
-        if is_positive(lever.ratio)
-    ][:MAX_LEVERS_DRAWN]
+    rows = []
+    for lever in [lever for lever in levers if is_positive(lever.ratio)][:MAX_LEVERS_DRAWN]:
+        kind = "kept" if lever.status == Status.APPLIED else "dropped"
+        rows.append(_interval(formatting.lever(lever.name, lever.value), kind, lever))
     if not rows:
         return None
     total, floor = session.speedup, session.noise_floor
     if total and is_positive(total.median):
-        rows.append(
-            _interval("all together", "total", LeverRecord("", None, "", total.median, total.low, total.high))
-        )
+        plan = LeverRecord("", None, "", total.median, total.low, total.high)
+        rows.append(_interval("all together", "total", plan))
     band = (floor.low, floor.high) if floor and is_positive(floor.low) and is_positive(floor.high) else None
     bounds = [v for row in rows for v in (row.value, row.low, row.high) if v is not None]
     scale = ratio_scale([*bounds, *(band or ())])
@@ -216,13 +205,8 @@ def _interval(name: str, kind: str, lever: LeverRecord) -> Interval:
         float(end) if end is not None and is_positive(end) else None for end in (lever.low, lever.high)
     )
     interval = formatting.interval(low, high)
-    return Interval(
-        f"{name}  {factor(lever.ratio)}{f' ({interval})' if interval else ''}",
-        float(lever.ratio or 1),
-        low,
-        high,
-        kind,
-    )
+    text = f"{name}  {factor(lever.ratio)}{f' ({interval})' if interval else ''}"
+    return Interval(text, float(lever.ratio or 1), low, high, kind)
 
 
 def _lever_row(lever: LeverRecord, detailed: bool = False) -> tuple[str | Cell, ...]:
@@ -253,20 +237,13 @@ def _guard(session: SessionRecord) -> Section:
     guard = session.guard
     chart = loss_figure(guard.plain_losses, guard.tuned_losses)
     tones = {"same": " good", "equivalent": " good", "failed": " bad"}
-    rows = [
-        (
-            check.name,
-            Cell(*GUARD_OUTCOMES[check.passed]),
-            formatting.short(check.value),
-            formatting.short(check.limit),
-            check.why,
-        )
-        for check in guard.checks
-    ]
+    rows = []
+    for check in guard.checks:
+        figures = formatting.short(check.value), formatting.short(check.limit)
+        rows.append((check.name, Cell(*GUARD_OUTCOMES[check.passed]), *figures, check.why))
     shown = rows or chart is not None or session.outcome in (*GOOD_OUTCOMES, SessionOutcome.CHANGED)
-    verdict = Paragraph(
-        summary.guard_sentence(guard) if shown else "", "verdict" + tones.get(guard.verdict, "")
-    )
+    sentence = summary.guard_sentence(guard) if shown else ""
+    verdict = Paragraph(sentence, "verdict" + tones.get(guard.verdict, ""))
     table = Table(("check", "result", ">value", ">limit", "explanation"), rows)
     return Section("Does it still learn the same?", [verdict, chart, table], PAGE)
 
@@ -287,16 +264,14 @@ def _named_levers(session: SessionRecord) -> Section:
 
 def _summary(session: SessionRecord) -> Section:
     noise = summary.noise_floor_text(session)
+    noise = noise and f"{noise}: two processes of the plain program may differ by this much"
     rows = (
         ("guard", summary.guard_sentence(session.guard)),
         ("pays back", summary.payback_sentence(session)),
         ("tried", summary.effort(session)),
         ("more", session.obstacle if session.kept else ""),
         ("other programs", summary.other_programs(session)),
-        (
-            "noise floor",
-            f"{noise}: two processes of the plain program may differ by this much" if noise else "",
-        ),
+        ("noise floor", noise),
     )
     return Section("Summary", [Table((), [row for row in rows if row[1]])])
 
@@ -310,9 +285,6 @@ def _comparisons(session: SessionRecord) -> Section:
     )
     return Section(
         "How it was measured",
-        [
-            Paragraph(how),
-            Paragraph(f"{summary.effort(session)}; session.json has each of them."),
-        ],
+        [Paragraph(how), Paragraph(f"{summary.effort(session)}; session.json has each of them.")],
         PAGE,
     )

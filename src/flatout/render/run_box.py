@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 
 from flatout.render.formatting import duration, one_line, plural, rounded, shell, size
-from flatout.schema.run_summary import CompileRecord, RunSummary
+from flatout.schema.run_request import CompileRecord, RunSummary
 
 WIDTH = 78
 TEXT_WIDTH = WIDTH - 4
@@ -14,8 +14,7 @@ MAX_LINES = 6  # inside
 def box(record: RunSummary, record_path: str, failed_exports: Mapping[str, str] = {}) -> str:
     """Return the figures of a run, what limited it, the next command, and where its record is.
 
-    ``failed``: trackers that did not take the figures, with the reason.
-    """
+    ``failed``: trackers that did not take the figures, with the reason."""
     footer = [f"record: {one_line(record_path, 140)}"]
     if len(failed_exports) == 1:
         (why,) = failed_exports.values()

@@ -15,29 +15,21 @@ def strategies(record: ScaleRecord) -> list[str]:
 
 
 def name_of(record: ScaleRecord, strategy: str) -> str:
-    return (
-        f"{NAMES.get(strategy, strategy)}, H = {record.local_steps}"
-        if strategy == "local"
-        else NAMES.get(strategy, strategy)
-    )
+    name = NAMES.get(strategy, strategy)
+    return f"{name}, H = {record.local_steps}" if strategy == "local" else name
 
 
 def headline(record: ScaleRecord) -> str:
     """Return the most efficient strategy at the largest number of devices.
 
-    Local SGD is left out unless it is the only strategy, because it changes what is learned.
-    """
-    candidates = [
-        point
-        for point in record.points
-        if point.efficiency is not None and (point.strategy != "local" or len(strategies(record)) == 1)
-    ]
+    Local SGD is left out unless it is the only strategy, because it changes what is learned."""
+    only_local = strategies(record) == ["local"]
+    points = [point for point in record.points if only_local or point.strategy != "local"]
+    candidates = [(p.devices, p.efficiency, -i) for i, p in enumerate(points) if p.efficiency is not None]
     if not candidates:
         return "No prediction is possible"
-    devices = max(point.devices for point in candidates)
-    best = max(
-        (point for point in candidates if point.devices == devices), key=lambda point: point.efficiency or 0.0
-    )
+    devices, _, i = max(candidates)
+    best = points[-i]
     return f"{name_of(record, best.strategy)} on {plural(devices, 'device')}: {100 * (best.efficiency or 0.0):.0f}\u00a0% efficient"
 
 
@@ -45,31 +37,23 @@ def summary(record: ScaleRecord) -> str:
     timing = record.timing
     step_text = f"one device needs {milliseconds(timing.step_ms)} for a step" if timing else ""
     batch = f" of {rounded(timing.samples)} samples" if timing and timing.samples else ""
-    kind = (
-        "Each device keeps this batch"
-        if record.scaling == "weak"
-        else "This batch is split across the devices"
-    )
+    is_weak = record.scaling == "weak"
+    kind = "Each device keeps this batch" if is_weak else "This batch is split across the devices"
     return sentence(f"Predicted, not measured: {step_text}{batch}. {kind}. Network: {network(record)}")
 
 
 def network(record: ScaleRecord) -> str:
     if record.network is None:
         return MISSING
-    nodes = (
-        f", {record.devices_per_node} devices a node joined by {link_text(record.intra_node_link)}"
-        if record.intra_node_link is not None
-        else ""
-    )
-    return f"{link_text(record.network)}{nodes}"
+    text = link_text(record.network)
+    if record.intra_node_link is None:
+        return text
+    return f"{text}, {record.devices_per_node} devices a node joined by {link_text(record.intra_node_link)}"
 
 
 def link_text(link: Link) -> str:
-    cards = (
-        ""
-        if link.is_intra_node or not link.nics_per_node
-        else f", {plural(link.nics_per_node, 'card')} a node"
-    )
+    has_cards = link.nics_per_node and not link.is_intra_node
+    cards = f", {plural(link.nics_per_node, 'card')} a node" if has_cards else ""
     return f"{link.name} ({rounded(link.bandwidth_bytes_per_s / 1e9)} GB/s, {rounded(link.latency_us)} us{cards})"
 
 
@@ -81,44 +65,23 @@ def share(value: float | None) -> str:
 def rows(record: ScaleRecord) -> list[tuple[str, ...]]:
     """Return a row per point, in the order of ``COLUMNS``.
 
-    The last column shows the text before the colon. ``sentences`` gives the full text.
-    """
+    The last column shows the text before the colon. ``sentences`` gives the full text."""
     table: list[tuple[str, ...]] = []
     for strategy in strategies(record):
         for point in record.line(strategy):
-            figures = (
-                ("",) * 4
-                if point.why_not
-                else (
-                    milliseconds(point.step_ms),
-                    milliseconds(point.exposed_ms),
-                    size(point.wire_bytes),
-                    share(point.efficiency),
-                )
-            )
-            table.append(
-                (
-                    name_of(record, strategy),
-                    count(point.devices),
-                    *figures,
-                    point.why_not or point.bound.partition(": ")[0],
-                )
-            )
+            times = milliseconds(point.step_ms), milliseconds(point.exposed_ms)
+            figures = *times, size(point.wire_bytes), share(point.efficiency)
+            why = point.why_not or point.bound.partition(": ")[0]
+            shown = ("",) * 4 if point.why_not else figures
+            table.append((name_of(record, strategy), count(point.devices), *shown, why))
     return table
 
 
 def sentences(record: ScaleRecord) -> list[str]:
     """Return a sentence per strategy on what limits it at the largest number of devices."""
-    table = []
-    for strategy in strategies(record):
-        candidates = [point for point in record.line(strategy) if point.bound]
-        if candidates:
-            table.append(
-                sentence(
-                    f"{name_of(record, strategy)} on {plural(candidates[-1].devices, 'device')}: {candidates[-1].bound}"
-                )
-            )
-    return table
+    last = {point.strategy: point for point in record.points if point.bound}
+    shown = [(name_of(record, name), last[name]) for name in strategies(record) if name in last]
+    return [sentence(f"{name} on {plural(p.devices, 'device')}: {p.bound}") for name, p in shown]
 
 
 def scale_page(record: ScaleRecord) -> Page:
@@ -146,17 +109,10 @@ def scale_page(record: ScaleRecord) -> Page:
 
 def plot(record: ScaleRecord) -> Plot | None:
     """Return the efficiency against the number of devices, with a line per strategy. None without data."""
-    lines = [
-        (
-            strategy,
-            [
-                (point, value)
-                for point in record.line(strategy)
-                if (value := finite(point.efficiency)) is not None
-            ],
-        )
-        for strategy in strategies(record)
-    ]
+    lines = []
+    for strategy in strategies(record):
+        values = [(point, finite(point.efficiency)) for point in record.line(strategy)]
+        lines.append((strategy, [(point, value) for point, value in values if value is not None]))
     counts = sorted({point.devices for _, line in lines for point, _ in line})
     if not counts:
         return None

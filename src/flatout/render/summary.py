@@ -53,14 +53,9 @@ def frontier(session: SessionRecord) -> list[TimeMemoryPoint]:
 def relative_time(point: TimeMemoryPoint) -> tuple[float, float | None, float | None]:
     """Return the step time relative to the first point, and the ends of its interval."""
     ratio = point.ratio
-    median, ends = (
-        (finite(ratio.median), (finite(ratio.high), finite(ratio.low)))
-        if ratio is not None
-        else (None, (None, None))
-    )
-    if not median:
+    if ratio is None or not (median := finite(ratio.median)):
         return 1.0, None, None
-    low, high = (1 / end if end else None for end in ends)
+    low, high = (1 / end if end else None for end in (finite(ratio.high), finite(ratio.low)))
     return 1 / median, low, high
 
 
@@ -79,11 +74,9 @@ def headline(session: SessionRecord) -> str:
         case SessionOutcome.RUNNING:
             return f"Still tuning: so far {speed_text}" if gain else "Still tuning: nothing to report yet"
         case SessionOutcome.FITS:
-            speed = (
-                f"at {factor(session.speedup.median)[:-1]} times the speed"
-                if session.speedup
-                else "beside other programs it is unknown at what speed"
-            )
+            speed = "beside other programs it is unknown at what speed"
+            if session.speedup:
+                speed = f"at {factor(session.speedup.median)[:-1]} times the speed"
             return f"Fits into {size(session.memory_limit_bytes)}, {speed}, {results}"
         case SessionOutcome.FASTER | SessionOutcome.CHANGED:
             return speed_text[0].upper() + speed_text[1:]
@@ -121,13 +114,9 @@ def lever_reason(lever: LeverRecord) -> str:
     if lever.reason or lever.status != Status.APPLIED:
         return lever.reason
     low = finite(lever.low)
-    return (
-        "measured only as part of the plan"
-        if low is None
-        else "faster with the other levers on"
-        if low > 1
-        else "probably faster with the other levers on"
-    )
+    if low is None:
+        return "measured only as part of the plan"
+    return f"{'' if low > 1 else 'probably '}faster with the other levers on"
 
 
 def with_interval(ratio: object, low: object, high: object, n: object) -> str:
@@ -177,22 +166,17 @@ def payback_sentence(session: SessionRecord) -> str:
     if not session.gain or session.guard.verdict == "failed":
         return ""
     extra_ms = (finite(session.best.warmup_ms) or 0.0) - (finite(session.baseline.warmup_ms) or 0.0)
-    before, after = finite(session.baseline.step_ms), finite(session.best.step_ms)
-    saved = (
-        ""
-        if before is None or after is None or before <= after
-        else f", and each step saves {milliseconds(before - after)}"
-    )
+    saved, before, after = "", finite(session.baseline.step_ms), finite(session.best.step_ms)
+    if before is not None and after is not None and before > after:
+        saved = f", and each step saves {milliseconds(before - after)}"
     steps = finite(session.payback_steps)
     if steps is None:
         return "The step is not known."
     if steps <= 0:
         return f"From the first step: the plan needs no extra warm-up{saved}."
-    cost = (
-        f"the tuned program warms up for {duration(extra_ms / 1000)} longer{saved}"
-        if extra_ms > 0
-        else "by then the warm-up has paid off"
-    )
+    cost = "by then the warm-up has paid off"
+    if extra_ms > 0:
+        cost = f"the tuned program warms up for {duration(extra_ms / 1000)} longer{saved}"
     return f"At step {count(steps)}: {cost}."
 
 
@@ -203,9 +187,7 @@ def next_step(session: SessionRecord) -> tuple[str, str]:
     device = on_device(session.machine)
     command = shell([*device, *session.command])
     ranks = session.ranks
-    with_ranks = (
-        "" if ranks is None else f"--gpus {ranks.procs} " if ranks.gpus else f"--procs {ranks.procs} "
-    )
+    with_ranks = f"--{'gpus' if ranks.gpus else 'procs'} {ranks.procs} " if ranks is not None else ""
     match session.outcome:
         case SessionOutcome.FASTER | SessionOutcome.FITS:
             named = f"--plan {shell([session.plan_path])} " if session.plan_path else ""
@@ -237,21 +219,15 @@ def effort(session: SessionRecord) -> str:
 
 def other_programs(session: SessionRecord) -> str:
     """Return a warning if other programs used the machine during the session, else ""."""
-    return (
-        f"{session.disturbance}; on an idle machine another plan may be the fastest"
-        if session.disturbance
-        else ""
-    )
+    text = f"{session.disturbance}; on an idle machine another plan may be the fastest"
+    return text if session.disturbance else ""
 
 
 def noise_floor_text(session: SessionRecord) -> str:
     """Return the noise floor as ``0.99x (0.98–1.01, n=6)``, or ""."""
     floor = session.noise_floor
-    return (
-        ""
-        if floor is None or finite(floor.median) is None
-        else with_interval(floor.median, floor.low, floor.high, floor.n)
-    )
+    known = floor is not None and finite(floor.median) is not None
+    return with_interval(floor.median, floor.low, floor.high, floor.n) if floor and known else ""
 
 
 MAX_SHARE_OF_IDEAL = 1.1  # a share of ideal scaling above this is implausible
@@ -264,17 +240,13 @@ def ranks_sentence(ranks: RanksRecord) -> str:
     if ratio is None or median is None:
         return sentence(f"{ranks_text}; {ranks.why_not}") if ranks.why_not else f"{ranks_text}."
     interval_text, procs, high = interval(ratio.low, ratio.high), finite(ranks.procs), finite(ratio.high)
-    text = f"{ranks_text} are {factor(median)[:-1]} times as fast as one process" + (
-        f" ({interval_text})" if interval_text else ""
-    )
+    shown = f" ({interval_text})" if interval_text else ""
+    text = f"{ranks_text} are {factor(median)[:-1]} times as fast as one process{shown}"
     share = median / procs if procs else 0.0
     if share:
         text += f": {100 * share:.0f} % of {count(procs)} times its speed"
     if high is not None and high < 1:
         return text + ". One process is faster here: run without ranks."
     if share > MAX_SHARE_OF_IDEAL:
-        return (
-            text
-            + ". Ranks alone cannot explain that: one process does not use this machine well. `flatout tune` without ranks may find out why."
-        )
+        text += ". Ranks alone cannot explain that: one process does not use this machine well. `flatout tune` without ranks may find out why"
     return text + "."

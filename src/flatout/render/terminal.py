@@ -38,10 +38,8 @@ def terminal(page: Page) -> RenderableType:
     if page.subtitle:
         lines.append(text(page.subtitle))
     if page.details:
-        lines += [
-            "",
-            Padding(Text(safe_text(page.details, 4000), style="dim", overflow="fold"), (0, 0, 0, 2)),
-        ]
+        details = Text(safe_text(page.details, 4000), style="dim", overflow="fold")
+        lines += ["", Padding(details, (0, 0, 0, 2))]
     for section in page.sections:
         parts = [rendered for part in section.visible if (rendered := _part(part)) is not None]
         if section.where != PAGE and parts:
@@ -102,8 +100,7 @@ def plan_table(plan: Plan, code: Mapping[str, str], reasons: Mapping[str, str]) 
     """Return each choice of a Plan with its origin, its evidence and the equivalent code.
 
     ``code`` and ``reasons`` are keyed by lever name. A reason is an argument against a choice or, for a lever
-    outside the Plan, why it was left out.
-    """
+    outside the Plan, why it was left out."""
     lines: list[RenderableType] = []
     for choice in plan:
         title = Text.assemble(

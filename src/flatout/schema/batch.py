@@ -24,8 +24,7 @@ class BatchPoint(Record):
     size.
 
     ``accumulated_speed`` is computed, not measured: the program's own effective batch from accumulated
-    micro-batches of this size.
-    """
+    micro-batches of this size."""
 
     size: int
     status: str = "measured"
@@ -51,8 +50,7 @@ class NoiseScale(Record):
     """The gradient noise scale.
 
     ``value``, ``low`` and ``high`` are in samples, or in the program's own batches if ``batch`` is None.
-    A bound of None means that there is no known upper bound.
-    """
+    A bound of None means that there is no known upper bound."""
 
     step: int = 0
     batch: int | None = None
@@ -71,8 +69,7 @@ class BatchRecord(ProgramRecord):
 
     ``own_size`` is the batch size of the program's training loader, ``effective`` the samples per optimizer
     step. ``best`` is the size with the most samples/s that fits. ``near_best`` is the smallest size within a
-    few per cent of it, with an interval. ``best_micro_batch`` is the fastest at the own effective batch.
-    """
+    few per cent of it, with an interval. ``best_micro_batch`` is the fastest at the own effective batch."""
 
     schema: int = BATCH_SCHEMA
     budget_s: float = 0.0
@@ -96,12 +93,105 @@ class BatchRecord(ProgramRecord):
     @property
     def knee(self) -> int | None:
         """Return ``near_best`` if a larger size was measured, else None."""
-        return (
-            self.near_best
-            if self.near_best is not None
-            and any(point.fits and point.speed and point.size > self.near_best for point in self.points)
-            else None
-        )
+        best = self.near_best
+        if best is None or any(point.fits and point.speed and point.size > best for point in self.points):
+            return best
+        return None
 
     def point(self, size: int | None) -> BatchPoint | None:
         return next((point for point in self.points if point.size == size), None)
+
+
+LR_SCHEMA = 2
+
+
+@dataclass
+class LrPoint(Record):
+    """One step: learning rate of the first parameter group, loss before the update, loss smoothed so far."""
+
+    lr: float
+    loss: float | None  # None if it was not finite
+    smooth: float | None = None
+
+
+@dataclass
+class LrRecord(ProgramRecord):
+    """``steepest`` is the learning rate at which the smoothed loss falls fastest, ``lowest`` the one at which
+    it is lowest, ``diverged`` the one at which it diverges. ``groups`` are the script's own learning rates."""
+
+    schema: int = LR_SCHEMA
+    optimizer: str = ""  # class name
+    groups: list[float] = field(default_factory=list)
+    warmup_steps: int = 0  # at the script's own learning rate, before the test
+    step_ms: float | None = None  # median
+    points: list[LrPoint] = field(default_factory=list)
+    steepest: float | None = None
+    lowest: float | None = None
+    diverged: float | None = None
+    suggestion: float | None = None
+    why: str = ""  # reason for the suggestion, or for its absence
+    notes: list[str] = field(default_factory=list)
+
+
+# Records of `flatout memory`: predicted and measured peak memory of a training step by batch size.
+
+MEMORY_FORECAST_SCHEMA = 1
+# Components of a peak, from permanent to temporary.
+FORECAST_KINDS = (
+    "parameters",
+    "buffers",
+    "optimizer state",
+    "gradients",
+    "held by the program",
+    "inputs",
+    "activations",
+    "temporary",
+    "cuBLAS workspaces",
+    "cuDNN and fragmentation",
+)
+
+
+@dataclass
+class MemoryPoint(Record):
+    """Memory at one batch size.
+
+    ``kinds`` are the bytes at the peak. ``by_module`` are the activations at their own maximum, by the module
+    that created them. ``batch_size`` is the batch size of the training loader, or None if the program makes
+    its batches itself."""
+
+    batch_size: int | None
+    peak_bytes: int | None = None  # predicted
+    kinds: dict[str, int] = field(default_factory=dict)
+    by_module: dict[str, int] = field(default_factory=dict)
+    why_not: str = ""  # reason for a missing prediction
+    measured_bytes: int | None = None
+    measured_why_not: str = ""  # reason for a missing measurement
+
+    @property
+    def error(self) -> float | None:
+        """Return predicted over measured, minus 1."""
+        if self.peak_bytes is None or not self.measured_bytes:
+            return None
+        return self.peak_bytes / self.measured_bytes - 1
+
+
+@dataclass
+class MemoryForecast(ProgramRecord):
+    """Result of `flatout memory`.
+
+    ``points`` are in order of batch size. ``own_size`` is the script's. ``largest`` is the largest size
+    that is predicted to fit into ``limit_bytes``, or 0 if not even one sample fits."""
+
+    schema: int = MEMORY_FORECAST_SCHEMA
+    simulated: bool = False  # sizes follow CUDA's allocator, but the program ran on another device
+    own_size: int | None = None
+    points: list[MemoryPoint] = field(default_factory=list)
+    limit_bytes: int | None = None
+    limit_source: str = ""  # source of the limit: the device, the machine, or requested
+    largest: int | None = None
+    largest_peak_bytes: int | None = None
+    advice: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def own_point(self) -> MemoryPoint | None:
+        return next((point for point in self.points if point.batch_size == self.own_size), None)

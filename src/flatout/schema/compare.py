@@ -68,8 +68,7 @@ class LossVerdict(Record):
 class TrainingVerdict(Record):
     """``verdict``: ``same``, ``equivalent``, ``different`` or ``cannot tell``.
 
-    ``first_step`` and ``first_tensor``: where the weights first differ by more than rounding explains.
-    """
+    ``first_step`` and ``first_tensor``: where the weights first differ by more than rounding explains."""
 
     verdict: str
     why: str
@@ -91,8 +90,7 @@ class Gate(Record):
 class CompareRecord(ProgramRecord):
     """``phases_ms``: the difference B - A of each phase in milliseconds, as (mean, low, high).
 
-    ``pairs``: the change of the step time in each pair of processes.
-    """
+    ``pairs``: the change of the step time in each pair of processes."""
 
     schema: int = SCHEMA
     a: SideRecord | None = None

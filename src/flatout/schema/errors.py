@@ -57,8 +57,7 @@ class TrialFailed(FlatoutError):
 class CannotParallelize(FlatoutError):
     """A program cannot run as several ranks and learn the same.
 
-    If raised inside the program, the message is the reason: a sentence without a full stop.
-    """
+    If raised inside the program, the message is the reason: a sentence without a full stop."""
 
     exit_code = 6
 

@@ -75,8 +75,7 @@ class Facts:
         """Return the GPU with this torch index, or None without GPUs.
 
         The first GPU is the default. It is also used if the index does not exist, as with a single redirected
-        GPU.
-        """
+        GPU."""
         return self.gpus[index if index is not None and index < len(self.gpus) else 0] if self.gpus else None
 
     def to_json(self) -> dict[str, Any]:

@@ -17,8 +17,7 @@ FAILURE_SCHEMA = 1
 class TensorRecord(Record):
     """A tensor, under its name in the source.
 
-    ``low`` and ``high`` are set for small integer tensors on the CPU.
-    """
+    ``low`` and ``high`` are set for small integer tensors on the CPU."""
 
     name: str
     shape: list[int]
@@ -37,10 +36,7 @@ class TensorRecord(Record):
 
 @dataclass
 class FrameRecord(Record):
-    """One stack frame.
-
-    ``is_user_code``: neither the standard library nor an installed package.
-    """
+    """One stack frame. ``is_user_code``: neither the standard library nor an installed package."""
 
     file: str
     line: int
@@ -62,8 +58,7 @@ class ExceptionRecord(Record):
     ``class_names``: most derived first. ``frames`` run from the outermost to the raising frame.
     ``link`` is the relation to the next exception of the chain: ``cause`` (raise ... from), ``context``
     (raised while handling it) or ``carried`` (its text came from another process, inside the message of the
-    next).
-    """
+    next)."""
 
     type: str
     class_names: list[str] = field(default_factory=list)
@@ -81,8 +76,7 @@ class ExceptionRecord(Record):
     def raised_by_user(self) -> bool:
         """Return whether a ``raise`` or ``assert`` of the user raised it.
 
-        Then the message is the user's, not torch's.
-        """
+        Then the message is the user's, not torch's."""
         last = self.frames[-1] if self.frames else None
         return (
             last is not None
@@ -95,8 +89,7 @@ class ExceptionRecord(Record):
 class ModuleRecord(Record):
     """The innermost nn.Module whose forward was running.
 
-    ``path`` starts at the outermost module, under its variable name in the user's code.
-    """
+    ``path`` starts at the outermost module, under its variable name in the user's code."""
 
     path: str
     kind: str
@@ -108,8 +101,7 @@ class FailureRecord(Record):
     """The failure of one process.
 
     ``chain`` starts with the first exception and ends with the one that ended the program. ``log_lines`` are
-    those around it. ``memory`` is in bytes. ``facts`` are single values about the process.
-    """
+    those around it. ``memory`` is in bytes. ``facts`` are single values about the process."""
 
     chain: list[ExceptionRecord] = field(default_factory=list)
     log_lines: list[str] = field(default_factory=list)

@@ -40,8 +40,7 @@ class SourceLocation(Record):
 class Edit(Record):
     """A span of a file, from a place up to another one, and the text that replaces it.
 
-    Lines and columns count from 1, columns in characters. In a notebook lines count from the start of a cell.
-    """
+    Lines and columns count from 1, columns in characters. In a notebook lines count from the start of a cell."""
 
     line: int
     column: int
@@ -58,8 +57,7 @@ class Finding(Record):
     is code or one command. ``levers`` apply the fix without editing the script. ``predicted`` is the speed-up
     from the fix; ``how`` says how it was measured or estimated. ``edits`` of the file in ``place`` are the fix,
     where it is certain. ``weight`` is above 0 for a fault that costs more than others of its severity, and
-    below 0 for one that may cost little.
-    """
+    below 0 for one that may cost little."""
 
     rule: str
     name: str

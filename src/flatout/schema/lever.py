@@ -72,11 +72,9 @@ def rejection(title: str, forms: Sequence[Form], value: object) -> str:
             return ""
     if "" in table_errors:
         return ""
-    return (
-        table_errors[0]
-        if len(table_errors) == 1
-        else f"{title} must be {describe_forms(forms)}, not {value!r}"
-    )
+    if len(table_errors) == 1:
+        return table_errors[0]
+    return f"{title} must be {describe_forms(forms)}, not {value!r}"
 
 
 def _accepts(form: Form, value: object) -> bool:
@@ -96,8 +94,7 @@ class Options:
     """The values of a lever worth trying, likely best first.
 
     ``effect`` is a smaller effect than the lever declares, for this program. For example, more loader workers
-    are RESAMPLED, but EXACT with a dataset that draws no random numbers.
-    """
+    are RESAMPLED, but EXACT with a dataset that draws no random numbers."""
 
     values: tuple[Value, ...]
     effect: Effect | None = None
@@ -105,13 +102,9 @@ class Options:
     def value_for(self, requested: Value) -> Value:
         """Return the requested value.
 
-        If it is only ``true`` and not a value of the lever, return the first value.
-        """
-        return (
-            self.values[0]
-            if requested is True and not any(value is True for value in self.values)
-            else requested
-        )
+        If it is only ``true`` and not a value of the lever, return the first value."""
+        is_open = requested is True and not any(value is True for value in self.values)
+        return self.values[0] if is_open else requested
 
 
 @dataclass(frozen=True)
@@ -148,8 +141,7 @@ class Lever:
     * ``reduced_part(value)`` says what a PRECISION lever computes or sends in fewer bits, for the verdict: "bfloat16
       products".
     * ``code(value)`` returns the lines that a user would write to get the lever without flatout.
-    * ``page`` is the docstring of its file, which ``flatout levers NAME`` shows.
-    """
+    * ``page`` is the docstring of its file, which ``flatout levers NAME`` shows."""
 
     name: str
     moment: Moment

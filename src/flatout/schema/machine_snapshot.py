@@ -60,8 +60,7 @@ class MachineSnapshot(Record):
     * ``python`` describes this interpreter.
     * ``packages`` are the installed distributions as [name, version, folder].
     * ``torch`` is the output of a child that imported torch, as far as it got.
-    * ``command_results`` are by title: nvidia-smi, c++, start-up hook, import torch.
-    """
+    * ``command_results`` are by title: nvidia-smi, c++, start-up hook, import torch."""
 
     schema: int = SNAPSHOT_SCHEMA
     flatout: str = ""
@@ -108,8 +107,7 @@ class CheckResult(Record):
     """One check.
 
     ``observed`` is a sentence with the observed values. ``fix`` is the command that fixes it, or "" if nothing
-    is wrong.
-    """
+    is wrong."""
 
     code: str
     name: str
@@ -119,3 +117,45 @@ class CheckResult(Record):
     why: str = ""
     fix: str = ""
     evidence: list[str] = field(default_factory=list)
+
+
+CEILINGS_SCHEMA = 1
+
+# In the order in which they are measured and shown. "tf32" is float32 data multiplied by Tensor Cores.
+MATMUL_DTYPES = ("float32", "tf32", "bfloat16", "float16", "float64")
+
+
+@dataclass
+class Ceiling(Record):
+    """One measured ceiling.
+
+    ``value`` is the best of ``n`` repetitions, ``low`` and ``high`` are the quartiles. ``value`` is None if the
+    benchmark did not run; ``note`` says why, or the sizes. ``device`` is "cpu" or "cuda"."""
+
+    name: str
+    device: str
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    n: int = 0
+    note: str = ""
+
+
+@dataclass
+class CeilingsRecord(Record):
+    key: str  # of the machine, see measure/ceilings.machine_key
+    schema: int = CEILINGS_SCHEMA
+    created: str = ""
+    flatout: str = ""
+    machine: dict[str, Any] = field(default_factory=dict)
+    threads: int = 0  # per operation, as chosen by torch
+    busy_cores: float | None = None  # cores used by other processes just before
+    ceilings: list[Ceiling] = field(default_factory=list)
+
+    def values(self, device: str) -> dict[str, float]:
+        """Return the figures of a device by name."""
+        return {
+            ceiling.name: ceiling.value
+            for ceiling in self.ceilings
+            if ceiling.device == device and ceiling.value is not None
+        }

@@ -3,9 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from flatout.schema.ceilings import CeilingsRecord
 from flatout.schema.findings import Finding
-from flatout.schema.machine_snapshot import CheckResult, MachineSnapshot
+from flatout.schema.machine_snapshot import CeilingsRecord, CheckResult, MachineSnapshot
 from flatout.schema.records import Record
 
 OUTPUT_SCHEMA = 1
@@ -87,8 +86,7 @@ class DoctorRecord(Record):
 class PlanChoice(Record):
     """One lever of a plan.
 
-    ``code`` is the equivalent code. ``reason`` is why the newest session did not apply the lever.
-    """
+    ``code`` is the equivalent code. ``reason`` is why the newest session did not apply the lever."""
 
     name: str
     value: Any

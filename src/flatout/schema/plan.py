@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +17,6 @@ from typing import Any
 from flatout.schema.enums import Origin
 from flatout.schema.errors import PlanError
 from flatout.schema.lever import Value
-from flatout.schema.toml import read_toml
 
 PLAN_SCHEMA = 1
 MAX_PLAN_BYTES = 64 * 1024  # tomllib needs quadratic time for a.a.a.a...: 74 s for 100 kB
@@ -47,8 +48,7 @@ class Choice:
 class Plan:
     """Choices by lever.
 
-    ``made_for`` describes what the Plan was tuned on: command, script digest, machine, versions.
-    """
+    ``made_for`` describes what the Plan was tuned on: command, script digest, machine, versions."""
 
     choices: tuple[Choice, ...] = ()
     made_for: Mapping[str, Any] = field(default_factory=dict)
@@ -128,8 +128,7 @@ class Plan:
     def from_toml(cls, text: str, source: str = "the plan") -> Plan:
         """Read a Plan.
 
-        A lever is ``name = value``, or a table with ``value``, ``origin`` and ``evidence``.
-        """
+        A lever is ``name = value``, or a table with ``value``, ``origin`` and ``evidence``."""
         if len(text) > MAX_PLAN_BYTES:
             raise PlanError(
                 f"{source} is {len(text):,} characters long; a plan is never that large. Is it the right file?"
@@ -192,3 +191,20 @@ def format_choice(name: str, value: Value) -> str:
     if isinstance(value, dict):
         return f"{name}({', '.join(f'{k}={v}' for k, v in value.items())})"
     return f"{name}={value}"
+
+
+DOTTED = re.compile(r"""(?<![\w"'-])(?:[\w"'-]+[ \t]*\.[ \t]*){33}""")
+
+
+def read_toml(text: str) -> dict[str, Any]:
+    """Raises ValueError, also for a number of thousands of digits."""
+    if DOTTED.search(text):  # tomllib needs quadratic memory for dotted keys: a gigabyte for 60 kB
+        raise ValueError("a key has too many parts")
+    if sys.version_info >= (3, 11):
+        import tomllib  # novm: guarded, which vermin does not see
+    else:
+        import tomli as tomllib  # the same parser
+    try:
+        return dict(tomllib.loads(text))
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None

@@ -11,7 +11,7 @@ from typing import Any
 
 from flatout.schema.findings import Finding, SourceLocation
 from flatout.schema.records import PhaseTime, ProgramRecord, Ratio, Record
-from flatout.schema.run_summary import CompileRecord
+from flatout.schema.run_request import CompileRecord
 
 PROFILE_SCHEMA = 1
 MEMORY_KINDS = (
@@ -32,8 +32,7 @@ class WhatIf(Record):
 
     The component is switched on and off alternately in the running program. ``ratio`` is plain over without.
     ``name`` is one of: loader, copies, optimizer, syncs, logging, gc, one thread fewer, one thread more. If
-    it was not measured, ``ratio`` is None and ``why_not`` says why.
-    """
+    it was not measured, ``ratio`` is None and ``why_not`` says why."""
 
     name: str
     ratio: Ratio | None = None
@@ -45,8 +44,7 @@ class WhatIf(Record):
 class Operation(Record):
     """One operator, summed over a step.
 
-    ``roofline`` is the share of what this device can reach at this intensity (FLOPs per byte).
-    """
+    ``roofline`` is the share of what this device can reach at this intensity (FLOPs per byte)."""
 
     name: str
     calls: float
@@ -71,8 +69,7 @@ class Operation(Record):
 class SyncRecord(Record):
     """A place of synchronisation between tensors and Python, or a copy to the device.
 
-    Synchronisations are item, nonzero, copies to the host and printing.
-    """
+    Synchronisations are item, nonzero, copies to the host and printing."""
 
     kind: str  # item | nonzero | to host | numpy | print | compare | synchronize | to device
     place: SourceLocation | None
@@ -127,8 +124,7 @@ class MemorySample(Record):
 class MemoryProfile(Record):
     """Memory of a step.
 
-    ``where`` is "device" or "host". ``by_module`` are the activations at their maximum, by module name.
-    """
+    ``where`` is "device" or "host". ``by_module`` are the activations at their maximum, by module name."""
 
     where: str
     peak_bytes: int
@@ -163,8 +159,7 @@ class MemoryGrowth(Record):
 class ProfileRecord(ProgramRecord):
     """Result of `flatout profile`.
 
-    ``bound`` names what limits the step: data, python, launch, copy, memory, compute, optimizer.
-    """
+    ``bound`` names what limits the step: data, python, launch, copy, memory, compute, optimizer."""
 
     schema: int = PROFILE_SCHEMA
     machine: dict[str, Any] = field(default_factory=dict)
@@ -214,7 +209,7 @@ class ProfileRecord(ProgramRecord):
     # zero_grad_to_zero, clip, make_optimizer, make_scheduler, eval_with_grad (a forward pass of a model in
     # eval mode with gradients on)
     events: dict[str, Any] = field(default_factory=dict)
-    # Measured peaks: matmul_bfloat16_flops (a second), memory_bytes_per_s, ... (schema/ceilings.py)
+    # Measured peaks: matmul_bfloat16_flops (a second), memory_bytes_per_s, ... (schema/machine_snapshot.py)
     ceilings: dict[str, float] = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
 
@@ -227,7 +222,6 @@ class ProfileRecord(ProgramRecord):
     def step_with_ms(self, part_ms: float) -> float | None:
         """The mean step that contains a part of ``part_ms`` milliseconds. None if no step was measured.
 
-        A rare part may lie outside the measured steps: it is then added to the typical step.
-        """
+        A rare part may lie outside the measured steps: it is then added to the typical step."""
         mean = self.mean_step_ms
         return mean if mean is None or part_ms <= mean else (self.step_ms or mean) + part_ms

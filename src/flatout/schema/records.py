@@ -28,8 +28,7 @@ class Record:
     """Base class of records, with conversion to and from JSON.
 
     Annotations of fields name nested records. Unknown keys are ignored, so that an older flatout can show a
-    newer record.
-    """
+    newer record."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)  # type: ignore[call-overload,no-any-return]
@@ -45,8 +44,7 @@ class Record:
 class ProgramRecord(Record):
     """Command, versions and outcome of a flatout command on a program.
 
-    A subclass sets its own ``schema`` number.
-    """
+    A subclass sets its own ``schema`` number."""
 
     command: list[str]
     cwd: str
@@ -69,8 +67,7 @@ def _field_types(record: type[Record]) -> dict[str, Any]:
 def _restored(kind: Any, value: Any, key: str) -> Any:
     """Convert ``value`` to the annotated type ``kind``.
 
-    Tables become records, also in lists and in tables of them.
-    """
+    Tables become records, also in lists and in tables of them."""
     if get_origin(kind) is UnionType:
         kind = next((member for member in get_args(kind) if _contains_records(member)), None)
     if value is None or isinstance(value, Record) or not _contains_records(kind):
@@ -97,8 +94,7 @@ def _contains_records(kind: object) -> bool:
 class Ratio(Record):
     """How many times as fast B is as A, with an interval of the level ``CONFIDENCE``.
 
-    ``n`` is the number of pairs or blocks.
-    """
+    ``n`` is the number of pairs or blocks."""
 
     median: float
     low: float
@@ -148,8 +144,7 @@ class TrialRecord(Record):
     * ``unattached``
 
     ``losses`` are hexadecimal floats, one per backward pass since the start, including the warm-up.
-    ``loss_steps`` is the step of each.
-    """
+    ``loss_steps`` is the step of each."""
 
     status: str
     reason: str = ""

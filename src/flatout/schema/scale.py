@@ -18,8 +18,7 @@ class Link(Record):
 
     ``bandwidth_bytes_per_s`` is the achieved bandwidth in one direction. ``latency_us`` is per hop,
     ``start_us`` per collective. ``nics_per_node`` is the number of network cards per node, or 0 if each
-    device has its own. ``contention`` is the share of its computation that a device loses while it fills this link.
-    """
+    device has its own. ``contention`` is the share of its computation that a device loses while it fills this link."""
 
     name: str
     bandwidth_bytes_per_s: float
@@ -97,8 +96,7 @@ _MICROSECONDS = {"ns": 1e-3, "us": 1.0, "µs": 1.0, "ms": 1e3, "s": 1e6}
 def read_link(text: str, option: str = "--network") -> Link:
     """Parse ``ib-ndr``, ``ib-ndr,cards=4`` or ``bandwidth=100Gb/s,latency=5us``.
 
-    Settings after a name change that link. Raises UsageError.
-    """
+    Settings after a name change that link. Raises UsageError."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     preset = NETWORKS.get(parts[0].lower()) if parts and "=" not in parts[0] else None
     if not parts or ("=" not in parts[0] and preset is None):
@@ -121,12 +119,11 @@ def _with_setting(link: Link, name: str, value: str, option: str) -> Link:
         if name == "bandwidth":
             # Only the case of the unit distinguishes bits from bytes: 100Gb/s is an eighth of 100GB/s.
             match = _RATE.fullmatch(re.sub(r"^([\d.]+\s*)([KMGT])", lambda m: m[1] + m[2].lower(), value))
-            rate = (
-                float(match[1]) * _POWERS[match[2]] / (1 if match[3] in ("B", "byte") else 8)
-                if match
-                else 0.0
-            )
-            if rate > 0:
+            if (
+                match
+                and (rate := float(match[1]) * _POWERS[match[2]] / (1 if match[3] in ("B", "byte") else 8))
+                > 0
+            ):
                 return replace(link, bandwidth_bytes_per_s=rate)
         elif name in ("latency", "start") and (match := _TIME.fullmatch(value)):
             microseconds = float(match[1]) * _MICROSECONDS[match[2]]
@@ -170,8 +167,7 @@ class Timing(Record):
     """Time of one device for one step with ``samples`` samples.
 
     ``other_ms`` is the wait for data, copies and everything in no other phase. ``passes`` are the backward
-    passes of a step; forward and backward are sums over them.
-    """
+    passes of a step; forward and backward are sums over them."""
 
     forward_ms: float
     backward_ms: float
@@ -191,8 +187,7 @@ class ScalePoint(Record):
 
     ``step_ms`` is the sum of computation, overhead and exposed communication. ``efficiency`` is the samples/s
     of all devices relative to the same number of independent devices. ``wire_bytes`` is what each device
-    sends per step. ``why_not`` is the reason for an impossible point, whose figures are None.
-    """
+    sends per step. ``why_not`` is the reason for an impossible point, whose figures are None."""
 
     strategy: str
     devices: int
@@ -213,8 +208,7 @@ class ScalePoint(Record):
 class ScaleRecord(ProgramRecord):
     """Result of `flatout scale`.
 
-    ``timing`` is as measured. ``compute_scale`` is how many times as fast the target device is.
-    """
+    ``timing`` is as measured. ``compute_scale`` is how many times as fast the target device is."""
 
     schema: int = SCALE_SCHEMA
     scaling: str = "weak"  # weak | strong

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from flatout.schema.certificate import CertificateRecord
 from flatout.schema.enums import StrEnum
 from flatout.schema.records import MIN_RATIO_LOW, Ratio, Record
 
@@ -17,8 +16,7 @@ FASTER_BESIDE = "faster beside other programs, cannot tell how much"
 class LeverRecord(Record):
     """Outcome of one lever in a session.
 
-    ``ratio`` is against the plain program, or None if nothing was measured.
-    """
+    ``ratio`` is against the plain program, or None if nothing was measured."""
 
     name: str
     value: Any
@@ -50,8 +48,7 @@ class GuardRecord(Record):
     """Verdict of the guard, with its reason.
 
     ``verdict`` is ``same`` (bitwise), ``equivalent``, ``failed`` or ``not checked``; ``why`` explains it.
-    ``plain_losses`` and ``tuned_losses`` hold one curve per seed, aligned by position. ``seeds`` names them.
-    """
+    ``plain_losses`` and ``tuned_losses`` hold one curve per seed, aligned by position. ``seeds`` names them."""
 
     verdict: str
     why: str
@@ -96,8 +93,7 @@ class TimeMemoryPoint(Record):
     """One point of the frontier of time and memory.
 
     ``ratio`` is against the first point. It is None for that point, and if nothing could be measured.
-    ``peak_bytes`` is the peak of all tensors in a steady step. ``chosen`` marks the chosen plan.
-    """
+    ``peak_bytes`` is the peak of all tensors in a steady step. ``chosen`` marks the chosen plan."""
 
     plan: str
     peak_bytes: int | None = None
@@ -111,8 +107,7 @@ class TimeMemoryPoint(Record):
 class RanksRecord(Record):
     """Comparison of a program as ``procs`` ranks with the same program as one process.
 
-    ``ratio`` is how many times as fast the ranks are.
-    """
+    ``ratio`` is how many times as fast the ranks are."""
 
     procs: int
     division: dict[str, Any] = field(default_factory=dict)
@@ -126,8 +121,7 @@ class RanksRecord(Record):
 class NamedLeverRecord(Record):
     """A lever that changes what is learned, tried only because the user named it.
 
-    ``ratio`` is against the plain program. The losses of both start from the same seed.
-    """
+    ``ratio`` is against the plain program. The losses of both start from the same seed."""
 
     plan: str
     ratio: Ratio | None = None
@@ -228,3 +222,58 @@ class SessionRecord(Record):
         if not isinstance(record.command, list) or not isinstance(record.key, dict):
             raise TypeError("command must be a list and key a table")
         return record
+
+
+# The certificate of a confirmed plan: what its verdict was made from.
+
+CERTIFICATE_SCHEMA = 1
+
+
+@dataclass
+class CertifiedRun(Record):
+    """Fields of a TrialRecord, which the guard compared."""
+
+    seed: int
+    warmup_steps: int
+    steps: int
+    losses: list[str]
+    loss_steps: list[int]
+    weights_digests: dict[str, str]
+    batch_hashes: list[str]
+
+
+@dataclass
+class CertificateRecord(Record):
+    """What the verdict on a plan was made from. It names no absolute path.
+
+    ``plain[i]`` and ``tuned[i]`` had the same seed. ``key`` has the digests of your files, the versions and the
+    machine. ``repeatable``: a plain run repeats its own losses."""
+
+    command: list[str]
+    key: dict[str, str]
+    plan: dict[str, Any]
+    verdict: str  # of the guard: same or equivalent
+    why: str
+    repeatable: bool
+    speedup: Ratio | None  # None beside other programs
+    plain: list[CertifiedRun]
+    tuned: list[CertifiedRun]
+    schema: int = CERTIFICATE_SCHEMA
+
+
+@dataclass
+class VerifiedLine(Record):
+    """A claim of a certificate. ``status``: holds, FAILED, not checked, differs or not claimed."""
+
+    name: str
+    status: str
+    why: str
+
+
+@dataclass
+class VerificationRecord(Record):
+    """Output of `flatout verify --json`."""
+
+    holds: bool
+    lines: list[VerifiedLine]
+    schema: int = CERTIFICATE_SCHEMA

@@ -15,9 +15,8 @@ from flatout.agent.file_sandbox import ESCAPED, FILES_VARIABLE
 from flatout.agent.overlay import Overlay
 from flatout.job.folder import TrialFolder, read_json, write_json
 from flatout.job.temporary import remove, temporary
-from flatout.launch.caches import compiler_cache
 from flatout.launch.command import Command, EntryWatch, check_measurable
-from flatout.launch.environment import ENTERED, OFFLINE_TRACKERS, job_environment
+from flatout.launch.environment import ENTERED, OFFLINE_TRACKERS, compiler_cache, job_environment
 from flatout.launch.process import ProgramRun
 from flatout.measure.clock import seconds
 from flatout.schema.errors import StorageError, TrialFailed

@@ -13,14 +13,13 @@ from typing import Any
 from flatout.guard.loss_curves import START_STEPS
 from flatout.guard.replica import SLOW_STEP_MS
 from flatout.guard.verdict import judge, needs_perturbed_runs, perturbation_for, repeats_itself
-from flatout.job.secrets import portable
+from flatout.job.sanitize import portable
 from flatout.measure.clock import seconds
 from flatout.measure.statistics import median
-from flatout.schema.certificate import CertificateRecord, CertifiedRun
 from flatout.schema.enums import Effect, Origin, Status
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import MIN_RATIO_LOW, Ratio, TrialRecord
-from flatout.schema.session import FASTER_BESIDE, GuardRecord, ProgramFigures
+from flatout.schema.session import FASTER_BESIDE, CertificateRecord, CertifiedRun, GuardRecord, ProgramFigures
 from flatout.tune.candidates import Candidate, fetches_all, plan_of, widest_effect
 from flatout.tune.conclude import conclude, limiting_factor
 from flatout.tune.limits import MIN_PAIRS, USUAL_PAIRS

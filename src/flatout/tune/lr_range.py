@@ -7,9 +7,9 @@ from flatout.launch.command import Command
 from flatout.measure.clock import seconds
 from flatout.measure.lr_range import SLOPE_STEPS, find_rates, smoothed, suggest
 from flatout.measure.statistics import median
+from flatout.schema.batch import LrPoint, LrRecord
 from flatout.schema.errors import NothingMeasured, ProgramFailed
 from flatout.schema.facts import Facts
-from flatout.schema.lr_range import LrPoint, LrRecord
 from flatout.schema.plan import Plan
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.endings import unmeasured_error

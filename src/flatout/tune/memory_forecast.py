@@ -10,9 +10,9 @@ from flatout.launch.command import Command
 from flatout.measure.batch_curve import largest_that_fits
 from flatout.measure.clock import seconds
 from flatout.schema import sizes
+from flatout.schema.batch import MemoryForecast, MemoryPoint
 from flatout.schema.errors import NothingMeasured
 from flatout.schema.facts import Facts
-from flatout.schema.memory_forecast import MemoryForecast, MemoryPoint
 from flatout.schema.plan import Choice, Plan
 from flatout.trial.memory_prediction import ENTRY
 from flatout.trial.parent import ProgramGone, Trial

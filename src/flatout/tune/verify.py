@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from flatout.schema.certificate import CertificateRecord, CertifiedRun, VerifiedLine
 from flatout.schema.errors import NothingMeasured
 from flatout.schema.plan import Plan
 from flatout.schema.records import MIN_RATIO_LOW, Ratio
-from flatout.schema.session import GuardRecord
+from flatout.schema.session import CertificateRecord, CertifiedRun, GuardRecord, VerifiedLine
 from flatout.tune.confirm import certify, judge_pairs
 from flatout.tune.limits import USUAL_PAIRS
 from flatout.tune.narrow import check_step

@@ -4,6 +4,6 @@ A replay runs the script's control flow again, on fake tensors without values, u
 
 Runs in: the user's program.
 Imports: schema, job, agent, data, measure, torch.
-Start with: session.py (ExactSession), choice.py (which checkpoint, and whether the environment of
-`checkpoint/metadata.py` still fits), value_log.py, fake_operators.py, resume_point.py.
+Start with: session.py (ExactSession), `checkpoint/metadata.py` (which checkpoint, and whether its environment
+still fits), value_log.py, fake_operators.py, resume_point.py.
 """

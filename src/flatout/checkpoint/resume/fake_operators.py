@@ -32,18 +32,44 @@ from flatout.checkpoint.resume.gradient_sources import (
     takes_gradient,
     tensors_in,
 )
-from flatout.checkpoint.resume.operator_names import (
-    GETTERS,
-    IN_PLACE,
-    NATIVE,
-    PACKED,
-    READS_VALUES,
-    RESHAPING_IN_PLACE,
-    WITHOUT_GRADIENT,
-)
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+# Names of torch functions, by how they are answered during a replay.
+# fmt: off
+# the fake tensor itself, or torch for it, answers these: they need no values
+NATIVE = {
+    "size", "stride", "dim", "ndimension", "numel", "nelement", "element_size", "is_contiguous",
+    "is_floating_point", "is_complex", "is_signed", "get_device", "__len__", "__hash__", "storage_offset",
+    "is_same_size", "is_pinned", "is_inference", "is_conj", "is_neg", "is_set_to", "dim_order",
+    "is_distributed", "_is_view", "is_nonzero_static", "has_names", "__dir__", "is_coalesced",
+    "is_tensor", "is_storage", "_is_zerotensor", "_has_compatible_shallow_copy_type",
+}
+GETTERS = {
+    "shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_cpu", "is_meta", "is_sparse",
+    "is_quantized", "is_mps", "is_xpu", "itemsize", "nbytes", "names", "grad", "_version", "output_nr",
+    "is_mkldnn", "is_sparse_csr", "is_nested", "is_vulkan", "is_xla", "is_hpu", "is_ipu", "is_maia",
+    "is_mtia", "name", "retains_grad", "_backward_hooks", "_post_accumulate_grad_hooks", "is_inference",
+}
+WITHOUT_GRADIENT = {
+    "detach", "detach_", "data", "argmax", "argmin", "argsort", "eq", "ne", "lt", "gt", "le", "ge",
+}
+READS_VALUES = {
+    "data_ptr", "storage", "untyped_storage", "_typed_storage", "__array_interface__",
+    "__cuda_array_interface__", "__dlpack__", "share_memory_", "__reduce_ex__", "__deepcopy__",
+}
+IN_PLACE = {
+    "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__", "__imod__",
+    "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__",
+}
+# functions that may get a packed sequence
+PACKED = {"lstm", "gru", "rnn_tanh", "rnn_relu", "_pack_padded_sequence", "_pad_packed_sequence"}
+RESHAPING_IN_PLACE = {
+    "squeeze_", "unsqueeze_", "transpose_", "t_", "resize_", "resize_as_", "as_strided_", "swapaxes_",
+    "swapdims_",
+}
+# fmt: on
 
 Function = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -56,8 +82,7 @@ is_autocasting = torch._C._is_any_autocast_enabled
 class FakeOperators:
     """Answers functions of fake tensors.
 
-    ``refuse`` gets a reason for what is unsupported, and does not return.
-    """
+    ``refuse`` gets a reason for what is unsupported, and does not return."""
 
     def __init__(self, refuse: Refuse) -> None:
         self.refuse = refuse
@@ -124,12 +149,10 @@ class FakeOperators:
             or (name.startswith("get ") and name[4:] in GETTERS)
         ):
             return lambda args, kwargs: func(*args, **kwargs)
+        if special_case is not None and name.startswith("get "):
+            return lambda args, kwargs: special_case(args[0])
         if special_case is not None:
-            return (
-                (lambda args, kwargs: special_case(args[0]))
-                if name.startswith("get ")
-                else (lambda args, kwargs: special_case(*args, **kwargs))
-            )
+            return lambda args, kwargs: special_case(*args, **kwargs)
         if name == "get data":
             return lambda args, kwargs: ReplayTensor(spec_of(args[0]))
         if name.removeprefix("get ") in READS_VALUES:
@@ -159,11 +182,8 @@ class FakeOperators:
         if not has_mask(args[1]):
             return self.answer(func, (args[0], _zero_scalar_indices(args[1])), kwargs)
         result = self.make_recorded_result(sys._getframe(2).f_lasti)  # of the caller: the mode is in between
-        result.sources = (
-            self.gradient_sources.of(list(args))
-            if torch.is_grad_enabled() and takes_gradient(result.spec)
-            else NO_SOURCES
-        )
+        takes = torch.is_grad_enabled() and takes_gradient(result.spec)
+        result.sources = self.gradient_sources.of(list(args)) if takes else NO_SOURCES
         return result
 
     def _reject_packed(self, name: str, func: Function, args: Args, kwargs: Kwargs) -> Any:
@@ -203,13 +223,7 @@ class FakeOperators:
         )
 
     def _write(
-        self,
-        name: str,
-        func: Function,
-        targets: Iterable[Any],
-        args: Args,
-        kwargs: Kwargs,
-        result: object,
+        self, name: str, func: Function, targets: Iterable[Any], args: Args, kwargs: Kwargs, result: object
     ) -> Any:
         targets = list(targets)
         sources_of = [
@@ -245,13 +259,7 @@ class FakeOperators:
 
     # -- results
 
-    def answer(
-        self,
-        func: Function,
-        args: Args,
-        kwargs: Kwargs,
-        has_gradient: bool = True,
-    ) -> Any:
+    def answer(self, func: Function, args: Args, kwargs: Kwargs, has_gradient: bool = True) -> Any:
         """Return the result of a function as fake tensors that know their gradient sources."""
         try:
             key: Any = (
@@ -364,17 +372,11 @@ class FakeOperators:
         torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
     def _to(self, tensor: Tensor, *args: object, **kwargs: object) -> Any:
-        func = (
-            torch.Tensor.to
-            if not (args and isinstance(args[0], str) and args[0].startswith("torch."))
-            else torch.Tensor.type
-        )
+        names_type = args and isinstance(args[0], str) and args[0].startswith("torch.")
+        func = torch.Tensor.type if names_type else torch.Tensor.to
         result = self.answer(func, (tensor, *args), kwargs)
-        if result.spec == (
-            tensor.spec if type(tensor) is ReplayTensor else spec_of(tensor)
-        ) and not kwargs.get("copy"):
-            return tensor
-        return result
+        spec = tensor.spec if type(tensor) is ReplayTensor else spec_of(tensor)
+        return tensor if result.spec == spec and not kwargs.get("copy") else result
 
     def _from_values(self, data: object, *args: object, **kwargs: object) -> Any:
         """Build a fake tensor: `torch.tensor` would read the list elements itself."""

@@ -8,8 +8,6 @@ checkpoint are moved away. A file that was rewritten or removed after the checkp
 script writes it again.
 """
 
-from __future__ import annotations
-
 import builtins
 import io
 import json
@@ -42,8 +40,7 @@ class Files:
     """Tracks files while recording and redirects them during a replay.
 
     ``folder``: holds the list of created files, and the files of a replay. ``refuse`` does not return.
-    ``on_own_checkpoint`` is called with a file that the script looks for before training and saves tensors to.
-    """
+    ``on_own_checkpoint`` is called with a file that the script looks for before training and saves tensors to."""
 
     def __init__(
         self,
@@ -197,8 +194,7 @@ class Files:
     def _wrap_save(self, original: Function) -> Function:
         """Wrap a function that saves tensors. During a replay it leaves an empty file in the sandbox.
 
-        The real content is on the disk already. The empty file can be moved and removed like any other.
-        """
+        The real content is on the disk already. The empty file can be moved and removed like any other."""
 
         @wraps(original)
         def save(*args: object, **kwargs: object) -> Any:
@@ -275,8 +271,7 @@ class Files:
     def state(self) -> dict[str, Any]:
         """Return the file state between two steps.
 
-        Buffers are flushed first, so that each file has its full size.
-        """
+        Buffers are flushed first, so that each file has its full size."""
         for handle in list(self._open):
             if not handle.closed:
                 handle.flush()
@@ -399,8 +394,7 @@ def _restore_content(
     """Cut off what was appended to a file after a checkpoint; return whether it has its content of then.
 
     ``end``: the value of `end_of` at the checkpoint. A file that was removed since is made again, without content,
-    so that the script can remove it again.
-    """
+    so that the script can remove it again."""
     present = size_and_time(path)
     if present == [size, time_ns]:
         return True

@@ -81,7 +81,7 @@ def contiguous(size: tuple[int, ...], dtype: object, device: Device) -> Any:
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the contiguous strides of a shape."""
+
     strides, size = [], 1
     for extent in reversed(shape):
         strides.append(size)

@@ -207,8 +207,7 @@ class ReachableState:
     def collect(self, frame: FrameType | None, extra: Mapping[str, Any]) -> ReachableState:
         """Walk everything from a frame on.
 
-        ``extra``: further objects by a name of their own; no variable may lead to them.
-        """
+        ``extra``: further objects by a name of their own; no variable may lead to them."""
         walk = _Walk(self)
         for module in user_modules():
             name = module.__name__
@@ -438,9 +437,8 @@ class _Walk:
         )
         if not own and not is_walked(kind):
             return None
-        is_user = is_user_class(kind) or (
-            is_user and own
-        )  # user classes count even inside a library's object
+        # user classes count even inside a library's object
+        is_user = is_user_class(kind) or (is_user and own)
         for key, value in list(getattr(thing, "__dict__", {}).items()):
             self._visit(f"{path}.{key}", value, is_user, depth)
         for base in kind.__mro__:

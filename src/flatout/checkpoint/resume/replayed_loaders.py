@@ -8,8 +8,6 @@ With workers, a new iterator starts workers in the saved state (`flatout.checkpo
 A data set without indices, and batches that hold more than tensors, are loaded again.
 """
 
-from __future__ import annotations
-
 import gc
 import inspect
 import numbers
@@ -41,11 +39,8 @@ from flatout.checkpoint.resume.value_log import ValueLog
 # A library may wrap a loader in a generator that is one batch ahead of the script. Only the loop that runs holds
 # the generator, so no variable leads to the batch that waits in it.
 
-GC_GENERATIONS = (
-    0,
-    1,
-    2,
-)  # of Python's garbage collector; a generator is usually young when it takes the first batch
+# of Python's garbage collector; a generator is usually young when it takes the first batch
+GC_GENERATIONS = (0, 1, 2)
 
 
 class BatchHolders:
@@ -99,8 +94,7 @@ LOADED_ATTRIBUTE = "flatout_loaded"  # an attribute of tensors that a replay has
 class ReplayedLoaders:
     """Hooks the DataLoader iterators.
 
-    ``on_batch`` is called before a batch is taken. ``find`` returns the random generators that an object holds.
-    """
+    ``on_batch`` is called before a batch is taken. ``find`` returns the random generators that an object holds."""
 
     def __init__(
         self, value_log: ValueLog, ledger: Ledger, on_batch: Callable[[], None], find: FindGenerators
@@ -228,11 +222,9 @@ class ReplayedLoaders:
             if (not value_log.observes and replayed is None) or loader._dataset_kind != 0:
                 original(iterator, loader)
                 return
-            states, refetches = (
-                ([None] * loader.num_workers, 0)
-                if replayed is None
-                else (replayed.states, replayed.refetches)
-            )
+            states, refetches = [None] * loader.num_workers, 0
+            if replayed is not None:
+                states, refetches = replayed.states, replayed.refetches
             iterator.flatout_states = list(states)
             iterator.flatout_carrier = collate = WorkerStateCollate(
                 None, loader.worker_init_fn, self.find, list(states), refetches
@@ -441,8 +433,7 @@ def fake_batch(shape: Any) -> Any:
 def index_hash(index: object) -> int:
     """Hash the output of a sampler.
 
-    None and other objects are excluded: their hashes differ between processes.
-    """
+    None and other objects are excluded: their hashes differ between processes."""
     if isinstance(index, list):
         kinds = set(map(type, index))
         return (

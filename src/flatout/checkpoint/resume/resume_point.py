@@ -13,8 +13,9 @@ shows that some input of the script was not recorded.
 from __future__ import annotations
 
 import gc
+import sys
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -23,19 +24,78 @@ from torch.utils import _pytree as pytree
 from flatout.checkpoint.random_states import random_states, set_state_of, state_of
 from flatout.checkpoint.resume.fake_operators import FakeOperators
 from flatout.checkpoint.resume.gradient_sources import ReplayTensor, spec_of
-from flatout.checkpoint.resume.initial_tensors import (
-    InitialTensors,
-    bytes_of,
-    digest_of,
-    living_tensors,
-    sample_bytes,
-)
 from flatout.checkpoint.resume.reachable_state import ReachableState
 from flatout.checkpoint.resume.replayed_loaders import LOADED_ATTRIBUTE
+from flatout.checkpoint.tensors import memory_of
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
+
+
+class InitialTensors:
+    """The tensors that existed when training began."""
+
+    def __init__(self, reachable: ReachableState, everything: bool) -> None:
+        """``everything``: include tensors that no variable leads to."""
+        tensors = {
+            id(tensor): tensor
+            for tensor in (*reachable.tensors.values(), *(living_tensors() if everything else ()))
+        }
+        lazy = torch.nn.parameter.is_lazy
+        self._versions = {
+            key: (tensor, tensor._version)
+            for key, tensor in tensors.items()
+            if not lazy(tensor) and not tensor.is_inference()
+        }
+        self._digests: dict[tuple[int, int], int] = {}
+
+    def drop_unused(self) -> None:
+        """Drop tensors that nothing else holds any more."""
+        for key in list(self._versions):
+            if sys.getrefcount(self._versions[key][0]) <= 2:  # the tuple and the call
+                del self._versions[key]
+
+    def untrack(self, tensor: Tensor) -> None:
+        """Stop tracking a tensor: it has been replaced."""
+        self._versions.pop(id(tensor), None)
+
+    def unchanged(self, tensor: Tensor) -> bool:
+        entry = self._versions.get(id(tensor))
+        return (
+            entry is not None
+            and entry[0] is tensor
+            and not tensor.is_inference()
+            and tensor._version == entry[1]
+        )
+
+    def digest(self, tensor: Tensor, from_scratch: bool) -> int:
+        """Return a digest of the bytes. Without ``from_scratch``, it is the cached digest and a sample of the bytes."""
+        key = id(tensor), tensor._version
+        digest = self._digests.get(key)
+        if digest is None or from_scratch:
+            digest = self._digests[key] = digest_of(tensor)
+        return zlib.crc32(sample_bytes(tensor), digest)
+
+
+def living_tensors() -> list[Any]:
+    """Return all tensors known to Python's garbage collector."""
+    return [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
+
+
+def digest_of(tensor: Tensor) -> int:
+    host = tensor.detach().cpu().contiguous()
+    return zlib.crc32(memory_of(host))
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    host = tensor.detach().cpu().contiguous()
+    return bytes(memory_of(host))
+
+
+def sample_bytes(tensor: Tensor) -> Any:
+    flat = tensor.detach().reshape(-1) if tensor.is_contiguous() else tensor.detach()[:1].reshape(-1)
+    return bytes_of(flat[:: max(1, flat.numel() // 1024)])
 
 
 # unchanged tensors: up to these they are saved, others get a digest
@@ -153,26 +213,25 @@ class ResumePoint:
         ]
         if differ:
             self.refuse(
-                f"at the resume point, these variables differ from the first run: {'; '.join(differ[:MAX_SHOWN])}{_more(differ)}"
+                f"at the resume point, these variables differ from the first run: {_listed(differ, '; ')}"
             )
         paths = [*self.state["tensors"], *self.state["digests"], *self.state["left_out"]]
         self._check_unreachable(reachable, prefetched)
         mismatched = sorted(set(paths) ^ set(reachable.tensors))
         if mismatched:
-            self.refuse(
-                f"at the resume point, these tensors are missing or new: {', '.join(f'`{path}`' for path in mismatched[:MAX_SHOWN])}{_more(mismatched)}"
-            )
+            names = _listed([f"`{path}`" for path in mismatched])
+            self.refuse(f"at the resume point, these tensors are missing or new: {names}")
         if list(self.state["optimizers"]) != list(reachable.optimizers):
             self.refuse("at the resume point, the optimizers differ from the first run")
         changed = [
-            path
+            f"`{path}`"
             for path, digest in self.state["digests"].items()
-            if type(reachable.tensors[path]) is ReplayTensor
-            or zlib.crc32(sample_bytes(reachable.tensors[path]), digest_of(reachable.tensors[path])) != digest
+            if type(tensor := reachable.tensors[path]) is ReplayTensor
+            or zlib.crc32(sample_bytes(tensor), digest_of(tensor)) != digest
         ]
         if changed:
             self.refuse(
-                f"at the start of training, {', '.join(f'`{path}`' for path in changed[:MAX_SHOWN])}{_more(changed)} had other values than in the first run"
+                f"at the start of training, {_listed(changed)} had other values than in the first run"
             )
 
     def _check_unreachable(self, reachable: ReachableState, prefetched: list[Any]) -> None:
@@ -180,34 +239,16 @@ class ResumePoint:
 
         A fake one stops the code that reads it. One that seems to have values cannot be restored, so it is
         rejected. A batch that the replay has loaded again becomes a fake one: `enumerate` holds such a batch
-        without using it.
-        """
+        without using it."""
         gc.collect()
         self.initial.drop_unused()
+        optimizer_states = [dict(optimizer.state) for optimizer in reachable.optimizers.values()]
         known = {id(tensor) for tensor in (*reachable.tensors.values(), *prefetched)}
-        known |= {id(leaf) for leaf in pytree.tree_leaves(self.state) if isinstance(leaf, torch.Tensor)}
-        known |= {
-            id(leaf)
-            for optimizer in reachable.optimizers.values()
-            for leaf in pytree.tree_leaves(dict(optimizer.state))
-            if isinstance(leaf, torch.Tensor)
-        }
-        known |= {
-            id(tensor.grad)
-            for tensor in reachable.tensors.values()
-            if type(tensor) is not ReplayTensor and tensor.is_leaf and tensor.grad is not None
-        }
-        # the base of a view
-        known |= {
-            id(tensor._base)
-            for tensor in reachable.tensors.values()
-            if type(tensor) is not ReplayTensor and tensor._base is not None
-        }
-        restored = {
-            id(tensor)
-            for path, tensor in reachable.tensors.items()
-            if type(tensor) is not ReplayTensor and path not in self.state["left_out"]
-        }
+        known |= {id(leaf) for leaf in pytree.tree_leaves((self.state, optimizer_states))}
+        real = {path: t for path, t in reachable.tensors.items() if type(t) is not ReplayTensor}
+        known |= {id(tensor.grad) for tensor in real.values() if tensor.is_leaf}
+        known |= {id(tensor._base) for tensor in real.values()}  # the base of a view
+        restored = {id(tensor) for path, tensor in real.items() if path not in self.state["left_out"]}
         others = [
             tensor
             for tensor in living_tensors()
@@ -281,8 +322,7 @@ class ResumePoint:
     def _separated_storages(self, reachable: ReachableState) -> set[int]:
         """Return memory that tensors shared at the checkpoint and do not share now.
 
-        Cause: a weight got the memory of another tensor, which has no values during a replay.
-        """
+        Cause: a weight got the memory of another tensor, which has no values during a replay."""
         current: dict[int, set[int]] = {}
         for path in self.state["tensors"]:
             target, (address, *_) = reachable.tensors[path], self.state["tensor_infos"][path][3]
@@ -347,20 +387,19 @@ def _with_storage(values: Tensor, device: str, layout: list[int], storages: dict
 
 
 def _describe_difference(name: str, before: str, now: str, value_sentences: list[str]) -> str:
-    marks = [metadata.partition(" ")[2] for metadata in (before, now)]
-    i = next(
-        (
-            i
-            for i in range(len(value_sentences))
-            if marks[0][4 * i : 4 * i + 4] != marks[1][4 * i : 4 * i + 4]
-        ),
-        None,
-    )
-    return value_sentences[i] if i is not None else f"`{name}` has changed"
+    old, new = (metadata.partition(" ")[2] for metadata in (before, now))
+    for i, sentence in enumerate(value_sentences):
+        if old[4 * i : 4 * i + 4] != new[4 * i : 4 * i + 4]:
+            return sentence
+    return f"`{name}` has changed"
 
 
-def _more(found: Iterable[Any]) -> str:
-    count = len(list(found)) - MAX_SHOWN
+def _listed(names: Sequence[str], separator: str = ", ") -> str:
+    return separator.join(names[:MAX_SHOWN]) + _more(names)
+
+
+def _more(found: Sequence[Any]) -> str:
+    count = len(found) - MAX_SHOWN
     return f" and {count} more" if count > 0 else ""
 
 

@@ -28,23 +28,38 @@ from flatout.agent.frames import is_user_file, user_sources
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
-from flatout.checkpoint.journal import JournalPosition, ValueJournal, is_written, read_journal
-from flatout.checkpoint.metadata import CheckpointMeta, ExactMeta, differences, environment
+from flatout.checkpoint.metadata import (
+    CheckpointMeta,
+    ExactMeta,
+    check_surroundings,
+    differences,
+    environment,
+    newest_resumable,
+)
 from flatout.checkpoint.random_states import random_states, set_random_states
 from flatout.checkpoint.rescue import Rescue
-from flatout.checkpoint.resume.choice import check, newest
 from flatout.checkpoint.resume.fake_operators import FakeOperators
 from flatout.checkpoint.resume.files import Files
-from flatout.checkpoint.resume.initial_tensors import InitialTensors
 from flatout.checkpoint.resume.reachable_state import ReachableState
 from flatout.checkpoint.resume.replayed_loaders import ReplayedLoaders
-from flatout.checkpoint.resume.resume_point import RandomDrawCheck, ResumePoint, program_state
+from flatout.checkpoint.resume.resume_point import (
+    InitialTensors,
+    RandomDrawCheck,
+    ResumePoint,
+    program_state,
+)
 from flatout.checkpoint.resume.training_skipper import TrainingSkipper
 from flatout.checkpoint.resume.value_hooks import ValueHooks
-from flatout.checkpoint.resume.value_log import ValueLog
+from flatout.checkpoint.resume.value_log import (
+    JournalPosition,
+    ValueJournal,
+    ValueLog,
+    is_written,
+    read_journal,
+)
 from flatout.data.streams import own_generators
 from flatout.job import heartbeat
-from flatout.job.claims import CHECKPOINTS, claim_or_take_over
+from flatout.job.folder import CHECKPOINTS, claim_or_take_over
 from flatout.job.trust import file_digest
 from flatout.measure.clock import seconds
 from flatout.schema.errors import CannotResume, FlatoutError, StorageError
@@ -66,8 +81,7 @@ class MutedIO:
     """Mutes output until `stop`.
 
     ``show_output``: output is shown again. ``refuse`` is called when the script connects to another machine; it
-    does not return.
-    """
+    does not return."""
 
     def __init__(self, refuse: Callable[[str], NoReturn], show_output: bool) -> None:
         self.refuse, self.muted = refuse, True
@@ -116,15 +130,10 @@ FORWARD, BACKWARD, BACKWARD_END, OPTIMIZER, OPTIMIZER_END = 2, 3, 4, 5, 6
 class ExactSession(Listener):
     """The `Checkpointing` of a program that can be resumed exactly, and the `ExactResumePart` of its checkpoints.
 
-    ``resumed`` is called at the resume point.
-    """
+    ``resumed`` is called at the resume point."""
 
     def __init__(
-        self,
-        options: ResumeOptions,
-        folder: Path,
-        ledger: Ledger,
-        resumed: Callable[[], None],
+        self, options: ResumeOptions, folder: Path, ledger: Ledger, resumed: Callable[[], None]
     ) -> None:
         self.options, self.folder, self._resumed = options, folder, resumed
         self._sources = dict[str, str]()
@@ -132,13 +141,11 @@ class ExactSession(Listener):
         self.next_command = "the same command" + (" without --from-scratch" if options.from_scratch else "")
         heartbeat.set_exact_resume()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.checkpoint, unfinished = (None, "") if options.from_scratch else newest(folder)
-        self.meta = (
-            CheckpointMeta.from_json(self.checkpoint.manifest.metadata)
-            if self.checkpoint is not None
-            else None
-        )
-        exact = self.meta.exact if self.meta is not None else None
+        self.checkpoint, unfinished = (None, "") if options.from_scratch else newest_resumable(folder)
+        self.meta, exact, step = CheckpointMeta(), None, None
+        if self.checkpoint is not None:
+            self.meta = CheckpointMeta.from_json(self.checkpoint.manifest.metadata)
+            exact, step = self.meta.exact, self.checkpoint.step
         self.journal = folder / (exact.journal if exact else f"{JOURNAL}{uuid.uuid4().hex[:8]}")
         claim = os.environ["FLATOUT_JOB"] + CHECKPOINTS
         self.rescue = Rescue(
@@ -148,7 +155,7 @@ class ExactSession(Listener):
             lambda: claim_or_take_over(claim),
             ledger,
             exact=self,
-            resumed=self.checkpoint.step if self.checkpoint is not None else None,
+            resumed=step,
             cost_s=(exact.cost_s if exact is not None else 0.0) or COST_S,
         )
         atexit.register(self.rescue.finish)
@@ -195,13 +202,13 @@ class ExactSession(Listener):
             if self.options.required:
                 self.refuse(why)
             notify_unbuffered(f"this program starts from scratch: {why}")
-        if self.checkpoint is None or self.meta is None:
+        if self.checkpoint is None:
             return None
         notify_unbuffered(
             f"replaying the program up to step {self.checkpoint.step}, from {os.path.relpath(self.checkpoint.path)}"
         )
         try:
-            check(torch, self.checkpoint, self.meta)
+            check_surroundings(torch, self.checkpoint, self.meta)
             state: dict[str, Any] = self.checkpoint.read(torch)["exact"]
             return state
         except FlatoutError as error:
@@ -255,7 +262,6 @@ class ExactSession(Listener):
 
     def at_resume_point(self, replay_s: float, trained_s: float) -> None:
         assert self.checkpoint is not None
-        assert self.meta is not None
         differs = differences(self.meta.surroundings, environment(torch))
         if differs:  # the program has made its own settings by now
             self.refuse(
@@ -307,11 +313,9 @@ class ExactSession(Listener):
             return
         failure = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         if self.replaying:
-            how = (
-                f"failed with {type(failure).__name__}: {failure}{_place_of(failure)}"
-                if failure is not None
-                else "exited"
-            )
+            how = "exited"
+            if failure is not None:
+                how = f"failed with {type(failure).__name__}: {failure}{_place_of(failure)}"
             self.refuse(f"before the program reached its resume point, it {how}")
         if failure is None and not self.rescue.signalled:
             self.journal.unlink(missing_ok=True)

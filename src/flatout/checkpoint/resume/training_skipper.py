@@ -16,9 +16,8 @@ import torch
 from torch.optim import Optimizer
 
 from flatout.agent.ledger import Ledger
-from flatout.checkpoint.resume.fake_operators import FakeOperators
+from flatout.checkpoint.resume.fake_operators import RESHAPING_IN_PLACE, FakeOperators
 from flatout.checkpoint.resume.gradient_sources import ReplayTensor
-from flatout.checkpoint.resume.operator_names import RESHAPING_IN_PLACE
 from flatout.checkpoint.resume.value_log import ValueLog
 
 if TYPE_CHECKING:
@@ -57,8 +56,7 @@ class TrainingSkipper:
     def replay(self, on_start: Callable[[], None]) -> None:
         """Prepare the replay; functions are answered after `start`.
 
-        ``on_start`` is called before the first call of a module with weights.
-        """
+        ``on_start`` is called before the first call of a module with weights."""
         ReplayTensor.on_bypass = staticmethod(self._on_bypass)  # type: ignore[method-assign]
         self._until_resume_point.set(
             torch.nn.Module, "__call__", self._wrap_module_call(torch.nn.Module.__call__, on_start)

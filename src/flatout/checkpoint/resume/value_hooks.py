@@ -52,8 +52,7 @@ DATES = {"datetime": ("now", "utcnow", "today"), "date": ("today",)}
 class RecordedClock:
     """A function whose results are recorded for the script's own code.
 
-    It is no Python function, which would become a method as a class attribute.
-    """
+    It is no Python function, which would become a method as a class attribute."""
 
     def __init__(self, original: Callable[..., Any], value_log: ValueLog) -> None:
         self.original, self.value_log = original, value_log
@@ -261,11 +260,8 @@ class ValueHooks:
             value_log.refuse(
                 f"in step {value_log.steps + 1} {original.__name__}() returns more values to Python than the journal keeps"
             )
-        value_log.paused = 1
-        try:
+        with value_log.unrecorded:
             recomputed = original(*args, **kwargs)  # of a real tensor: an array shares its memory
-        finally:
-            value_log.paused = 0
         if type(value) is LargeValue:
             if zlib.crc32(encode(recomputed).encode()) != value.digest:
                 value_log.refuse(
@@ -291,25 +287,17 @@ class ValueHooks:
         value_log = self.value_log
         if value_log.replaying:
             return self._replay_shapes(original, place_id, args, kwargs)
-        value_log.paused = 1
         try:
-            result = original(*args, **kwargs)
-            leaves = pytree.tree_leaves(result)
+            with value_log.unrecorded:
+                result = original(*args, **kwargs)
+                leaves = pytree.tree_leaves(result)
         except Exception as error:
             value_log.put(error, place_id)
             raise
-        finally:
-            value_log.paused = 0
-        value_log.put(
-            [
-                isinstance(result, tuple),
-                [
-                    [list(leaf.shape), str(leaf.dtype).removeprefix("torch."), str(leaf.device)]
-                    for leaf in leaves
-                ],
-            ],
-            place_id,
-        )
+        shapes = [
+            [list(leaf.shape), str(leaf.dtype).removeprefix("torch."), str(leaf.device)] for leaf in leaves
+        ]
+        value_log.put([isinstance(result, tuple), shapes], place_id)
         return result
 
     def _replay_shapes(
@@ -320,9 +308,8 @@ class ValueHooks:
             return recorded
         with self.value_log.unrecorded:
             recomputed = original(*args, **kwargs)
-        if [leaf.shape for leaf in pytree.tree_leaves(recomputed)] != [
-            leaf.shape for leaf in pytree.tree_leaves(recorded)
-        ]:
+        shapes = ([leaf.shape for leaf in pytree.tree_leaves(result)] for result in (recomputed, recorded))
+        if next(shapes) != next(shapes):
             self.value_log.refuse(
                 f"in step {self.value_log.steps + 1} nonzero() or a mask selects another number of elements than in the first run"
             )

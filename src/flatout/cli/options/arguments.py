@@ -6,21 +6,21 @@ import shlex
 import sys
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
-from flatout.job import plan_file
 from flatout.job.folder import JobFolder
+from flatout.job.folder import read_plan as read_plan_file
 from flatout.launch.command import parse_python
 from flatout.levers import TABLE, checked
 from flatout.schema.enums import Origin
 from flatout.schema.errors import UsageError
 from flatout.schema.lever import Lever
-from flatout.schema.plan import Choice, Plan, is_value
-from flatout.schema.toml import read_toml
+from flatout.schema.plan import Choice, Plan, is_value, read_toml
 
 SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 PROGRAM = {
@@ -58,11 +58,8 @@ class Amount(click.ParamType):
             return value
         match = re.fullmatch(r"([\d.]+)\s*(?:([kmgt])(i?)b?|b)?", str(value).strip().lower())
         try:
-            number = (
-                float(match[1]) * (1024 if match[3] else 1000) ** (" kmgt".index(match[2]) if match[2] else 0)
-                if match
-                else -1.0
-            )
+            power = " kmgt".index(match[2] or " ") if match else 0
+            number = float(match[1]) * (1024 if match[3] else 1000) ** power if match else -1.0
         except ValueError:
             number = -1.0
         if not 1 <= number < 2**60:
@@ -202,7 +199,7 @@ def program_argument(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def read_plan(path: str) -> Plan:
     """Read a plan file; ``none`` is the empty plan. Raises PlanError if it cannot be read or a lever rejects its value."""
-    return Plan() if path == "none" else checked(plan_file.read_plan(Path(path)), path)
+    return Plan() if path == "none" else checked(read_plan_file(Path(path)), path)
 
 
 def require_program(argv: tuple[str, ...], command: str) -> tuple[str, ...]:
@@ -231,3 +228,39 @@ def writable(folder: JobFolder, explicit: bool) -> JobFolder:
     if not explicit and folder.path.is_absolute():
         sys.stderr.write(f"flatout: cannot write to {os.getcwd()}; the records go to {folder.path}\n")
     return folder
+
+
+def add_options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return a decorator that adds these options to a command, in this order."""
+    return lambda command: reduce(lambda function, option: option(function), reversed(options), command)
+
+
+class OptionOfGroup(click.Option):
+    """An option that `--help` shows below ``heading``."""
+
+    def __init__(self, *args: Any, heading: str, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.heading = heading
+
+
+recovery_option = partial(click.option, cls=OptionOfGroup, heading="Crashes, hangs and kills")
+ranks_option = partial(click.option, cls=OptionOfGroup, heading="Several ranks on this machine")
+machines_option = partial(click.option, cls=OptionOfGroup, heading="Several machines")
+HEADINGS = (
+    "Options",
+    *(option.keywords["heading"] for option in (recovery_option, ranks_option, machines_option)),
+)
+
+
+class Grouped(click.Command):
+    """Options without a heading come first, under "Options"."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        rows: dict[str, list[tuple[str, str]]] = {heading: [] for heading in HEADINGS}
+        for param in self.get_params(ctx):
+            if isinstance(param, click.Option) and (row := param.get_help_record(ctx)):
+                rows[getattr(param, "heading", HEADINGS[0])].append(row)
+        for heading, entries in rows.items():
+            if entries:
+                with formatter.section(heading):
+                    formatter.write_dl(entries)

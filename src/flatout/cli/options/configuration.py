@@ -16,7 +16,7 @@ from flatout.cli.options.arguments import did_you_mean
 from flatout.job.folder import read_text
 from flatout.job.trust import distrusted
 from flatout.schema.errors import UsageError
-from flatout.schema.toml import read_toml
+from flatout.schema.plan import read_toml
 
 FILE, SECTION, PREFIX = "pyproject.toml", "tool.flatout", "FLATOUT"
 MAX_BYTES = 1 << 20

@@ -33,7 +33,6 @@ class DeviceByName(click.ParamType):
 
 device_option = click.option(
     "--device",
-    default=None,
     type=DeviceByName(),
     metavar="cpu|cuda|cuda:N",
     help='Run on the CPU, whichever device the script names (`.cuda()`, device="cuda"), or on card N alone.',
@@ -51,8 +50,7 @@ def apply_device(
     """Make the programs that this process starts run on ``device``; they and the levers see no other card.
 
     ``remote_option`` is the one that starts the program on other machines. Raises UsageError if ``device`` is
-    unavailable or contradicts another option.
-    """
+    unavailable or contradicts another option."""
     if device is None:
         return
     if cmd.disabled_by:

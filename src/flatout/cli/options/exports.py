@@ -10,15 +10,14 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from flatout.cli.options.arguments import Duration, did_you_mean, writable
-from flatout.cli.options.grouped import add_options
+from flatout.cli.options.arguments import Duration, add_options, did_you_mean, writable
 from flatout.export.trackers import MODULES, wrong_target
 from flatout.job.folder import RUNS
 from flatout.launch.command import Command
 from flatout.measure.clock import utc_now
 from flatout.render.formatting import shell
 from flatout.schema.errors import UsageError
-from flatout.schema.run_summary import SummaryRequest
+from flatout.schema.run_request import SummaryRequest
 from flatout.tune.plan_files import job_folder
 
 JSONL = "jsonl"
@@ -53,8 +52,7 @@ def summary_of(
 ) -> SummaryRequest | None:
     """Return the request for the record of this run; None without one.
 
-    Raises UsageError for an unknown or missing tracker.
-    """
+    Raises UsageError for an unknown or missing tracker."""
     if not print_summary and not export:
         return None
     if interval_s < MIN_INTERVAL_S:

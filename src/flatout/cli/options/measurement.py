@@ -13,12 +13,9 @@ import click
 from rich.console import Console
 
 from flatout import __version__
-from flatout.cli.options.arguments import program_argument, require_program, writable
-from flatout.cli.options.grouped import add_options
-from flatout.cli.options.json_output import json_option, print_json
-from flatout.cli.options.messages import warn_untested
+from flatout.cli.options.arguments import add_options, program_argument, require_program, writable
+from flatout.cli.options.output import json_option, print_json, stop_on_sigterm, warn_untested
 from flatout.cli.options.progress import LiveProgress
-from flatout.cli.options.signals import stop_on_sigterm
 from flatout.job.folder import write_atomically, write_json
 from flatout.launch.command import check_measurable, parse_command
 from flatout.measure.clock import utc_now
@@ -56,8 +53,7 @@ def header(command: Iterable[str], facts: Facts) -> dict[str, Any]:
 def saved_on_exit(record: ProgramRecord, path: Path) -> Iterator[Callable[[], None]]:
     """Write the record to its file on exit, even after an error. The yielded function writes it earlier.
 
-    SIGTERM stops the program in the same way as Ctrl-C.
-    """
+    SIGTERM stops the program in the same way as Ctrl-C."""
 
     def save() -> None:
         write_json(path, record.to_json())

@@ -17,7 +17,7 @@ from flatout.launch.launcher_signals import exit_by_signal
 from flatout.launch.local_launcher import LocalLauncher, launcher_of
 from flatout.launch.rank import cuda_devices
 from flatout.levers import TABLE
-from flatout.schema.errors import CannotParallelize
+from flatout.schema.errors import MALFORMED, CannotParallelize
 from flatout.schema.facts import Facts
 from flatout.schema.plan import Choice, Plan
 from flatout.tune.plan_files import job_folder, plan_key
@@ -33,8 +33,7 @@ def rehearse(command: Command, facts: Facts, ranks: RankOptions) -> tuple[dict[s
     """Return the lever's value for this program, and the whole result of the rehearsal.
 
     Reuses an earlier rehearsal of the same command, script, machine and versions; otherwise rehearses now.
-    Raises CannotParallelize, ProgramFailed.
-    """
+    Raises CannotParallelize, ProgramFailed."""
     folder = writable(job_folder(command), explicit=False)
     key = {
         **plan_key(command, facts),
@@ -43,10 +42,8 @@ def rehearse(command: Command, facts: Facts, ranks: RankOptions) -> tuple[dict[s
         "whole_batches": str(ranks.whole_batches),
         "shard": ranks.shard,
     }
-    earlier = load_rehearsal(folder.ranks, key)
-    if earlier is not None and not ranks.rehearse_again:
-        rehearsal = earlier
-    else:
+    rehearsal = None if ranks.rehearse_again else load_rehearsal(folder.ranks, key)
+    if rehearsal is None:
         with LiveProgress(Console(stderr=True), REHEARSAL_S) as progress:
             rehearsal = Rehearsal(
                 command,
@@ -71,18 +68,13 @@ def load_rehearsal(path: Path, key: object) -> RehearsalResult | None:
     """Return the result of an earlier rehearsal; None if there is none for this key or it cannot be read."""
     earlier = read_json(path)
     try:
-        rehearsal = (
-            RehearsalResult.from_json(earlier["rehearsed"])
-            if isinstance(earlier, dict) and earlier.get("key") == key
-            else None
-        )
-    except (TypeError, AttributeError, KeyError, ValueError):
-        return None
-    return (
-        rehearsal
-        if rehearsal is None or rehearsal.division is None or isinstance(rehearsal.division, dict)
-        else None
-    )
+        if isinstance(earlier, dict) and earlier.get("key") == key:
+            rehearsal = RehearsalResult.from_json(earlier["rehearsed"])
+            if rehearsal.division is None or isinstance(rehearsal.division, dict):
+                return rehearsal
+    except MALFORMED:
+        pass
+    return None
 
 
 def plan_of_ranks(
@@ -95,8 +87,7 @@ def plan_of_ranks(
 ) -> Plan:
     """Return the plan of each rank: how the program is split, and the levers of ``plan`` that are compatible.
 
-    ``requested`` levers were given by name for this run; they stay. Raises CannotParallelize, ProgramFailed.
-    """
+    ``requested`` levers were given by name for this run; they stay. Raises CannotParallelize, ProgramFailed."""
     division, sharding = plan.get(LEVER), plan.get(SHARDING) if ranks.shard != NEVER else None
     ranks = replace(ranks, shard=ALWAYS) if sharding is not None else ranks
     value = division.value if division is not None and isinstance(division.value, dict) else None
@@ -109,21 +100,14 @@ def plan_of_ranks(
     base = base_plan(value, is_sharded)
     table, chosen_names = {lever.name: lever for lever in TABLE}, {choice.name for choice in requested}
     others = [choice for choice in plan if choice.name not in (LEVER, SHARDING)]
-    left_out = [
-        choice
-        for choice in others
-        if choice.name in table
-        and choice.name not in chosen_names
-        and why_incompatible(table[choice.name], base)
-    ]
+    optional = [choice for choice in others if choice.name in table and choice.name not in chosen_names]
+    left_out = [choice for choice in optional if why_incompatible(table[choice.name], base)]
     if left_out:
         notify(
             f"these levers of the plan are skipped because they do not work with several ranks: {', '.join(choice.name for choice in left_out)}"
         )
-    choices = [
-        *(choice for choice in others if choice not in left_out),
-        *([sharding] if sharding is not None else []),
-    ]
+    choices = [choice for choice in others if choice not in left_out]
+    choices += [sharding] if sharding is not None else []
     return Plan(tuple(choices)).on_top_of(base)
 
 

@@ -7,13 +7,12 @@ from typing import Any
 
 import click
 
-from flatout.cli.options.grouped import add_options, ranks_option
+from flatout.cli.options.arguments import add_options, ranks_option
 from flatout.schema.errors import UsageError
 
 add_rank_options = add_options(
     ranks_option(
         "--procs",
-        default=None,
         type=click.IntRange(1),
         help="Number of ranks on this machine, for a single-process script.  [default: 1]",
     ),
@@ -55,8 +54,7 @@ class RankOptions:
     ``procs`` is the number of ranks; ``gpus`` gives each its own CUDA device. ``explicit``: the command line
     has a number of ranks, perhaps 1. ``sync_batchnorm`` normalises over all ranks. ``whole_batches`` shows the script
     whole batches. ``shard`` says whether weights, gradients and optimizer state are sharded. ``rehearse_again``
-    ignores an earlier rehearsal.
-    """
+    ignores an earlier rehearsal."""
 
     procs: int
     gpus: bool = False

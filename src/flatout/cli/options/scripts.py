@@ -4,8 +4,7 @@ from pathlib import Path
 
 import click
 
-from flatout.cli.options.arguments import require_program
-from flatout.cli.options.grouped import add_options
+from flatout.cli.options.arguments import add_options, require_program
 from flatout.launch.command import must_exist, parse_command
 from flatout.probe.program import ScriptProgram
 from flatout.probe.script import Unreadable
@@ -66,22 +65,17 @@ def _script(argv: tuple[str, ...]) -> tuple[Path, bool]:
         command = parse_command(argv)
     except ProgramNotFound as error:
         raise UsageError(str(error)) from None
-    if command.script is None:
-        problem = (
-            f"module {command.module!r} has no file below this folder"
-            if command.module
-            else f"`{' '.join(argv)}` names no Python file"
-        )
+    script = command.script
+    if script is None:
+        problem = f"`{' '.join(argv)}` names no Python file"
+        if command.module:
+            problem = f"module {command.module!r} has no file below this folder"
         raise UsageError(
             f"{problem}, so there is nothing to check. Give the script: `flatout check train.py`."
         )
-    if (
-        command.script.suffix == ""
-        and command.script.is_file()
-        and command.script.read_bytes()[:2] == b"#!"
-        and b"python" not in command.script.open("rb").readline()
-    ):
+    first_line = script.read_bytes().partition(b"\n")[0] if not script.suffix and script.is_file() else b""
+    if first_line.startswith(b"#!") and b"python" not in first_line:
         raise UsageError(
-            f"{command.script} is not a Python script. Give the script that it starts: `flatout check train.py`."
+            f"{script} is not a Python script. Give the script that it starts: `flatout check train.py`."
         )
-    return command.script, command.module is not None
+    return script, command.module is not None

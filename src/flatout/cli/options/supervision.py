@@ -7,8 +7,7 @@ from typing import Any
 
 import click
 
-from flatout.cli.options.arguments import Duration
-from flatout.cli.options.grouped import add_options, recovery_option
+from flatout.cli.options.arguments import Duration, add_options, recovery_option
 from flatout.launch.command import Command
 from flatout.render.formatting import shell
 from flatout.schema.errors import UsageError
@@ -25,25 +24,21 @@ add_supervision_options = add_options(
     ),
     recovery_option(
         "--restarts",
-        default=None,
         type=click.IntRange(0),
         help=f"Most restarts, with --supervise.  [default: {RESTARTS}]",
     ),
     recovery_option(
         "--grace",
-        default=None,
         type=Duration(),
         help=f"Time for a last checkpoint after SIGTERM, with --supervise.  [default: {GRACE_S:g}s]",
     ),
     recovery_option(
         "--hang-after",
-        default=None,
         type=Duration(),
         help="Time without a step, a backward pass, a batch or a checkpoint that counts as a hang, with --supervise.  [default: 10m]",
     ),
     recovery_option(
         "--on-nan",
-        default=None,
         type=click.Choice(["ignore", "stop"]),
         help="Reaction to a NaN or infinite loss, with --supervise.  [default: ignore]",
     ),
@@ -88,23 +83,15 @@ class Supervision:
 
 def read_supervision(options: dict[str, Any]) -> Supervision:
     """Remove the supervision options from ``options`` and return them. Raises UsageError."""
-    enabled, restarts, grace_s, hang_after_s, on_nan = (
-        options.pop(name) for name in ("supervise", "restarts", "grace", "hang_after", "on_nan")
-    )
-    if not enabled:
-        for option, value in (
-            ("--restarts", restarts),
-            ("--grace", grace_s),
-            ("--hang-after", hang_after_s),
-            ("--on-nan", on_nan),
-        ):
-            if value is not None:
-                raise UsageError(f"{option} works only with a supervised program. Add --supervise.")
-        return Supervision(False, 0, GRACE_S, HANG_S, "ignore")
-    return Supervision(
-        True,
-        RESTARTS if restarts is None else restarts,
-        GRACE_S if grace_s is None else grace_s,
-        HANG_S if hang_after_s is None else hang_after_s,
-        on_nan or "ignore",
-    )
+    enabled = options.pop("supervise")
+    defaults: dict[str, Any] = {
+        "restarts": RESTARTS,
+        "grace": GRACE_S,
+        "hang_after": HANG_S,
+        "on_nan": "ignore",
+    }
+    given = {name: value for name in defaults if (value := options.pop(name)) is not None}
+    if given and not enabled:
+        option = f"--{next(iter(given)).replace('_', '-')}"
+        raise UsageError(f"{option} works only with a supervised program. Add --supervise.")
+    return Supervision(enabled, *(defaults | given).values())

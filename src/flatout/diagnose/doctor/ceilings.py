@@ -11,10 +11,9 @@ from flatout.job.temporary import temporary_folder
 from flatout.launch.process import TimedCommand
 from flatout.measure.ceilings import machine_key
 from flatout.measure.clock import utc_now
-from flatout.schema.ceilings import Ceiling, CeilingsRecord
 from flatout.schema.errors import NothingMeasured
 from flatout.schema.facts import Facts
-from flatout.schema.machine_snapshot import CommandResult
+from flatout.schema.machine_snapshot import Ceiling, CeilingsRecord, CommandResult
 
 BENCH_LIMIT_S = 240.0
 PYTHON = (sys.executable, "-P", "-m")

@@ -2,15 +2,7 @@
 
 import re
 
-from flatout.diagnose.kind import (
-    Diagnosis,
-    Form,
-    kind,
-    match_message,
-    pattern_kind,
-    search_log,
-    tensor_name,
-)
+from flatout.diagnose.kind import Diagnosis, Form, kind, match_message, pattern_kind, search_log, tensor_name
 from flatout.schema.failure import FailureRecord
 from flatout.schema.findings import SourceLocation
 
@@ -88,8 +80,7 @@ def changed_in_place(failure: FailureRecord) -> Diagnosis | None:
         Write out of place (`x = x + ...`), remove `inplace=True`, and step only after all backward passes of
         a forward pass. `torch.autograd.set_detect_anomaly(True)` names the line of the operation.
     Sources:
-        https://docs.pytorch.org/docs/stable/notes/autograd.html#in-place-correctness-checks
-    """
+        https://docs.pytorch.org/docs/stable/notes/autograd.html#in-place-correctness-checks"""
     match = match_message(
         failure,
         r"one of the variables needed for gradient computation has been modified by an inplace operation"
@@ -106,15 +97,12 @@ def changed_in_place(failure: FailureRecord) -> Diagnosis | None:
         changed = f"a weight{size}"
     times = match.number("now") - match.number("then")
     place = forward_call(failure)
-    step = re.match(weight_node, match["node"]) or search_log(failure, rf"\b{weight_node}")
+    step = ""
+    if re.match(weight_node, match["node"]) or search_log(failure, rf"\b{weight_node}"):
+        step = "optimizer.step()            # only after all backward passes of this forward pass\n"
     return Diagnosis(
         f"{changed} was modified in place{f', {times} times' if times > 1 else ''} after the forward pass had saved it for the gradient",
-        (
-            "optimizer.step()            # only after all backward passes of this forward pass\n"
-            if step
-            else ""
-        )
-        + "x = x + y                   # instead of x += y and x[...] = y; nn.ReLU() instead of nn.ReLU(inplace=True)\n"
+        f"{step}x = x + y                   # instead of x += y and x[...] = y; nn.ReLU() instead of nn.ReLU(inplace=True)\n"
         "torch.autograd.set_detect_anomaly(True)   # for one run, to see the line of the operation",
         [f"the operation: {place.sentence()}: {place.text}"] if place else [],
     )
@@ -172,11 +160,9 @@ def first_nan(failure: FailureRecord) -> Diagnosis | None:
         Keep the argument away from the singularity: `torch.sqrt(x + eps)`, `log(x.clamp_min(eps))`. Use the
         stable forms (`log_softmax`, `binary_cross_entropy_with_logits`). Use a GradScaler for float16.
     Sources:
-        https://docs.pytorch.org/docs/stable/autograd.html#anomaly-detection
-    """
+        https://docs.pytorch.org/docs/stable/autograd.html#anomaly-detection"""
     match = match_message(
-        failure,
-        r"Function '(?P<node>\w+)' returned nan values in its (?P<out>\d+)(?:st|nd|rd|th) output",
+        failure, r"Function '(?P<node>\w+)' returned nan values in its (?P<out>\d+)(?:st|nd|rd|th) output"
     )
     if match is None:
         return None

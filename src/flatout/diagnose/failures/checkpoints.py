@@ -2,14 +2,7 @@
 
 import re
 
-from flatout.diagnose.kind import (
-    Diagnosis,
-    Form,
-    frame_matches,
-    kind,
-    match_message,
-    pattern_kind,
-)
+from flatout.diagnose.kind import Diagnosis, Form, frame_matches, kind, match_message, pattern_kind
 from flatout.schema.failure import FailureRecord
 
 WRAPPERS = {
@@ -50,8 +43,7 @@ def checkpoint_keys(failure: FailureRecord) -> Diagnosis | None:
         Remove the prefix when loading, and save `model.module.state_dict()` next time. Use `strict=False` if
         some parts are meant to be new.
     Sources:
-        https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict
-    """
+        https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict"""
     match = match_message(failure, LOADING_FAILED)
     if match is None:
         return None
@@ -105,8 +97,7 @@ def checkpoint_sizes(failure: FailureRecord) -> Diagnosis | None:
         Build the model with the settings it was saved with. For a new head, remove its entries:
         `state.pop("fc.weight")`. `strict=False` alone does not help.
     Sources:
-        https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict
-    """
+        https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.load_state_dict"""
     match = match_message(failure, LOADING_FAILED)
     size = r"(?:torch\.Size\()?\[?([\d, ]*)\]?\)?"
     sizes = re.findall(
@@ -135,8 +126,7 @@ def broken_checkpoint(failure: FailureRecord) -> Diagnosis | None:
         `ls -l` and `file` show what the file is. Use the previous checkpoint or download again (`git lfs
         pull`). Write to a temporary file and rename it, so that a kill leaves the old file intact.
     Sources:
-        https://docs.pytorch.org/docs/stable/notes/serialization.html
-    """
+        https://docs.pytorch.org/docs/stable/notes/serialization.html"""
     match = match_message(
         failure,
         r"PytorchStreamReader failed (?:reading (?:zip archive|file \S+?)|locating file \S+?):? ?(?P<why>[\w .]+)",

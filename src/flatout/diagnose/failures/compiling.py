@@ -18,8 +18,7 @@ def recompile_limit(failure: FailureRecord) -> Diagnosis | None:
         `torch.compile(f, dynamic=True)` for sizes, `torch._dynamo.mark_dynamic(x, 0)` for one of them, a
         tensor instead of a Python number, or padding to a few sizes.
     Sources:
-        https://docs.pytorch.org/docs/stable/compile/programming_model.recompilation.html
-    """
+        https://docs.pytorch.org/docs/stable/compile/programming_model.recompilation.html"""
     match = match_message(
         failure,
         r"(?:Hard failure due to \w+|Dynamo recompile limit exceeded|Dynamo failed to recompile|(?:recompile_limit|cache_size_limit) reached"

@@ -95,8 +95,7 @@ def not_redirected(failure: FailureRecord) -> Diagnosis | None:
         Use the script's path without this feature, usually an option. The last lines of the explanation give
         the next command. Without `--device` the script runs unchanged on a machine with such a device.
     Sources:
-        https://docs.pytorch.org/docs/stable/notes/cuda.html#device-agnostic-code
-    """
+        https://docs.pytorch.org/docs/stable/notes/cuda.html#device-agnostic-code"""
     device = str(failure.facts.get("device") or "")
     if not device or device.startswith("cuda"):
         return None
@@ -131,8 +130,7 @@ def two_devices(failure: FailureRecord) -> Diagnosis | None:
         Register a module's constant with `register_buffer`, so that `.to(device)` moves it.
     Sources:
         https://docs.pytorch.org/docs/stable/notes/cuda.html
-        https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.register_buffer
-    """
+        https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html#torch.nn.Module.register_buffer"""
     match = match_message(
         failure,
         rf"Expected all tensors to be on the same device, but (?:found at least two devices, (?P<one>{DEVICE}) and (?P<other>{DEVICE})"

@@ -69,8 +69,7 @@ def two_dtypes(failure: FailureRecord) -> Diagnosis | None:
         Convert the batch to the dtype of the weights: `x = x.to(weight.dtype)`. For mixed precision use
         `torch.autocast` and leave the model in float32.
     Sources:
-        https://docs.pytorch.org/docs/stable/amp.html
-    """
+        https://docs.pytorch.org/docs/stable/amp.html"""
     match = match_message(
         failure,
         rf"mat1 and mat2 must have the same dtype, but got (?P<got>{DTYPE}) and (?P<wants>{DTYPE})",
@@ -134,8 +133,7 @@ def target_dtype(failure: FailureRecord) -> Diagnosis | None:
     How to fix it:
         `target.long()` for `cross_entropy` and `nll_loss`, `target.float()` for the others.
     Sources:
-        https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html
-    """
+        https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html"""
     match = match_message(
         failure,
         rf"Found dtype (?P<got>{DTYPE}) but expected (?P<wants>{DTYPE})",

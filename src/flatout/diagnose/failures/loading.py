@@ -33,8 +33,7 @@ def error_in_a_worker(failure: FailureRecord) -> Diagnosis | None:
         Fix the named line. `num_workers=0` runs the same code in the main process, where a debugger can stop
         at it.
     Sources:
-        https://docs.pytorch.org/docs/stable/data.html
-    """
+        https://docs.pytorch.org/docs/stable/data.html"""
     nested = _nested_error(failure)
     if nested is None:
         return None
@@ -44,15 +43,10 @@ def error_in_a_worker(failure: FailureRecord) -> Diagnosis | None:
         outer.message,
     )
     process_match = re.search(r"-- Process (?P<where>\d+) terminated with the following error", outer.message)
-    if worker_match is None and process_match is None:
+    match = worker_match or process_match
+    if match is None:
         return None
-    name = (
-        worker_match["where"]
-        if worker_match
-        else f"process {process_match['where']}"
-        if process_match
-        else ""
-    )
+    name = match["where"] if worker_match else f"process {match['where']}"
     frame = inner.user_frame
     line = f" at {frame.place().sentence()}" if frame else ""
     first = inner.message.split("\n")[0][:160]

@@ -27,8 +27,7 @@ def out_of_range(
 ) -> tuple[TensorRecord, int, list[int]] | None:
     """The first integer tensor with an entry outside [0, below), with that entry and its position.
 
-    Skips -100, torch's value for "ignore".
-    """
+    Skips -100, torch's value for "ignore"."""
     for tensor in tensors:
         if tensor.high is not None and below is not None and tensor.high >= below:
             return tensor, tensor.high, tensor.argmax
@@ -62,8 +61,7 @@ def index_out_of_range(failure: FailureRecord) -> Diagnosis | None:
         in transformers, `nn.Embedding(len(vocabulary), ...)` in your own model. Cut sequences to the number
         of positions.
     Sources:
-        https://docs.pytorch.org/docs/stable/generated/torch.nn.Embedding.html
-    """
+        https://docs.pytorch.org/docs/stable/generated/torch.nn.Embedding.html"""
     match = match_message(
         failure,
         r"index out of range in self",
@@ -74,15 +72,11 @@ def index_out_of_range(failure: FailureRecord) -> Diagnosis | None:
     if match is None:
         return None
     weight = failure.module.parameters.get("weight", []) if failure.module else []
-    rows = (
-        weight[0]
-        if weight
-        else match.number("last") + 1
-        if match["last"]
-        else match.number("size")
-        if match["size"]
-        else None
-    )
+    rows = match.number("size") if match["size"] else None
+    if weight:
+        rows = weight[0]
+    elif match["last"]:
+        rows = match.number("last") + 1
     invalid = out_of_range(user_names(failure), rows)
     name = layer(failure) or ("the embedding" if "self" in match.error.message else "the table")
     if invalid is None and not match["index"]:
@@ -92,11 +86,9 @@ def index_out_of_range(failure: FailureRecord) -> Diagnosis | None:
             "print(int(tokens.min()), int(tokens.max()))   # must be in 0 .. num_embeddings - 1",
             describe_tensors(failure.tensors),
         )
-    value, index, subject = (
-        (invalid[1], index_text(invalid[2]), f"`{invalid[0].name}` holds ")
-        if invalid
-        else (match.number("index"), "", "it was indexed with ")
-    )
+    value, index, subject = match.number("index"), "", "it was indexed with "
+    if invalid:
+        value, index, subject = invalid[1], index_text(invalid[2]), f"`{invalid[0].name}` holds "
     table_size = f"{name} has {rows:,} rows (0 to {rows - 1:,})" if rows else name
     return Diagnosis(
         f"{subject}{value:,}{index}{batch_text(failure)}, and {table_size}",
@@ -119,8 +111,7 @@ def label_out_of_range(failure: FailureRecord) -> Diagnosis | None:
         `nn.Linear(..., classes)`; `target - 1` if labels start at 1; `ignore_index=255` for unlabelled
         entries.
     Sources:
-        https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html
-    """
+        https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html"""
     match = match_message(
         failure,
         r"Target (?P<label>-?\d+) is out of bounds",
@@ -130,8 +121,7 @@ def label_out_of_range(failure: FailureRecord) -> Diagnosis | None:
     if match is None:
         return None
     outputs = next(
-        (tensor for tensor in user_names(failure) if "float" in tensor.dtype and len(tensor.shape) > 1),
-        None,
+        (tensor for tensor in user_names(failure) if "float" in tensor.dtype and len(tensor.shape) > 1), None
     )
     classes = outputs.shape[1] if outputs else None
     invalid = out_of_range(user_names(failure), classes)
@@ -272,43 +262,32 @@ def device_side_assert(failure: FailureRecord) -> Diagnosis | None:
         Check the labels on the CPU, where the error names them: run one step with `device = "cpu"`. Or set
         CUDA_LAUNCH_BLOCKING=1 so that the traceback shows the right line.
     Sources:
-        https://docs.pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution
-    """
-    match = match_message(
-        failure,
-        r"(?:CUDA|HIP) error: device-side assert triggered",
-    )
+        https://docs.pytorch.org/docs/stable/notes/cuda.html#asynchronous-execution"""
+    match = match_message(failure, r"(?:CUDA|HIP) error: device-side assert triggered")
     assertion = search_log(failure, ASSERTION)
     if match is None and (assertion is None or (failure.chain and failure.chain[-1].frames)):
         return None
     condition = assertion["what"] if assertion else ""
-    evidence = (
-        [
-            f"assertion `{condition}` in {assertion['file'].replace(chr(92), '/').rpartition('/')[2]}, block {assertion['block']}, thread {assertion['thread']}"
-        ]
-        if assertion
-        else []
-    )
+    evidence = []
+    if assertion:
+        file = assertion["file"].replace("\\", "/").rpartition("/")[2]
+        evidence.append(
+            f"assertion `{condition}` in {file}, block {assertion['block']}, thread {assertion['thread']}"
+        )
     classes, tensors = _class_count(failure), user_names(failure)
-    invalid = (
-        out_of_range([tensor for tensor in tensors if tensor.device == "cpu"], classes)
-        if classes and (not condition or CLASS_ASSERTION.search(condition))
-        else None
-    )
-    if invalid is not None:
+    invalid = out_of_range([tensor for tensor in tensors if tensor.device == "cpu"], classes)
+    if invalid is not None and classes and (not condition or CLASS_ASSERTION.search(condition)):
         tensor, value, index = invalid
         return Diagnosis(
             f"the label {value} (`{tensor.name}`{index_text(index)}{batch_text(failure)}) is not a class: the model has {classes} outputs (0 "
-            f"to {classes - 1 if classes else 0})",
+            f"to {classes - 1})",
             label_fix(value, classes),
             [*evidence, *describe_tensors(tensors)],
         )
     if CLASS_ASSERTION.search(condition):
-        sample = (
-            f"; sample {assertion['thread']} of its batch or a multiple of the block after it"
-            if assertion and "2d" not in condition
-            else ""
-        )
+        sample = ""
+        if assertion and "2d" not in condition:
+            sample = f"; sample {assertion['thread']} of its batch or a multiple of the block after it"
         cause = f"a label is below 0 or not below the number of the model's outputs (the assertion of the loss failed on the GPU{sample})"
         fix = (
             "assert 0 <= int(target.min()) and int(target.max()) < logits.size(1), (target.min(), target.max())   # before the loss; names the label\n"

@@ -17,16 +17,7 @@ from flatout.diagnose.kind import (
 from flatout.schema.failure import FailureRecord
 from flatout.schema.sizes import size
 
-UNITS = {
-    "bytes": 1,
-    "KiB": 1 << 10,
-    "MiB": 1 << 20,
-    "GiB": 1 << 30,
-    "TiB": 1 << 40,
-    "KB": 1 << 10,
-    "MB": 1 << 20,
-    "GB": 1 << 30,
-}
+UNITS = {"bytes": 1} | {f"{x}{i}B": 1024**n for n, x in enumerate("KMGT", start=1) for i in ("i", "")}
 AMOUNT = r"[\d.]+ (?:bytes|[KMGT]i?B)"
 
 
@@ -59,8 +50,7 @@ def gpu_out_of_memory(failure: FailureRecord) -> Diagnosis | None:
         result is the same.
     Sources:
         https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
-        https://docs.pytorch.org/docs/stable/checkpoint.html
-    """
+        https://docs.pytorch.org/docs/stable/checkpoint.html"""
     match = match_message(
         failure,
         rf"CUDA out of memory\. Tried to allocate (?P<needed>{AMOUNT})\. GPU (?P<gpu>\d+) has a total capac\w+ of (?P<total>{AMOUNT}) of which "
@@ -161,8 +151,7 @@ def _fitting_samples(
 ) -> list[str]:
     """An upper bound on the samples that fit, as a line of evidence.
 
-    The fixed part is known, and the real peak was higher than the observed one.
-    """
+    The fixed part is known, and the real peak was higher than the observed one."""
     memory = failure.memory
     fixed = sum(memory.get(name, 0) for name in ("parameters", "gradients", "optimizer state"))
     batch = next(
@@ -230,8 +219,7 @@ def killed(failure: FailureRecord) -> Diagnosis | None:
         memory was the cause. If so, use fewer loader workers, read data as it is used, and keep no lists of
         tensors.
     Sources:
-        https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files
-    """
+        https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files"""
     oom = search_log(
         failure,
         r"(?:Out of memory|Memory cgroup out of memory): Killed process (?P<pid>\d+) \((?P<name>[^)]+)\)(?:.*?anon-rss:(?P<rss>\d+)kB)?",
@@ -251,13 +239,10 @@ def killed(failure: FailureRecord) -> Diagnosis | None:
     if not killed_by_signal and not (oom and _has_no_exception(failure)):
         return None
     oom_kills = failure.facts.get("oom_kills")
-    memory = (
-        f", which held {amount(int(oom['rss']) * 1024)}"
-        if oom and "rss" in oom.groupdict() and oom["rss"]
-        else ""
-    )
     if oom or oom_kills:
-        name = f" ({oom['name']}, process {oom['pid']}{memory})" if oom and oom.groupdict().get("pid") else ""
+        details = oom.groupdict() if oom else {}
+        memory = f", which held {amount(int(details['rss']) * 1024)}" if details.get("rss") else ""
+        name = f" ({details['name']}, process {details['pid']}{memory})" if details.get("pid") else ""
         cause = (
             f"the kernel's OOM killer ended the program{name}: the machine or its container is out of memory"
         )
@@ -296,8 +281,7 @@ def shared_memory_too_small(failure: FailureRecord) -> Diagnosis | None:
         `torch.multiprocessing.set_sharing_strategy("file_system")` if the number of files is the limit.
     Sources:
         https://docs.pytorch.org/docs/stable/multiprocessing.html#sharing-strategies
-        https://github.com/pytorch/pytorch/issues/5040
-    """
+        https://github.com/pytorch/pytorch/issues/5040"""
     match = match_message(
         failure,
         r"DataLoader worker \(pid(?:\(s\))? (?P<pid>[\d, ]+)\) is killed by signal: Bus error\.?",
@@ -315,13 +299,9 @@ def shared_memory_too_small(failure: FailureRecord) -> Diagnosis | None:
     )
     if match is None and warning is None and not by_signal:
         return None
-    who = (
-        f"loader worker {match['pid']}"
-        if match and match["pid"]
-        else "a loader worker"
-        if match or warning
-        else "the program"
-    )
+    who = "a loader worker" if match or warning else "the program"
+    if match and match["pid"]:
+        who = f"loader worker {match['pid']}"
     return Diagnosis(
         f"{who} died of a bus error: /dev/shm is most likely too small"
         if match is None or "Bus error" in match.error.message
@@ -343,8 +323,7 @@ def crashed_below_python(failure: FailureRecord) -> Diagnosis | None:
         `python -X faulthandler train.py` prints the Python line of the crash. Then reinstall the packages for
         one version of torch.
     Sources:
-        https://docs.python.org/3/library/faulthandler.html
-    """
+        https://docs.python.org/3/library/faulthandler.html"""
     names = {
         signals.SIGSEGV: "a segmentation fault",
         signals.SIGABRT: "an abort",
@@ -363,16 +342,14 @@ def crashed_below_python(failure: FailureRecord) -> Diagnosis | None:
         )
     if signal_number is None:
         return None
-    last_frame = search_log(failure, r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
-    innermost = (
-        [f"innermost Python line: {last_frame['file']}:{last_frame['line']} in {last_frame['function']}"]
-        if last_frame
-        else []
-    )
-    last_message = search_log(failure, r"what\(\):\s+(?P<words>.{1,300})")
+    evidence = []
+    if frame := search_log(failure, r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)'):
+        evidence.append(f"innermost Python line: {frame['file']}:{frame['line']} in {frame['function']}")
+    if last_message := search_log(failure, r"what\(\):\s+(?P<words>.{1,300})"):
+        evidence.append(f"its last message: {last_message['words']}")
     return Diagnosis(
         f"the program was ended by {names[signals.Signals(signal_number)]} in native code",
         "python -X faulthandler train.py        # prints the Python line of the crash\n"
         "pip check; pip list | grep -i -E 'torch|cuda|nvidia'   # look for extensions built for another torch",
-        [*innermost, *([f"its last message: {last_message['words']}"] if last_message else [])],
+        evidence,
     )

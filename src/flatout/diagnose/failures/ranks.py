@@ -176,8 +176,7 @@ def nccl_timeout(failure: FailureRecord) -> Diagnosis | None:
         longer `timeout=` helps only if a rank is slow on purpose.
     Sources:
         https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.init_process_group
-        https://docs.pytorch.org/docs/stable/torch.distributed.html#debugging-torch-distributed-applications
-    """
+        https://docs.pytorch.org/docs/stable/torch.distributed.html#debugging-torch-distributed-applications"""
     raised = match_message(
         failure,
         NCCL_TIMEOUT,
@@ -191,33 +190,23 @@ def nccl_timeout(failure: FailureRecord) -> Diagnosis | None:
     ):
         return None
     timeout = next(iter(timeouts.values()), None)
-    what, number = (
-        (timeout["what"], timeout["number"])
-        if timeout
-        else (raised["what"], raised["number"])
-        if raised
-        else ("", "")
-    )
+    seen = timeout or raised
+    what = seen["what"] if seen else ""
     completed = {
         int(match["rank"]): int(match["completed"]) for line in lines if (match := re.search(PROGRESS, line))
     }
     numbers = {rank: int(one["number"]) for rank, one in timeouts.items()}
-    waited = f"{int(timeout['ms']) / 1000:.0f} s" if timeout else "the time"
-    evidence = (
-        [
-            f"last completed operation of each rank: {', '.join(f'{rank}: {done}' for rank, done in sorted(completed.items()))}"
-        ]
-        if completed
-        else []
-    )
-    late = _late_rank(numbers, completed, failure.world_size)
-    cause = (
-        f"ranks {', '.join(map(str, sorted(timeouts)))} waited {waited} in {what} number {number}"
-        if timeouts
-        else f"a collective operation{f' ({what})' if what else ''} timed out"
-    )
+
+    evidence = []
+    if completed:
+        dones = ", ".join(f"{rank}: {done}" for rank, done in sorted(completed.items()))
+        evidence.append(f"last completed operation of each rank: {dones}")
+    cause = f"a collective operation{f' ({what})' if what else ''} timed out"
+    if timeout:
+        ranks, waited = ", ".join(map(str, sorted(timeouts))), f"{int(timeout['ms']) / 1000:.0f} s"
+        cause = f"ranks {ranks} waited {waited} in {what} number {timeout['number']}"
     return Diagnosis(
-        f"{cause}, {late}",
+        f"{cause}, {_late_rank(numbers, completed, failure.world_size)}",
         "py-spy dump --pid PID_OF_THE_LATE_RANK          # shows what it is doing\n"
         "every rank must call the same operations in the same order: look for `if rank == 0:` around one, and for loaders of unequal length\n"
         "init_process_group(..., timeout=timedelta(hours=1))   # only if a rank is slow on purpose (checkpointing, validation)",
@@ -326,8 +315,7 @@ def a_rank_failed(failure: FailureRecord) -> Diagnosis | None:
         Look for `[rankN]:` of the named rank, or write a log file for each rank: `torchrun --log-dir logs
         --redirects 3`.
     Sources:
-        https://docs.pytorch.org/docs/stable/elastic/errors.html
-    """
+        https://docs.pytorch.org/docs/stable/elastic/errors.html"""
     match = match_message(
         failure,
         r"\s*=*\s*(?P<name>\S[^\n]*?) FAILED.*?Root Cause \(first observed failure\):.*?rank\s*: (?P<rank>\d+) \(local_rank: (?P<local>\d+)\)"

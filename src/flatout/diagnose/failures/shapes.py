@@ -30,8 +30,7 @@ def matrix_sizes(failure: FailureRecord) -> Diagnosis | None:
         Give the layer the size of its input: `nn.Linear(in_features, out)`, or let `nn.LazyLinear(out)` infer
         it. Or resize the images to the size that the network was written for.
     Sources:
-        https://docs.pytorch.org/docs/stable/generated/torch.nn.LazyLinear.html
-    """
+        https://docs.pytorch.org/docs/stable/generated/torch.nn.LazyLinear.html"""
     match = match_message(
         failure,
         r"mat1 and mat2 shapes cannot be multiplied \((?P<a>\d+)x(?P<b>\d+) and (?P<c>\d+)x(?P<d>\d+)\)",
@@ -61,11 +60,9 @@ def matrix_sizes(failure: FailureRecord) -> Diagnosis | None:
             "a matrix product got sizes that do not match", "print(a.shape, b.shape)", tensor_lines(failure)
         )
     first, second = (f"{a}x{b}", f"{c}x{d}") if a and d else (f"size {b}", f"size {c}")
-    fix = (
-        "a @ b.T   # if the second matrix is stored transposed"
-        if d == b
-        else f"nn.Linear({b}, {d or '...'})   # if this is a linear layer"
-    )
+    fix = f"nn.Linear({b}, {d or '...'})   # if this is a linear layer"
+    if d == b:
+        fix = "a @ b.T   # if the second matrix is stored transposed"
     return Diagnosis(
         f"a product of {first} and {second}{' in ' + layer(failure) if layer(failure) else ''}: {b} and {c} must be equal",
         fix,

@@ -26,8 +26,7 @@ def loss_not_finite(failure: FailureRecord) -> Diagnosis | None:
         it. `torch.autograd.set_detect_anomaly(True)` names the operator whose gradient is NaN.
         `flatout lr` finds the largest stable learning rate, `flatout check` finds the usual mistakes.
     Sources:
-        https://docs.pytorch.org/docs/stable/autograd.html#anomaly-detection
-    """
+        https://docs.pytorch.org/docs/stable/autograd.html#anomaly-detection"""
     if failure.chain:
         return None
     previous: list[float] = []
@@ -43,16 +42,15 @@ def loss_not_finite(failure: FailureRecord) -> Diagnosis | None:
 def _diagnosis(name: str, value: float, line: str, previous: list[float], in_float16: bool) -> Diagnosis:
     diverged = len(previous) > 1 and previous[-1] > MIN_GROWTH * min(map(abs, previous)) > 0
     lower_rate = "flatout lr python train.py   # a lower learning rate, or torch.nn.utils.clip_grad_norm_"
-    anomaly = "torch.autograd.set_detect_anomaly(True)   # names the operator; run without float16" + (
-        " and its scaler first" if in_float16 else ""
-    )
-    development = (
-        f"after it had grown from {min(previous):.4g} to {previous[-1]:.4g}: the training diverged"
-        if diverged
-        else f"at once, after {previous[-1]:.4g}: one operator or one sample made it"
-        if previous
-        else "in the first line that shows it"
-    )
+    anomaly = "torch.autograd.set_detect_anomaly(True)   # names the operator; run without float16"
+    anomaly += " and its scaler first" if in_float16 else ""
+    development = "in the first line that shows it"
+    if diverged:
+        development = (
+            f"after it had grown from {min(previous):.4g} to {previous[-1]:.4g}: the training diverged"
+        )
+    elif previous:
+        development = f"at once, after {previous[-1]:.4g}: one operator or one sample made it"
     value_text = "NaN" if math.isnan(value) else "infinite"
     return Diagnosis(
         f"`{name}` became {value_text} {development}",

@@ -2,11 +2,16 @@
 
 import json
 import math
+import signal
+import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import click
 
+from flatout.job.sanitize import sanitize
+from flatout.schema.facts import Facts, untested_torch
 from flatout.schema.records import Record
 
 
@@ -27,3 +32,30 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def notify(sentence: str) -> None:
+    sys.stderr.write(f"flatout: {sanitize(sentence)}\n")
+
+
+notify_once = cache(notify)
+
+
+def warn_untested(facts: Facts) -> Facts:
+    """Return the facts; a torch that is newer than the tested ones is named once."""
+    if sentence := untested_torch(facts.versions.get("torch", "")):
+        notify_once(sentence)
+    return facts
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM."""
+
+
+def stop_on_sigterm() -> None:
+    """Raise Terminated in the main thread when SIGTERM arrives."""
+
+    def stop(*_: object) -> None:
+        raise Terminated
+
+    signal.signal(signal.SIGTERM, stop)
