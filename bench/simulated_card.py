@@ -25,7 +25,8 @@ import numpy as np
 from provenance import RESULTS, markdown_table, stamp, write_result
 
 from flatout.schema.records import MIN_RATIO_LOW
-from flatout.tune.card_policy import (
+from flatout.tune.card_policy import first_starts, next_action
+from flatout.tune.card_state import (
     PLAIN,
     Action,
     Confirm,
@@ -41,8 +42,6 @@ from flatout.tune.card_policy import (
     Start,
     State,
     Stop,
-    first_starts,
-    next_action,
 )
 from flatout.tune.effects import PLAN, Factor, Space, TimedBlock, plan_speed
 
@@ -435,7 +434,7 @@ class Simulation:
             for b in self.blocks
             if b.process in planned and b.active == plan
         ]
-        ratio = plan_speed(Space(()), (), fresh)
+        ratio = plan_speed(fresh)
         truth = self.step_ms(PLAIN) / self.step_ms(plan)
         self.intervals.append(ratio.low <= truth <= ratio.high)
         culprits = plan & self.wrong & self.kind.exact  # equal bits are compared; the guard names the lever

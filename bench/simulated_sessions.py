@@ -319,7 +319,14 @@ class SimulatedInterleaver(Interleaver):
         self.host, self.base = host, Plan()
         self.running, self.background = [], []
 
-    def start(self, plan: Plan, seed: int, perturbation: float = 0.0, as_one_process: bool = False) -> Any:
+    def start(
+        self,
+        plan: Plan,
+        seed: int,
+        perturbation: float = 0.0,
+        as_one_process: bool = False,
+        hold: bool = False,
+    ) -> Any:
         trial = SimulatedTrial(self.host, plan, seed)
         self.host.trials.append(trial)
         self.running.append(trial)  # type: ignore[arg-type]

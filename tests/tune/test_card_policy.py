@@ -10,7 +10,8 @@ sys.path.append(str(Path(__file__).parents[2] / "bench"))
 
 from simulated_card import KINDS, Simulation, start_session
 
-from flatout.tune.card_policy import (
+from flatout.tune.card_policy import next_action, starts_at_once
+from flatout.tune.card_state import (
     PLAIN,
     Confirm,
     Outcome,
@@ -19,8 +20,6 @@ from flatout.tune.card_policy import (
     Stage,
     Start,
     Stop,
-    next_action,
-    starts_at_once,
 )
 
 SHORT_S = {"gpt at batch 64": 180.0}

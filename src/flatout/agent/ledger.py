@@ -58,12 +58,12 @@ class Ledger:
             raise MissingTarget(f"{_title(owner)} has no attribute {name!r}")
         before = getattr(owner, name)
         setattr(owner, name, value)
-        self._undo.append(
-            (
-                f"{_title(owner)}.{name}",
-                lambda: getattr(owner, name) == value and setattr(owner, name, before),
-            )
-        )
+
+        def restore() -> None:
+            if getattr(owner, name) == value:
+                setattr(owner, name, before)
+
+        self._undo.append((f"{_title(owner)}.{name}", restore))
 
     def set_item(self, owner: Any, key: object, value: object) -> None:
         """Set an item of a dictionary (``os.environ``, a parameter group)."""

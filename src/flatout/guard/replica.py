@@ -167,7 +167,7 @@ class StepReplica:
         left = int(MEMORY_SHARE * self.torch.cuda.mem_get_info(self.context.device)[0])
         if needed > left:
             self.failure = f"copies of the model need {size(needed)}, and the guard may use {size(left)} of the GPU's free memory"
-        return needed <= left
+        return not self.failure
 
     @contextmanager
     def _bounded_memory(self) -> Iterator[None]:

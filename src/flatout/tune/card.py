@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
-from flatout.levers import TABLE
 from flatout.measure.clock import seconds
 from flatout.measure.load import available_bytes
 from flatout.measure.statistics import Round, compare
 from flatout.schema.enums import Effect, Moment, Status
-from flatout.schema.lever import Skip
 from flatout.schema.plan import Choice, Plan
 from flatout.schema.records import TrialRecord
 from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.blame import handle_end
-from flatout.tune.candidates import LIVE, SLOWER, Candidate, ordered_plan, widest_effect
-from flatout.tune.card_policy import (
+from flatout.tune.candidates import LIVE, SLOWER, Candidate, widest_effect
+from flatout.tune.card_policy import first_starts, gain, next_action
+from flatout.tune.card_process import (
+    Process,
+    first_bits_of,
+    keys_of_plan,
+    process_plan,
+    restore_result,
+    result_of,
+    same_bits,
+)
+from flatout.tune.card_state import (
     PLAIN,
     Action,
     Confirm,
@@ -35,9 +43,6 @@ from flatout.tune.card_policy import (
     Start,
     State,
     Stop,
-    first_starts,
-    gain,
-    next_action,
 )
 from flatout.tune.comparison import Member, ProgramResult, replay_step, take_turns
 from flatout.tune.conclude import limiting_factor
@@ -60,29 +65,6 @@ SLOW_S = {False: COMPILE_S, True: 40.0}  # of a compiler, on few cores and on mo
 MORE_CORES = 4
 
 
-Bits = dict[int, tuple[list[str], str]]  # losses before a step, and the digest of the weights after it
-
-
-@dataclass
-class Process:
-    """A process of the search: what the policy sees of it, and its trial."""
-
-    program: Program
-    trial: Trial
-    member: Member
-    since_s: float  # when it was started or released
-    ms: list[float] = field(default_factory=list)
-    first_bits: Bits = field(default_factory=dict)  # of the checked steps
-    record: TrialRecord | None = None
-
-
-def suits(tuning: Tuning) -> bool:
-    """Whether this search may be one on a GPU, before the program is seen."""
-    goal = tuning.goal
-    simple = tuning.base is None and tuning.single_command is None and tuning.remote is None
-    return bool(tuning.facts.cuda) and simple and not goal.named and goal.memory_limit_bytes is None
-
-
 class CardSearch:
     """Holds the processes. ``start_first`` comes before the plain program starts, ``run`` when it is ready."""
 
@@ -98,14 +80,14 @@ class CardSearch:
         self.repeats: bool | None = None  # the plain program's first bits
         self.import_s: float | None = None
         self.choices: dict[str, Choice] = {}  # also those that left the search
-        self.process_plan = _process_plan(tuning)
+        self.process_plan = process_plan(tuning)
         self.host_bytes = 1  # of the host's memory, that the plain program takes
 
     # -- processes
 
     def start_first(self) -> None:
         """Start the processes that import beside the plain program, and are held."""
-        for start in first_starts(self.tuning.facts.cores, _keys(self.process_plan)):
+        for start in first_starts(self.tuning.facts.cores, keys_of_plan(self.process_plan)):
             self.interleaver.background.append(self._start(start).trial)
         self.interleaver.on_poll = self._spare_memory
         self.interleaver.checked_steps = CHECKED_STEPS
@@ -179,7 +161,7 @@ class CardSearch:
 
     def _compare_first_steps(self, process: Process) -> None:
         """Compare the bits of the checked steps with the plain program's of the same seed."""
-        process.first_bits = _first_bits(self._record(process.trial), process.trial.ready["checked_steps"])
+        process.first_bits = first_bits_of(self._record(process.trial), process.trial.ready["checked_steps"])
         for planned in self.processes.values():
             plain = self._at(planned.program.seed, PLAIN)
             if plain is None or not planned.program.plan or not planned.first_bits:
@@ -188,7 +170,7 @@ class CardSearch:
             others = planned.program.plan - exact - self._live
             if others or not exact or exact in self.equal or not plain.first_bits:
                 continue
-            same = _same_bits(plain.first_bits, planned.first_bits)
+            same = same_bits(plain.first_bits, planned.first_bits)
             if same or self._repeats(plain):
                 self.equal[exact] = same
 
@@ -198,11 +180,11 @@ class CardSearch:
             self.tuning.stage("guard", "the plain program once more, to see whether it repeats its own bits")
             try:
                 again = self.tuning.start_paused(Plan(), plain.program.seed)
-                bits = _first_bits(self._record(again.trial), again.trial.ready["checked_steps"])
+                bits = first_bits_of(self._record(again.trial), again.trial.ready["checked_steps"])
                 self.interleaver.dismiss(again.trial)
             except (ProgramGone, LeverFailed):
                 return False
-            self.repeats = _same_bits(plain.first_bits, bits)
+            self.repeats = same_bits(plain.first_bits, bits)
         return self.repeats
 
     def _at(self, seed: int, plan: Keys) -> Process | None:
@@ -278,7 +260,7 @@ class CardSearch:
             ),
             space=tuning.space,
             bundle=self.bundle,
-            process=_keys(self.process_plan) & tuning.choices.keys(),
+            process=keys_of_plan(self.process_plan) & tuning.choices.keys(),
             live=self._live,
             inexact=frozenset(
                 f.key for f in factors if f.live and self._candidate(f.key).effect is not Effect.EXACT
@@ -312,7 +294,7 @@ class CardSearch:
                 or known.mean > NEUTRAL.mean
             ):
                 continue
-            if lever.moment is Moment.PROCESS and factor.key not in _keys(self.process_plan):
+            if lever.moment is Moment.PROCESS and factor.key not in keys_of_plan(self.process_plan):
                 continue
             if tuning.space.allowed(taken | {factor.key}):
                 taken |= {factor.key}
@@ -446,7 +428,7 @@ class CardSearch:
         if ratio.median <= self.kept_speed:
             self.outcomes[plan] = Outcome.REJECTED
             return
-        before = copy.deepcopy(_result(tuning))
+        before = copy.deepcopy(result_of(tuning))
         rejection = conclude_pairs(tuning, candidates, replica, pairs, ratio, start_s)
         if rejection is None:
             exact = frozenset(key for key in plan if self._candidate(key).effect is Effect.EXACT)
@@ -460,7 +442,7 @@ class CardSearch:
             self.kept, self.kept_speed = plan, ratio.median
             return
         if kept_before is not None:
-            _restore(tuning, before)
+            restore_result(tuning, before)
         if rejection.guard_record is not None:
             without_culprits(tuning, candidates, rejection.guard_record, pairs.plain)
         undecided = rejection.undecided or (ratio.median > 1.01 and not ratio.significant)
@@ -511,54 +493,3 @@ class CardSearch:
             tuning.session.undecided = True
             tuning.session.obstacle = f"no plan was confirmed; {tuning.budget_hint(tuning.budget_s)}"
         keep_plain(tuning, [c for c in tuning.candidates.values() if c.value is not None])
-
-
-def _keys(plan: Plan) -> Keys:
-    return frozenset(choice.text for choice in plan)
-
-
-def _process_plan(tuning: Tuning) -> Plan:
-    """The levers of the first plan that act before a program starts: they depend on the machine alone."""
-    choices = []
-    for lever in TABLE:
-        allowed = tuning.goal.only_levers is None or lever.name in tuning.goal.only_levers
-        if lever.moment is not Moment.PROCESS or not allowed or lever.effect not in tuning.goal.effects:
-            continue
-        answer = lever.applies(tuning.facts, None)
-        if not isinstance(answer, Skip):
-            choices.append(Choice(lever.name, answer.values[0]))
-    return ordered_plan(choices)
-
-
-def _first_bits(record: TrialRecord, steps: int) -> Bits:
-    """The losses before, and the digest of the weights after, each step whose weights were digested."""
-    bits: Bits = {}
-    for step in map(int, record.weights_digests):
-        if step <= steps:
-            before = sum(at < step for at in record.loss_steps)
-            bits[step] = record.losses[:before], record.weights_digests[str(step)]
-    return bits
-
-
-def _same_bits(a: Bits, b: Bits) -> bool:
-    """Whether the bits are equal at each step that both have; there must be one."""
-    steps = a.keys() & b.keys()
-    return bool(steps) and all(a[step] == b[step] for step in steps)
-
-
-RESULT_FIELDS = ("guard", "baseline", "best", "speedup", "payback_steps", "certificate")
-
-
-def _result(tuning: Tuning) -> tuple[dict[str, Any], dict[str, tuple[Status, str]]]:
-    """What a confirmation changes in the session and its candidates."""
-    return (
-        {name: getattr(tuning.session, name) for name in RESULT_FIELDS},
-        {name: (c.status, c.reason) for name, c in tuning.candidates.items()},
-    )
-
-
-def _restore(tuning: Tuning, result: tuple[dict[str, Any], dict[str, tuple[Status, str]]]) -> None:
-    for name, value in result[0].items():
-        setattr(tuning.session, name, value)
-    for name, (status, reason) in result[1].items():
-        tuning.candidates[name].status, tuning.candidates[name].reason = status, reason

@@ -24,7 +24,8 @@ from flatout.trial.blocks import PREFETCHED_BATCHES, LeverFailed
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.budget import LONGER_BUDGET_S
 from flatout.tune.candidates import LIVE, Candidate, drop_slow_fetches, make_candidates, plan_of
-from flatout.tune.card import CardSearch, suits
+from flatout.tune.card import CardSearch
+from flatout.tune.card_process import suits
 from flatout.tune.comparison import compare_running
 from flatout.tune.conclude import noise_floor
 from flatout.tune.confirm import confirm_plan
