@@ -107,7 +107,6 @@ def _drawn_in_float32(torch: ModuleType, dtype: Any, dropout: Callable[..., Any]
         plain = inplace or not training or not 0 < p < 1 or type(input) is not torch.Tensor
         if plain or input.dtype is not dtype or not input.numel():
             return dropout(input, p, training, inplace)
-        zeros = torch.empty(input.shape, dtype=torch.float32, device=input.device)
         drawn_from = torch.empty(input.shape, dtype=torch.float32, device=input.device)
         mask = torch.native_dropout(drawn_from, p, True)[1]
         return torch.ops.aten.native_dropout_backward(input, mask, 1 / (1 - p))  # the product
