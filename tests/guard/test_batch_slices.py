@@ -39,7 +39,7 @@ def step(size, **more):
 @given(size=st.integers(1, 300), step_ms=st.floats(0.1, 60_000.0))
 def test_the_first_samples_of_everything_are_kept(size, step_ms):
     whole = [step(size), step(size)]
-    part, taken = take_samples(whole, step_ms, 10**9, torch)
+    part, taken = take_samples(whole, step_ms, 10**9)
     kept = len(part[0][0].args[0])
     assert kept == round(taken * size) == replica_samples(size, step_ms)
     if taken == 1.0:
@@ -58,10 +58,10 @@ def test_the_first_samples_of_everything_are_kept(size, step_ms):
 @pytest.mark.parametrize("other", [{"grads": {0: torch.ones(7, 5)}}, {"kwargs": {"weights": torch.ones(40)}}])
 def test_steps_whose_sizes_differ_stay_whole(other):
     whole = [step(64), step(64, **other)]
-    assert take_samples(whole, SLOW_MS, 10**9, torch) == (whole, 1.0)
+    assert take_samples(whole, SLOW_MS, 10**9) == (whole, 1.0)
 
 
 def test_a_loss_computed_by_the_module_is_no_batch():
-    part, taken = take_samples([step(64, grads={0: torch.tensor(1.0)})], SLOW_MS, 10**9, torch)
+    part, taken = take_samples([step(64, grads={0: torch.tensor(1.0)})], SLOW_MS, 10**9)
     assert taken == 0.25
     assert part[0][0].grads[0] == 1.0

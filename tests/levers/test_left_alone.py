@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from flatout.agent.ledger import Ledger
+from flatout.agent.program_view import ProgramView
 from flatout.levers import TABLE
 from flatout.schema.enums import Effect
 from flatout.schema.facts import Facts, Gpu
@@ -169,6 +170,7 @@ def ampere(monkeypatch):
         roots=[layer],
         parameters=list(layer.parameters()),
         has_layer=lambda *names: True,
+        kernel_flags=ProgramView(torch).kernel_flags,
     )
     torch.use_deterministic_algorithms(False)
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = kept

@@ -50,20 +50,12 @@ class Ledger:
         return current
 
     def set_flag(self, owner: object, name: str, value: object) -> None:
-        """Set a flag through its setter, which ``set`` bypasses: torch.backends' switches act there.
-
-        Undoing leaves what the script has set meanwhile.
-        """
+        """Set a flag through its setter, which ``set`` bypasses: torch.backends' switches act there."""
         if not hasattr(owner, name):
             raise MissingTarget(f"{_title(owner)} has no attribute {name!r}")
         before = getattr(owner, name)
         setattr(owner, name, value)
-
-        def restore() -> None:
-            if getattr(owner, name) == value:
-                setattr(owner, name, before)
-
-        self._undo.append((f"{_title(owner)}.{name}", restore))
+        self._undo.append((f"{_title(owner)}.{name}", lambda: setattr(owner, name, before)))
 
     def set_item(self, owner: Any, key: object, value: object) -> None:
         """Set an item of a dictionary (``os.environ``, a parameter group)."""

@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
-from types import ModuleType
 from typing import Any
 
 from flatout.guard.captured_steps import CapturedCall, StepResults
@@ -31,7 +30,7 @@ def replica_samples(size: int, step_ms: float) -> int:
 
 
 def take_samples(
-    steps: Sequence[list[CapturedCall]], step_ms: float, max_samples: int, torch: ModuleType
+    steps: Sequence[list[CapturedCall]], step_ms: float, max_samples: int
 ) -> tuple[list[list[CapturedCall]], float]:
     """The same steps with their first samples, as many as the step time allows, and the share taken.
 
@@ -42,12 +41,10 @@ def take_samples(
     count = min(replica_samples(size, step_ms), max_samples)
     if not size or count == size:
         return list(steps), 1.0
-    return first_samples(steps, count, torch), count / size
+    return first_samples(steps, count), count / size
 
 
-def first_samples(
-    steps: Sequence[list[CapturedCall]], count: int, torch: ModuleType
-) -> list[list[CapturedCall]]:
+def first_samples(steps: Sequence[list[CapturedCall]], count: int) -> list[list[CapturedCall]]:
     """The steps with their first ``count`` samples."""
 
     def first(nest: object) -> Any:
@@ -60,9 +57,9 @@ def first_samples(
     return [list(map(shortened, calls)) for calls in steps]
 
 
-def half_samples(steps: Sequence[list[CapturedCall]], torch: ModuleType) -> list[list[CapturedCall]]:
+def half_samples(steps: Sequence[list[CapturedCall]]) -> list[list[CapturedCall]]:
     """The first half of the samples of steps that `take_samples` has cut."""
-    return first_samples(steps, batch_size(steps) // 2, torch)
+    return first_samples(steps, batch_size(steps) // 2)
 
 
 def batch_size(steps: Sequence[list[CapturedCall]]) -> int:

@@ -36,9 +36,9 @@ def deterministic_kernels(context: TrainingContext) -> Iterator[None]:
         (torch.backends.cudnn, "benchmark", False),
         (torch.utils.deterministic, "fill_uninitialized_memory", False),
     ):
-        ledger.set_flag(owner, name, value)
+        _set_flag(ledger, owner, name, value)
     if not torch.get_deterministic_debug_mode():
-        # use_deterministic_algorithms would import the compiler
+        # torch.use_deterministic_algorithms would import the compiler
         torch.set_deterministic_debug_mode("warn")
         ledger.on_restore("deterministic algorithms", lambda: _allow_others(torch))
     try:
@@ -46,6 +46,12 @@ def deterministic_kernels(context: TrainingContext) -> Iterator[None]:
     finally:
         ledger.restore()
         context.flags_of_script = {}
+
+
+def _set_flag(ledger: Ledger, owner: object, name: str, value: bool) -> None:
+    flag = Ledger()
+    flag.set_flag(owner, name, value)
+    ledger.on_restore(name, lambda: flag.restore() if getattr(owner, name) == value else None)
 
 
 def _allow_others(torch: ModuleType) -> None:

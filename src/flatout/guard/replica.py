@@ -33,13 +33,12 @@ from flatout.guard.batch_slices import (
     whole_batch_factor,
 )
 from flatout.guard.captured_steps import CapturedCall, StepReplayer, StepResults
-from flatout.guard.copies import clone, deep_copy, random_state, set_random_state, tensors_of
+from flatout.guard.copies import clone, deep_copy, random_state, set_random_state
 from flatout.guard.rounding import HALF_NUDGE, NUDGE, check, compare, later_checks
 from flatout.measure.clock import seconds
 from flatout.measure.nests import tensors_in
 from flatout.schema.enums import Effect
 from flatout.schema.plan import Choice
-from flatout.schema.sizes import size
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -56,10 +55,8 @@ LARGE_MODEL_STEPS = 2  # also for slow models
 SLOW_STEP_MS = 1000.0
 LARGE_PARAMETERS = 100_000_000  # parameters; the gradients of all steps are held at once
 MAX_CAPTURE_STEPS = 12
-MODEL_COPIES = (
-    4  # of the model and its optimizers' state: one to start from, and one in float64 with its gradients
-)
-MEMORY_SHARE = 0.8  # of a GPU's free memory, for all of these copies
+MEMORY_SHARE = 0.8  # of a GPU's free memory
+TOO_LITTLE = "there is too little memory to run a step again next to the program"
 
 
 @dataclass
@@ -145,33 +142,23 @@ class StepReplica:
         try:
             if self._frozen is None:
                 self._originals, self._optimizers = self.context.roots, self.context.optimizers
-                if not self._fits():
-                    return
                 roots = [self.context.unwrap_ddp(root) for root in self._originals]
-                self._frozen = deep_copy((roots, self._optimizers), self.torch)
+                with self._bounded_memory():
+                    self._frozen = deep_copy((roots, self._optimizers), self.torch)
             root_number = next((i for i, original in enumerate(self._originals) if original is root), None)
             calls = self._steps.setdefault(step, [])
             if root_number is not None and all(call.root != root_number for call in calls):
                 state = random_state(self.context)
                 calls.append(CapturedCall(root_number, clone(args), clone(kwargs), state, self._autocast()))
+        except self.torch.OutOfMemoryError:
+            self.failure = TOO_LITTLE
         except Exception as error:
             why = f"{type(error).__name__}: {str(error)[:120]}"
             self.failure = f"a step of this program cannot be copied ({why})"
 
-    def _fits(self) -> bool:
-        if self.context.device_type != "cuda":
-            return True
-        states = [list(optimizer.state.values()) for optimizer in self._optimizers]
-        held = tensors_in([tensors_of(self._originals), states])
-        needed = MODEL_COPIES * sum(tensor.numel() * tensor.element_size() for tensor in held)
-        left = int(MEMORY_SHARE * self.torch.cuda.mem_get_info(self.context.device)[0])
-        if needed > left:
-            self.failure = f"copies of the model need {size(needed)}, and the guard may use {size(left)} of the GPU's free memory"
-        return not self.failure
-
     @contextmanager
     def _bounded_memory(self) -> Iterator[None]:
-        """Leave memory of a GPU to the program and to others on it: beyond its share, the replica runs out alone."""
+        """Leave memory of a GPU to the program and to others on it: beyond its share, the replica runs out."""
         if self.context.device_type != "cuda":
             yield
             return
@@ -241,9 +228,7 @@ class StepReplica:
                         half = min(self._max_samples, batch_size(self._sliced_steps)) // 2
                         self._max_samples, self._reference = half - half % MIN_SAMPLES, None
                         if not self._max_samples:
-                            return {
-                                "failure": "there is too little memory to run a step again next to the program"
-                            }
+                            return {"failure": TOO_LITTLE}
         except Exception as error:
             return {"failure": f"the replica of a step failed ({type(error).__name__}: {str(error)[:200]})"}
         finally:
@@ -252,9 +237,7 @@ class StepReplica:
 
     def _judge(self, steps: list[list[CapturedCall]]) -> dict[str, Any]:
         if self._reference is None:
-            self._sliced_steps, self._share = take_samples(
-                steps, self._step_ms, self._max_samples, self.torch
-            )
+            self._sliced_steps, self._share = take_samples(steps, self._step_ms, self._max_samples)
             try:
                 self._reference = self._plain_plays(self._sliced_steps)
             except Exception as error:  # a module that rejects fewer samples
@@ -293,7 +276,7 @@ class StepReplica:
 
     def _batch_factor(self, reference: ReferencePlays, plain_half: StepResults, levers: StepResults) -> float:
         """The error of a whole batch as a multiple of that of the part."""
-        steps, choices = half_samples(self._sliced_steps, self.torch), self.applier.in_order(self.choices)
+        steps, choices = half_samples(self._sliced_steps), self.applier.in_order(self.choices)
         half = reference.replay.play(steps, choices, gradients_only=True)
         if half.failure:
             raise RuntimeError(f"half of the samples fail under the levers: {half.failure}")
@@ -315,7 +298,7 @@ class StepReplica:
         nudged = replay.play(steps[:1], nudge=NUDGE)
         later, half = replay.play_later(None, steps, HALF_NUDGE), None
         if self._share < 1.0:
-            half = replay.play(half_samples(steps, self.torch), gradients_only=True)
+            half = replay.play(half_samples(steps), gradients_only=True)
         return ReferencePlays(replay, plain, double, nudged, later, updates > 0, half)
 
     def _updates(self, replay: StepReplayer, steps: list[list[CapturedCall]]) -> int:

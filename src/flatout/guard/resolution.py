@@ -56,32 +56,24 @@ def resolution_checks(plain: Any, levers: Any, torch: ModuleType) -> list[tuple[
     few_bits = max((_few_bits(x, torch) - _few_bits(p, torch) for p, x in gradients), default=0.0)
     saturated = max((_saturated(x) - _saturated(p) for p, x in both), default=0.0)
     few_bits, saturated = max(0.0, few_bits), max(0.0, saturated)
-    return [
+    of_gradient = "of the elements of one gradient"
+    rows = (
         (
             "resolution",
             short,
             SHORT_SHARE,
-            f"{short:.0%} of the losses that the module computes have at most {SHORT_BITS} significant bits",
+            f"of the losses that the module computes have at most {SHORT_BITS} significant bits",
         ),
-        (
-            "flushed",
-            flushed,
-            FLUSHED_SHARE,
-            f"{flushed:.0%} of the elements of one gradient are zero, but not in the plain step",
-        ),
-        (
-            "bits",
-            few_bits,
-            FEW_BITS_SHARE,
-            f"{few_bits:.0%} of the elements of one gradient have at most {FEW_BITS} significant bits",
-        ),
+        ("flushed", flushed, FLUSHED_SHARE, f"{of_gradient} are zero, but not in the plain step"),
+        ("bits", few_bits, FEW_BITS_SHARE, f"{of_gradient} have at most {FEW_BITS} significant bits"),
         (
             "saturated",
             saturated,
             SATURATED_SHARE,
-            f"{saturated:.0%} of the elements of one tensor are its largest or smallest value",
+            "of the elements of one tensor are its largest or smallest value",
         ),
-    ]
+    )
+    return [(name, value, limit, f"{value:.0%} {what}") for name, value, limit, what in rows]
 
 
 def _short_losses(played: Any) -> float:

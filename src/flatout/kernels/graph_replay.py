@@ -1,12 +1,12 @@
 """One pass of a module recorded as a CUDA graph, and its replay."""
 
-import ctypes
+import pickle
 import random
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,7 +113,8 @@ def observe_pass(
     buffer_states = [(buffer._version, buffer.clone()) for buffer in buffers]
     input_versions = [tensor._version for tensor in inputs]
     if operators:
-        tensors = [*inputs, *module.parameters(), *buffers, *_attributes(module)]
+        tensors = [*inputs, *module.parameters(), *buffers]
+        tensors += tensors_of([list(vars(part).values()) for part in module.modules()])
         with _OperatorObserver({_memory_key(tensor) for tensor in tensors}, device) as observer:
             yield observation
         observation.why = observer.why
@@ -132,25 +133,11 @@ def observe_pass(
         observation.why = "changes its inputs"
 
 
-def _host_generators() -> tuple[Any, ...]:
+def _host_generators() -> bytes:
     numpy = sys.modules.get("numpy")
-    numpy_state = (
-        ()
-        if numpy is None
-        else tuple(
-            part if isinstance(part, (str, int, float)) else part.tobytes()
-            for part in numpy.random.get_state()
-        )
+    return pickle.dumps(
+        (random.getstate(), torch.get_rng_state().tolist(), numpy and numpy.random.get_state())
     )
-    state = torch.get_rng_state()
-    return random.getstate(), ctypes.string_at(state.data_ptr(), state.numel()), numpy_state
-
-
-def _attributes(module: Module) -> Iterator[Any]:
-    for submodule in module.modules():
-        for value in vars(submodule).values():
-            if isinstance(value, torch.Tensor):
-                yield value
 
 
 def _memory_key(tensor: Tensor) -> int:
@@ -166,25 +153,15 @@ MIN_FREE_SHARE = 0.1  # share of the device's memory left for evaluations and ot
 TOLERANCE = 1e-2
 
 
-class RecordedModule(Protocol):
-    """The module that is recorded. ``run_eagerly`` is ``forward`` outside a recording."""
-
-    module: Module
-    device: Device
-    forward: Callable[..., Any]
-
-    def run_eagerly(self, call: Arguments) -> Any: ...
-
-
 class RecordedPass:
     """Forward and backward pass as two graphs with shared memory.
 
-    Raises RuntimeError or NotRecordable if they cannot be recorded.
+    ``graphs`` is the `ModuleGraphs`. Raises RuntimeError or NotRecordable if they cannot be recorded.
     """
 
     def __init__(
         self,
-        graphs: RecordedModule,
+        graphs: Any,
         observation: PassObservation,
         used_outputs: frozenset[int],
         inputs: list[Any],

@@ -80,14 +80,12 @@ class UpdateGraph:
         )
 
     def _record(self, state: _State) -> bool:
-        if self.recorded is not None:
-            state_before, replays = self.recorded.state, self.recorded.replays
-            if replays < MIN_REPLAYS and replays:
-                only_rates = state_before.same_except_rates(state)
-                if self.rates_on_device or not only_rates or not state.fused:
-                    self._stays_eager("its parameter groups change too often")
-                    return False
-                self.rates_on_device = True
+        before = self.recorded
+        if before is not None and 0 < before.replays < MIN_REPLAYS:
+            if self.rates_on_device or before.state.key != state.key or not state.fused:
+                self._stays_eager("its parameter groups change too often")
+                return False
+            self.rates_on_device = True
         self.recorded = None  # frees its memory for the next one
         try:
             self.recorded = _Recorded(self.optimizer, state, self.device, self.rates_on_device)
@@ -115,11 +113,11 @@ class _State:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        groups, state = optimizer.param_groups, optimizer.state
+        groups = optimizer.param_groups
         self.parameters = [p for group in groups for p in group["params"] if p.grad is not None]
         self.grads = [p.grad for p in self.parameters]
         self.rates = [group["lr"] for group in groups]
-        self.numbers = [
+        numbers = [
             [value for name, value in group.items() if name not in ("params", "lr", "initial_lr")]
             for group in groups
         ]
@@ -128,12 +126,16 @@ class _State:
             *(
                 value
                 for p in self.parameters
-                for value in state[p].values()
+                for value in optimizer.state[p].values()
                 if isinstance(value, torch.Tensor)
             ),
         ]
-        self.addresses = [tensor.data_ptr() for tensor in self.tensors]
-        self.shapes = [(grad.shape, grad.stride(), grad.dtype, grad.layout) for grad in self.grads]
+        # All but the rates
+        self.key = (
+            numbers,
+            [tensor.data_ptr() for tensor in self.tensors],
+            [(grad.shape, grad.stride(), grad.dtype, grad.layout) for grad in self.grads],
+        )
         self.fused = all(group.get("fused") for group in groups)
         on_device = any(
             isinstance(value, torch.Tensor)
@@ -144,13 +146,6 @@ class _State:
         self.recordable = not on_device and all(
             grad.layout == torch.strided and grad.device == p.device
             for grad, p in zip(self.grads, self.parameters, strict=True)
-        )
-
-    def same_except_rates(self, other: _State) -> bool:
-        return (
-            self.addresses == other.addresses
-            and self.numbers == other.numbers
-            and self.shapes == other.shapes
         )
 
 
@@ -187,15 +182,12 @@ class _Recorded:
 
     def fits(self, state: _State) -> bool:
         """Whether this recording fits a state. Stores changed learning rates for the replay."""
-        if not self.state.same_except_rates(state):
+        if self.state.key != state.key or not (self.rates_on_device or state.rates == self.state.rates):
             return False
-        if state.rates != self.state.rates:
-            if not self.rates_on_device:
-                return False
-            for rate, now, then in zip(self.rates, state.rates, self.state.rates, strict=True):
-                if now != then:
-                    rate.fill_(float(now))
-            self.state.rates = state.rates
+        for rate, now, then in zip(self.rates, state.rates, self.state.rates, strict=True):
+            if now != then:
+                rate.fill_(float(now))
+        self.state.rates = state.rates
         return True
 
     def replay(self) -> None:

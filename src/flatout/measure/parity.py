@@ -16,22 +16,23 @@ DEVICE_PART = 2**22  # lanes that a GPU multiplies at once: 32 MiB in 64 bits
 def fingerprints(tensors: Iterable[Any], torch: ModuleType) -> list[tuple[str, Any]]:
     """For each tensor its dtype and shape, and a number over all of its bits. The memory layout does not count.
 
-    Computed on the tensor's device; nothing waits for it. The bytes are integers of up to 32 bits (lanes), summed
-    modulo 2**64 with odd factors. So the number is the same on every device, and one changed lane always shows:
-    an odd factor is invertible. Changes of several lanes that share v trailing zero bits (31 for signs alone)
-    go unseen with a probability of 2**(v - 63). Of a tensor that is sharded over ranks, only this rank's part
-    counts.
+    It is computed on the tensor's device, and nothing waits for it. Integers of up to 32 bits (lanes) are summed
+    modulo 2**64 with odd factors, so every device has the same number, and one changed lane always shows.
+    Changes of several lanes that share v trailing zero bits (31 for signs alone) go unseen with a probability of
+    2**(v - 63). Of a tensor that is sharded over ranks, only this rank's part counts.
     """
-    found = []
+    found: list[tuple[str, Any]] = []
+    factors: dict[Any, Any] = {}
     with torch.no_grad():
-        flat = [_flat(tensor, torch) for tensor in tensors]
-        rows = max((lanes.numel() for _, lanes in flat if lanes is not None), default=0) // ROW + 1
-        factors = {
-            device: _odd_factors(ROW + rows, device, torch)
-            for device in {lanes.device for _, lanes in flat if lanes is not None}
-        }
-        for title, lanes in flat:
-            found.append((title, 0 if lanes is None else _sum(lanes, factors[lanes.device], torch)))
+        for tensor in tensors:
+            title, lanes = _flat(tensor, torch)
+            if lanes is None:
+                found.append((title, 0))
+                continue
+            device, count = lanes.device, ROW + lanes.numel() // ROW + 1
+            if len(factors.get(device, ())) < count:
+                factors[device] = _odd_factors(count, device, torch)
+            found.append((title, _sum(lanes, factors[device], torch)))
     return found
 
 
@@ -65,12 +66,11 @@ def _sum(lanes: Any, factors: Any, torch: ModuleType) -> Any:
     # On the host, a part of one row stays in the cache and in one thread; a GPU needs larger ones.
     part = ROW if lanes.is_cpu else DEVICE_PART
     whole = lanes.numel() // ROW * ROW
-    sums = (
-        [(rows.view(-1, ROW) * factors[:ROW]).sum(1) for rows in lanes[:whole].split(part)] if whole else []
-    )
+    parts = lanes[:whole].split(part)
+    sums = [(rows.view(-1, ROW) * factors[:ROW]).sum(1) for rows in parts if len(rows)]
     sums.append((lanes[whole:] * factors[: lanes.numel() - whole]).sum(0, keepdim=True))
-    sums = torch.cat(sums)
-    return (sums * factors[ROW : ROW + len(sums)]).sum()
+    of_rows = torch.cat(sums)
+    return (of_rows * factors[ROW : ROW + len(of_rows)]).sum()
 
 
 def _odd_factors(count: int, device: Any, torch: ModuleType) -> Any:
