@@ -60,7 +60,7 @@ from flatout.schema.profile import (
 )
 
 MAX_OPERATIONS = 20
-MIN_OVERLAP = 0.01  # of the device's work; less is rounding
+MIN_OVERLAP = 0.01  # of the device's work
 BOUNDS = {
     "data": "it waits for data",
     "python": "Python limits it",
