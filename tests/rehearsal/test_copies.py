@@ -34,13 +34,7 @@ def plain(tmp_path_factory):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    "lever",
-    [
-        "loader={workers=0,pin=true}",
-        "device_prefetch=0",
-        "resident_data={mib=64,host=true}",
-        "resident_data={mib=64}",
-    ],
+    "lever", ["loader={workers=0,pin=true}", "device_prefetch=0", "resident_data={mib=64,host=true}"]
 )
 def test_no_copy_of_a_batch_waits(lever, plain, tmp_path):
     lines, waits, said = run(tmp_path, "flatout", "run", "--with", lever)
