@@ -15,6 +15,7 @@ word.
 from __future__ import annotations
 
 import argparse
+import inspect
 import math
 import sys
 from collections.abc import Callable, Sequence
@@ -119,7 +120,7 @@ def page(sessions: dict[str, list[dict[str, Any]]], recorded: dict[str, list[dic
         if best
         else "",
         "## The recorded session\n",
-        f"{(recorded_scenario.__doc__ or '').strip()}\n",
+        f"{inspect.getdoc(recorded_scenario)}\n",
         markdown_table(("search", "n", "ends with the plain program", "share, median", *HEADER[4:8]), known),
     ]
     return "\n".join(parts)
