@@ -43,7 +43,8 @@ from pairs import FIRST_SEED, ROUNDS, ComparisonSide, comparison, ratio_of, roun
 from provenance import HERE, RESULTS, read_result, stamp, write_result
 
 from flatout.cli.options.arguments import Duration
-from flatout.job.folder import JobFolder, read_plan
+from flatout.job.folder import JobFolder
+from flatout.job.plan_file import read_plan
 from flatout.launch.command import parse_command
 from flatout.levers import TABLE
 from flatout.probe.machine import look

@@ -205,7 +205,7 @@ if 'AGAIN' not in os.environ:  # exec keeps the process number, so a process tha
         ("", "never imported torch"),
         ("import torch", "never finished a training step"),
         (
-            "from flatout.job.folder import REPORT, claim; print(claim(os.environ['FLATOUT_JOB'] + REPORT))",
+            "from flatout.job.claims import REPORT, claim; print(claim(os.environ['FLATOUT_JOB'] + REPORT))",
             None,
         ),
     ],

@@ -125,7 +125,7 @@ def _at_exit(path: str, pid: int, has_levers: bool) -> None:
     """At the end of a run's first process, remove the job. Report if levers were to be applied and none was."""
     if pid != os.getpid():
         return
-    from flatout.job.folder import REPORT, claim
+    from flatout.job.claims import REPORT, claim
 
     if has_levers and claim(path + REPORT):
         milestone = "finished a training step" if "torch" in sys.modules else "imported torch"

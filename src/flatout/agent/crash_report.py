@@ -95,7 +95,7 @@ class CrashReport:
             lines = self._lines(error)
             if not lines:
                 return
-            from flatout.job.folder import claim
+            from flatout.job.claims import claim
 
             if claim(self.claim_path) or self._is_first():
                 from flatout.agent.bootstrap import notify

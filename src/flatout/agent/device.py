@@ -26,7 +26,7 @@ from flatout.agent.bootstrap import AfterImport, notify
 from flatout.agent.frames import is_user_file
 from flatout.agent.host_answers import host_answers, zero
 from flatout.agent.ledger import Ledger
-from flatout.job.folder import REPORT, claim
+from flatout.job.claims import REPORT, claim
 from flatout.job.rank_environment import rank_number
 
 if TYPE_CHECKING:

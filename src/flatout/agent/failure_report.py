@@ -40,7 +40,7 @@ class FailureReporter:
                 # writing imports code that calls eval(); CPython then exits with 1, not by SIGINT
                 # (run_eval_code_obj)
                 return False
-            from flatout.job.folder import claim
+            from flatout.job.claims import claim
 
             first = self.is_rank and claim(os.path.join(self.launch_folder, CLAIM))
             self._send(FAILING, FIRST if first else "")

@@ -14,7 +14,7 @@ from flatout.agent.bootstrap import notify, notify_unbuffered
 from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener, ListenerGroup
 from flatout.agent.training_context import TrainingContext
-from flatout.job.folder import REPORT, claim
+from flatout.job.claims import REPORT, claim
 from flatout.job.rank_environment import first_on_node, rank_number, this_rank
 from flatout.levers import TABLE
 from flatout.schema.plan import Plan

@@ -21,7 +21,8 @@ from flatout.agent.bootstrap import notify, show
 from flatout.agent.compilers import compile_record
 from flatout.agent.heartbeat import StepCounters, counters
 from flatout.agent.live_figures import LiveFigures, PeriodicThread
-from flatout.job.folder import REPORT, SUMMARY, JobFolder, claim, write_json
+from flatout.job.claims import REPORT, SUMMARY, claim
+from flatout.job.folder import JobFolder, write_json
 from flatout.job.rank_environment import rank_number, this_rank
 from flatout.schema.errors import StorageError, first_line
 from flatout.schema.facts import untested_torch

@@ -15,7 +15,7 @@ from flatout.agent.ledger import Ledger
 from flatout.agent.run_listener import Checkpointing
 from flatout.agent.training_context import TrainingContext
 from flatout.checkpoint.rescue import Rescue
-from flatout.job.folder import CHECKPOINTS, RECORDING, claim_or_take_over
+from flatout.job.claims import CHECKPOINTS, RECORDING, claim_or_take_over
 from flatout.job.rank_environment import rank_number, this_rank
 from flatout.schema.errors import CannotResume
 from flatout.schema.run_request import ResumeOptions, RunRequest

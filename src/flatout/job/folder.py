@@ -25,8 +25,7 @@ from typing import Any
 
 from flatout.job.temporary import leftover_folders, owned_path, remove
 from flatout.job.trust import distrusted, user_cache
-from flatout.schema.errors import PlanError, StorageError
-from flatout.schema.plan import MAX_PLAN_BYTES, Plan
+from flatout.schema.errors import StorageError
 
 FOLDER = ".flatout"  # in the working directory; holds the folders of jobs, and a .gitignore of its own
 MAX_RECORD_BYTES = 1 << 26  # the largest so far had 3 MB
@@ -218,59 +217,3 @@ class TrialFolder:
     def files(self) -> Path:
         """Return the folder for what a trial started by this process writes, instead of the user's folders."""
         return owned_path(self.path)
-
-
-# Claims: files by which one of several processes takes a task that only one may have.
-
-# Tasks of a run: report what was applied; show the summary; write checkpoints; record for exact resume.
-REPORT, SUMMARY, CHECKPOINTS, RECORDING = ".reported", ".summary", ".kept", ".exactly"
-
-
-def claim(path: str) -> bool:
-    """Take a task. Return whether this process is the first that does."""
-    try:
-        handle = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-    except OSError:
-        return False
-    try:
-        os.write(handle, str(os.getpid()).encode())
-    except OSError:
-        pass  # a full disk; the process stays first
-    os.close(handle)
-    return True
-
-
-def claim_or_take_over(path: str) -> bool:
-    """Take a task, also from a process that has ended."""
-    return claim(path) or (_owner_has_ended(path) and claim(path))
-
-
-def _owner_has_ended(path: str) -> bool:
-    """Whether the process that made a claim is dead; then the claim is void."""
-    try:
-        with open(path, encoding="ascii") as file:
-            owner = int(file.read())
-        if os.path.exists(f"/proc/{owner}") or not os.path.isdir("/proc/self"):
-            return False
-        os.unlink(path)
-    except (OSError, ValueError):
-        return False
-    return True
-
-
-def read_plan(path: Path) -> Plan:
-    """Return the Plan of a file. Raises PlanError if the file is missing or invalid."""
-    try:
-        if path.exists() and not path.is_file():  # a device or a pipe may have no end
-            raise PlanError(f"{path} is not a file. To create a plan, run `flatout tune COMMAND...`.")
-        if path.stat().st_size > MAX_PLAN_BYTES:
-            raise PlanError(
-                f"{path} has {path.stat().st_size:,} bytes; a plan is never that large. Is it the right file?"
-            )
-        return Plan.from_toml(read_text(path, MAX_PLAN_BYTES), str(path))
-    except FileNotFoundError:
-        raise PlanError(
-            f"there is no plan {str(path)!r}. To create one, run `flatout tune COMMAND...`."
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanError(f"{path} cannot be read as a plan: {error}.") from None

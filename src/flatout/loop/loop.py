@@ -27,7 +27,7 @@ from flatout.agent.ledger import Ledger
 from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
 from flatout.guard.captured_steps import needs_closure
-from flatout.job.folder import read_plan
+from flatout.job.plan_file import read_plan
 from flatout.levers import TABLE, checked
 from flatout.loop.batches import windows
 from flatout.loop.gradient import Gradient, LossMonitor, Training

@@ -18,7 +18,8 @@ from flatout.agent.listener import Listener
 from flatout.agent.training_context import TrainingContext
 from flatout.guard.replica import StepReplica
 from flatout.guard.sample_draws import SampleDrawProbe
-from flatout.job.folder import TrialFolder, claim, read_json, write_json
+from flatout.job.claims import claim
+from flatout.job.folder import TrialFolder, read_json, write_json
 from flatout.job.rank_environment import this_rank
 from flatout.measure import parity
 from flatout.measure.clock import Clock, HostClock, seconds

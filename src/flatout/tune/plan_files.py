@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from flatout.job.folder import FOLDER, JobFolder, flatout_folder, read_plan
+from flatout.job.folder import FOLDER, JobFolder, flatout_folder
+from flatout.job.plan_file import read_plan
 from flatout.job.trust import distrusted, file_digest
 from flatout.launch.command import Command
 from flatout.levers import checked

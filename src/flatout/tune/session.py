@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from flatout import __version__
-from flatout.job.folder import JobFolder, read_json, read_plan, write_atomically, write_json
+from flatout.job.folder import JobFolder, read_json, write_atomically, write_json
+from flatout.job.plan_file import read_plan
 from flatout.launch.command import Command
 from flatout.levers import TABLE
 from flatout.measure.clock import utc_now

@@ -59,7 +59,7 @@ from flatout.checkpoint.resume.value_log import (
 )
 from flatout.data.streams import own_generators
 from flatout.job import heartbeat
-from flatout.job.folder import CHECKPOINTS, claim_or_take_over
+from flatout.job.claims import CHECKPOINTS, claim_or_take_over
 from flatout.job.trust import file_digest
 from flatout.measure.clock import seconds
 from flatout.schema.errors import CannotResume, FlatoutError, StorageError

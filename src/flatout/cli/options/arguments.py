@@ -14,7 +14,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from flatout.job.folder import JobFolder
-from flatout.job.folder import read_plan as read_plan_file
+from flatout.job.plan_file import read_plan as read_plan_file
 from flatout.launch.command import parse_python
 from flatout.levers import TABLE, checked
 from flatout.schema.enums import Origin

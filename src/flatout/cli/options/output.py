@@ -1,18 +1,22 @@
 """`--json`: print one JSON document on standard output. What is for people goes to standard error."""
 
+from __future__ import annotations
+
 import json
 import math
 import signal
 import sys
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from flatout.job.sanitize import sanitize
-from flatout.schema.facts import Facts, untested_torch
-from flatout.schema.records import Record
+
+if TYPE_CHECKING:
+    from flatout.schema.facts import Facts
+    from flatout.schema.records import Record
 
 
 def json_option(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -22,7 +26,7 @@ def json_option(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def print_json(data: Record | dict[str, Any]) -> None:
     """Print a record. A number that is not finite becomes null, because JSON has none."""
-    table = data.to_json() if isinstance(data, Record) else data
+    table = data if isinstance(data, dict) else data.to_json()
     click.echo(json.dumps(_finite(table), indent=1, allow_nan=False))
 
 
@@ -43,6 +47,8 @@ notify_once = cache(notify)
 
 def warn_untested(facts: Facts) -> Facts:
     """Return the facts; a torch that is newer than the tested ones is named once."""
+    from flatout.schema.facts import untested_torch
+
     if sentence := untested_torch(facts.versions.get("torch", "")):
         notify_once(sentence)
     return facts
