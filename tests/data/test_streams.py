@@ -154,9 +154,9 @@ GENERATOR = torch.Generator()
 )
 def test_whose_sampler_order_it_is(sampler, own):
     assert bool(custom_sampler(sampler, None)) is own
-    assert custom_sampler(None, sampler) is own
+    assert bool(custom_sampler(None, sampler)) is own
     if isinstance(sampler, torch.utils.data.Sampler):
-        assert custom_sampler(None, BatchSampler(sampler, 2, False)) is own
+        assert bool(custom_sampler(None, BatchSampler(sampler, 2, False))) is own
 
 
 def test_loaders_that_seed_their_workers_themselves():

@@ -205,7 +205,7 @@ def batch():
 
 def forecast():
     points = [
-        MemoryPoint(4, 300, 300, {"parameters": 100, "activations": 200}, {"a<b>": 200}, measured_bytes=310),
+        MemoryPoint(4, 300, {"parameters": 100, "activations": 200}, {"a<b>": 200}, measured_bytes=310),
         MemoryPoint(8, why_not="it <fails>"),
     ]
     return MemoryForecast(COMMAND, "/", limit_bytes=500, limit_source="asked for", own_size=4, points=points, largest=4, largest_peak_bytes=300)  # fmt: skip
