@@ -90,7 +90,10 @@ class CallCounters:
     def _wrap_attention(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def attention(*inputs: Any, **options: Any) -> Any:
-            if not self.torch.compiler.is_compiling():
+            plain = (
+                inputs and type(inputs[0]) is self.torch.Tensor and inputs[0].device.type in ("cpu", "cuda")
+            )
+            if plain and not self.torch.compiler.is_compiling():
                 key = tuple(
                     (value.dtype, value.shape, value.device)
                     if isinstance(value, self.torch.Tensor)
@@ -131,11 +134,12 @@ def attention_kernel(
         with TemporaryFile() as file:  # torch's C++ code writes the reason to standard error
             stderr = os.dup(2)
             os.dup2(file.fileno(), 2)
-            torch.backends.cuda.can_use_flash_attention(
-                torch.backends.cuda.SDPAParams(*inputs, enable_gqa), True
-            )
-            os.dup2(stderr, 2)
-            os.close(stderr)
+            try:
+                params = torch.backends.cuda.SDPAParams(*inputs, enable_gqa)
+                torch.backends.cuda.can_use_flash_attention(params, True)
+            finally:
+                os.dup2(stderr, 2)
+                os.close(stderr)
             file.seek(0)
             reasons = re.findall(r"Warning: (.*?)\.? \(function", file.read().decode(errors="replace"))
         why = "; not flash attention" + (f", because: {reasons[0]}" if reasons else "")

@@ -65,22 +65,20 @@ def compile_record() -> CompileRecord | None:
         cached=cache["fxgraph_cache_hit"],
         uncached=cache["fxgraph_cache_miss"] + cache["fxgraph_cache_bypass"],
     )
-    # torch keeps no line of a break that ends the compilation of its function
     reasons: list[tuple[str, list[tuple[str, int]]]]
-    reasons = [
-        (reason, []) for reason in breaks.keys() - {seen.reason for seen in dynamo.graph_break_reasons}
-    ]
-    reasons += [
+    reasons = [  # private to torch: another release may lack them
         (seen.reason, [(frame.filename, frame.lineno) for frame in reversed(seen.user_stack)])
-        for seen in dynamo.graph_break_reasons
+        for seen in getattr(dynamo, "graph_break_reasons", ())
     ]
-    for metrics in list(dynamo._compilation_metrics):
-        record.ms += (metrics.duration_us or 0) / 1000
-        record.saved_ms += (metrics.distributed_ephemeral_timeout_us or 0) / 1000
-        reason = metrics.recompile_reason
+    reasons += [(reason, []) for reason in breaks.keys() - {reason for reason, _ in reasons}]
+    for metrics in map(vars, list(getattr(dynamo, "_compilation_metrics", ()))):
+        record.ms += (metrics.get("duration_us") or 0) / 1000
+        record.saved_ms += (metrics.get("distributed_ephemeral_timeout_us") or 0) / 1000
+        reason = metrics.get("recompile_reason")
         if reason and OWN_HOOK not in reason:
             record.recompiles += 1
-            reasons.append((f"recompiled: {reason}", [(metrics.co_filename, metrics.co_firstlineno)]))
+            line = metrics.get("co_filename") or "", metrics.get("co_firstlineno") or 0
+            reasons.append((f"recompiled: {reason}", [line]))
     for reason, lines in reasons:
         place = next((place_at(*line) for line in lines if is_user_file(line[0])), None)
         text = " ".join(reason.strip().split("\n")[0].partition("  # ")[0].split())[:240]
