@@ -1,6 +1,5 @@
 """One pass of a module recorded as a CUDA graph, and its replay."""
 
-import pickle
 import random
 import sys
 import weakref
@@ -133,11 +132,10 @@ def observe_pass(
         observation.why = "changes its inputs"
 
 
-def _host_generators() -> bytes:
+def _host_generators() -> tuple[Any, ...]:
     numpy = sys.modules.get("numpy")
-    return pickle.dumps(
-        (random.getstate(), torch.get_rng_state().tolist(), numpy and numpy.random.get_state())
-    )
+    numpy_state = [numpy.asarray(part).tolist() for part in numpy.random.get_state()] if numpy else []
+    return random.getstate(), torch.get_rng_state().tolist(), numpy_state
 
 
 def _memory_key(tensor: Tensor) -> int:
