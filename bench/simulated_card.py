@@ -42,13 +42,14 @@ from flatout.tune.card_state import (
     Start,
     State,
     Stop,
+    block_s,
 )
+from flatout.tune.confirm import MIN_SPEEDUP
 from flatout.tune.effects import PLAN, Factor, Space, TimedBlock, plan_speed
 
 Parts = dict[str, float]
 PROCESS = frozenset({"allocator"})
 WRONG = 0.03  # chance that a lever computes something wrong
-MIN_SPEEDUP = 1.01
 # Cores, copies that the device holds (None: those of the program), chance of a wrong lever
 VARIANTS = ((16, None, 0.0), (16, None, WRONG), (2, None, 0.0), (16, 1, 0.0))
 INTERACTION_SD = 0.05
@@ -102,7 +103,7 @@ def gpt(part: Parts, on: Keys) -> None:
     if "tf32" in on:
         part["device"] *= 0.6
     if "autocast" in on:
-        part["device"] = min(part["device"], 33.0 / 118.0 * 118.0)
+        part["device"] = min(part["device"], 33.0)
     for lever, factor in (("attention", 0.75), ("fused_ops", 0.92), ("compile", 0.66)):
         if lever in on:
             part["device"] *= factor
@@ -324,9 +325,6 @@ class Simulation:
             dict(self.outcomes),
         )
 
-    def block_s(self, ms: float) -> float:
-        return 0.1 + max(0.35, ms / 1000) + ms / 1000
-
     # -- actions
 
     def start(self, seed: int, plan: Keys = PLAIN) -> None:
@@ -408,7 +406,7 @@ class Simulation:
                     continue
                 program = self.programs[number]
                 if self.step_ms(PLAIN) < 300 and not any(b.process == number for b in self.blocks):
-                    self.pass_time(self.block_s(self.step_ms(program.plan)), paused=alone)
+                    self.pass_time(block_s(self.step_ms(program.plan) / 1000), paused=alone)
                 on = sets[turn] | (program.plan & self.kind.fixed)
                 ms = self.step_ms(on)
                 device_bound = self.kind.parts["device"] > self.kind.parts["launch"]
@@ -418,10 +416,10 @@ class Simulation:
                 else:
                     noise *= self.rng.standard_normal()
                 noise += (self.rng.random() < 0.04) * self.rng.uniform(0.2, 0.8)
-                block_s = self.block_s(self.step_ms(on))
+                took_s = block_s(self.step_ms(on) / 1000)
                 at_s = self.now_s
-                self.pass_time(block_s, paused=alone)
-                value = ms * math.exp(self.luck[number] + noise * math.sqrt(0.2 / max(block_s, 0.2)))
+                self.pass_time(took_s, paused=alone)
+                value = ms * math.exp(self.luck[number] + noise * math.sqrt(0.2 / max(took_s, 0.2)))
                 window = program.seed * 10**6 + len([b for b in self.blocks if b.process == number])
                 self.blocks.append(TimedBlock(number, on, at_s, window, value))
 

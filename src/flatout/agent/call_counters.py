@@ -93,14 +93,14 @@ class CallCounters:
             plain = (
                 inputs and type(inputs[0]) is self.torch.Tensor and inputs[0].device.type in ("cpu", "cuda")
             )
-            if plain and not self.torch.compiler.is_compiling():
+            if plain and len(self.attention) < MAX_ATTENTIONS and not self.torch.compiler.is_compiling():
                 key = tuple(
                     (value.dtype, value.shape, value.device)
                     if isinstance(value, self.torch.Tensor)
                     else value
                     for value in (*inputs, *options.values())
                 )
-                if key not in self.attention and len(self.attention) < MAX_ATTENTIONS:
+                if key not in self.attention:
                     self.attention[key] = attention_kernel(self.torch, *inputs, **options)
             return original(*inputs, **options)
 

@@ -115,9 +115,7 @@ class Worker(WorkerRecord):
 
     def _end_checked_steps(self) -> None:
         """Let the program choose its kernels again, and apply the rest of the plan."""
-        end, self.end_checked_steps = self.end_checked_steps, None
-        assert end is not None
-        end()
+        self._restore_kernels()
         self.checked_steps = self.context.steps
         table = self.applier.table
         live = [
@@ -127,6 +125,11 @@ class Worker(WorkerRecord):
         self.applier.outcomes = first + self.applier.switch(live)
         self._expect_warm_up()
         self.tick_start = None
+
+    def _restore_kernels(self) -> None:
+        end, self.end_checked_steps = self.end_checked_steps, None
+        if end is not None:
+            end()
 
     def _expect_warm_up(self) -> None:
         if any(o.applied and self.applier.table[o.choice.name].warms_up for o in self.applier.outcomes):
@@ -224,9 +227,7 @@ class Worker(WorkerRecord):
             and seconds() - self.first_backward_s > CLOSURE_S
         ):
             self._claim()
-            if self.end_checked_steps is not None:
-                self.end_checked_steps()
-                self.end_checked_steps = None
+            self._restore_kernels()
             self.unit = "backward"
             self._use_device_clock()
             self.start_tick()

@@ -17,7 +17,7 @@ from flatout.trial.blocks import LeverFailed
 from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.blame import handle_end
 from flatout.tune.candidates import LIVE, SLOWER, Candidate, widest_effect
-from flatout.tune.card_policy import first_starts, gain, next_action
+from flatout.tune.card_policy import FEW_CORES, first_starts, gain, next_action
 from flatout.tune.card_process import (
     Process,
     first_bits_of,
@@ -44,13 +44,13 @@ from flatout.tune.card_state import (
     State,
     Stop,
 )
-from flatout.tune.comparison import Member, ProgramResult, replay_step, take_turns
+from flatout.tune.comparison import Member, ProgramResult, take_turns
 from flatout.tune.conclude import limiting_factor
-from flatout.tune.confirm import conclude_pairs, keep_plain
+from flatout.tune.confirm import MIN_SPEEDUP, conclude_pairs, keep_plain
 from flatout.tune.effects import PLAN
 from flatout.tune.factors import make_space
 from flatout.tune.limits import COMPILE_S, OVERRUN_SHARE
-from flatout.tune.narrow import without_culprits
+from flatout.tune.narrow import replay_levers, without_culprits
 from flatout.tune.pairs import Pairs
 from flatout.tune.prior import NEUTRAL, priors
 from flatout.tune.tuning import Tuning
@@ -62,7 +62,6 @@ HELD_SHARE = 0.6  # of the time until a program is ready: its imports and its da
 MIN_FREE_SHARE = 0.25  # of the host's memory; below it, no process is held beside the plain program
 POLL_S = 0.05
 SLOW_S = {False: COMPILE_S, True: 40.0}  # of a compiler, on few cores and on more
-MORE_CORES = 4
 
 
 class CardSearch:
@@ -74,8 +73,7 @@ class CardSearch:
         self.outcomes: dict[Keys, Outcome] = {}
         self.replicas: dict[Keys, dict[str, Any]] = {}
         self.equal: dict[Keys, bool] = {}
-        self.kept: Keys | None = None
-        self.kept_speed = 0.0
+        self.kept_speed = 0.0  # of the last confirmed plan
         self.started = 0
         self.repeats: bool | None = None  # the plain program's first bits
         self.import_s: float | None = None
@@ -162,11 +160,14 @@ class CardSearch:
     def _compare_first_steps(self, process: Process) -> None:
         """Compare the bits of the checked steps with the plain program's of the same seed."""
         process.first_bits = first_bits_of(self._record(process.trial), process.trial.ready["checked_steps"])
+        plain_of = {
+            p.program.seed: p for p in self.processes.values() if p.program.has_plan and not p.program.plan
+        }
         for planned in self.processes.values():
-            plain = self._at(planned.program.seed, PLAIN)
+            plain = plain_of.get(planned.program.seed)
             if plain is None or not planned.program.plan or not planned.first_bits:
                 continue
-            exact = frozenset(k for k in planned.program.plan if self._candidate(k).effect is Effect.EXACT)
+            exact = self._exact(planned.program.plan)
             others = planned.program.plan - exact - self._live
             if others or not exact or exact in self.equal or not plain.first_bits:
                 continue
@@ -186,10 +187,6 @@ class CardSearch:
                 return False
             self.repeats = same_bits(plain.first_bits, bits)
         return self.repeats
-
-    def _at(self, seed: int, plan: Keys) -> Process | None:
-        program = self.state().at(seed, plan)
-        return self.processes[program.number] if program is not None else None
 
     def _drop(self, process: Process) -> None:
         del self.processes[process.program.number]
@@ -217,11 +214,19 @@ class CardSearch:
 
     def _row(self, keys: Iterable[str]) -> tuple[Choice, ...]:
         """The live levers among these keys."""
-        return self.tuning.plan_for(key for key in keys if key in self._live).choices
+        return self.tuning.plan_for(self._live.intersection(keys)).choices
 
     @property
     def _live(self) -> Keys:
         return frozenset(factor.key for factor in self.tuning.space.factors if factor.live)
+
+    @property
+    def _inexact(self) -> Keys:
+        """The live keys that the guard replays."""
+        return frozenset(key for key in self._live if self._candidate(key).effect is not Effect.EXACT)
+
+    def _exact(self, plan: Keys) -> Keys:
+        return frozenset(key for key in plan if self._candidate(key).effect is Effect.EXACT)
 
     def _candidate(self, key: str) -> Candidate:
         return self.tuning.candidates[self.tuning.choices[key].name]
@@ -242,7 +247,7 @@ class CardSearch:
         import_s = self.import_s or HELD_SHARE * tuning.start_cost_s
         warm_steps = tuning.warmup_ticks + 1
         free_bytes = available_bytes() - MIN_FREE_SHARE * tuning.facts.memory_bytes
-        many = tuning.facts.cores > MORE_CORES
+        many = tuning.facts.cores > FEW_CORES
         return State(
             now_s=seconds(),
             end_s=tuning.end_s,
@@ -262,9 +267,7 @@ class CardSearch:
             bundle=self.bundle,
             process=keys_of_plan(self.process_plan) & tuning.choices.keys(),
             live=self._live,
-            inexact=frozenset(
-                f.key for f in factors if f.live and self._candidate(f.key).effect is not Effect.EXACT
-            ),
+            inexact=self._inexact,
             slow=tuple(f.key for f in slow),
             replaced_by_slow=frozenset(
                 f.key for f in factors if f.lever in self._replaced(f.key for f in slow)
@@ -373,20 +376,15 @@ class CardSearch:
             fixed = program.plan - self._live
             active = [row | fixed for row in rows]
             tuning.add_blocks(program.number, active, result, program.seed)
-            process.ms += [b.ms for b in result.blocks if active[b.row] == program.plan]
             if not result.complete:
                 handle_end(tuning, active[min(len(result.blocks), len(rows) - 1)], result)
                 self._drop(process)
         tuning.disturbance.sample()
 
     def _replay(self, process: Process, keys: Keys) -> None:
-        tuning = self.tuning
-        tuning.stage("guard", "replaying one step plainly, with the levers, and in float64")
         candidates = self._of(keys)
-        slow = any(c.lever.warms_up for c in candidates)
-        timeout_s = 60 + 40 * self.interleaver.tick_ms / 1000 + (COMPILE_S if slow else 0)
         try:
-            replica = replay_step(self.interleaver, process.trial, [c.choice for c in candidates], timeout_s)
+            replica = replay_levers(self.tuning, process.trial, candidates)
         except ProgramGone as gone:
             self._lose(process, gone)
             replica = {"failure": f"the program ended while the guard replayed a step: {gone}"}
@@ -395,58 +393,50 @@ class CardSearch:
             for candidate in candidates:
                 candidate.reject(f"not kept, because its gradient could not be checked: {replica['failure']}")
             return
-        failing = replica.get("failing", {})
-        for candidate in candidates:
-            if candidate.lever.name in failing:
-                candidate.reject(f"the guard: {failing[candidate.lever.name]}")
         passed = frozenset(key for key in keys if self._candidate(key).status is not Status.REJECTED)
-        self.replicas[passed] = replica.get("remaining") or replica
+        self.replicas[passed] = replica
 
     def _confirm(self, action: Confirm) -> None:
-        tuning, start_s = self.tuning, seconds()
-        plan, candidates = action.plan, self._of(action.plan)
-        pairs = Pairs()
-        for plain_number, number in action.pairs:
-            plain, planned = self.processes[plain_number], self.processes[number]
-            for process in (plain, planned):
+        tuning, state, start_s = self.tuning, self.state(), seconds()
+        plan, candidates, pairs = action.plan, self._of(action.plan), Pairs()
+        for numbers in action.pairs:
+            for process in (self.processes[number] for number in numbers):
+                program = process.program
                 if process.record is None and widest_effect(candidates) is Effect.RESAMPLED:
                     self._end(process, fetch_samples=True)
-            records = (process.record or self._record(process.trial) for process in (plain, planned))
-            pairs.add(tuning, plain.program.seed, *records)
-            pairs.plain_ms += plain.ms
-            pairs.tuned_ms += planned.ms
-        numbers = {number for pair in action.pairs for number in pair}
-        pairs.blocks = [
-            replace(block, active=frozenset({PLAN}) if block.active else PLAIN)
-            for block in tuning.blocks
-            if block.process in numbers and block.active in (PLAIN, plan)
-        ]
+                record = process.record or self._record(process.trial)
+                pairs.add(tuning, program.seed, record, plain=not program.plan)
+                (pairs.tuned_ms if program.plan else pairs.plain_ms).extend(state.blocks_of(program))
+                active = frozenset({PLAN}) if program.plan else PLAIN
+                pairs.blocks += [
+                    replace(block, active=active)
+                    for block in tuning.blocks
+                    if (block.process, block.active) == (program.number, program.plan)
+                ]
         ratio = pairs.speed(tuning)
         tuning.stage("confirming", f"{tuning.plan_for(plan).describe()} against the plain program")
-        replica = self.replicas.get(frozenset(key for key in plan if key in self.state().inexact))
-        kept_before = self.kept
         if ratio.median <= self.kept_speed:
             self.outcomes[plan] = Outcome.REJECTED
             return
         before = copy.deepcopy(result_of(tuning))
+        replica = self.replicas.get(plan & self._inexact)
         rejection = conclude_pairs(tuning, candidates, replica, pairs, ratio, start_s)
         if rejection is None:
-            exact = frozenset(key for key in plan if self._candidate(key).effect is Effect.EXACT)
-            if self.equal.get(exact) and tuning.session.guard.verdict == "equivalent":
+            if self.equal.get(self._exact(plan)) and tuning.session.guard.verdict == "equivalent":
                 tuning.session.guard.why += "; the first steps, with deterministic kernels and the exact levers alone, are bitwise the plain program's"
-            for key in (kept_before or PLAIN) - plan:
+            for key in state.kept - plan:
                 if self._candidate(key) not in candidates:
                     self._candidate(key).status = Status.SKIPPED
             self.outcomes.pop(plan, None)
             self.outcomes[plan] = Outcome.KEPT
-            self.kept, self.kept_speed = plan, ratio.median
+            self.kept_speed = ratio.median
             return
-        if kept_before is not None:
+        if state.kept:
             restore_result(tuning, before)
         if rejection.guard_record is not None:
             without_culprits(tuning, candidates, rejection.guard_record, pairs.plain)
-        undecided = rejection.undecided or (ratio.median > 1.01 and not ratio.significant)
-        self.outcomes[plan] = Outcome.UNDECIDED if undecided and not self.kept else Outcome.REJECTED
+        undecided = rejection.undecided or (ratio.median > MIN_SPEEDUP and not ratio.significant)
+        self.outcomes[plan] = Outcome.UNDECIDED if undecided and not state.kept else Outcome.REJECTED
         tuning.session.undecided, tuning.session.obstacle = rejection.undecided, rejection.reason
         for candidate in candidates:
             candidate.reason = rejection.reason
@@ -459,9 +449,9 @@ class CardSearch:
 
     def _conclude(self) -> None:
         """Give every candidate its result."""
-        tuning, state, kept = self.tuning, self.state(), self.kept or PLAIN
-        base = kept or state.base or self.bundle - state.wrong
-        lever_of = {factor.key: factor.lever for factor in tuning.space.factors}
+        tuning, state = self.tuning, self.state()
+        kept, lever_of = state.kept, tuning.space.lever_of
+        base = state.base or state.bundle - state.wrong
         for key in tuning.choices:
             candidate = self._candidate(key)
             same = {other for other in base if lever_of[other] == lever_of[key]}
@@ -477,7 +467,7 @@ class CardSearch:
         if kept:
             tuning.session.undecided, tuning.session.obstacle = False, limiting_factor(tuning)
             return
-        first = state.first or self.bundle - state.wrong
+        first = state.first or state.bundle - state.wrong
         sides = state.at(0, PLAIN), state.at(0, first)
         rounds = [state.blocks_of(side) for side in sides if side is not None]
         if not self.outcomes and len(rounds) == 2 and all(rounds):

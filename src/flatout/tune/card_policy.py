@@ -37,10 +37,12 @@ from flatout.tune.card_state import (
     State,
     Stop,
     Wait,
+    block_s,
 )
+from flatout.tune.limits import MIN_PAIRS
 from flatout.tune.space import Space
 
-MIN_PAIRS, MAX_PAIRS = 2, 4
+MAX_PAIRS = 4
 SLOW_ROUNDS = 3  # of each set: with and without the slow lever, and without what it may replace
 VARIANT_ROUNDS, MORE_ROUNDS = 2, 8  # of each variant of the plan; more if it may be better
 MIN_GAIN = 1.02  # expected of a plan, before it replaces a confirmed one
@@ -138,7 +140,7 @@ def _confirm_s(state: State, plan: Keys) -> float:
                     spare.remove(seed)
                 else:
                     seconds += costs.import_s / starts_at_once(state.cores)
-            seconds += (state.rounds - _rounds(state, program)) * costs.block_s(step_s)
+            seconds += (state.rounds - _rounds(state, program)) * block_s(step_s)
     if state.unchecked(plan):
         seconds += costs.replica_s
     return seconds
@@ -258,7 +260,7 @@ def _slow_need(state: State, plan: Keys) -> list[tuple[int, Keys]]:
 
 def slow_plan(space: Space, plan: Keys, key: str) -> Keys:
     """The plan with a slow lever, without what it excludes."""
-    lever_of = {factor.key: factor.lever for factor in space.factors}
+    lever_of = space.lever_of
     rest = {
         other
         for other in plan
@@ -294,7 +296,7 @@ def _improve(state: State) -> Action:
     rows = _variant_rows(state, base) if home is not None else ()
     confirm_s = _confirm_s(state, NEXT)
     seconds = state.end_s - state.now_s - RESERVE * confirm_s
-    rows = rows[: max(0, int(seconds / state.costs.block_s(state.step_s(base))))]
+    rows = rows[: max(0, int(seconds / block_s(state.step_s(base))))]
     if home is not None and len(rows) > 2:
         return Measure((home.number,), (rows,), alone=False)
     return _wait_or_stop(state) if needs and state.fits(confirm_s) else Stop()
@@ -317,7 +319,7 @@ def _measure_slow(state: State, program: Program) -> Action:
 
 def _variant_rows(state: State, base: Keys) -> tuple[Keys, ...]:
     """Blocks with one live lever off, or one more on, between blocks of the base; last all changes that help."""
-    lever_of = {factor.key: factor.lever for factor in state.space.factors}
+    lever_of = state.space.lever_of
     measured = Counter(block.active for block in state.blocks)
     variants, better = list[Keys](), base
     for key in sorted(state.live - set(state.slow) - state.wrong):

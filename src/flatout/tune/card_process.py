@@ -27,7 +27,6 @@ class Process:
     trial: Trial
     member: Member
     since_s: float  # when it was started or released
-    ms: list[float] = field(default_factory=list)
     first_bits: Bits = field(default_factory=dict)  # of the checked steps
     record: TrialRecord | None = None
 

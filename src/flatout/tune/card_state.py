@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from flatout.measure.statistics import median
+from flatout.trial.blocks import BLOCK_MS
+from flatout.tune.comparison import LOAD_SAMPLE_S
 from flatout.tune.effects import TimedBlock
 from flatout.tune.space import Space
 
 PAIR_S, MIN_ROUNDS, MAX_ROUNDS = 2.5, 2, 6  # of the blocks of each side of a pair
 RESERVE = 1.15  # factor on the expected cost of what must fit into the rest of the budget
-BLOCK_S, LOAD_S = 0.35, 0.1
 
 Keys = frozenset[str]
 PLAIN: Keys = frozenset()
@@ -40,6 +41,11 @@ class Program:
     def uses_device(self) -> bool:
         return self.stage in (Stage.WARMING, Stage.READY)
 
+    @property
+    def has_plan(self) -> bool:
+        """Whether it got its plan; it may have ended."""
+        return self.uses_device or self.stage is Stage.ENDED
+
 
 class Outcome(Enum):
     """What a confirmation came to."""
@@ -64,24 +70,24 @@ class Costs:
     slow_s: float
     end_s: float = 0.5
 
-    def block_s(self, step_s: float) -> float:
-        """One block: its steps, one step before it, and the samples of the machine's load."""
-        return LOAD_S + max(BLOCK_S, step_s) + step_s
-
     def ready_s(self, step_s: float) -> float:
         return self.warm_s + self.warm_steps * step_s
 
 
+def block_s(step_s: float) -> float:
+    """Seconds of one block: its steps, one step before it, and the samples of the machine's load."""
+    return 2 * LOAD_SAMPLE_S + max(BLOCK_MS / 1000, step_s) + step_s
+
+
 @dataclass(frozen=True)
 class State:
-    """What a search knows. ``overrun_s``: to finish what has begun. ``copies``: programs that the device's memory holds; ``room``: further processes that
-    the host's memory holds. ``bundle``: the first plan.
+    """What a search knows. ``overrun_s``: to finish what has begun. ``bundle``: the first plan.
 
+    ``copies``: programs that the device's memory holds; ``room``: further processes that the host's memory holds.
     ``process``: keys that act before a program starts; ``live``: keys that can be switched. ``slow``: keys that start
     slowly, the most promising first. ``inexact``: live keys that the guard replays; ``checked``: sets of them that
     passed, ``wrong``: keys that did not. ``replaced_by_slow``: live keys that save what a slow lever saves, too.
-    ``equal``: whether the bits of a process with these exact keys were the plain
-    program's. ``outcomes`` is in order.
+    ``equal``: whether the bits of a process with these exact keys were the plain program's. ``outcomes`` is in order.
     """
 
     now_s: float
@@ -117,14 +123,7 @@ class State:
 
     def at(self, seed: int, plan: Keys) -> Program | None:
         """The process with this seed and plan; it may have ended."""
-        return next(
-            (
-                p
-                for p in self.programs
-                if (p.uses_device or p.stage is Stage.ENDED) and (p.seed, p.plan) == (seed, plan)
-            ),
-            None,
-        )
+        return next((p for p in self.programs if p.has_plan and (p.seed, p.plan) == (seed, plan)), None)
 
     @property
     def base(self) -> Keys:
@@ -149,7 +148,7 @@ class State:
     @property
     def rounds(self) -> int:
         """Blocks of each side of a pair."""
-        return max(MIN_ROUNDS, min(MAX_ROUNDS, round(PAIR_S / self.costs.block_s(self.costs.step_s))))
+        return max(MIN_ROUNDS, min(MAX_ROUNDS, round(PAIR_S / block_s(self.costs.step_s))))
 
     def step_s(self, plan: Keys) -> float:
         """Seconds of a step under this plan, as far as they are known: those of the base, or half of a plain step."""

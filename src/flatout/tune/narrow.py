@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from flatout.guard.verdict import perturbation_for, repeats_itself, start_agrees
-from flatout.schema.enums import Effect
+from flatout.schema.enums import Effect, Status
 from flatout.schema.records import TrialRecord
 from flatout.schema.session import GuardRecord
-from flatout.trial.parent import ProgramGone
+from flatout.trial.parent import ProgramGone, Trial
 from flatout.tune.candidates import Candidate, plan_of
 from flatout.tune.comparison import ProgramRequest, measure_together, replay_step
 from flatout.tune.endings import end_reason
@@ -38,18 +38,8 @@ def check_step(tuning: Tuning, tuned: list[Candidate]) -> tuple[list[Candidate],
     plain = tuning.ensure_plain_trial()
     if plain is None:
         return _without(tuned, checked, "there was no time to start the plain program")
-    tuning.stage("guard", "replaying one step plainly, with the levers, and in float64")
-    timeout_s = (
-        60
-        + 40 * tuning.interleaver.tick_ms / 1000
-        + (COMPILE_S if any(c.lever.warms_up for c in checked) else 0)
-    )
     try:
-        replica = replay_step(tuning.interleaver, plain, [c.choice for c in checked], timeout_s)
-        rejected = [c for c in tuned if c.lever.name in replica.get("failing", {})]
-        for candidate in rejected:
-            candidate.reject(f"the guard: {replica['failing'][candidate.lever.name]}")
-        replica = replica.get("remaining") or replica
+        replica = replay_levers(tuning, plain, checked)
     except ProgramGone as gone:
         ending = (
             "ended before the guard could replay a step"
@@ -59,8 +49,28 @@ def check_step(tuning: Tuning, tuned: list[Candidate]) -> tuple[list[Candidate],
         return _without(tuned, checked, f"the program {ending}")
     if "failure" in replica:
         return _without(tuned, checked, replica["failure"])
-    remaining = [c for c in tuned if c not in rejected]
+    remaining = [c for c in tuned if c.status is not Status.REJECTED]
     return remaining, replica if any(c in remaining for c in checked) else None
+
+
+def replay_levers(tuning: Tuning, trial: Trial, checked: Sequence[Candidate]) -> dict[str, Any]:
+    """Let a running program replay a step; reject the candidates that fail, and return the findings about the rest.
+
+    Raises ProgramGone.
+    """
+    tuning.stage("guard", "replaying one step plainly, with the levers, and in float64")
+    timeout_s = (
+        60
+        + 40 * tuning.interleaver.tick_ms / 1000
+        + (COMPILE_S if any(c.lever.warms_up for c in checked) else 0)
+    )
+    replica = replay_step(tuning.interleaver, trial, [c.choice for c in checked], timeout_s)
+    failing = replica.get("failing", {})
+    for candidate in checked:
+        if candidate.lever.name in failing:
+            candidate.reject(f"the guard: {failing[candidate.lever.name]}")
+    remaining: dict[str, Any] = replica.get("remaining") or replica
+    return remaining
 
 
 def _without(

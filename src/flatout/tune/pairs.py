@@ -42,10 +42,11 @@ class Pairs:
         seeds = sorted(self.plain.keys() & self.tuned.keys())
         return [self.plain[seed] for seed in seeds], [self.tuned[seed] for seed in seeds]
 
-    def add(self, tuning: Tuning, seed: int, plain: TrialRecord, planned: TrialRecord) -> None:
-        """Add a pair that was measured elsewhere."""
-        self.plain[seed], self.tuned[seed] = plain, planned
-        tuning.session.nan_loss = tuning.session.nan_loss or nonfinite_loss(plain)
+    def add(self, tuning: Tuning, seed: int, record: TrialRecord, plain: bool) -> None:
+        """Add the run of one side."""
+        (self.plain if plain else self.tuned)[seed] = record
+        if plain:
+            tuning.session.nan_loss = tuning.session.nan_loss or nonfinite_loss(record)
 
     def without_plan(self) -> Pairs:
         """The plain runs alone, for another plan."""
@@ -164,9 +165,7 @@ def _record_pair(
             return
         if result.late_replica is not None:
             pairs.late_replica = result.late_replica
-        (pairs.plain if plain else pairs.tuned)[seed] = record
-        if plain:
-            tuning.session.nan_loss = tuning.session.nan_loss or nonfinite_loss(record)
+        pairs.add(tuning, seed, record, plain)
         (pairs.plain_ms if plain else pairs.tuned_ms).extend(block.ms for block in result.blocks)
         tuning.processes += 1
         active = frozenset[str]() if plain else keys_of(tuned)

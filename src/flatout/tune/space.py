@@ -94,6 +94,11 @@ class Space:
         ]
 
     @cached_property
+    def lever_of(self) -> dict[str, str]:
+        """The lever of each key."""
+        return {factor.key: factor.lever for factor in self.factors}
+
+    @cached_property
     def known_mask(self) -> Array:
         """(pairs,) booleans: whether the levers of each pair are among ``known_pairs``."""
         levers = [factor.lever for factor in self.factors]
