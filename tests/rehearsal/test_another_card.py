@@ -57,14 +57,15 @@ def test_no_card_is_touched_on_the_cpu(tmp_path):
     ("device", "before", "seen"),
     [("cpu", None, "0 ''"), ("cuda:1", None, "1 '1'"), ("cuda:1", "5,7", "1 '7'"), ("cuda", None, "2 None")],
 )
-def test_the_program_and_the_levers_see_only_that_device(tmp_path, monkeypatch, device, before, seen):
-    if before is not None:
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", before)
+def test_the_program_and_the_levers_see_only_that_device(tmp_path, device, before, seen):
+    visible = {} if before is None else {"CUDA_VISIBLE_DEVICES": before}
     (tmp_path / "train.py").write_text(
         "import json, os\n"
         "print(len(json.load(open(os.environ['FLATOUT_JOB']))['facts']['gpus']), repr(os.environ.get('CUDA_VISIBLE_DEVICES')))"
     )
-    done = on_cards(tmp_path, "flatout", "run", "--device", device, "--with", "gc_pause", "train.py")
+    done = on_cards(
+        tmp_path, "flatout", "run", "--device", device, "--with", "gc_pause", "train.py", **visible
+    )
     assert done.stdout == f"{seen}\n", done.stderr
 
 

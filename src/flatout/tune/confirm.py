@@ -29,6 +29,7 @@ from flatout.tune.tuning import Tuning
 
 MIN_SPEEDUP = 1.01  # a smaller speed-up does not justify a plan file
 MIN_OF_EXPECTED = 0.9  # of what the search expected; less contradicts it
+MAX_OF_EXPECTED = 1.5  # more contradicts it, too: the first steps of fresh processes are not like later ones
 MIN_REST_SPEEDUP = 1.03  # for the rest of a plan that the guard rejected
 REST_OVERRUN_SHARE = 0.5  # of the budget, for confirming that rest
 START_VARIATION = 0.25  # normal variation between two starts of one program
@@ -61,8 +62,11 @@ def confirm_plan(tuning: Tuning, tuned: list[Candidate], replica: dict[str, Any]
         rejection = _confirm_once(tuning, attempt, replica, pairs, extra_s)
         ratio = rejection.ratio if rejection else tuning.session.speedup
         text = ""
-        if ratio is not None and ratio.median < MIN_OF_EXPECTED * expected.median:
+        share = ratio.median / expected.median if ratio is not None else 1.0
+        if ratio is not None and not MIN_OF_EXPECTED <= share <= MAX_OF_EXPECTED:
             text = f"{plan_of(attempt).describe()} was expected at {expected.median:.2f}x, and gives {ratio.median:.2f}x in fresh processes"
+            if share > MAX_OF_EXPECTED:
+                text += ": their first steps gain more than later ones (a cache that fills?)"
             tuning.watcher.report(f"{text}: fitting again, with their blocks" if rejection else text)
         if rejection is None:
             break
