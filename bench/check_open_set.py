@@ -35,21 +35,19 @@ def alarms(folder: Path, name: str) -> tuple[list[dict[str, Any]], dict[str, Any
     """Returns every finding below one repository, once a line and rule, and the cost of reading it."""
     found: dict[tuple[str, str, int], dict[str, Any]] = {}
     files = sorted([*folder.rglob("*.py"), *folder.rglob("*.ipynb")])
-    loops, unread, began = 0, [], seconds()
+    unread, began = [], seconds()
     for file in files:
         try:
             program = ScriptProgram.read(file)
         except Unreadable as error:
             unread.append(str(error).replace(str(folder), name))
             continue
-        loops += len({id(loop.loop.node) for loop in program.step_loops})
         for finding in check(program):
             alarm = _alarm(finding, folder, name)
             found.setdefault((alarm["script"], alarm["code"], alarm["line"]), alarm)
     return sorted(found.values(), key=lambda alarm: (alarm["script"], alarm["line"], alarm["code"])), {
         "repository": name,
         "files": len(files),
-        "training loops": loops,
         "unread": unread,
         "seconds": round(seconds() - began, 1),
     }
@@ -93,13 +91,12 @@ def page(found: list[dict[str, Any]], read: list[dict[str, Any]], known: dict[st
         "The scripts are read, never run: no figure depends on the machine. The authors of the rules judged each finding by hand.",
         "",
         markdown_table(
-            ("repository", "commit", "files", "training loops", "alarms"),
+            ("repository", "commit", "files", "alarms"),
             [
                 (
                     f"`{each['repository']}`",
                     known["repositories"][each["repository"]],
                     each["files"],
-                    each["training loops"],
                     sum(alarm["script"].startswith(each["repository"] + "/") for alarm in found),
                 )
                 for each in read

@@ -2,7 +2,6 @@
 
 import copy
 from dataclasses import replace
-from pathlib import Path
 
 from flatout.schema.findings import SourceLocation
 from flatout.schema.profile import (
@@ -23,8 +22,6 @@ LOOP = SourceLocation("train.py", 40, 0, "main", "for images, labels in loader:"
 LOADER = SourceLocation("train.py", 30, 0, "main", "loader = DataLoader(data)")
 FETCH = SourceLocation("train.py", 12, 0, "__getitem__", "image = decode(self.files[i])")
 LINE = SourceLocation("train.py", 47, 0, "main", "print(loss)")
-SLOW_FILE = str(Path(__file__).parent / "diagnose" / "entry_by_entry.py")
-ONE = SourceLocation(SLOW_FILE, 10, 13, "distances", "found[i, j] = torch.dist(query, key)", 12)
 NO_GAIN, GAIN = Ratio(1.01, 0.97, 1.04, 20), Ratio(1.8, 1.6, 2.0, 20)
 PARTS = {
     "parameters": 40,
@@ -175,7 +172,6 @@ SLOW_LIST = [10.0 + 0.2 * i for i in range(60)]
 # rule -> the changes to the healthy profile, and the line that must be named
 ILL = {
     "data_wait": (waits(), LOADER),
-    "one_sample_at_a_time": (one("mul", 400, 3.0, share=0.6, place=ONE), ONE),
     "slow_fetch": (waits(fetch_ms=4.0, slow_place=FETCH, slow_share=0.9), FETCH),
     "loader_made_in_loop": (waits(created=8, iterators=8, workers=2), LOADER),
     "workers_not_kept": (waits(iterators=8, workers=2, start_ms=30.0), LOADER),

@@ -41,17 +41,16 @@ def test_the_fixed_program_has_the_finding_no_more(rule):
 
 
 WRITTEN = [
-    ("FL203", "loss.backward(retain_graph=True)  # twice?", "loss.backward()  # twice?"),
-    ("FL203", "loss.backward(retain_graph=True, inputs=(list(x)))", "loss.backward(inputs=(list(x)))"),
-    ("FL203", "loss.backward((None), retain_graph=True)", "loss.backward((None))"),
-    ("FL105", "loss.backward()\ngc.collect()  # of everything", "loss.backward()"),
-    ("FL105", "with here:\n    gc.collect()\nloss.backward()", "with here:\n    pass\nloss.backward()"),
     (
-        "FL202",
-        "loss.backward()\nkept.append(loss / 2)  # mean",
-        "loss.backward()\nkept.append(loss.detach() / 2)  # mean",
+        "FL028",
+        "loss.backward()\noptimizer.zero_grad  # of all",
+        "loss.backward()\noptimizer.zero_grad()  # of all",
     ),
-    ("FL306", "(model).forward(x).sum().backward() # é", "(model)(x).sum().backward() # é"),
+    (
+        "FL303",
+        'model.load_state_dict(torch.load("é.pt"))  # cuda\nmodel.cuda()',
+        'model.load_state_dict(torch.load("é.pt", map_location="cpu"))  # cuda\nmodel.cuda()',
+    ),
 ]
 
 
@@ -64,39 +63,21 @@ def test_the_rest_of_the_line_stays_as_it_is_written(code, before, after):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ("data, num_workers=2", "data, num_workers=2, persistent_workers=True"),
-        ("data, num_workers=2,", "data, num_workers=2, persistent_workers=True"),
-        (
-            "\n    data,\n    num_workers=2,  # two\n",
-            "\n    data,\n    num_workers=2,\n    persistent_workers=True,  # two\n",
-        ),
-        (
-            "\n    data,\n    num_workers=2  # two\n",
-            "\n    data,\n    num_workers=2,\n    persistent_workers=True,  # two\n",
-        ),
+        ("path", 'path, map_location="cpu"'),
+        ("path,", 'path, map_location="cpu"'),
+        ("\n    path,  # ours\n", '\n    path,\n    map_location="cpu",  # ours\n'),
     ],
 )
 def test_an_argument_is_added_in_the_style_of_the_call(arguments, expected):
-    text = (
-        f"{HEAD}data = torch.randn(64, 4)\nloader = torch.utils.data.DataLoader({arguments})\n"
-        "for epoch in range(3):\n    for x in loader:\n        optimizer.zero_grad()\n"
-        "        model(x).sum().backward()\n        optimizer.step()\n"
-    )
-    assert fixed(text, "FL108") == text.replace(f"DataLoader({arguments})", f"DataLoader({expected})")
-
-
-def test_a_line_with_another_statement_is_left():
-    text = step("loss.backward(); gc.collect()", "optimizer.step()")
-    program = ScriptProgram.of_text(text)
-    found = check(program, ["FL105"])
-    assert found
-    assert fixes(program, found) == []
+    text = f"{HEAD}model.cuda()\nmodel.load_state_dict(torch.load({arguments}))\n"
+    assert fixed(text, "FL303") == text.replace(f"torch.load({arguments})", f"torch.load({expected})")
 
 
 @pytest.fixture
 def script(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text = step("optimizer.zero_grad", "loss.backward(retain_graph=True)", "optimizer.step()")
+    text = step("optimizer.zero_grad", "loss.backward()", "optimizer.step()")
+    text += 'model.cuda().load_state_dict(torch.load("a.pt"))\n'
     path = tmp_path / "train.py"
     path.write_bytes(b"\xef\xbb\xbf" + text.replace("\n", "\r\n").encode())
     path.chmod(0o754)
@@ -105,7 +86,7 @@ def script(tmp_path, monkeypatch):
 
 def test_the_page_of_a_rule_says_what_its_edit_changes():
     for code, words in (
-        ("FL203", "all losses stay the same"),
+        ("FL303", "all losses stay the same"),
         ("FL028", "It changes: the call takes effect."),
     ):
         done = CliRunner().invoke(flatout, ["check", "--explain", code], standalone_mode=False)
@@ -117,7 +98,7 @@ def test_without_apply_only_a_diff_is_printed(script):
     before = script.read_bytes()
     done = CliRunner().invoke(flatout, ["fix", "train.py"], standalone_mode=False)
     assert done.return_value == 1
-    assert "+    loss.backward()" in done.stdout
+    assert '+model.cuda().load_state_dict(torch.load("a.pt", map_location="cpu"))' in done.stdout
     assert "optimizer.zero_grad()" not in done.stdout, "it changes what the program learns"
     assert "1 finding would change what the program learns when fixed: add --all" in done.stderr
     assert script.read_bytes() == before
@@ -128,7 +109,9 @@ def test_apply_keeps_the_bytes_around_and_the_mode(script):
     done = CliRunner().invoke(flatout, ["fix", "--apply", "--all", "train.py"], standalone_mode=False)
     assert done.return_value == 0
     assert "the call takes effect" in done.stderr
-    expected = before.replace(b"retain_graph=True", b"").replace(b"zero_grad\r", b"zero_grad()\r")
+    expected = before.replace(b'("a.pt")', b'("a.pt", map_location="cpu")').replace(
+        b"zero_grad\r", b"zero_grad()\r"
+    )
     assert script.read_bytes() == expected
     assert script.stat().st_mode & 0o777 == 0o754
     again = CliRunner().invoke(flatout, ["fix", "--all", "train.py"], standalone_mode=False)
@@ -139,6 +122,6 @@ def test_apply_keeps_the_bytes_around_and_the_mode(script):
 def test_json_has_the_diff_and_the_findings(script):
     done = CliRunner().invoke(flatout, ["fix", "--json", "train.py"], standalone_mode=False)
     record = json.loads(done.stdout)
-    assert [each["rule"] for each in record["files"][0]["fixed"]] == ["FL203"]
+    assert [each["rule"] for each in record["files"][0]["fixed"]] == ["FL303"]
     assert record["applied"] is False
     assert record["files"][0]["diff"].startswith("--- train.py")

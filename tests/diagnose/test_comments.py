@@ -7,7 +7,7 @@ from flatout.diagnose.rules import TABLE
 from flatout.probe.program import ScriptProgram
 from flatout.schema.errors import UsageError
 
-SAVES = 'import torch\nmodel = torch.nn.Linear(4, 1)\ntorch.save(model, "a.pt"){}\nx = torch.load("a.pt", weights_only=False){}\n'
+SAVES = 'import torch\nmodel = torch.nn.Linear(4, 1)\ntorch.no_grad(){}\nx = torch.load("a.pt", weights_only=False){}\n'
 
 
 def codes(text, **options):
@@ -17,14 +17,14 @@ def codes(text, **options):
 @pytest.mark.parametrize(
     ("comments", "left"),
     [
-        (("  # flatout: ignore FL302", ""), ["FL304"]),
-        (("  # flatout: ignore fl302", ""), ["FL304"]),
-        (("  # flatout: ignore", "  # flatout: ignore FL304, FL302"), ["FL349"][:0]),
-        (("  # flatout: ignore FL304", ""), ["FL302", "FL304", "FL349"]),
-        (("  # flatout: ignore FL999", ""), ["FL302", "FL304", "FL349"]),
-        (("\n# flatout: ignore FL304", ""), ["FL302"]),
-        (("  # flatout: ignored some day", ""), ["FL302", "FL304"]),
-        (("; s = '# flatout: ignore FL302'", ""), ["FL302", "FL304"]),
+        (("  # flatout: ignore FL029", ""), ["FL304"]),
+        (("  # flatout: ignore fl029", ""), ["FL304"]),
+        (("  # flatout: ignore", "  # flatout: ignore FL304, FL029"), ["FL349"][:0]),
+        (("  # flatout: ignore FL304", ""), ["FL029", "FL304", "FL349"]),
+        (("  # flatout: ignore FL999", ""), ["FL029", "FL304", "FL349"]),
+        (("\n# flatout: ignore FL304", ""), ["FL029"]),
+        (("  # flatout: ignored some day", ""), ["FL029", "FL304"]),
+        (("; s = '# flatout: ignore FL029'", ""), ["FL029", "FL304"]),
     ],
     ids=[
         "code",
@@ -42,7 +42,7 @@ def test_comments_hide_what_they_name(comments, left):
 
 
 def test_an_unused_comment_is_reported_only_where_its_rule_is_selected():
-    text = "import torch  # flatout: ignore FL302\n"
+    text = "import torch  # flatout: ignore FL029\n"
     assert codes(text) == ["FL349"]
     assert codes(text, select=["FL304", "FL349"]) == []
     assert codes(text, ignore=["FL349"]) == []
@@ -50,35 +50,18 @@ def test_an_unused_comment_is_reported_only_where_its_rule_is_selected():
 
 def test_select_and_ignore_take_prefixes_of_codes():
     text = SAVES.format("", "")
-    assert codes(text, select=["FL3"]) == ["FL302", "FL304"]
-    assert codes(text, select=["FL0", "FL304"]) == ["FL304"]
-    assert codes(text, ignore=["FL30"]) == []
+    assert codes(text, select=["FL"]) == ["FL029", "FL304"]
+    assert codes(text, select=["FL1", "FL304"]) == ["FL304"]
+    assert codes(text, ignore=["FL30", "FL0"]) == []
     with pytest.raises(UsageError, match="FL9"):
         codes(text, select=["FL9"])
 
 
 def test_worst_first_then_by_line():
     text = "\n\n".join(
-        rule.section("Bad").replace("# <-", "")
-        for rule in TABLE
-        if rule.code in ("FL304", "FL001", "FL104", "FL203")
+        rule.section("Bad").replace("# <-", "") for rule in TABLE if rule.code in ("FL304", "FL029", "FL028")
     )
     found = check(ScriptProgram.of_text(text))
     kinds = ["wrong result", "wasted time", "wasted memory", "fragile"]
     assert [f.severity for f in found] == sorted((f.severity for f in found), key=kinds.index)
-    assert {f.severity for f in found} == set(kinds)
-
-
-def test_the_fix_of_a_finding_uses_the_users_own_names():
-    text = (
-        "import torch\nnet = torch.nn.Linear(4, 1)\nsgd = torch.optim.SGD(net.parameters(), lr=0.1)\nfor i in range(9):\n"
-        "    net(torch.randn(2, 4)).sum().backward()\n    sgd.step()\n"
-    )
-    (finding,) = check(ScriptProgram.of_text(text))
-    assert (finding.rule, finding.place.line, finding.place.column, finding.place.text) == (
-        "FL001",
-        6,
-        5,
-        "sgd.step()",
-    )
-    assert finding.fix.startswith("sgd.zero_grad()")
+    assert {f.rule for f in found} == {"FL304", "FL029", "FL028"}

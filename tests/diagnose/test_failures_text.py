@@ -62,6 +62,47 @@ def test_the_fixed_beginning_of_a_message_is_enough(text, code):
     assert "cpu and on cpu" not in info.finding.message
 
 
+WATCHDOG = (
+    "[Rank {}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum={}, OpType={}, NumelIn=1024, NumelOut=1024, "
+    "Timeout(ms)=600000) ran for 600060 milliseconds before timing out.\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("waits", "says"),
+    [
+        (
+            [(0, 12, "ALLREDUCE"), (1, 12, "_ALLGATHER_BASE")],
+            "as number 12, rank 0 in ALLREDUCE of 1,024 elements and rank 1 in _ALLGATHER_BASE of 1,024 elements",
+        ),
+        ([(1, 7, "BROADCAST")], "rank 1 waited 600 s in BROADCAST number 7, and rank 0 never called it"),
+    ],
+)
+def test_a_timeout_names_the_operations_of_the_ranks(waits, says):
+    (info,) = explain_text("".join(WATCHDOG.format(*wait) for wait in waits))
+    assert info.finding.rule == "FE086"
+    assert says in info.finding.message
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("ValueError: num_samples should be a positive integer value, but got num_samples=0", "FE077"),
+        (
+            "NotImplementedError: Cannot copy out of meta tensor; no data! Please use torch.nn.Module.to_empty()",
+            "FE008",
+        ),
+        (
+            "_pickle.PicklingError: Can't pickle <function <lambda> at 0x7f66ac1e6fc0>: attribute lookup <lambda> on __main__ failed",
+            "FE074",
+        ),
+    ],
+)
+def test_failures_of_data_sets_and_modules(text, code):
+    (info,) = explain_text(text)
+    assert info.finding.rule == code
+
+
 # -- pages
 
 

@@ -117,8 +117,9 @@ def _call_entry(job: dict[str, Any], torch: ModuleType) -> None:
     if job.get("seed") is not None:
         torch.manual_seed(job["seed"])
     importlib.import_module("flatout.agent.compiler_import").postpone(torch)
-    module, function = job["entry"].split(":")
-    getattr(importlib.import_module(module), function)(job)
+    for entry in (job["entry"], *job.get("checks", ())):
+        module, function = entry.split(":")
+        getattr(importlib.import_module(module), function)(job)
 
 
 def _at_exit(path: str, pid: int, has_levers: bool) -> None:

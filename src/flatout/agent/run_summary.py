@@ -26,9 +26,11 @@ from flatout.job.folder import JobFolder, write_json
 from flatout.job.rank_environment import rank_number, this_rank
 from flatout.schema.errors import StorageError, first_line
 from flatout.schema.facts import untested_torch
+from flatout.schema.findings import Finding
 from flatout.schema.run_request import EXPORT_FAILED, LIVE_FIGURES, RunSummary, SummaryRequest
 
 GPU_EVERY_S = 5.0
+FINDINGS: list[Finding] = []  # of the checks of this run (flatout.diagnose.run_checks)
 MAX_LOG_BYTES = 1 << 20
 
 
@@ -193,6 +195,7 @@ class Summarizer:
             gpu_busy=self.figures.gpu_busy,
             piped=self.request.piped,
             compiled=compile_record(),
+            findings=list(FINDINGS),
         )
 
 

@@ -1,19 +1,19 @@
-"""`flatout check`: find mistakes that raise no error, in the source and, with --run, in a run."""
+"""`flatout check`: find mistakes that raise no error, in a run of the program and in its source."""
 
 import os
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 
 import click
 from rich.console import Console
 
-from flatout.cli.options.arguments import PROGRAM, Duration, complete_files, writable
+from flatout.cli.options.arguments import PROGRAM, budget_option, complete_files, writable
+from flatout.cli.options.configuration import ignored
 from flatout.cli.options.output import json_option, print_json, warn_untested
-from flatout.cli.options.scripts import command_of, read_program, rule_options
-from flatout.cli.profile import MIN_BUDGET_S, profile
+from flatout.cli.options.progress import LiveProgress
+from flatout.cli.options.scripts import command_of, is_command, read_program, rule_options
 from flatout.diagnose.check import check, sort_key
-from flatout.diagnose.profiling import ProfileOptions
+from flatout.diagnose.observed_run import ObservedRun, observe_twice
 from flatout.diagnose.rule import Rule
 from flatout.diagnose.rules import TABLE
 from flatout.diagnose.rules.ignore_without_effect import RULE as UNUSED
@@ -40,12 +40,8 @@ from flatout.tune.plan_files import job_folder
     help="Output format of the findings.",
 )
 @json_option
-@click.option(
-    "--run",
-    "run_s",
-    type=Duration(),
-    help="Also run the program for this long in steady state, and check the measured rules.",
-)
+@budget_option("30s", "Time to observe the program, from its first backward pass on.")
+@click.option("--no-run", is_flag=True, help="Do not start the program: only read its source.")
 @click.option(
     "--each",
     "separately",
@@ -66,15 +62,16 @@ def command(
     ignore: list[str],
     output_format: str,
     as_json: bool,
-    run_s: float | None,
+    budget: float,
+    no_run: bool,
     separately: bool,
     explain: str | None,
 ) -> int:
     """Find mistakes that raise no error: wrong results, wasted time, wasted memory, fragile code.
 
-    Reads a script, a notebook, or the script that a command starts, and the modules it imports from its own
-    folder. The program runs only with --run, which adds the measured rules and keeps a profile as
-    `flatout profile` does. The comment `# flatout: ignore FL012` disables a rule on its line.
+    `flatout check python train.py` runs the program for up to 30 s, and holds what it does against facts of correct
+    training. It changes no file of yours. `flatout check train.py` runs nothing: it reads the file, and the modules
+    that it imports from its own folder. The comment `# flatout: ignore FL012` disables a rule on its line.
 
     The exit code is 0 without findings, 1 with findings, 2 for a usage error."""
     if as_json and output_format != "text":
@@ -83,28 +80,34 @@ def command(
     if explain is not None:
         _explain(explain.upper(), output_format)
         return 0
-    if separately and run_s is not None:
-        raise UsageError("--each checks files that are not run. Remove --run, or check one command.")
     programs = [read_program((word,)) for word in argv] if separately and argv else [read_program(argv)]
+    run = None
     if separately:
         findings = _check_separately(programs, select, ignore)
     else:
-        findings = check(programs[0], select, ignore, run_findings(argv, run_s) if run_s is not None else ())
+        if not no_run and is_command(argv):
+            run = observe_program(argv, budget, programs[0])
+        ignore = [*ignore, *ignored()]
+        findings = check(programs[0], select, ignore, run.findings if run is not None else ())
     unread = list(dict.fromkeys(note for program in programs for note in program.unread))
     files = list(dict.fromkeys(source.path for program in programs for source in program.sources))
+    notes = run.notes if run is not None else []
     if output_format == "text":
         console = Console(highlight=False, soft_wrap=True)
-        for note in unread:
-            click.echo(f"flatout: not read: {note}", err=True)
+        for note in (*(f"not read: {note}" for note in unread), *notes):
+            click.echo(f"flatout: {note}", err=True)
         console.print(finding_lines(findings, titles={rule.code: rule.title for rule in TABLE}))
         argv = argv[:1] if separately else argv
         command = argv if len(argv) > 1 and not argv[0].startswith("-m") else ("python", *argv)
         command_text = "python train.py" if argv[-1].endswith(".ipynb") else shell(masked(command))
-        console.print(summary(findings, len(files), command_text, run_s is not None))
+        console.print(summary(findings, len(files), command_text, run.scope if run is not None else ""))
     elif output_format == "github":
         click.echo("\n".join(github_lines(findings)), nl=bool(findings))
     else:
-        print_json(FindingsRecord(files, unread, findings))
+        seen = (run.steps, run.passes) if run is not None else (0, 0)
+        print_json(FindingsRecord(files, unread, findings, *seen, notes))
+    if run is not None and run.error is not None:
+        raise run.error
     return 1 if findings else 0
 
 
@@ -128,22 +131,17 @@ def _check_separately(
     return sorted(findings.values(), key=sort_key)
 
 
-def run_findings(argv: tuple[str, ...], run_s: float) -> list[Finding]:
-    """Run the program and return the findings of the measured rules, with paths relative to this folder."""
-    if run_s < MIN_BUDGET_S:
-        raise UsageError(
-            f"a run of {run_s:g} s cannot measure anything; give at least {MIN_BUDGET_S:g} s, as in --run 60s."
-        )
-    cmd = check_measurable(parse_command(command_of(argv)))
-    findings = profile(
-        cmd, writable(job_folder(cmd), False), warn_untested(look(cmd.argv)), ProfileOptions(budget_s=run_s)
-    ).findings
-    return [
-        replace(
-            finding, place=finding.place and replace(finding.place, file=os.path.relpath(finding.place.file))
-        )
-        for finding in findings
-    ]
+def observe_program(argv: tuple[str, ...], budget_s: float, program: ScriptProgram) -> ObservedRun:
+    """Run the program under the invariants. Paths of the findings are relative to this folder."""
+    command = check_measurable(parse_command(command_of(argv)))
+    job, facts = writable(job_folder(command), False), warn_untested(look(command.argv))
+    with LiveProgress(Console(stderr=True), budget_s) as progress:
+        run = observe_twice(command, job, facts, budget_s, program, progress)
+    for finding in run.findings:
+        for place in (finding.place, *finding.others):
+            if place is not None:
+                place.file = os.path.relpath(place.file)
+    return run
 
 
 def _explain(code: str, output_format: str) -> None:

@@ -58,7 +58,7 @@ class Schedule(click.ParamType):
     type=Schedule(),
     help="Profiler schedule: numbers of wait, warm-up and active steps.",
 )
-@budget_option("2m", "Time to spend in steady state; what-ifs use the remaining time.")
+@budget_option("30s", "Time to spend in steady state; what-ifs use the remaining time.")
 @click.option(
     "--trace",
     type=click.Path(dir_okay=False, path_type=Path),
@@ -98,7 +98,7 @@ def command(
     the program's files."""
     if budget < MIN_BUDGET_S:
         raise UsageError(
-            f"a budget of {budget:g} s cannot measure anything; give at least {MIN_BUDGET_S:g} s, as in --budget 2m."
+            f"a budget of {budget:g} s cannot measure anything; give at least {MIN_BUDGET_S:g} s, as in --budget 30s."
         )
     if memory and trace is not None:
         raise UsageError(

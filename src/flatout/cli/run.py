@@ -24,6 +24,7 @@ from flatout.cli.options.arguments import (
     require_program,
     writable,
 )
+from flatout.cli.options.configuration import ignored
 from flatout.cli.options.device import apply_device, device_hint, device_option
 from flatout.cli.options.output import notify, warn_untested
 from flatout.cli.options.ranks import RankOptions, add_rank_options, read_rank_options
@@ -43,6 +44,7 @@ from flatout.schema.run_request import ResumeOptions, RunRequest
 from flatout.tune.plan_files import differences, find_plan, job_folder, plan_files, plan_key
 
 COUNT_ENTRY = "flatout.agent.run_summary:count"  # without levers
+CHECKS_ENTRY = "flatout.diagnose.run_checks:attach"
 ENTRY, CHECKPOINT_ENTRY = "flatout.agent.entry:attach", "flatout.checkpoint.attach:attach"
 RESCUE = "rescue"  # subfolder of a job's folder
 
@@ -87,6 +89,9 @@ RESCUE = "rescue"  # subfolder of a job's folder
     is_flag=True,
     help="Show again what the program prints before its checkpoint; needs --resume.",
 )
+@click.option(
+    "--no-checks", is_flag=True, help="Do not watch the first 200 steps for mistakes (`flatout check`)."
+)
 @exports.add_export_options
 @add_supervision_options
 @add_rank_options
@@ -105,6 +110,7 @@ def command(
     resume: bool,
     from_scratch: bool,
     replay_output: bool,
+    no_checks: bool,
     summary: bool,
     export: tuple[str, ...],
     export_every: float,
@@ -160,6 +166,8 @@ def command(
         if resume or supervision.enabled
         else None,
         summary=summary_request,
+        checks=() if no_checks or resume else (CHECKS_ENTRY,),
+        silenced=tuple(ignored()),
     )
     if summary_request is not None and not cmd.disabled_by:
         exports.start_trackers(summary_request, export)
@@ -182,11 +190,12 @@ def _run_in_removed_folder(cmd: Command, one_process: bool) -> None:
 def _run_alone(cmd: Command, request: RunRequest, supervision: Supervision) -> NoReturn:
     target = supervision.wrap(cmd, job_folder(cmd).path / "incidents.jsonl")
     counts_only = request.live_line is None and request.checkpoint_folder is None and not len(request.plan)
-    if counts_only and request.summary is None:
+    if counts_only and request.summary is None and not request.checks:
         crash_report = crash_environment(temporary("run") / "explained", replaces_process=True)
         _exec(target, {**crash_report, **supervision.environment})
     if counts_only:
-        request = replace(request, entry=COUNT_ENTRY)
+        entries = (COUNT_ENTRY, *request.checks) if request.summary is not None else request.checks
+        request = replace(request, entry=entries[0], checks=entries[1:])
     prefix = f"flatout: {'this run is not counted' if counts_only else 'nothing was applied'}: "
     if cmd.disabled_by:
         sys.stderr.write(f"{prefix}`python {cmd.disabled_by}` disables flatout; remove {cmd.disabled_by}\n")

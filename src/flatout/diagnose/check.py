@@ -169,10 +169,8 @@ def _unused_comments(comments: list[IgnoreComment], rules: list[Rule]) -> Iterab
                 place,
                 "correct the code or remove the comment",
             )
-        elif not comment.used and checked_codes >= (
-            set(comment.codes) or {rule.code for rule in TABLE if rule.check_source}
-        ):
-            codes = ", ".join(comment.codes) or "every rule"
+        elif not comment.used and comment.codes and checked_codes >= set(comment.codes):
+            codes = ", ".join(comment.codes)
             yield IGNORE_WITHOUT_EFFECT.finding(
                 f"the comment switches off {codes} on line {comment.source.cell(comment.hidden_line)[1]}, but nothing is found there",
                 place,

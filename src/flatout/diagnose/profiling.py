@@ -222,7 +222,7 @@ class ProfileOptions:
 
     steps: int = 40
     schedule: tuple[int, int, int] = (1, 2, 3)
-    budget_s: float = 120.0
+    budget_s: float = 30.0
     stages: frozenset[str] = ALL_STAGES
     what_ifs: frozenset[str] = frozenset(lever.name for lever in WHAT_IFS)
     leak_ticks: int = LEAK_TICKS
@@ -273,10 +273,12 @@ def run_profile(program: ProfiledProgram) -> ProfileRecord:
     try:
         program.watcher.stage("observing", "the unchanged program, until its steps are steady")
         program.measure()
+        shown = _show_new(program, set())
         for name, stage in STAGES.items():
             if name in program.options.stages:
                 program.run_stage(name, stage)
                 program.save()
+                shown = _show_new(program, shown)
     finally:
         program.close_trial()
     record.disturbance = program.disturbance.beside
@@ -295,6 +297,16 @@ def run_profile(program: ProfiledProgram) -> ProfileRecord:
             record.findings = locate_causes(record.findings, ScriptProgram.read(program.command.script))
     record.status = "done"
     return record
+
+
+def _show_new(program: ProfiledProgram, shown: set[str]) -> set[str]:
+    """Show the findings that are not in ``shown`` yet, while the profile goes on; return all that were shown."""
+    found = profile_findings(program.record)
+    for finding in found:
+        if finding.rule not in shown:
+            where = f" ({finding.place.sentence()})" if finding.place is not None else ""
+            program.watcher.report(f"found {finding.rule}: {finding.message}{where}")
+    return shown | {finding.rule for finding in found}
 
 
 # -- recording

@@ -1,4 +1,4 @@
-"""A rule: a check of the source, of a profile, or both, with a documentation page.
+"""A rule: an invariant of the running program, a check of the source or of a profile, with a documentation page.
 
 The docstring of a rule's file is its page. The first line is the title. Then come fixed sections, each a line
 ``Name:`` followed by indented text: What / Why it matters / How to fix it / Example, and Sources if there
@@ -6,15 +6,20 @@ are any. Example is a diff between two complete small programs, Bad and Good, an
 Every line of Bad that ends in ``# <-``, and no other, must be reported by the rule.
 """
 
+from __future__ import annotations
+
 import re
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity, SourceLocation
-from flatout.schema.profile import ProfileRecord
+
+if TYPE_CHECKING:
+    from flatout.diagnose.invariant import Invariant
+    from flatout.probe.program import ScriptProgram
+    from flatout.schema.profile import ProfileRecord
 
 SECTIONS = ("What", "Why it matters", "How to fix it", "Bad", "Good", "Sources")
 OTHER_MARK = {"Bad": "+", "Good": "-"}  # the diff mark of lines that only the other program has
@@ -22,7 +27,7 @@ OTHER_MARK = {"Bad": "+", "Good": "-"}  # the diff mark of lines that only the o
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule has ``check_source``, ``check_profile``, or both.
+    """A rule has an ``invariant``, ``check_source`` or ``check_profile``.
 
     ``fix_changes`` says what the edits of its findings change in what the program learns; "" if all losses stay
     the same, bit for bit; None if its findings have no edits.
@@ -39,6 +44,7 @@ class Rule:
     page: str
     check_source: Callable[[ScriptProgram], Iterable[Finding]] | None = None
     check_profile: Callable[[ProfileRecord], Iterable[Finding]] | None = None
+    invariant: type[Invariant] | None = None
     levers: tuple[str, ...] = ()
     fix_changes: str | None = None
     sort_before: Severity | None = None

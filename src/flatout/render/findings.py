@@ -79,17 +79,14 @@ def _with_caret(place: SourceLocation) -> tuple[str, int]:
 
 
 def summary(
-    findings: Sequence[Finding], files: int, command: str = "python train.py", was_run: bool = False
+    findings: Sequence[Finding], files: int, command: str = "python train.py", run: str = ""
 ) -> RenderableType:
     """Return the last line: the number of findings of each severity.
 
-    ``command`` starts the program. ``ran``: the program was run, too, and the measured rules were checked."""
-    scope = f"in {files} {'file' if files == 1 else 'files'}"
+    ``command`` starts the program. ``run``: what was observed of it, such as "40 steps of a run"."""
+    scope = f"in {files} {'file' if files == 1 else 'files'}" + (f" and {run}" if run else "")
     if not findings:
-        where = "the source or in the run" if was_run else "the source"
-        return Text(
-            f"No mistakes found in {where} ({scope.removeprefix('in ')}). For speed: flatout {'tune' if was_run else 'profile'} {command}"
-        )
+        return Text(f"No mistakes found {scope}. For speed: flatout {'tune' if run else 'profile'} {command}")
     counts = [
         f"{len(list(members))} {severity}"
         for severity, members in groupby(findings, key=lambda finding: finding.severity)

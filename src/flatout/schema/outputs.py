@@ -12,11 +12,16 @@ OUTPUT_SCHEMA = 1
 
 @dataclass
 class FindingsRecord(Record):
-    """Output of `flatout check --json`. ``unread`` are files that could not be read, with the reason."""
+    """Output of `flatout check --json`. ``unread`` are files that could not be read, with the reason.
+
+    ``steps`` and ``epochs`` were observed; ``notes`` say what was not."""
 
     files: list[str]
     unread: list[str]
     findings: list[Finding]
+    steps: int = 0
+    epochs: int = 0
+    notes: list[str] = field(default_factory=list)
     schema: int = OUTPUT_SCHEMA
 
 

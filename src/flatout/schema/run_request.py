@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from flatout.schema.facts import Facts
-from flatout.schema.findings import SourceLocation
+from flatout.schema.findings import Finding, SourceLocation
 from flatout.schema.plan import Plan
 from flatout.schema.records import ProgramRecord, Ratio, Record
 
@@ -32,7 +32,8 @@ class RunRequest:
     ``pid``: process ID of the program's first process. ``process_outcomes``: outcomes of the PROCESS levers, which
     acted before the program started. ``seed``: the random seed of several ranks; None leaves randomness to the script. ``live_line``:
     the ``ideal_ms`` of a step, if known; None for no live line. ``checkpoint_folder``: None keeps no checkpoints.
-    ``summary``: the record at the end; None for none."""
+    ``summary``: the record at the end; None for none. ``checks``: further functions like ``entry``; they say what will
+    ruin the run, except the rules in ``silenced``."""
 
     entry: str
     plan: Plan
@@ -44,6 +45,8 @@ class RunRequest:
     checkpoint_folder: str | None = None
     resume: ResumeOptions | None = None
     summary: SummaryRequest | None = None
+    checks: tuple[str, ...] = ()
+    silenced: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -67,6 +70,8 @@ class RunRequest:
             checkpoint_folder=data["checkpoint_folder"],
             resume=ResumeOptions(**data["resume"]) if data["resume"] is not None else None,
             summary=SummaryRequest.from_json(data["summary"]) if data["summary"] is not None else None,
+            checks=tuple(data["checks"]),
+            silenced=tuple(data["silenced"]),
         )
 
 
@@ -142,6 +147,7 @@ class RunSummary(ProgramRecord):
     gpu_busy: float | None = None
     piped: bool = False
     compiled: CompileRecord | None = None
+    findings: list[Finding] = field(default_factory=list)
 
     @property
     def limited_by(self) -> str:

@@ -109,11 +109,10 @@ class Trial:
             **files,
             **_process_environment(self.plan, self.facts, self.options.table),
         }
-        if self.options.seed is not None and "PYTHONHASHSEED" not in os.environ:
+        base = {**os.environ, **dict(self.command.environment)}
+        if self.options.seed is not None and "PYTHONHASHSEED" not in base:
             variables["PYTHONHASHSEED"] = str(self.options.seed)
-        environment = job_environment(
-            self.folder.spec.resolve(), variables, base={**os.environ, **dict(self.command.environment)}
-        )
+        environment = job_environment(self.folder.spec.resolve(), variables, base=base)
         environment.setdefault("TORCHINDUCTOR_CACHE_DIR", compiler_cache())
         self._watch = EntryWatch(Path(environment[ENTERED]))
         self.started_s = seconds()
@@ -149,6 +148,13 @@ class Trial:
         self.ready = message
         self.ticks_done = message["ticks"]
         return True
+
+    def poll(self, deadline_s: float) -> dict[str, Any] | None:
+        """The next message of a program that sends them unasked, if one comes soon.
+
+        Raises ProgramGone if it ended, or after ``deadline_s``.
+        """
+        return self._next_message(deadline_s, "it did not end", POLL_S)
 
     @property
     def held(self) -> bool:

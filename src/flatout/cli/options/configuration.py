@@ -19,6 +19,7 @@ from flatout.schema.errors import UsageError
 from flatout.schema.plan import read_toml
 
 FILE, SECTION, PREFIX = "pyproject.toml", "tool.flatout", "FLATOUT"
+IGNORE = "ignore"  # the table of rules to leave out: code = "reason"
 MAX_BYTES = 1 << 20
 
 
@@ -31,6 +32,7 @@ def configure(ctx: click.Context, name: str, command: click.Command) -> None:
     if settings:
         group = ctx.command
         assert isinstance(group, click.Group)
+        settings = {key: value for key, value in settings.items() if key != IGNORE}
         tables = {key: value for key, value in settings.items() if isinstance(value, dict)}
         _reject_unknown(path, SECTION, tables, group.list_commands(ctx))
         shared = {key: value for key, value in settings.items() if key not in tables}
@@ -65,6 +67,17 @@ def read(path: Path) -> dict[str, Any]:
         sys.stderr.write(f"flatout: [{SECTION}] of {path} is not used: {why}\n")
         return {}
     return found
+
+
+def ignored() -> dict[str, str]:
+    """Return the rules to leave out, code -> reason. Raises UsageError for a code without a reason."""
+    path = nearest()
+    rules = read(path).get(IGNORE, {}) if path is not None else {}
+    if not isinstance(rules, dict) or not all(isinstance(why, str) and why.strip() for why in rules.values()):
+        raise UsageError(
+            f'{path}: write [{SECTION}.{IGNORE}] as codes with reasons, such as FL060 = "a frozen head".'
+        )
+    return rules
 
 
 def options_of(command: click.Command) -> dict[str, click.Option]:

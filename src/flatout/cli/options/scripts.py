@@ -50,6 +50,16 @@ def read_program(argv: tuple[str, ...], name: str = "check") -> ScriptProgram:
         raise UsageError(f"{script} cannot be read: {error.strerror or error}.") from None
 
 
+def is_command(argv: tuple[str, ...]) -> bool:
+    """Whether these words start a program, rather than name a file to read."""
+    return argv[0].startswith("-m") or not _is_file(argv)
+
+
+def _is_file(argv: tuple[str, ...]) -> bool:
+    first = Path(argv[0])
+    return first.suffix in (".py", ".ipynb") or first.is_dir() or (first.is_file() and len(argv) == 1)
+
+
 def command_of(argv: tuple[str, ...]) -> tuple[str, ...]:
     """Return the words of a command; `-m pkg.mod` alone is an argument of Python."""
     return ("python", *argv) if argv[0].startswith("-m") else argv
@@ -59,7 +69,7 @@ def _script(argv: tuple[str, ...]) -> tuple[Path, bool]:
     first = Path(argv[0])
     if argv[0].startswith("-m"):
         argv = command_of(argv)
-    elif first.suffix in (".py", ".ipynb") or first.is_dir() or (first.is_file() and len(argv) == 1):
+    elif _is_file(argv):
         return first, False
     try:
         command = parse_command(argv)

@@ -293,3 +293,17 @@ cuda_after_fork = pattern_kind(
         or any(error.link == "carried" for error in failure.chain)
     ),
 )
+
+no_data_on_meta = pattern_kind(
+    "FE008",
+    "no-data-on-meta",
+    """A module on the meta device has no data to move.
+    Parameters made under `torch.device("meta")` have shapes, but no storage, so `to()` has nothing to copy.
+    https://docs.pytorch.org/docs/stable/meta.html""",
+    Form(
+        "the module was made on the meta device: its parameters have no data",
+        "module = module.to_empty(device=device)            # then initialise or load every parameter\n"
+        "module.load_state_dict(state, assign=True)         # or take the tensors of a checkpoint",
+        r"Cannot copy out of meta tensor; no data!",
+    ),
+)

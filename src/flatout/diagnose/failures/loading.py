@@ -204,7 +204,7 @@ cannot_be_pickled = pattern_kind(
         "`{what}` cannot be pickled, and a spawned process receives everything pickled",
         TOP_LEVEL_FUNCTION,
         r"Can't (?:pickle|get) local object '(?P<what>[^']+)'",
-        r"Can't pickle <(?:function|class) '?(?P<what>[^'>]+?)'?(?: at 0x[0-9a-f]+)?>: .+",
+        r"Can't pickle <(?:function|class) '?(?P<what><lambda>|[^'>]+?)'?(?: at 0x[0-9a-f]+)?>: .+",
         r"Can't pickle local object (?P<what><.+?>)(?: at 0x|$|>)",
     ),
     Form(
@@ -256,4 +256,18 @@ loader_timed_out = pattern_kind(
         r"DataLoader timed out after (?P<seconds>[\d.]+) seconds",
     ),
     values=lambda failure, _: {"batches": "" if failure.batch is None else str(failure.batch + 1)},
+)
+
+no_samples = pattern_kind(
+    "FE077",
+    "no-samples",
+    """The data set is empty.
+    A glob or a filter matches nothing, the path names another folder, or the split leaves no sample.
+    https://docs.pytorch.org/docs/stable/data.html""",
+    Form(
+        "the data set is empty: its list of files or samples matches nothing",
+        "print(len(dataset), root)   # check the folder and the pattern; glob does not search subfolders without **",
+        r"num_samples should be a positive integer value, but got num_samples=0",
+    ),
+    types=("ValueError",),
 )

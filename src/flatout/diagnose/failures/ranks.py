@@ -204,14 +204,31 @@ def nccl_timeout(failure: FailureRecord) -> Diagnosis | None:
     cause = f"a collective operation{f' ({what})' if what else ''} timed out"
     if timeout:
         ranks, waited = ", ".join(map(str, sorted(timeouts))), f"{int(timeout['ms']) / 1000:.0f} s"
-        cause = f"ranks {ranks} waited {waited} in {what} number {timeout['number']}"
+        cause = f"rank{'s' if len(timeouts) > 1 else ''} {ranks} waited {waited} in {what} number {timeout['number']}"
+    others = _other_operation(timeouts)
     return Diagnosis(
-        f"{cause}, {_late_rank(numbers, completed, failure.world_size)}",
+        f"{cause}, {others or _late_rank(numbers, completed, failure.world_size)}",
         "py-spy dump --pid PID_OF_THE_LATE_RANK          # shows what it is doing\n"
         "every rank must call the same operations in the same order: look for `if rank == 0:` around one, and for loaders of unequal length\n"
         "init_process_group(..., timeout=timedelta(hours=1))   # only if a rank is slow on purpose (checkpointing, validation)",
         evidence,
     )
+
+
+def _other_operation(timeouts: dict[int, re.Match[str]]) -> str:
+    """The ranks that wait under one number in operations of different types or sizes; "" if none do."""
+    operations: dict[str, dict[str, list[int]]] = {}
+    for rank, match in sorted(timeouts.items()):
+        size = f" of {int(match['numel']):,} elements" if match["numel"] else ""
+        operations.setdefault(match["number"], {}).setdefault(f"{match['what']}{size}", []).append(rank)
+    for number, by_operation in operations.items():
+        if len(by_operation) > 1:
+            waits = " and ".join(
+                f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} in {operation}"
+                for operation, ranks in by_operation.items()
+            )
+            return f"but the ranks do not call the same operations: as number {number}, {waits}"
+    return ""
 
 
 def _late_rank(waiting_in: dict[int, int], completed: dict[int, int], world: int | None) -> str:

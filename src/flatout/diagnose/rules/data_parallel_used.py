@@ -21,51 +21,12 @@ Sources:
     https://docs.pytorch.org/tutorials/intermediate/ddp_tutorial.html
 """
 
-import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from flatout.diagnose.gains import event_of
 from flatout.diagnose.rule import Rule
-from flatout.probe.names import FUNCTIONS, is_main_guard
-from flatout.probe.program import ScriptProgram
-from flatout.probe.script import SourceFile
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
-
-NAMES = (
-    "torch.nn.DataParallel",
-    "torch.nn.parallel.DataParallel",
-    "torch.nn.parallel.data_parallel",
-    "torch.nn.parallel.data_parallel.DataParallel",
-)
-
-
-def check_source(program: ScriptProgram) -> Iterator[Finding]:
-    if program.mentions("DistributedDataParallel", "DDP", "FSDP", "FullyShardedDataParallel", "fully_shard"):
-        return  # the program leaves the choice to the user
-    for source, call in program.calls(*NAMES):
-        yield RULE.finding(
-            "DataParallel copies the model to every device in every step, from one Python process",
-            source.place(call),
-            "torch.nn.parallel.DistributedDataParallel(model)  # and: torchrun --nproc-per-node N script.py",
-            weight=1 if program.step_loops and _of_several_devices(source, call) else RULE.weight,
-        )
-
-
-def _of_several_devices(source: SourceFile, call: ast.Call) -> bool:
-    """Return whether the model is always wrapped, for devices that are named and are not just one."""
-    named = [k.value for k in call.keywords if k.arg == "device_ids"]
-    given = next(iter([*named, *call.args[1:2]]), None)
-    if given is None or isinstance(given, ast.Constant):
-        return False
-    if isinstance(given, (ast.List, ast.Tuple)) and len(given.elts) < 2:
-        return False
-    for around in source.parents(call):
-        if isinstance(around, FUNCTIONS):
-            break
-        if isinstance(around, ast.IfExp) or (isinstance(around, ast.If) and not is_main_guard(around)):
-            return False
-    return True
 
 
 def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
@@ -79,7 +40,6 @@ RULE = Rule(
     "data_parallel_used",
     Severity.TIME,
     __doc__,
-    check_source,
-    check_profile,
+    check_profile=check_profile,
     weight=-1,
 )

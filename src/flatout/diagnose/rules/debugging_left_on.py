@@ -25,50 +25,12 @@ Sources:
     https://docs.pytorch.org/tutorials/recipes/recipes/tuning_guide.html#disable-debugging-apis
 """
 
-import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from flatout.diagnose.gains import event_of
-from flatout.diagnose.rewrites import remove_statement
 from flatout.diagnose.rule import Rule
-from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
-
-SWITCHES = ("torch.autograd.set_detect_anomaly", "torch.autograd.anomaly_mode.set_detect_anomaly")
-ALWAYS = (
-    "torch.autograd.detect_anomaly",
-    "torch.autograd.anomaly_mode.detect_anomaly",
-    "torch.autograd.gradcheck",
-    "torch.autograd.gradgradcheck",
-    "torch.autograd.profiler.emit_nvtx",
-    "torch.autograd.profiler.emit_itt",
-)
-
-
-def check_source(program: ScriptProgram) -> Iterator[Finding]:
-    if not program.step_loops:
-        return
-    for event in program.events:
-        if event.kind != "call" or not isinstance(event.node, ast.Call) or event.arms:
-            continue
-        call, dotted = event.node, event.source.dotted(event.node.func)
-        first = (
-            call.args[0]
-            if call.args
-            else next((k.value for k in call.keywords if k.arg in ("mode", "enabled")), None)
-        )
-        on = isinstance(first, ast.Constant) and first.value is True
-        trained = event.loops or not dotted.endswith("check")
-        if (dotted in SWITCHES and on) or (
-            dotted in ALWAYS and (first is None or on or dotted.endswith("check")) and trained
-        ):
-            yield RULE.finding(
-                f"`{event.source.code(call)}` is enabled for the whole training",
-                event.place,
-                "# remove it, or make it optional",
-                edits=remove_statement(event.source, call) if dotted in SWITCHES else [],
-            )
 
 
 def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
@@ -83,8 +45,6 @@ RULE = Rule(
     "debugging_left_on",
     Severity.TIME,
     __doc__,
-    check_source,
-    check_profile,
+    check_profile=check_profile,
     levers=("debug_off",),
-    fix_changes="",
 )

@@ -23,34 +23,12 @@ Sources:
     https://docs.pytorch.org/docs/stable/notes/cuda.html#memory-management
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from flatout.diagnose.gains import HOW_BY_TIME, event_of, share_of_step, speedup_without
-from flatout.diagnose.rewrites import remove_statement
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.rules.synchronize_every_step import every_step
-from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
-
-NAMES = (
-    "torch.cuda.empty_cache",
-    "torch.cuda.memory.empty_cache",
-    "torch.accelerator.empty_cache",
-    "torch.accelerator.memory.empty_cache",
-    "torch.mps.empty_cache",
-)
-
-
-def check_source(program: ScriptProgram) -> Iterator[Finding]:
-    for event, when, weight in every_step(program, *NAMES):
-        yield RULE.finding(
-            f"`{event.source.code(event.node)}` frees memory in every {when} that the next one must allocate again",
-            event.place,
-            f"# remove {event.source.code(event.node)}",
-            edits=remove_statement(event.source, event.node),
-            weight=weight,
-        )
 
 
 def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
@@ -75,8 +53,6 @@ RULE = Rule(
     "empty_cache_every_step",
     Severity.TIME,
     __doc__,
-    check_source,
-    check_profile,
+    check_profile=check_profile,
     levers=("allocator",),
-    fix_changes="",
 )

@@ -27,7 +27,7 @@ Example:
         gc.collect()  # <-
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from flatout.diagnose.gains import (
     HOW_BY_TIME,
@@ -37,23 +37,9 @@ from flatout.diagnose.gains import (
     share_of_step,
     speedup_without,
 )
-from flatout.diagnose.rewrites import remove_statement
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.rules.synchronize_every_step import every_step
-from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
-
-
-def check_source(program: ScriptProgram) -> Iterator[Finding]:
-    for event, when, weight in every_step(program, "gc.collect"):
-        yield RULE.finding(
-            f"`gc.collect()` visits every object of the program in every {when}",
-            event.place,
-            "# remove it, or collect once per epoch",
-            edits=remove_statement(event.source, event.node),
-            weight=weight,
-        )
 
 
 def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
@@ -75,8 +61,6 @@ RULE = Rule(
     "gc_collect_every_step",
     Severity.TIME,
     __doc__,
-    check_source,
-    check_profile,
+    check_profile=check_profile,
     levers=("gc_pause",),
-    fix_changes="",
 )

@@ -10,9 +10,8 @@ How to fix it:
 Example:
     import torch
 
-    model = torch.nn.Linear(4, 1)
-  - torch.save(model.state_dict(), "model.pt")  # flatout: ignore FL302  # <-
-  + torch.save(model, "model.pt")  # flatout: ignore FL302
+  - state = torch.load("model.pt")  # flatout: ignore FL304  # <-
+  + state = torch.load("model.pt", weights_only=False)  # flatout: ignore FL304
 """
 
 from flatout.diagnose.rule import Rule

@@ -22,13 +22,12 @@ from collections.abc import Iterator
 
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
-from flatout.probe.value_paths import is_given
 from flatout.schema.findings import Finding, Severity
 
 
 def check(program: ScriptProgram) -> Iterator[Finding]:
     for source, call in program.calls("torch.load"):
-        if is_given(call, "weights_only", False):
+        if any(k.arg == "weights_only" and getattr(k.value, "value", None) is False for k in call.keywords):
             kept = [k for k in call.keywords if k.arg != "weights_only"]
             yield RULE.finding(
                 "the author of this file can run any code on this machine",

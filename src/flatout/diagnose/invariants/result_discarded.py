@@ -1,0 +1,113 @@
+"""The result of a tensor method is discarded.
+
+What:
+    A line calls a method that returns a new tensor (`x.to(device)`, `x.detach()`, `x.clamp(0, 1)`) and does
+    not use the result.
+Why it matters:
+    Only modules move in place. The tensor does not change: it stays on the wrong device, attached to its
+    graph, or unclamped.
+How to fix it:
+    Write `x = x.to(device)`, or use the in-place method with an underscore: `x.clamp_(0, 1)`.
+Example:
+    import torch
+
+    x = torch.randn(8, 4)
+  - x.clamp(0, 1)  # <-
+  + x = x.clamp(0, 1)
+    print(x)
+"""
+
+import ast
+import linecache
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from flatout.agent.frames import Line, place_of
+from flatout.diagnose.invariant import Invariant, line_here
+from flatout.diagnose.rule import Rule
+from flatout.schema.findings import Finding, Severity
+
+PURE = frozenset(
+    [
+        "to",
+        "cuda",
+        "cpu",
+        "detach",
+        "clamp",
+        "clip",
+        "float",
+        "half",
+        "double",
+        "long",
+        "int",
+        "bool",
+        "view",
+        "reshape",
+        "permute",
+        "transpose",
+        "squeeze",
+        "unsqueeze",
+        "contiguous",
+        "div",
+        "mul",
+        "add",
+        "sub",
+        "neg",
+        "abs",
+        "sqrt",
+        "exp",
+        "log",
+        "pow",
+        "flatten",
+        "expand",
+        "type",
+        "clone",
+        "round",
+        "masked_fill",
+        "index_fill",
+        "scatter",
+    ]
+)
+
+
+class ResultDiscarded(Invariant):
+    calls = PURE
+
+    def __init__(self, program: Any) -> None:
+        super().__init__(program)
+        self.lines: dict[Line | None, str] = {}
+
+    def called(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        line = line_here()
+        if (
+            line is not None
+            and name in discarded(line[0].co_filename).get(line[1], ())
+            and "out" not in kwargs
+        ):
+            self.lines[line] = name
+
+    def findings(self) -> Iterable[Finding]:
+        for line, name in self.lines.items():
+            yield RULE.finding(
+                f"`{name}` returns a new tensor, and this line discards it: the tensor itself does not change",
+                place_of(line),
+                f"x = x.{name}(...)",
+            )
+
+
+@lru_cache(maxsize=256)
+def discarded(file: str) -> Mapping[int, set[str]]:
+    """The methods whose results a line of a file does not use."""
+    found = defaultdict[int, set[str]](set)
+    text = "".join(linecache.getlines(file))
+    if file.endswith(".py"):
+        for node in ast.walk(ast.parse(text)):
+            call = node.value if isinstance(node, ast.Expr) else None
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+                found[call.lineno].add(call.func.attr)
+    return found
+
+
+RULE = Rule("FL030", "result_discarded", Severity.WRONG, __doc__, invariant=ResultDiscarded)

@@ -1,0 +1,98 @@
+"""Optimizer steps are too small for the format of the weights.
+
+What:
+    The optimizer steps with gradients that are not 0, but after many steps most elements of the weights are as before.
+Why it matters:
+    bfloat16 keeps 8 significant bits and float16 11. A step below half of the last bit is rounded away: the weight
+    never moves, however long the training lasts.
+How to fix it:
+    Keep the weights in float32 and compute under `torch.autocast`, or keep float32 master weights in the optimizer.
+Example:
+    import torch
+
+  - model = torch.nn.Linear(64, 1).to(torch.bfloat16)
+  + model = torch.nn.Linear(64, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+    for x in torch.randn(40, 8, 64):
+        optimizer.zero_grad()
+        model(x.to(model.weight.dtype)).float().square().mean().backward()
+  -     optimizer.step()  # <-
+  +     optimizer.step()
+Sources:
+    https://arxiv.org/abs/2010.06192
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+from flatout.diagnose.invariant import Invariant, place_here
+from flatout.diagnose.observed_program import parameters_of
+from flatout.diagnose.rule import Rule
+from flatout.schema.findings import Finding, Severity
+
+MIN_STEPS = 30
+MAX_ELEMENTS = 1024  # that are compared, of each weight
+MIN_SHARE = 0.5  # of the elements with a gradient
+MIN_RATE = 0.1  # of the first learning rate: during a warm-up, weights may rest
+
+
+class WeightsUnmoved(Invariant):
+    in_run = True
+
+    def __init__(self, program: Any) -> None:
+        super().__init__(program)
+        self.first: dict[
+            int, tuple[Any, int, Any]
+        ] = {}  # weight -> itself, its version and its values after a step
+        self.seen: set[int] = set()  # optimizers
+        self.place: Any = None
+
+    def step_ends(self, optimizer: Any) -> None:
+        if id(optimizer) not in self.seen:
+            self.seen.add(id(optimizer))
+            self.place = self.place or place_here()
+            self.first.update(
+                {
+                    id(p): (weakref.ref(p), p._version, sample(p))
+                    for p in parameters_of(optimizer)
+                    if p.numel() and not p.is_sparse
+                }
+            )
+
+    def findings(self) -> Iterable[Finding]:
+        """Compare elements with a gradient: they should have moved."""
+        weights, still, all_elements, kind = list[Any](), 0, 0, ""
+        for optimizer in self.program.optimizers:
+            for group in optimizer.param_groups:
+                if float(group["lr"]) <= MIN_RATE * float(group.get("initial_lr", 0.0)):
+                    continue
+                for p in group["params"]:
+                    ref, version, values = self.first.get(id(p), (lambda: None, 0, None))
+                    if (
+                        ref() is p
+                        and p._version >= version + MIN_STEPS
+                        and p.grad is not None
+                        and not p.grad.is_sparse
+                    ):
+                        gradient = sample(p.grad) != 0
+                        unmoved = int(((sample(p) == values) & gradient).sum())
+                        still, all_elements = still + unmoved, all_elements + int(gradient.sum())
+                        if unmoved > MIN_SHARE * int(gradient.sum()):
+                            weights.append(p)
+                            kind = str(p.dtype).removeprefix("torch.")
+        if weights and still > MIN_SHARE * all_elements:
+            yield RULE.finding(
+                f"{still / all_elements:.0%} of the elements of the weights did not move in {MIN_STEPS} steps or more, though they "
+                f"have gradients: each step is rounded away in {kind} ({self.program.names(weights)})",
+                self.place,
+                "keep float32 weights, and compute under torch.autocast",
+            )
+
+
+def sample(values: Any) -> Any:
+    flat = values.detach().flatten()
+    return flat[:: max(1, flat.numel() // MAX_ELEMENTS)].clone()
+
+
+RULE = Rule("FL061", "weights_unmoved", Severity.WRONG, __doc__, invariant=WeightsUnmoved)

@@ -1,0 +1,49 @@
+"""A model is saved as an object, not as its weights.
+
+What:
+    `torch.save(model, path)` is given the module itself.
+Why it matters:
+    The file is a pickle that names your classes and files. If you rename, move or change them, it no longer
+    loads. Since torch 2.6, `torch.load` rejects it without `weights_only=False`, which lets a file run any
+    code.
+How to fix it:
+    Use `torch.save(model.state_dict(), path)`, and `model.load_state_dict(torch.load(path))` on a model
+    created by the code.
+Example:
+    import torch
+
+    model = torch.nn.Linear(4, 1)
+  - torch.save(model, "model.pt")  # <-
+  + torch.save(model.state_dict(), "model.pt")
+Sources:
+    https://docs.pytorch.org/docs/stable/notes/serialization.html
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from flatout.agent.frames import Line, place_of
+from flatout.diagnose.invariant import Invariant, line_here
+from flatout.diagnose.rule import Rule
+from flatout.schema.findings import Finding, Severity
+
+
+class WholeModelSaved(Invariant):
+    def __init__(self, program: Any) -> None:
+        super().__init__(program)
+        self.lines: dict[Line | None, str] = {}
+
+    def saved(self, saved: Any, file: Any) -> None:
+        if isinstance(saved, self.program.torch.nn.Module):
+            self.lines[line_here()] = type(saved).__name__
+
+    def findings(self) -> Iterable[Finding]:
+        for line, name in self.lines.items():
+            yield RULE.finding(
+                f"{name} is saved as an object: the file breaks if you rename a class, and loads only with weights_only=False",
+                place_of(line),
+                "torch.save(model.state_dict(), path)",
+            )
+
+
+RULE = Rule("FL302", "whole_model_saved", Severity.FRAGILE, __doc__, invariant=WholeModelSaved)
