@@ -65,7 +65,7 @@ def test_the_nearest_file_above(flatout, script):
 def test_kinds_of_values(flatout, config, script):
     """Flags, options that repeat, lists with commas, and the commands of a group."""
     script("pass")
-    config('[tool.flatout.check]\nselect = ["FL001", "FL002"]\njson = true\n')
+    config('[tool.flatout.check]\nselect = ["FL001", "FL003"]\njson = true\n')
     assert json.loads(flatout.here("check", "train.py").out)["findings"] == []
     config('[tool.flatout.tune]\neffects = ["exact", "exakt"]\n')
     assert "did you mean exact?" in flatout.here(*TUNE).err

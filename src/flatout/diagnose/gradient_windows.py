@@ -210,15 +210,12 @@ class GradientWindows:
         return window
 
 
-_OF_PROGRAM: WeakKeyDictionary[Any, GradientWindows] = WeakKeyDictionary()
-
-
 class WindowInvariant(Invariant):
     """An invariant that judges each step of an optimizer by its window."""
 
     def __init__(self, program: Any) -> None:
         super().__init__(program)
-        self.windows = _OF_PROGRAM.setdefault(program, GradientWindows(program))
+        self.windows: GradientWindows = vars(program).setdefault("gradient_windows", GradientWindows(program))
 
     def stepped(self, optimizer: Optimizer, window: Window) -> None:
         """An optimizer has stepped."""

@@ -6,57 +6,24 @@ The program itself fetches nothing more, and its generators and its data set sta
 from __future__ import annotations
 
 import hashlib
-import io
-import json
-import os
 import random
-import select
-import signal
 import sys
-import warnings
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.frames import location_parts, user_line
-from flatout.measure.clock import seconds
+from flatout.agent.ledger import Ledger
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-LIMIT_S = 3.0
 # draws that choose an order may be the same for every sample on purpose
 ORDERS = frozenset(
     {"randperm", "permutation", "permuted", "shuffle", "choice", "choices", "sample", "multinomial"}
 )
 Place = tuple[str, int, str]
-
-
-def in_fork(function: Callable[[], Any]) -> Any:
-    """What a function returns in a fork, as JSON; None if it fails or takes too long."""
-    if sys.platform != "linux":
-        return None
-    read, write = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # threads are running
-        child = os.fork()
-    if not child:
-        with suppress(BaseException):
-            sys.stdout = sys.stderr = io.StringIO()
-            os.write(write, json.dumps(function()).encode())
-        os._exit(0)
-    os.close(write)
-    answer, end_s = b"", seconds() + LIMIT_S
-    while select.select([read], [], [], max(0.0, end_s - seconds()))[0] and (part := os.read(read, 65536)):
-        answer += part
-    os.close(read)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    with suppress(ValueError):
-        return json.loads(answer)
-    return None
 
 
 def samples_in_worker(
@@ -122,7 +89,7 @@ class Recorder:
     """Records, in a fork, the lines that set global seeds, and what is drawn from generators that a sample makes."""
 
     def __init__(self, torch: ModuleType) -> None:
-        self.torch = torch
+        self.torch, self.ledger = torch, Ledger()
         self.seeds: dict[str, Place] = {}  # the global generator -> where it was seeded last
         self.draws: list[tuple[str, Place]] = []  # digest of what was drawn, where
         self.drawing = False
@@ -131,14 +98,16 @@ class Recorder:
         numpy: Any = sys.modules.get("numpy")
         for module, name in ((random, "seed"), (self.torch, "manual_seed"), (numpy and numpy.random, "seed")):
             if module is not None:
-                setattr(module, name, partial(self.seeded, module.__name__, getattr(module, name)))
+                self.ledger.set(module, name, partial(self.seeded, module.__name__, getattr(module, name)))
 
     def patch_generators(self) -> None:
-        random.Random = self.recording(random.Random)  # type: ignore[misc]
+        self.ledger.set(random, "Random", self.recording(random.Random))
         if (numpy := sys.modules.get("numpy")) is not None:
             make, kind = numpy.random.default_rng, self.recording(numpy.random.Generator)
-            numpy.random.RandomState = self.recording(numpy.random.RandomState)
-            numpy.random.default_rng = lambda *args, **kwargs: kind(make(*args, **kwargs).bit_generator)
+            self.ledger.set(numpy.random, "RandomState", self.recording(numpy.random.RandomState))
+            self.ledger.set(
+                numpy.random, "default_rng", lambda *args, **kwargs: kind(make(*args, **kwargs).bit_generator)
+            )
 
     def recording(self, kind: type[Any]) -> type[Any]:
         """A subclass of generators that tells what is drawn."""

@@ -44,7 +44,7 @@ MIN_PASSES = 5
 
 
 class Graph:
-    """Lives as long as the graph of a pass. ``counts``: graphs of the line that are gone, and gradients through them."""
+    """Lives as long as the graph of a pass. ``counts``: of its line, graphs that are gone, and gradients in them."""
 
     def __init__(self, counts: list[int]) -> None:
         self.counts = counts

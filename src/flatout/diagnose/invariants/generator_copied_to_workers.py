@@ -46,8 +46,9 @@ from weakref import WeakKeyDictionary
 from flatout.agent.frames import place_of
 from flatout.diagnose.invariant import Invariant
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.worker_probe import Place, in_fork, samples_in_worker
+from flatout.diagnose.worker_probe import Place, samples_in_worker
 from flatout.schema.findings import Finding, Severity
+from flatout.trial.forked import in_fork
 
 FETCHES = 3  # of one sample
 

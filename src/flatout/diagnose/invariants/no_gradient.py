@@ -6,7 +6,7 @@ Why it matters:
     These parameters keep their initial values. The model trains without them, and no error says so.
 How to fix it:
     Use the module's output in the loss, without `detach()`, `.data` or `no_grad()`. Call
-    `torch.utils.checkpoint.checkpoint` with `use_reentrant=False`: the re-entrant kind computes no gradients if
+    `torch.utils.checkpoint.checkpoint` with `use_reentrant=False`: the reentrant kind computes no gradients if
     none of its inputs requires one. Freeze what should not be trained: `parameter.requires_grad_(False)`.
 Example:
     import torch

@@ -44,8 +44,9 @@ from weakref import WeakSet
 from flatout.agent.frames import place_at
 from flatout.diagnose.invariant import Invariant, counted
 from flatout.diagnose.rule import Rule
-from flatout.diagnose.worker_probe import Place, draws_of_samples, in_fork
+from flatout.diagnose.worker_probe import Place, draws_of_samples
 from flatout.schema.findings import Finding, Severity
+from flatout.trial.forked import in_fork
 
 
 class SameNoise(Invariant):

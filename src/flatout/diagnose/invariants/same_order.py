@@ -50,7 +50,7 @@ from flatout.schema.findings import Finding, Severity
 MAX_BATCHES = 4096
 MIN_SAMPLES = 16  # fewer may come in the same order by chance
 MIN_PASSES = 2
-SHUFFLED = 0.3, 0.7  # share of neighbours whose second index is smaller
+SHUFFLED = 0.3, 0.7  # share of adjacent indices whose second index is smaller
 
 
 class SameOrder(Invariant):

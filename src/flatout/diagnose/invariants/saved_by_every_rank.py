@@ -28,7 +28,7 @@ Example:
 import os
 import socket
 from collections.abc import Iterable
-from time import sleep
+from threading import Event
 from typing import Any
 
 from flatout.agent.frames import Line, place_of
@@ -62,7 +62,7 @@ class SavedByEveryRank(Invariant):
                 if own in others:
                     self.same[self.lines[int(name) - 1]] = 1 + others.count(own)
             tries -= 1
-            sleep(0.02 * bool(tries and self.notes.waiting))
+            Event().wait(0.02 * bool(tries and self.notes.waiting))
 
     def findings(self) -> Iterable[Finding]:
         for line, ranks in self.same.items():

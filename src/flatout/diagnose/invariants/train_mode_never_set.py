@@ -2,7 +2,7 @@
 
 What:
     The model was returned by its library in evaluation mode, or `eval()` was called before the training. In all steps,
-    its dropout or new batch normalisation is in evaluation mode, while their neighbours' weights train.
+    its dropout or new batch normalisation is in evaluation mode, while the weights beside them train.
 Why it matters:
     Dropout drops nothing, and batch normalisation with its initial statistics normalises nothing. Gradient
     checkpointing of Hugging Face models is silently off. The model overfits earlier than its config intends.

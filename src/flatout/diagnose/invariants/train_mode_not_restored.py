@@ -2,7 +2,7 @@
 
 What:
     Layers with dropout or batch normalisation act as in training, are set to evaluation mode for an evaluation, and
-    stay in it while the optimizer goes on to train their weights or their neighbours'.
+    stay in it while the optimizer goes on to train their weights or those beside them.
 Why it matters:
     After the first evaluation, dropout drops nothing and batch normalisation uses frozen statistics, while the
     weights keep changing. The model overfits or diverges, without an error.
@@ -43,7 +43,7 @@ DIFFERENT = ("Dropout", "BatchNorm", "AlphaDropout", "SyncBatchNorm", "RReLU", "
 
 
 class Layer:
-    """A module that calls dropout or batch normalisation, and the steps that trained it or its neighbours."""
+    """A module that calls dropout or batch normalisation, and the steps that trained it or the layers beside it."""
 
     trained = asleep = 0  # steps in training mode, and in evaluation mode
     after_evaluation = 0  # of the latter
