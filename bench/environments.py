@@ -153,7 +153,9 @@ def doctor(env: Environment) -> None:
 
 
 def check(env: Environment) -> None:
-    expect(env.flatout("check", "adds_losses.py", code=1), "adds_losses.py:10", "FL")
+    expect(
+        env.flatout("check", "--budget", "10s", "python", "adds_losses.py", code=1), "adds_losses.py:10", "FL"
+    )
 
 
 def run(env: Environment) -> None:

@@ -63,7 +63,7 @@ def judged(text: str, steps: int, budget: str) -> dict[str, Any]:
         (folder / "train.py").write_text(text, encoding="utf-8")
         found = {}
         for name, command in (
-            ("check", ["check", "--json", "train.py"]),
+            ("check", ["check", "--json", "--budget", "15s", "python", "train.py"]),
             (
                 "profile",
                 ["profile", "--json", "--steps", str(steps), "--budget", budget, "python", "train.py"],

@@ -11,10 +11,10 @@ from flatout.cli.main import flatout
 CODE = [
     "import gc\nimport torch",
     '%matplotlib inline\nname = "é𝄞"\nmodel = torch.nn.Linear(4, 1)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)',
-    "for _ in range(9):\n    optimizer.zero_grad()\n    loss = model(torch.ones(2, 4)).sum()  # é𝄞\n"
-    "    loss.backward(retain_graph=True)\n    optimizer.step()\n    gc.collect()",
+    "for _ in range(9):\n    model.cuda()\n    loss = model(torch.ones(2, 4)).sum()  # é𝄞\n"
+    '    model.load_state_dict(torch.load("é𝄞.pt"))\n    gc.collect()',
 ]
-FIXED = CODE[2].replace("retain_graph=True", "").replace("\n    gc.collect()", "")
+FIXED = CODE[2].replace('pt")', 'pt", map_location="cpu")')
 
 
 def of_list(code):
@@ -64,7 +64,7 @@ def test_only_the_edited_lines_change(path, source, layout):
     write(path, CODE, source, **layout)
     done = run("--apply", "train.ipynb")
     assert done.return_value == 0
-    assert "train.ipynb[4]:4: FL203" in done.stderr
+    assert "train.ipynb[4]:4: FL303" in done.stderr
     assert path.read_bytes() == expected
     assert run("train.ipynb").return_value == 0
 
@@ -91,12 +91,3 @@ def test_the_diff_is_one_that_git_applies(path):
     path.write_bytes(before)
     run("--apply", "train.ipynb")
     assert applied == path.read_bytes() != before
-
-
-def test_a_cell_may_become_empty(path):
-    cells = [CODE[0], "torch.autograd.set_detect_anomaly(True)", CODE[1], FIXED]
-    write(path, [cells[0], "", *cells[2:]], indent=1)
-    after = path.read_bytes()
-    write(path, cells, indent=1)
-    assert run("--apply", "train.ipynb").return_value == 0
-    assert path.read_bytes() == after

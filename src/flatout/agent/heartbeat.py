@@ -194,6 +194,9 @@ def counters(torch: ModuleType) -> StepCounters:
     return _process_counters
 
 
+AT_STEP: dict[int, Callable[[], None]] = {}  # called once, when this many steps were counted
+
+
 class StepCounters:
     """``steps`` of the optimizers, or backward passes without one, and the nanoseconds that they waited for data (``waited_ns``).
 
@@ -254,6 +257,8 @@ class StepCounters:
         if self.page is not None:
             self.page[Slot.STEPS] += 1
         self.last_ns = HostClock.mark()
+        if self.steps in AT_STEP:
+            AT_STEP.pop(self.steps)()
         if self.steps <= SAMPLED_STEPS and self._fetched_samples:
             self._step_samples.append(self._fetched_samples)
             self._fetched_samples = 0

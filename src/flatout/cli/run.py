@@ -166,7 +166,7 @@ def command(
         if resume or supervision.enabled
         else None,
         summary=summary_request,
-        checks=() if no_checks or resume else (CHECKS_ENTRY,),
+        checks=() if no_checks or resume or summary_request is None else (CHECKS_ENTRY,),
         silenced=tuple(ignored()),
     )
     if summary_request is not None and not cmd.disabled_by:
@@ -190,12 +190,11 @@ def _run_in_removed_folder(cmd: Command, one_process: bool) -> None:
 def _run_alone(cmd: Command, request: RunRequest, supervision: Supervision) -> NoReturn:
     target = supervision.wrap(cmd, job_folder(cmd).path / "incidents.jsonl")
     counts_only = request.live_line is None and request.checkpoint_folder is None and not len(request.plan)
-    if counts_only and request.summary is None and not request.checks:
+    if counts_only and request.summary is None:
         crash_report = crash_environment(temporary("run") / "explained", replaces_process=True)
         _exec(target, {**crash_report, **supervision.environment})
     if counts_only:
-        entries = (COUNT_ENTRY, *request.checks) if request.summary is not None else request.checks
-        request = replace(request, entry=entries[0], checks=entries[1:])
+        request = replace(request, entry=COUNT_ENTRY)
     prefix = f"flatout: {'this run is not counted' if counts_only else 'nothing was applied'}: "
     if cmd.disabled_by:
         sys.stderr.write(f"{prefix}`python {cmd.disabled_by}` disables flatout; remove {cmd.disabled_by}\n")

@@ -144,11 +144,14 @@ class Observer:
         sys.meta_path.insert(0, finder)
         ledger.on_restore("finder", lambda: sys.meta_path.remove(finder) if finder in sys.meta_path else None)
         modules, scaler = torch.nn.modules.module, torch.amp.GradScaler
+        optimizers = import_module("torch.optim.optimizer")
         for hook in (
             modules.register_module_forward_pre_hook(self._forward_begins),
             modules.register_module_forward_hook(self._forward_ends, always_call=True),
+            optimizers.register_optimizer_step_pre_hook(self._step_begins),
+            optimizers.register_optimizer_step_post_hook(self._step_ends),
         ):
-            ledger.on_restore("forward hook", hook.remove)
+            ledger.on_restore("hook", hook.remove)
         for owner, name, event, arguments in (
             (torch.nn.Module, "train", "mode_set", 2),
             (torch, "save", "saved", 2),
@@ -191,14 +194,11 @@ class Observer:
         os.register_at_fork(after_in_child=self._forked)
 
     def _install_on_objects(self) -> None:
-        """Observe what is made and loaded, and optimizer steps: almost without cost."""
+        """Observe what is made and loaded: almost without cost."""
         torch, modules = self.torch, self.torch.nn.modules.module
-        optimizers = import_module("torch.optim.optimizer")
         for hook in (
             modules.register_module_parameter_registration_hook(self._parameter_registered),
             modules.register_module_module_registration_hook(self._child_registered),
-            optimizers.register_optimizer_step_pre_hook(self._step_begins),
-            optimizers.register_optimizer_step_post_hook(self._step_ends),
         ):
             self.ledger.on_restore("hook", hook.remove)
         optimizer = torch.optim.Optimizer

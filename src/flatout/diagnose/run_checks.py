@@ -7,22 +7,21 @@ loaded states. After the last look all hooks are gone.
 from __future__ import annotations
 
 import os
-from functools import wraps
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from flatout.agent.bootstrap import notify
+from flatout.agent.heartbeat import AT_STEP
 from flatout.agent.run_summary import FINDINGS
 from flatout.diagnose.observer import Observer
 from flatout.job.rank_environment import rank_number
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
     from flatout.schema.findings import Finding
 
 INVARIANTS = ("copy_is_the_model", "no_gradient", "nothing_loaded", "weights_unmoved")
-LOOKS = (60, 200)  # optimizer steps
+FIRST_LOOK, LOOKS = 5, (65, 200)  # steps, as the run's own counter counts them
 
 
 def attach(job: dict[str, Any]) -> None:
@@ -35,40 +34,28 @@ def attach(job: dict[str, Any]) -> None:
 
 
 class RunObserver(Observer):
+    """Looks at the optimizers three times. It adds no hook to a step: a compiler would trace it."""
+
     def _install(self) -> None:
         self.program.in_run = True
         self._install_on_objects()
+        AT_STEP.update({FIRST_LOOK: self._begin, **{steps: partial(self._look, steps) for steps in LOOKS}})
 
-    def _step_begins(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._emit("step_begins", optimizer)
+    def _begin(self) -> None:
+        self.program.steps = FIRST_LOOK
+        for optimizer in self.program.optimizers:
+            self._emit("step_ends", optimizer)
 
-    def _step_ends(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self.program.steps += 1
-        self._emit("step_ends", optimizer)
-        if self.program.steps in LOOKS:
-            self._look()
-
-    def _look(self) -> None:
+    def _look(self, steps: int) -> None:
+        self.program.steps = steps
         told = {finding.rule for finding in FINDINGS}
         for finding in self.findings():
             if finding.rule not in told and not rank_number():
                 told.add(finding.rule)
                 FINDINGS.append(finding)
                 notify(sentence(finding))
-        if self.program.steps == LOOKS[-1]:
-            self._leave()
-
-    def _leave(self) -> None:
-        """Remove all hooks at the next backward pass: torch is iterating over those of optimizers now."""
-        self.active = False
-        backward = self.torch.autograd.backward
-
-        @wraps(backward)
-        def last(*args: Any, **kwargs: Any) -> Any:
+        if steps == LOOKS[-1]:
             self.restore()
-            return backward(*args, **kwargs)
-
-        self.ledger.set(self.torch.autograd, "backward", last)
 
 
 def sentence(finding: Finding) -> str:

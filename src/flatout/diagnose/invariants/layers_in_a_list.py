@@ -33,6 +33,7 @@ Sources:
     https://docs.pytorch.org/docs/stable/generated/torch.nn.ModuleList.html
 """
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -52,7 +53,9 @@ class UnregisteredLayers(Invariant):
         self.inside: dict[
             int, Any
         ] = {}  # parameter of an unregistered module -> the name of the root's class
-        self.steps: dict[int, int] = {}  # with a gradient
+        self.steps: dict[
+            int, tuple[weakref.ref[Any], int]
+        ] = {}  # parameter -> itself, and its steps with a gradient
 
     def forward_begins(self, module: Any, inputs: tuple[Any, ...]) -> None:
         if self.program.forward_depth == 1:
@@ -65,13 +68,17 @@ class UnregisteredLayers(Invariant):
         if self.inside:
             for parameter in self.program.parameters:
                 if id(parameter) in self.inside and parameter.grad is not None:
-                    self.steps[id(parameter)] = self.steps.get(id(parameter), 0) + 1
+                    ref, steps = self.steps.get(id(parameter), (None, 0))
+                    same = ref is not None and ref() is parameter
+                    self.steps[id(parameter)] = weakref.ref(parameter), steps + 1 if same else 1
 
     def findings(self) -> Iterable[Finding]:
         optimized, lines = self.program.optimized(), dict[Any, list[Any]]()
         for parameter in self.program.parameters:
             key = id(parameter)
-            if key in self.inside and self.steps.get(key, 0) >= MIN_STEPS and key not in optimized:
+            ref, steps = self.steps.get(key, (None, 0))
+            trained = ref is not None and ref() is parameter and steps >= MIN_STEPS
+            if key in self.inside and trained and key not in optimized:
                 lines.setdefault(self.program.line_of(parameter), []).append(parameter)
         for line, parameters in lines.items():
             root = self.inside[id(parameters[0])]

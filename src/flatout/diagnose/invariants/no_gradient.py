@@ -48,7 +48,7 @@ class NoGradient(Invariant):
         self.ran: dict[
             int, tuple[Any, str]
         ] = {}  # parameter -> line of its module's call, and why it has no graph
-        # optimizer -> its steps, and its parameters' versions after the first one
+        # optimizer -> its steps, all steps before, and its parameters' versions after the first one
         self.held: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 
     def forward_begins(self, module: Any, inputs: tuple[Any, ...]) -> None:
@@ -59,12 +59,14 @@ class NoGradient(Invariant):
     def step_ends(self, optimizer: Any) -> None:
         entry = self.held.get(optimizer)
         if entry is None:
-            self.held[optimizer] = [1, {id(p): p._version for p in parameters_of(optimizer)}]
+            versions = {id(p): p._version for p in parameters_of(optimizer)}
+            self.held[optimizer] = [1, self.program.steps, versions]
         else:
             entry[0] += 1
 
     def findings(self) -> Iterable[Finding]:
-        for optimizer, (steps, versions) in self.held.items():
+        for optimizer, (counted_steps, before, versions) in self.held.items():
+            steps = self.program.steps - before if self.program.in_run else counted_steps
             parameters, groups = list(parameters_of(optimizer)), dict[Any, list[Any]]()
             still = [
                 p for p in parameters if versions.get(id(p)) == p._version and p.requires_grad and p.numel()

@@ -53,10 +53,11 @@ class OneSampleAtATime(Invariant):
         if not module.training or not self.program.torch.is_grad_enabled() or module._forward_pre_hooks:
             return
         tensors = [value for value in inputs if isinstance(value, self.program.torch.Tensor)]
-        if not tensors or len(tensors) < len(inputs) or any(t.grad_fn is not None for t in tensors):
-            return  # what was computed may depend on the call before
+        parts = all(t.grad_fn is None and t._base is not None for t in tensors)
+        if not tensors or len(tensors) < len(inputs) or not parts:
+            return  # what was computed or fetched may depend on the call before
         line = line_here()
-        key = id(module), line, tuple(t.shape for t in tensors)
+        key = id(module), line, tuple((id(t._base), t.shape) for t in tensors)
         self.calls_of[key] += 1
         if self.calls_of[key] >= MIN_CALLS and next(module.parameters(), None) is not None:
             self.seen[line] = type(module).__name__, self.calls_of[key], tuple(tensors[0].shape)

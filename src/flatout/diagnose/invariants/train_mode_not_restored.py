@@ -48,7 +48,9 @@ class Layer:
     trained = asleep = 0  # steps in training mode, and in evaluation mode
     after_evaluation = 0  # of the latter
     passes = 0  # with gradients, since the last step
-    first = 0  # of these passes, at the first step after the latest `eval()`
+    first = later = steps = (
+        0  # most passes of a step after the latest `eval()`: of the first, of others; their number
+    )
     evaluated = root_trains = False
     line: Line | None = None  # of the latest `eval()`
     call: Line | None = None  # of the latest pass with gradients
@@ -77,7 +79,7 @@ class TrainModeNotRestored(RunningModules):
         if training:
             self.switched_on.add(module)
         if (layer := self.layers.get(module)) is not None:
-            layer.evaluated, layer.first = False, 0
+            layer.evaluated, layer.first, layer.later, layer.steps = False, 0, 0, 0
 
     def called(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         training = acts_as_in_training(name, args, kwargs)
@@ -97,15 +99,20 @@ class TrainModeNotRestored(RunningModules):
         for module, layer in self.layers.items():
             owner = layer.owner() if layer.modes else None
             if owner is None or not any(id(p) in held and p.requires_grad for p in owner.parameters()):
+                layer.passes = 0
                 continue
             if layer.modes == {True}:
                 layer.trained += 1
             elif layer.modes == {False}:
-                layer.first = layer.first or layer.passes
-                layer.evaluated = layer.evaluated or layer.passes < layer.first
+                if layer.first:
+                    layer.later, layer.steps = max(layer.later, layer.passes), layer.steps + 1
+                else:
+                    layer.first = layer.passes
+                # an evaluation with gradients came before the first step
+                layer.evaluated = layer.evaluated or (layer.steps > 1 and layer.first > layer.later > 0)
                 layer.asleep += 1
                 was_on = layer.trained > 0 or module in self.switched_on
-                layer.after_evaluation += layer.evaluated and was_on
+                layer.after_evaluation += layer.evaluated and was_on and not layer.root_trains
                 layer.line = self.lines.get(module) or layer.line
             layer.modes, layer.passes = set(), 0
 
