@@ -49,7 +49,7 @@ OBSERVED = [
 def test_the_running_program_shows_its_fault_and_the_fixed_one_none(observe, name):
     pytest.importorskip("torch")
     specimen = SPECIMENS[name]
-    ill, well = observe(specimen.ill, steps=150), observe(specimen.well, steps=150)
+    ill, well = observe(specimen.ill, steps=100), observe(specimen.well, steps=100)
     assert (ill["failed"], well["failed"]) == ({}, {})
     assert {finding["rule"] for finding in ill["findings"]} <= set(specimen.codes)
     assert ill["findings"][0]["place"]["line"] in specimen.lines

@@ -25,7 +25,7 @@ for step in range(100000):
     steps(1)
     time.sleep(PAUSE)
 """
-UNSAFE = "import torch\n\ntorch.save(torch.nn.Linear(1, 1), 'model.pt')\n"
+UNSAFE = "import torch\n\ntorch.load('model.pt', weights_only=False)\n"
 
 
 class Runner:
@@ -122,13 +122,13 @@ def pull_request(flatout, tmp_path):
 
 def test_findings_are_annotated(flatout, pull_request, tmp_path):
     folder, _ = pull_request
-    (folder / "save.py").write_text(UNSAFE)
+    (folder / "load.py").write_text(UNSAFE)
     job = Runner(folder, tmp_path / "runner", flatout.environment(), check="*.py")
     job.run()
     assert job.codes == {"install": 0, "check": 1}, job.said
-    assert "::notice title=FL302" in job.said["check"]
+    assert "::notice title=FL304" in job.said["check"]
     assert ",line=3" in job.said["check"]
-    assert "save.py:3" in job.summary.read_text()
+    assert "load.py:3" in job.summary.read_text()
 
 
 @pytest.mark.full

@@ -1,4 +1,4 @@
-"""What is read from a script: names, values, the contents of each loop, and files that are no scripts."""
+"""What is read from a script: names, its modules, and files that are no scripts."""
 
 import ast
 import json
@@ -18,11 +18,6 @@ def named(source, text):
     )
 
 
-def kinds(code, text):
-    program = ScriptProgram.of_text(code)
-    return set(program.values.kinds(program.main, named(program.main, text)))
-
-
 @pytest.mark.parametrize(
     ("imports", "spelled", "meant"),
     [
@@ -38,66 +33,6 @@ def kinds(code, text):
 def test_names_are_followed_to_their_imports(imports, spelled, meant):
     source = SourceFile("a.py", f"{imports}\nprint({spelled})\n")
     assert source.dotted(named(source, spelled)) == meant
-
-
-@pytest.mark.parametrize(
-    ("code", "spelled", "kind"),
-    [
-        ("import torch\nx = torch.optim.SGD([], 0.1)\nx", "x", "Optimizer"),
-        ("import torch\ndef make():\n    return torch.optim.Adam([])\nx = make()\nx", "x", "Optimizer"),
-        ("import torch\ndef make():\n    return 1, torch.nn.Linear(1, 1)\na, b = make()\nb", "b", "Module"),
-        ("import torch\nclass Net(torch.nn.Module): pass\nm = Net().cuda().train()\nm", "m", "Module"),
-        (
-            "import torch\nclass A(torch.nn.Module): pass\nclass B(A): pass\nm = torch.compile(B())\nm",
-            "m",
-            "Module",
-        ),
-        ("import torch\ndef f(o):\n    o\nf(torch.optim.SGD([], 0.1))", "o", "Optimizer"),
-        ("import torch\ndef f(*, o=None):\n    o\nf(o=torch.optim.SGD([], 0.1))", "o", "Optimizer"),
-        (
-            "import torch\nclass T:\n    def __init__(self, o):\n        self.o = o\n    def run(self):\n        self.o\nT(torch.optim.SGD([], 0.1)).run()",
-            "self.o",
-            "Optimizer",
-        ),
-        (
-            "import torch\nclass T:\n    def __init__(self):\n        self.s = torch.amp.GradScaler()\nt = T()\nt.s",
-            "t.s",
-            "GradScaler",
-        ),
-        ("import torch\nl = torch.utils.data.DataLoader([])\nfor x in l:\n    x", "x", "Tensor"),
-        ("import torch\nx = torch.zeros(3)\ny = x.sum() * 2\ny", "y", "Tensor"),
-        ("import torch\nx = []\nx = torch.zeros(1)\nx", "x", "Tensor"),
-    ],
-)
-def test_values_are_followed_to_their_source(code, spelled, kind):
-    assert kind in kinds(code, spelled)
-
-
-def test_the_other_branch_of_an_if_is_not_seen():
-    before = "import torch\nx = torch.zeros(1)\n"
-    assert kinds(before + "if a:\n    x = []\nelse:\n    x.sum()", "x") == {"Tensor"}
-    assert kinds(before + "for i in a:\n    if i:\n        x = []\n    else:\n        x.sum()", "x") == {
-        "Tensor",
-        "list",
-    }, "an earlier pass may have set it"
-
-
-def test_a_parameter_has_the_values_of_its_callers():
-    program = ScriptProgram.of_text(
-        "import torch\ndef f(o, p):\n    o, p\nf(torch.optim.SGD([], 0.1), *rest)\nf(torch.optim.Adam([]), 3)\n"
-    )
-    source = program.main
-    origins = {
-        text: [ast.unparse(origin.node) for origin in program.origins(source, named(source, text))]
-        for text in ("o", "p")
-    }
-    assert origins == {"o": ["torch.optim.Adam([])"], "p": ["3"]}
-    lonely = ScriptProgram.of_text("def f(o):\n    o\n")
-    assert [type(origin.node) for origin in lonely.origins(lonely.main, named(lonely.main, "o"))] == [ast.arg]
-
-
-def test_a_value_made_from_itself_ends():
-    assert kinds("x = x\ndef f():\n    return f()\ny = f()\nx\ny", "y") == set()
 
 
 def test_modules_of_the_scripts_own_folder_are_read_and_no_others(tmp_path):
@@ -120,9 +55,6 @@ def test_modules_of_the_scripts_own_folder_are_read_and_no_others(tmp_path):
         "loop.py",
         "os.py",
     }
-    loop = program.modules["parts.loop"]
-    model = next(node for node in loop.nodes if isinstance(node, ast.Name) and node.id == "model")
-    assert "Module" in program.values.kinds(loop, model), "followed from the call in another file"
 
 
 @pytest.mark.parametrize(
