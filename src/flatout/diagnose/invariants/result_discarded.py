@@ -19,13 +19,14 @@ Example:
 
 import ast
 import linecache
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, line_here
+from flatout.agent.frames import Line, is_user_file, place_of
+from flatout.diagnose.invariant import Invariant
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 
@@ -77,16 +78,17 @@ class ResultDiscarded(Invariant):
 
     def __init__(self, program: Any) -> None:
         super().__init__(program)
-        self.lines: dict[Line | None, str] = {}
+        self.lines: dict[Line, str] = {}
 
     def called(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        line = line_here()
-        if (
-            line is not None
-            and name in discarded(line[0].co_filename).get(line[1], ())
-            and "out" not in kwargs
-        ):
-            self.lines[line] = name
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_name != "__torch_function__":
+            frame = frame.f_back
+        caller = frame.f_back  # a module's own `to` calls that of its tensors
+        if caller is None or not is_user_file(caller.f_code.co_filename) or "out" in kwargs:
+            return
+        if name in discarded(caller.f_code.co_filename).get(caller.f_lineno, ()):
+            self.lines[caller.f_code, caller.f_lineno] = name
 
     def findings(self) -> Iterable[Finding]:
         for line, name in self.lines.items():
