@@ -43,7 +43,9 @@ def explain_text(text: str) -> list[Explanation]:
 
     A log without a known failure may still show a loss that is NaN."""
     explanations: list[Explanation] = []
+    imported_again = loading.BOOTSTRAP in text  # by workers, whose tracebacks may be mixed line by line
     for failure in read_failures(text):
+        failure.facts.setdefault("missing_main_guard", imported_again)
         finding = explain(failure)
         if finding is None:
             continue
@@ -57,8 +59,6 @@ def explain_text(text: str) -> list[Explanation]:
     if not explanations and (symptom := symptoms.log_symptom(text.split("\n"))) is not None:
         return [Explanation(_sanitized(symptom))]
     secondary = {kind.code for kind in TABLE if kind.secondary}
-    if any(e.finding.rule == loading.no_main_guard.code for e in explanations):
-        secondary.add(loading.worker_ended.code)  # it started the script again, and ended there
     causes = [e for e in explanations if e.finding.rule not in secondary]
     return (causes or explanations)[:MAX_EXPLANATIONS]
 

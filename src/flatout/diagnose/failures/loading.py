@@ -224,6 +224,7 @@ cannot_be_pickled = pattern_kind(
     ),
 )
 
+BOOTSTRAP = "An attempt has been made to start a new process before the"
 NO_MAIN_GUARD = r"DataLoader worker \(pid\(s\) [\d, ]+\) exited unexpectedly"
 no_main_guard = pattern_kind(
     "FE075",
@@ -235,7 +236,7 @@ no_main_guard = pattern_kind(
     Form(
         "the script starts processes on import, and a spawned process imports it again",
         'if __name__ == "__main__":\n    main()',
-        r"An attempt has been made to start a new process before the\s+current process has finished its bootstrapping phase",
+        rf"{BOOTSTRAP}\s+current process has finished its bootstrapping phase",
         NO_MAIN_GUARD,
     ),
     when=lambda failure, match: (
