@@ -99,6 +99,10 @@ def slower_linear(x, weight, bias=None):
 
 F.linear = slower_linear
 """
+CONVOLUTIONS = (
+    "nn.Sequential(nn.Conv2d(3, 32, 3, padding=1), nn.Conv2d(32, 32, 3, padding=1), "
+    "nn.Conv2d(32, width, 4, stride=4))"
+)
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,8 @@ PLANTS = {
         "torch.set_num_threads(1)",
         "torch.set_num_threads(1)\ntorch.backends.mkldnn.set_flags(False)",
         "mkldnn_convolution.* -> |convolution_backward",
-        setting="mkldnn: True in A, False in B",
+        ("nn.Conv2d(3, width, 5, stride=4, padding=2)", CONVOLUTIONS),
+        "mkldnn: True in A, False in B",
     ),
     "loader": Plant(
         "return self.images[i]", "time.sleep(0.0003)\n        return self.images[i]", "waiting for data"

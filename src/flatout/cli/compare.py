@@ -22,7 +22,7 @@ from flatout.cli.options.output import print_json, warn_untested
 from flatout.cli.options.progress import LiveProgress
 from flatout.compare import baselines, sides
 from flatout.compare.baselines import Baseline
-from flatout.compare.blame import blame
+from flatout.compare.attribution import blame
 from flatout.compare.evaluate import (
     MIN_PAIRS,
     compare_losses,
@@ -216,18 +216,20 @@ class _Comparison:
             LiveProgress(Console(stderr=True), self.budget_s) as progress,
         ):
             start_s = seconds()
-            options = self.limits["same_training"], self.limits["blame"]
-            timer = PairTimer(self.sides, self.folder, self.facts, progress, *options)
+            timer = PairTimer(self.sides, self.folder, self.facts, progress, self.limits["same_training"])
+            timer.records_operators = self.limits["blame"]
             try:
-                timer.run(start_s + self.budget_s, stop_rule(gate, options[1]), self.limits["pairs"])
+                timer.run(
+                    start_s + self.budget_s, stop_rule(gate, timer.records_operators), self.limits["pairs"]
+                )
             finally:  # also after Ctrl-C
                 if timer.pairs:
                     self._fill(timer.pairs, stored)
             unlike = record.losses.first_difference is not None and stored is None
-            repeat = timer.repeat(0) if unlike or options[0] else None
+            repeat = timer.repeat(0) if unlike or self.limits["same_training"] else None
             if unlike:
                 self._fill(timer.pairs, None, repeat)
-            if options[1]:
+            if timer.records_operators:
                 record.blame = blame(timer.pairs, record.step_time)
                 if timer.not_recorded:
                     record.notes.append(f"the operators could not be recorded: {timer.not_recorded}")

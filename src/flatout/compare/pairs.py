@@ -37,7 +37,7 @@ TRAINING_STEPS, MIN_TRAINING_STEPS, TRAINING_S = 128, 17, 60.0  # of each progra
 
 @dataclass
 class Run(Record):
-    """One process of a side. ``blocks_ms``: the time of a step in each block. ``operations``: what the probe recorded."""
+    """One process of a side. ``blocks_ms``: a step's time in each block. ``operations``: the probe's answer."""
 
     record: TrialRecord
     start_s: float
@@ -68,18 +68,12 @@ class PairTimer:
     """Runs pairs of two sides, or single processes of one side (``sides`` then has one)."""
 
     def __init__(
-        self,
-        sides: Sequence[Side],
-        job: JobFolder,
-        facts: Facts,
-        watcher: Watcher,
-        sketches: bool = False,
-        blame: bool = False,
+        self, sides: Sequence[Side], job: JobFolder, facts: Facts, watcher: Watcher, sketches: bool = False
     ) -> None:
         self.sides, self.job, self.facts, self.watcher = sides, job, facts, watcher
         self.interleaver = Interleaver(sides[0].command, job, facts)
-        self.disturbance, self.sketches, self.blame = Disturbance(facts.cores), sketches, blame
-        self.not_recorded = ""  # why
+        self.disturbance, self.sketches = Disturbance(facts.cores), sketches
+        self.records_operators, self.not_recorded = False, ""  # why, for the last process
         self.pairs: list[Pair] = []
         self.pair_s = 0.0  # of the last one
         self.slowest_ms = 1e-3  # time of a step
@@ -141,19 +135,19 @@ class PairTimer:
                     self.one_at_a_time = True
                     return {}
             blocks = self._blocks(trials)
-            recorded = {i: self._record_operators(trial) for i, trial in trials.items() if self.blame}
+            recorded = {i: self._record_operators(trial) for i, trial in trials.items()}
             for trial in trials.values() if self.sketches else ():
                 self._train(trial)
             records = {i: self._finish(trial, self.sides[i]) for i, trial in trials.items()}
-            return {
-                i: Run(record, start_times[i], blocks[i], recorded.get(i)) for i, record in records.items()
-            }
+            return {i: Run(record, start_times[i], blocks[i], recorded[i]) for i, record in records.items()}
         finally:
             for trial in trials.values():
                 self.interleaver.dismiss(trial)
 
     def _record_operators(self, trial: Trial) -> dict[str, Any] | None:
-        """Record the operators of some steps; None if that is impossible."""
+        """Record the operators of some steps, if that is asked for and possible."""
+        if not self.records_operators:
+            return None
         wait = self.interleaver.prefetched_ticks
         active = max(MIN_RECORDED, 2 * wait, min(MAX_RECORDED, int(RECORDED_MS / self.slowest_ms)))
         request = {"ticks": wait + active + 2, "schedule": (wait, 1, active), "by_line": True}

@@ -110,7 +110,7 @@ def costs_of(runs: Sequence[Run], steps_ms: Sequence[float]) -> Costs:
 
 
 def match(a: Costs, b: Costs) -> list[Match]:
-    """Pair operators: at the same site; then whatever replaced them there; then those that moved elsewhere."""
+    """Pair operators: at the same site; then whatever replaced them there; then those that moved."""
     group = _groups(a, b)
     levels: list[Callable[[Key], Hashable]] = [
         lambda key: (group[key.site], *key[1:]),
