@@ -21,8 +21,8 @@ from flatout.cli.options.measurement import header, measurement_options, saved_o
 from flatout.cli.options.output import print_json, warn_untested
 from flatout.cli.options.progress import LiveProgress
 from flatout.compare import baselines, sides
-from flatout.compare.baselines import Baseline
 from flatout.compare.attribution import blame
+from flatout.compare.baselines import Baseline
 from flatout.compare.evaluate import (
     MIN_PAIRS,
     compare_losses,
