@@ -42,10 +42,6 @@ class Cost:
     calls: float = 0.0
     place: SourceLocation | None = None
 
-    @property
-    def line(self) -> tuple[str, int]:
-        return (self.place.file, self.place.line) if self.place else ("", 0)
-
 
 Costs = dict[Key, Cost]  # of one side
 Match = tuple[list[Key], list[Key]]  # of A, of B
@@ -62,7 +58,11 @@ def blame(pairs: Sequence[Pair], step_time: Change | None) -> Blame:
     times = [[math.exp(run.log_ms + drifts[i]) for i, run in enumerate(side)] for side in sides]
     whole = estimate([b - a for a, b in zip(*times, strict=True)], LEVEL)
     a, b = map(costs_of, sides, times)
-    found = rows(a, b, whole)
+    found = [
+        _row({key: a[key] for key in old}, {key: b[key] for key in new}, whole) for old, new in match(a, b)
+    ]
+    sign = math.copysign(1.0, whole.mean)
+    found.sort(key=lambda row: (not row.blamed, -sign * row.ms if row.blamed else -abs(row.ms)))
     shares = [row.share for row in found if row.blamed]
     verdict = f"{100 * sum(shares):.0f} % of it is in {len(shares)} rows" if shares else "in no row alone"
     if step_time is None or not step_time.significant:
@@ -134,24 +134,17 @@ def match(a: Costs, b: Costs) -> list[Match]:
 
 def _groups(a: Costs, b: Costs) -> dict[Site, Hashable]:
     """Give lines of only one side, behind the same line of both sides, a common name: one was edited."""
-    common, groups = {key.site for key in a} & {key.site for key in b}, dict[Site, Hashable]()
+    common = {key.site for key in a} & {key.site for key in b}
+    groups: dict[Site, Hashable] = {key.site: key.site for key in (*a, *b)}
     for costs in (a, b):
         before: dict[str, Site] = {}
-        for key in sorted(costs, key=lambda key: costs[key].line):
-            function = key.site[0]
-            if key.site in common:
-                before[function] = key.site
-            groups[key.site] = key.site if key.site in common else (function, before.get(function))
+        placed = [(cost.place, key.site) for key, cost in costs.items() if cost.place]
+        for _, site in sorted(placed, key=lambda each: (each[0].file, each[0].line)):
+            if site in common:
+                before[site[0]] = site
+            else:
+                groups[site] = site[0], before.get(site[0])
     return groups
-
-
-def rows(a: Costs, b: Costs, whole: Estimate) -> list[BlameRow]:
-    """The differences of all matches, those to blame first. ``whole``: that of the step."""
-    found = [
-        _row({key: a[key] for key in old}, {key: b[key] for key in new}, whole) for old, new in match(a, b)
-    ]
-    sign = math.copysign(1.0, whole.mean)
-    return sorted(found, key=lambda row: (not row.blamed, -sign * row.ms if row.blamed else -abs(row.ms)))
 
 
 def _row(a: Costs, b: Costs, whole: Estimate) -> BlameRow:

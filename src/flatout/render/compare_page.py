@@ -17,19 +17,7 @@ from flatout.render.formatting import (
     size,
 )
 from flatout.render.losses import loss_figure
-from flatout.render.page import (
-    BOTH,
-    PAGE,
-    TERMINAL,
-    Cell,
-    Items,
-    Page,
-    Paragraph,
-    Section,
-    Table,
-    dateline,
-    notes,
-)
+from flatout.render.page import BOTH, PAGE, TERMINAL, Cell, Page, Paragraph, Section, Table, dateline, notes
 from flatout.render.phases import ProgramPhases, phase_section
 from flatout.render.profile_page import place_of
 from flatout.schema.compare import Blame, BlameRow, Change, CompareRecord, SideRecord
@@ -148,7 +136,7 @@ def compare_page(record: CompareRecord, terminal_lines: Sequence[str] = ()) -> P
         Section("", [Table((), [_label(name, side) for name, side in (("A", a), ("B", b))])]),
         Section("Gates", [Table(("gate", "limit", "result", "explanation"), gate_rows)]),
         Section("Training", [Paragraph(*_training(record))] if record.training is not None else []),
-        _blame_section(record),
+        *(_blame_sections(record, record.blame) if record.blame is not None else ()),
         Section("A and B", [Table(("", ">A", ">B", "change"), rows(record))]),
         phase_section("Where the time of a step goes", phases, _changes(record), BOTH),
         Section("Losses", [loss_verdict, loss_figure(*_loss_curves(a, b), ("A", "B"))]),
@@ -175,11 +163,7 @@ def compare_page(record: CompareRecord, terminal_lines: Sequence[str] = ()) -> P
     )
 
 
-def _blame_section(record: CompareRecord) -> Section:
-    """What accounts for the difference: the rows to blame, and all others together."""
-    blame = record.blame
-    if blame is None:
-        return Section("", [])
+def _blame_sections(record: CompareRecord, blame: Blame) -> list[Section]:
     blamed = [row for row in blame.rows if row.blamed]
     rest = 1 - sum(row.share for row in blamed)
     table = [
@@ -192,13 +176,12 @@ def _blame_section(record: CompareRecord) -> Section:
         )
         for row in blamed
     ]
-    table += (
-        [(signed(rest * blame.ms, 3), f"{100 * rest:.0f} %", "", "all others", Cell(""))] if table else []
-    )
+    if table:
+        table.append((signed(rest * blame.ms, 3), f"{100 * rest:.0f} %", "", "all others", Cell("")))
     whole = Paragraph(f"{_ms_text(blame)} ms per {_unit(record)}: {blame.verdict}.", "verdict")
     columns = (">ms", ">share", ">calls", "what changed", "where")
-    settings = Items([f"changed: {one_line(line, 160)}" for line in blame.settings])
-    return Section("What accounts for the difference, B - A", [whole, Table(columns, table), settings])
+    parts = Section("What accounts for the difference, B - A", [whole, Table(columns, table)])
+    return [parts, notes((one_line(line, 160) for line in blame.settings), "Settings that differ")]
 
 
 def _ms_text(part: Blame | BlameRow) -> str:
