@@ -94,6 +94,11 @@ THEMES = (
         "Comparisons of programs with a known difference: gates, and how often the interval covers it",
     ),
     (
+        "blame",
+        "python bench/blame.py",
+        "Whether `flatout compare --blame` names a planted slow-down first, and nothing between equal programs",
+    ),
+    (
         "compare_environments",
         "python bench/compare_environments.py DIR --python OLD,NEW --only NAMES",
         "Public scripts under two versions of torch: step time, start-up, memory, losses",

@@ -36,10 +36,11 @@ def op(name, start, end, *shapes, dtype="float", **more):
     )
 
 
-def recording(*events, steps=1, lines=None):
-    return ProfilerRecording(
-        events, steps, lines or {}, lambda file, line, function: SourceLocation(file, line, function=function)
-    )
+def recording(*events, steps=1, lines=None, by_line=False):
+    def locate(file, line, function):
+        return SourceLocation(file, line, function=function)
+
+    return ProfilerRecording(events, steps, lines or {}, locate, by_line)
 
 
 FORWARD = ("/home/me/model.py", 12, "forward")
@@ -84,6 +85,27 @@ def test_dtypes_are_kept_apart_and_steps_divide():
         (["float64"], 0.5, 48.0),
         (["float32"], 0.5, 24.0),
     ]
+
+
+def test_by_line_an_operator_counts_apart_at_each_line_and_shape_and_waiting_is_known():
+    wait = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
+    events = [
+        op("mm", 10, 20, [8, 8], [8, 8]),
+        op("mm", 20, 50, [8, 8], [8, 8]),
+        op("mm", 60, 70, [4, 8], [8, 8]),
+        event(wait, 65, 90, activity_type="user_annotation"),
+        event("ProfilerStep#1", 0, 100, activity_type="user_annotation"),
+    ]
+    lines = {("aten::mm", ((8, 8), (8, 8))): [FORWARD, LOOP], ("aten::mm", ((4, 8), (8, 8))): [FORWARD]}
+    observed = recording(*events, lines=lines, by_line=True).summarise()
+    assert [(o.shapes, o.place.line, o.host_ms, o.share) for o in observed.operations] == [
+        (["(8, 8) x (8, 8)"], 33, 0.03, 0.6),
+        (["(8, 8) x (8, 8)"], 12, 0.01, 0.2),
+        (["(4, 8) x (8, 8)"], 12, 0.01, 0.2),
+    ]
+    assert observed.waiting_share == pytest.approx(0.2)  # from 70 to 90 of 100
+    assert observed.python_share == pytest.approx(0.3)
+    assert len(recording(*events, lines=lines).summarise().operations) == 1
 
 
 def test_kernels_gaps_and_tensor_cores():

@@ -32,7 +32,8 @@ from flatout.schema.batch import (
     MemoryPoint,
     NoiseScale,
 )
-from flatout.schema.compare import Change, CompareRecord, Gate, LossVerdict, SideRecord
+from flatout.schema.compare import Blame, BlameRow, Change, CompareRecord, Gate, LossVerdict, SideRecord
+from flatout.schema.findings import SourceLocation
 from flatout.schema.profile import MemoryGrowth, ProfileRecord, SyncRecord
 from flatout.schema.records import PhaseTime, Ratio
 from flatout.schema.run_request import HistoryRecord, JobEntry, RunEntry
@@ -177,6 +178,9 @@ def comparison():
             label, COMMAND, step_ms=4.0 * factor, peak_memory_bytes=2**30, phases=phases, losses=losses
         )
 
+    line = SourceLocation("/work/a.py", 3, text="x = <b>(x)")
+    slow = BlameRow("aten::bmm", "replaced", 0.9, 0.8, 1.0, 0.9, 1, 2, "aten::<flash>", line, True)
+    same = BlameRow("aten::mm", "new", 0.1, -0.1, 0.3, 0.1, 0, 1)
     return CompareRecord(
         COMMAND,
         "/work",
@@ -188,6 +192,7 @@ def comparison():
         losses=LossVerdict("different", "loss 3 is <b>nan</b> | _worse_"),
         gates=[Gate("step time", "3 %", "failed", "the step time changes by +20.0 % to +30.0 %")],
         notes=["another program ran"],
+        blame=Blame("90 % of it is in 1 rows", 1.0, 0.8, 1.2, 4, [slow, same], ["<i>: 2 in A, 1 in B"]),
     )
 
 

@@ -21,6 +21,7 @@ from flatout.cli.options.measurement import header, measurement_options, saved_o
 from flatout.cli.options.output import print_json, warn_untested
 from flatout.cli.options.progress import LiveProgress
 from flatout.compare import baselines, sides
+from flatout.compare.attribution import blame
 from flatout.compare.baselines import Baseline
 from flatout.compare.evaluate import (
     MIN_PAIRS,
@@ -42,11 +43,22 @@ from flatout.schema.records import TrialRecord
 from flatout.tune.plan_files import job_folder, plan_key
 
 CANNOT_TELL = 12  # exit code
+MIN_BLAME_PAIRS = 4  # more are measured until the difference is known well
 
 
 @click.command(context_settings=PROGRAM)
 @click.option("--rev", help="Two revisions: main..HEAD, or main.. for main and the folder as it is.")
 @click.option("--plan", "plans", help="Two plans: files or `none`, with a comma between them.")
+@click.option(
+    "--python",
+    "pythons",
+    multiple=True,
+    metavar="PATH",
+    help="Twice: the interpreters of A and B, such as those before and after an upgrade.",
+)
+@click.option(
+    "--blame", is_flag=True, help="Name the operators and lines that account for the difference in step time."
+)
 @click.option("--baseline", help="Compare with a stored baseline of this name.")
 @click.option("--save", "save_as", help="Store this run, or side B, as a baseline of this name.")
 @click.option("--any-machine", is_flag=True, help="Allow a baseline of another machine.")
@@ -72,8 +84,7 @@ CANNOT_TELL = 12  # exit code
 @click.option("--half", is_flag=True, help="With --same-training: B may compute in half precision.")
 @click.option(
     "--pairs",
-    default=MIN_PAIRS,
-    show_default=True,
+    show_default=f"{MIN_PAIRS}, with --blame {MIN_BLAME_PAIRS}",
     type=click.IntRange(2),
     help="Fewest pairs of processes; a small number gives wide intervals.",
 )
@@ -87,10 +98,11 @@ def command(
     argv: tuple[str, ...],
     rev: str | None,
     plans: str | None,
+    pythons: tuple[str, ...],
     baseline: str | None,
     save_as: str | None,
     budget: float,
-    pairs: int,
+    pairs: int | None,
     as_json: bool,
     markdown: Path | None,
     job: Path | None,
@@ -106,10 +118,11 @@ def command(
     flatout compare --save before python train.py     store a baseline
     flatout compare --baseline before python train.py compare with it
     flatout compare --same-training 'python a.py' 'python b.py'       do both learn the same?
+    flatout compare --blame --python old/bin/python --python new/bin/python train.py
 
     Both programs run in pairs of fresh processes with the same seed, and their steps alternate. The charts
     are in compare.html in the job's folder. With a gate, the exit code is 1 if B fails it."""
-    comparisons = {"--rev": rev, "--plan": plans, "--baseline": baseline}
+    comparisons = {"--rev": rev, "--plan": plans, "--python": pythons, "--baseline": baseline}
     given_axes = [name for name, value in comparisons.items() if value]
     if len(given_axes) > 1:
         raise UsageError(f"{' and '.join(given_axes)} cannot be compared at once. Give one of them.")
@@ -118,8 +131,10 @@ def command(
         raise UsageError("--any-machine has no effect without --baseline.")
     if limits["half"] and not limits["same_training"]:
         raise UsageError("--half has no effect without --same-training.")
-    if limits["same_training"] and baseline:
-        raise UsageError("--same-training needs both programs; a baseline has only the figures of one.")
+    for name in ("same_training", "blame"):
+        if limits[name] and baseline:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{option} needs both programs; a baseline has only the figures of one.")
     stores_only = bool(save_as) and not given_axes and not sides.are_two_commands(argv)
     _reject_early(save_as, markdown, limits if stores_only else {})
     with ExitStack() as stack:
@@ -130,6 +145,8 @@ def command(
             pair = sides.plan_sides(
                 argv, [(name, read_plan(name)) for name in sides.split_pair(plans, "--plan")]
             )
+        elif pythons:
+            pair = sides.python_sides(argv, pythons)
         elif baseline or stores_only:
             if sides.are_two_commands(argv):
                 raise UsageError(
@@ -138,7 +155,8 @@ def command(
             pair = (Side("now", check_measurable(parse_command(argv))),)
         else:
             pair = sides.command_sides(argv)
-        comparison = _Comparison(pair, facts, budget, job, {**limits, "pairs": pairs})
+        limits["pairs"] = pairs or (MIN_BLAME_PAIRS if limits["blame"] else MIN_PAIRS)
+        comparison = _Comparison(pair, facts, budget, job, limits)
         code = comparison.run(baseline, save_as, as_json)
     if markdown is not None and comparison.record.a is not None:
         from flatout.render.compare_page import compare_page
@@ -199,8 +217,11 @@ class _Comparison:
         ):
             start_s = seconds()
             timer = PairTimer(self.sides, self.folder, self.facts, progress, self.limits["same_training"])
+            timer.records_operators = self.limits["blame"]
             try:
-                timer.run(start_s + self.budget_s, stop_rule(gate), self.limits["pairs"])
+                timer.run(
+                    start_s + self.budget_s, stop_rule(gate, timer.records_operators), self.limits["pairs"]
+                )
             finally:  # also after Ctrl-C
                 if timer.pairs:
                     self._fill(timer.pairs, stored)
@@ -208,6 +229,10 @@ class _Comparison:
             repeat = timer.repeat(0) if unlike or self.limits["same_training"] else None
             if unlike:
                 self._fill(timer.pairs, None, repeat)
+            if timer.records_operators:
+                record.blame = blame(timer.pairs, record.step_time)
+                if timer.not_recorded:
+                    record.notes.append(f"the operators could not be recorded: {timer.not_recorded}")
             if self.limits["same_training"]:
                 progress.stage(
                     "guard", "do both learn the same? If bits differ, A runs with rounded products"

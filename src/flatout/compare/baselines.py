@@ -8,7 +8,7 @@ what has changed on the machine since: its load, temperature and clock.
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,7 @@ def save(name: str, side: Side, key: dict[str, str], runs: Sequence[Run]) -> Pat
         side.plan.to_json(),
         side.revision,
         utc_now(),
-        runs=[r.to_json() for r in runs],
+        runs=[replace(r, operations=None).to_json() for r in runs],
     )
     write_json(baseline_file(name), stored.to_json())
     ignored = flatout_folder() / ".gitignore"

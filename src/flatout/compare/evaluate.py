@@ -28,13 +28,16 @@ MAX_WAIT_S = 24 * 3600.0
 MEMORY = "peak memory"
 
 
-def stop_rule(gate: float | None) -> Callable[[Sequence[Pair]], bool]:
-    """Return whether pairs suffice: the interval lies on one side of the gate (0.03 for 3 %), or is narrow."""
+def stop_rule(gate: float | None, blame: bool = False) -> Callable[[Sequence[Pair]], bool]:
+    """Return whether pairs suffice: the interval lies on one side of the gate (0.03 for 3 %), or is narrow.
+
+    ``blame``: also if it is narrow beside the change, whose parts are then known as well."""
 
     def is_enough(pairs: Sequence[Pair]) -> bool:
         interval = estimate([pair.log_change for pair in pairs], LEVEL)
         if gate is None:
-            return interval.half_width <= MAX_HALF_WIDTH
+            limit = abs(interval.mean) / 10 if blame else 0.0
+            return interval.half_width <= max(MAX_HALF_WIDTH, limit)
         return interval.low > math.log1p(gate) or interval.high <= math.log1p(gate)
 
     return is_enough

@@ -5,9 +5,9 @@ Each process starts alone, so its start-up is measured without the other's. Then
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from flatout.compare.sides import Side
 from flatout.job.folder import JobFolder
@@ -31,16 +31,18 @@ MAX_HALF_WIDTH = 0.012  # of the interval of a pair's change; narrower ones woul
 START_TIMEOUT_S = 900.0
 ANSWER_TIMEOUT_S = 60.0
 MIN_KEPT_ROUNDS = 2
+MIN_RECORDED, MAX_RECORDED, RECORDED_MS = 3, 20, 1000.0  # steps of each program whose operators are recorded
 TRAINING_STEPS, MIN_TRAINING_STEPS, TRAINING_S = 128, 17, 60.0  # of each program whose training is compared
 
 
 @dataclass
 class Run(Record):
-    """One process of a side. ``blocks_ms``: the time of a step in each block."""
+    """One process of a side. ``blocks_ms``: a step's time in each block. ``operations``: the probe's answer."""
 
     record: TrialRecord
     start_s: float
     blocks_ms: list[float]
+    operations: dict[str, Any] | None = None
 
     @property
     def log_ms(self) -> float:
@@ -71,6 +73,7 @@ class PairTimer:
         self.sides, self.job, self.facts, self.watcher = sides, job, facts, watcher
         self.interleaver = Interleaver(sides[0].command, job, facts)
         self.disturbance, self.sketches = Disturbance(facts.cores), sketches
+        self.records_operators, self.not_recorded = False, ""  # why, for the last process
         self.pairs: list[Pair] = []
         self.pair_s = 0.0  # of the last one
         self.slowest_ms = 1e-3  # time of a step
@@ -124,19 +127,37 @@ class PairTimer:
             for i in group:
                 trials[i] = self._start(self.sides[i], seed)
                 start_times[i] = seconds() - trials[i].started_s
-                with _name_side(self.sides[i]):
+                try:
                     self._set_block_length(trials[i])
+                except ProgramGone as gone:
+                    raise _side_error(self.sides[i], gone.record) from None
                 if len(group) > len(trials) and trials[i].ready["max_copies"] < 2:
                     self.one_at_a_time = True
                     return {}
             blocks = self._blocks(trials)
+            recorded = {i: self._record_operators(trial) for i, trial in trials.items()}
             for trial in trials.values() if self.sketches else ():
                 self._train(trial)
             records = {i: self._finish(trial, self.sides[i]) for i, trial in trials.items()}
-            return {i: Run(record, start_times[i], blocks[i]) for i, record in records.items()}
+            return {i: Run(record, start_times[i], blocks[i], recorded[i]) for i, record in records.items()}
         finally:
             for trial in trials.values():
                 self.interleaver.dismiss(trial)
+
+    def _record_operators(self, trial: Trial) -> dict[str, Any] | None:
+        """Record the operators of some steps, if that is asked for and possible."""
+        if not self.records_operators:
+            return None
+        wait = self.interleaver.prefetched_ticks
+        active = max(MIN_RECORDED, 2 * wait, min(MAX_RECORDED, int(RECORDED_MS / self.slowest_ms)))
+        request = {"ticks": wait + active + 2, "schedule": (wait, 1, active), "by_line": True}
+        deadline_s = self.interleaver.deadline(10 * (wait + active)) + ANSWER_TIMEOUT_S
+        try:
+            answer = trial.run_probe("operations", deadline_s, **request)
+        except ProgramGone as gone:
+            answer = {"why_not": gone.record.reason}
+        self.not_recorded = answer.get("why_not", "")
+        return answer if answer.get("operations") else None
 
     def _train(self, trial: Trial) -> None:
         """Go on to `TRAINING_STEPS`, or as far as `TRAINING_S` allows: what acts later is not compared."""
@@ -208,14 +229,6 @@ def _pair_decided(rounds: Sequence[tuple[float, ...]], spent_s: float) -> bool:
     # of one side: its own logarithms
     values = [math.log(times[-1]) - (math.log(times[0]) if len(times) == 2 else 0.0) for times in rounds]
     return estimate(values, 0.95).half_width <= MAX_HALF_WIDTH
-
-
-@contextmanager
-def _name_side(side: Side) -> Iterator[None]:
-    try:
-        yield
-    except ProgramGone as gone:
-        raise _side_error(side, gone.record) from None
 
 
 def _side_error(side: Side, record: TrialRecord) -> FlatoutError:

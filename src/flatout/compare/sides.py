@@ -160,6 +160,15 @@ def command_sides(words: Sequence[str]) -> tuple[Side, Side]:
     return a, b
 
 
+def python_sides(words: Sequence[str], pythons: Sequence[str]) -> tuple[Side, Side]:
+    """The sides of one command under two interpreters. Raises UsageError, ProgramNotFound."""
+    if len(pythons) != 2:
+        raise UsageError("give --python twice: the interpreter of A, then that of B.")
+    rest = words[1:] if is_python(words[0]) else words
+    a, b = (Side(python, check_measurable(parse_command((python, *rest)))) for python in pythons)
+    return a, b
+
+
 def plan_sides(words: Sequence[str], plans: Sequence[tuple[str, Plan]]) -> tuple[Side, Side]:
     """The sides of one command under two plans, each with its name."""
     a, b = (Side(f"plan {name}", check_measurable(parse_command(words)), plan) for name, plan in plans)

@@ -151,6 +151,7 @@ TENSOR_CORES = re.compile(
 )
 MATRIX_PRODUCTS = re.compile(r"mm$|convolution|attention|linear|matmul", re.IGNORECASE)
 LOADER_ANNOTATION = "enumerate(DataLoader)"  # annotation of torch's loaders for fetching a batch
+STEP_ANNOTATION = "ProfilerStep#"  # of torch's profiler for a step
 WORK_KINDS = ("computing", "copies", "communication")  # of a device
 MAX_SHAPES, MAX_GAPS = 3, 8  # in the result
 MIN_GAP_NS = 5_000
@@ -192,13 +193,15 @@ class RecordingResult:
 
     ``operators_ns`` is the time of the program's own thread in operators of any kind. ``busy_ns`` is the busy
     time of the device, ``device_ns`` that of each kind of work; kinds may overlap. ``python_share`` is the
-    share of time in which that thread was neither in an operator nor waiting for data.
+    share of time in which that thread was neither in an operator nor waiting for data, ``waiting_share`` that of
+    waiting for data.
     """
 
     operations: list[Operation]
     operators: int = 0
     operators_ns: int = 0
     python_share: float | None = None
+    waiting_share: float = 0.0
     busy_ns: int | None = None
     device_ns: dict[str, int] = field(default_factory=dict)
     gaps: list[IdleGap] = field(default_factory=list)
@@ -208,7 +211,7 @@ class ProfilerRecording:
     """The events of some whole steps.
 
     ``lines`` are the user's lines of each kind of call (name and shapes), in the order of the calls of one
-    step.
+    step. ``by_line``: an operator counts apart at each line and for each shape; shares are of whole steps.
     """
 
     def __init__(
@@ -217,12 +220,15 @@ class ProfilerRecording:
         steps: int,
         lines: CallLines,
         locate: Callable[[str, int, str], SourceLocation],
+        by_line: bool = False,
     ) -> None:
+        self.by_line = by_line
         self.steps, self.lines, self.locate = max(1, steps), lines, locate
         self.operators: list[OperatorEvent] = []
         self.kernels: list[Any] = []
         self.device_spans: dict[str, list[tuple[int, int]]] = defaultdict(list)
         self.data_waits: list[tuple[int, int]] = []  # for data
+        self.step_spans: list[tuple[int, int]] = []
         for event in events:
             kind = kind_of(event)
             if kind in ("kernel", "gpu_memcpy", "gpu_memset"):
@@ -230,6 +236,8 @@ class ProfilerRecording:
                 self.device_spans[_work_kind(kind, event.name())].append((event.start_ns(), event.end_ns()))
             elif kind == "user_annotation" and event.name().startswith(LOADER_ANNOTATION):
                 self.data_waits.append((event.start_ns(), event.end_ns()))
+            elif by_line and event.name().startswith(STEP_ANNOTATION):
+                self.step_spans.append((event.start_ns(), event.end_ns()))
             elif kind == "cpu_op" and not event.name().startswith("["):  # [memory] is an allocation
                 self.operators.append(
                     OperatorEvent(
@@ -241,7 +249,7 @@ class ProfilerRecording:
     def summarise(self) -> RecordingResult:
         outermost = self._nest()
         self._link_kernels()
-        sums: dict[tuple[str, str], OperatorTotals] = defaultdict(OperatorTotals)
+        sums: dict[tuple[Any, ...], OperatorTotals] = defaultdict(OperatorTotals)
         for event in self.operators:
             self._add(sums, event)
         result = RecordingResult(self._operations(sums), len([e for e in outermost if "::" in e.name]))
@@ -250,9 +258,10 @@ class ProfilerRecording:
         result.operators_ns = union_ns(spans)
         if spans:
             spans += self.data_waits
-            result.python_share = 1 - union_ns(spans) / max(
-                1, max(end for _, end in spans) - min(start for start, _ in spans)
-            )
+            first, last = min(start for start, _ in spans), max(end for _, end in spans)
+            window_ns = max(1, union_ns(self.step_spans) or last - first)
+            result.python_share = 1 - union_ns(spans) / window_ns
+            result.waiting_share = (union_ns(spans) - result.operators_ns) / window_ns
         if self.kernels:
             result.busy_ns = union_ns((k.start_ns(), k.end_ns()) for k in self.kernels)
             result.device_ns = {
@@ -309,20 +318,22 @@ class ProfilerRecording:
 
     # -- sums
 
-    def _add(self, sums: dict[tuple[str, str], OperatorTotals], event: OperatorEvent) -> None:
+    def _add(self, sums: dict[tuple[Any, ...], OperatorTotals], event: OperatorEvent) -> None:
         dtypes, shapes = list(event.raw.dtypes()), [list(shape) for shape in event.raw.shapes()]
         main_dtype = next(
             (DTYPES[d][0] for d in FLOATS if d in dtypes),
             next((DTYPES[d][0] for d in dtypes if d in DTYPES), ""),
         )
-        total = sums[event.name, main_dtype]
+        shapes_text = " x ".join(str(tuple(shape)) for shape in shapes if shape)[:120]
+        key: tuple[Any, ...] = (event.name, main_dtype)
+        total = sums[(*key, shapes_text, event.line) if self.by_line else key]
         total.calls += 1
         own_ns = max(0, event.end - event.start - event.children_ns)
         total.host_ns += own_ns
         total.device_ns += event.device_ns
         total.tensor_core_ns += event.tensor_core_ns
         if any(shapes):
-            total.shapes[" x ".join(str(tuple(shape)) for shape in shapes if shape)[:120]] += 1
+            total.shapes[shapes_text] += 1
         total.lines[event.line] += event.device_ns or own_ns
         total.flops += event.flops or 0.0
         if (
@@ -332,11 +343,11 @@ class ProfilerRecording:
         ):
             total.moved_bytes += operand_bytes(dtypes, shapes)
 
-    def _operations(self, sums: dict[tuple[str, str], OperatorTotals]) -> list[Operation]:
+    def _operations(self, sums: dict[tuple[Any, ...], OperatorTotals]) -> list[Operation]:
         on_device = bool(self.kernels)
         total_ns = sum(s.device_ns if on_device else s.host_ns for s in sums.values()) or 1
         operations = []
-        for (name, dtype), total in sums.items():
+        for (name, dtype, *_), total in sums.items():
             own_ns = total.device_ns if on_device else total.host_ns
             operation = Operation(
                 name, total.calls / self.steps, total.host_ns / 1e6 / self.steps, share=own_ns / total_ns

@@ -10,6 +10,7 @@ from flatout.render.formatting import (
     one_line,
     per_second,
     plural,
+    rounded,
     sentence,
     shell,
     signed,
@@ -18,7 +19,8 @@ from flatout.render.formatting import (
 from flatout.render.losses import loss_figure
 from flatout.render.page import BOTH, PAGE, TERMINAL, Cell, Page, Paragraph, Section, Table, dateline, notes
 from flatout.render.phases import ProgramPhases, phase_section
-from flatout.schema.compare import Change, CompareRecord, SideRecord
+from flatout.render.profile_page import place_of
+from flatout.schema.compare import Blame, BlameRow, Change, CompareRecord, SideRecord
 
 Row = tuple[str, str, str, str]
 AGAINST_A_BASELINE = (
@@ -134,6 +136,7 @@ def compare_page(record: CompareRecord, terminal_lines: Sequence[str] = ()) -> P
         Section("", [Table((), [_label(name, side) for name, side in (("A", a), ("B", b))])]),
         Section("Gates", [Table(("gate", "limit", "result", "explanation"), gate_rows)]),
         Section("Training", [Paragraph(*_training(record))] if record.training is not None else []),
+        *(_blame_sections(record, record.blame) if record.blame is not None else ()),
         Section("A and B", [Table(("", ">A", ">B", "change"), rows(record))]),
         phase_section("Where the time of a step goes", phases, _changes(record), BOTH),
         Section("Losses", [loss_verdict, loss_figure(*_loss_curves(a, b), ("A", "B"))]),
@@ -158,6 +161,31 @@ def compare_page(record: CompareRecord, terminal_lines: Sequence[str] = ()) -> P
         tone="bad" if record.gate_failed or slower else "good" if faster else "",
         version=record.flatout,
     )
+
+
+def _blame_sections(record: CompareRecord, blame: Blame) -> list[Section]:
+    blamed = [row for row in blame.rows if row.blamed]
+    rest = 1 - sum(row.share for row in blamed)
+    table = [
+        (
+            _ms_text(row),
+            f"{100 * row.share:.0f} %",
+            f"{rounded(row.a_calls)} -> {rounded(row.b_calls)}",
+            f"{row.before} -> {row.name}: {row.change}" if row.before else f"{row.name}: {row.change}",
+            Cell(place_of(row.place, record.cwd), row.place.text if row.place is not None else ""),
+        )
+        for row in blamed
+    ]
+    if table:
+        table.append((signed(rest * blame.ms, 3), f"{100 * rest:.0f} %", "", "all others", Cell("")))
+    whole = Paragraph(f"{_ms_text(blame)} ms per {_unit(record)}: {blame.verdict}.", "verdict")
+    columns = (">ms", ">share", ">calls", "what changed", "where")
+    parts = Section("What accounts for the difference, B - A", [whole, Table(columns, table)])
+    return [parts, notes((one_line(line, 160) for line in blame.settings), "Settings that differ")]
+
+
+def _ms_text(part: Blame | BlameRow) -> str:
+    return f"{signed(part.ms, 3)} ({signed(part.low, 3)} to {signed(part.high, 3)})"
 
 
 def _training(record: CompareRecord) -> tuple[str, str]:

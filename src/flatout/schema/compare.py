@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from flatout.schema.findings import SourceLocation
 from flatout.schema.records import PhaseTime, ProgramRecord, Record
 
 SCHEMA = 1
@@ -77,6 +78,38 @@ class TrainingVerdict(Record):
 
 
 @dataclass
+class BlameRow(Record):
+    """Operators of A and B that belong together. ``ms`` a step is B - A, with its interval.
+
+    ``share``: of the whole difference. ``before``: the names in A, where B has others."""
+
+    name: str
+    change: str
+    ms: float
+    low: float
+    high: float
+    share: float
+    a_calls: float
+    b_calls: float
+    before: str = ""
+    place: SourceLocation | None = None
+    blamed: bool = False
+
+
+@dataclass
+class Blame(Record):
+    """What accounts for the difference in step time: ``ms`` with its interval. ``settings``: those that differ."""
+
+    verdict: str
+    ms: float = 0.0
+    low: float = 0.0
+    high: float = 0.0
+    n: int = 0
+    rows: list[BlameRow] = field(default_factory=list)
+    settings: list[str] = field(default_factory=list)
+
+
+@dataclass
 class Gate(Record):
     """A limit that B must keep. ``verdict``: ``passed``, ``failed`` or ``cannot tell``."""
 
@@ -103,6 +136,7 @@ class CompareRecord(ProgramRecord):
     pairs: list[float] = field(default_factory=list)
     losses: LossVerdict = field(default_factory=LossVerdict)
     training: TrainingVerdict | None = None  # with `--same-training`
+    blame: Blame | None = None  # with `--blame`
     gates: list[Gate] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     machine: dict[str, Any] = field(default_factory=dict)

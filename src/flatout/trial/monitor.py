@@ -192,6 +192,9 @@ def settings(torch: ModuleType, context: TrainingContext) -> dict[str, Any]:
         "dtypes": {},
         "devices": sorted({str(p.device) for p in context.parameters}),
         "gradient_bytes": _gradient_bytes(context),
+        "mkldnn": bool(torch.backends.mkldnn.enabled),
+        "deterministic": bool(torch.are_deterministic_algorithms_enabled()),
+        "flush_denormal": not torch.full((8,), 1e-39, dtype=torch.float32, device="cpu").add(0).any(),
     }
     for parameter in context.parameters:
         name = str(parameter.dtype).removeprefix("torch.")

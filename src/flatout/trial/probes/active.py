@@ -15,6 +15,7 @@ from flatout.measure.clock import HostClock
 from flatout.measure.line_timer import LineTimer
 from flatout.measure.operations import ProfilerRecording
 from flatout.measure.statistics import median
+from flatout.trial.monitor import settings
 from flatout.trial.probes.probe import Probe, ProbeTools, ProbeUnavailable
 
 if TYPE_CHECKING:
@@ -176,10 +177,11 @@ class OperationsProbe(Probe):
 
     One tick before them records the lines of the operators. The profiler's own stacks are off: started in the
     middle of a step, as here, it takes half a minute to stop (torch 2.14), and it names functions instead of
-    lines.
+    lines. ``by_line``: operators count apart at each line and for each shape, and the settings are reported.
     """
 
     def begin(self) -> None:
+        self.by_line = bool(self.requested.get("by_line"))
         wait, warmup, self.active = (int(n) for n in self.requested["schedule"])
         self.ticks = 1 + wait + warmup + self.active
         profiler = self.torch.profiler
@@ -188,7 +190,7 @@ class OperationsProbe(Probe):
             schedule=profiler.schedule(wait=wait, warmup=warmup, active=self.active, repeat=1),
             on_trace_ready=self._on_trace,
             record_shapes=True,
-            profile_memory=True,
+            profile_memory=not self.by_line,
         )
         self.recorded: dict[str, Any] = {}
         self.started = False
@@ -215,13 +217,15 @@ class OperationsProbe(Probe):
             for key, found in self.lines.by_operator.items()
         }
         recorded = ProfilerRecording(
-            profile.profiler.kineto_results.events(), self.active, lines, place_at
+            profile.profiler.kineto_results.events(), self.active, lines, place_at, self.by_line
         ).summarise()
         self.recorded = {
             "operations": [operation.to_json() for operation in recorded.operations],
             "operators": recorded.operators / self.active,
             "operators_ms": recorded.operators_ns / 1e6 / self.active,
             "python_share": recorded.python_share,
+            "waiting_share": recorded.waiting_share,
+            "settings": settings(self.torch, self.context) if self.by_line else {},
             "busy_ms": None if recorded.busy_ns is None else recorded.busy_ns / 1e6 / self.active,
             "device_ms": {work: ns / 1e6 / self.active for work, ns in recorded.device_ns.items()},
             "gaps": [gap.to_json() for gap in recorded.gaps],
