@@ -114,11 +114,6 @@ THEMES = (
         "The findings of `flatout check` on public training scripts, each reviewed by hand",
     ),
     (
-        "fix",
-        "python bench/fix.py --mirrors DIR --scripts DIR",
-        "`flatout fix` on public code: what it edits, whether files and findings are right afterwards, losses bit by bit",
-    ),
-    (
         "pull_requests",
         "python bench/pull_requests.py --mirrors DIR",
         "Whether `check` and `profile` name what maintainers of public trainers found and fixed; other findings, each reviewed by hand",

@@ -17,7 +17,7 @@ import random
 import torch
 
 torch.manual_seed(0)
-torch.autograd.set_detect_anomaly(True, check_nan=False)  # debugging_left_on
+torch.autograd.set_detect_anomaly(True, check_nan=False)
 rows = [[random.random() for _ in range(400)] for _ in range(500)]
 model = torch.nn.Sequential(torch.nn.Linear(400, 64), torch.nn.Dropout(), torch.nn.Linear(64, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -26,12 +26,12 @@ for step in range(100_000):
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 30)  # scheduler_remade
     batch = torch.tensor([random.choice(rows) for _ in range(128)])  # python_between
     optimizer.zero_grad(set_to_none=False)  # gradients_zeroed
-    prediction = model(batch)
+    prediction = model(batch)  # train_mode_not_restored
     loss = (prediction - 1).log().mean()
     loss.backward()  # not_finite
     optimizer.step()
     if step == 60:
-        model.eval()  # train_mode_not_restored
+        model.eval()
 """
 LINES = {
     line.rpartition("# ")[2]: number for number, line in enumerate(PROGRAM.splitlines(), 1) if "  # " in line

@@ -25,7 +25,6 @@ def named(source, text):
         ("from torch.nn import functional", "functional.mse_loss", "torch.nn.functional.mse_loss"),
         ("from torch.nn.functional import mse_loss as loss", "loss", "torch.nn.functional.mse_loss"),
         ("import torch", "torch.nn.Linear", "torch.nn.Linear"),
-        ("import torch\nLayer = torch.nn.Linear", "Layer", "torch.nn.Linear"),
         ("import torch\ntorch = object()", "torch.nn", ""),
         ("def f(torch): pass", "torch.nn", ""),
     ],

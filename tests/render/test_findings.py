@@ -12,7 +12,7 @@ from flatout.diagnose.check import check
 from flatout.diagnose.rules import TABLE
 from flatout.probe.program import ScriptProgram
 from flatout.render.findings import finding_lines, github_lines
-from flatout.schema.findings import Edit, Finding, Severity, SourceLocation
+from flatout.schema.findings import Finding, Severity, SourceLocation
 from flatout.schema.outputs import FindingsRecord
 
 PLACE = SourceLocation("my train.py", 3, 5, "Net.forward", "x = y.item()", 4)
@@ -33,7 +33,6 @@ FOUND = [
         "waits [red]always[/red]",
         PLACE,
         levers=["loader"],
-        edits=[Edit(3, 5, 3, 9, "b()")],
     ),
     Finding("FD001", "no_place", Severity.FRAGILE.value, "has no place"),
 ]

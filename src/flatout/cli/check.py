@@ -152,8 +152,7 @@ def _explain(code: str, output_format: str) -> None:
         click.echo("\n".join(f"{rule.code}  {rule.severity.value:13}  {rule.title}" for rule in rules))
     else:
         (rule,) = rules
-        note = f"\n\n{rule.fix_note}" if rule.fix_note else ""
-        text = f"{rule.code} {rule.name} ({rule.severity.value})\n\n{rule.page.strip()}{note}"
+        text = f"{rule.code} {rule.name} ({rule.severity.value})\n\n{rule.page.strip()}"
         click.echo(text.replace("  # <-", "  # <- here"))
 
 

@@ -26,7 +26,6 @@ GROUPS = {
     "Look": {
         "profile": "Measure where the time and memory of a step go.",
         "check": "Find mistakes that raise no error.",
-        "fix": "Edit the script where a finding has a certain fix.",
         "explain": "Explain a crash: the cause, your line, the fix.",
         "doctor": "Check that this machine is ready to train.",
         "ui": "Show all runs and reports of a project as one page.",

@@ -38,22 +38,6 @@ def profile_findings(profile: ProfileRecord) -> list[Finding]:
     )
 
 
-def locate_causes(findings: Iterable[Finding], program: ScriptProgram) -> list[Finding]:
-    """Give measured findings the line of their cause, where the same rule finds it in the source, and sort them.
-
-    A measurement of a wrong result knows the step, but not the cause. Other findings keep their line."""
-    findings = list(findings)
-    source_checks = {rule.code: rule.check_source for rule in TABLE if rule.check_source is not None}
-    for finding in findings:
-        check = source_checks.get(finding.rule)
-        if check and (finding.place is None or finding.severity == Severity.WRONG.value):
-            causes = [cause.place for cause in check(program) if cause.place is not None]
-            if causes:
-                finding.others = [*causes[1:], *([finding.place] if finding.place else []), *finding.others]
-                finding.place = causes[0]
-    return sorted(findings, key=sort_key)
-
-
 def ranked(findings: Sequence[Finding]) -> list[Finding]:
     """The findings in order, without those that a narrower rule reports as well."""
     narrowest = [finding for finding in findings if not any(_replaces(other, finding) for other in findings)]
@@ -160,8 +144,8 @@ def _unused_comments(comments: list[IgnoreComment], rules: list[Rule]) -> Iterab
     for comment in comments:
         unknown = [code for code in comment.codes if code not in BY_CODE]
         file, line = comment.source.cell(comment.comment_line)
-        place = comment.source.place(comment.source.tree, column=False)
-        place.file, place.line = file, line
+        place = comment.source.place(comment.source.tree)
+        place.file, place.line, place.column = file, line, 0
         place.text = comment.source.lines[comment.comment_line - 1].strip()
         if unknown:
             yield IGNORE_WITHOUT_EFFECT.finding(

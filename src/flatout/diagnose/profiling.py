@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from flatout.diagnose.bottleneck import WHAT_IF_OF_BOUND, name_bottleneck
-from flatout.diagnose.check import locate_causes, profile_findings
+from flatout.diagnose.check import profile_findings
 from flatout.diagnose.what_ifs import TABLE as WHAT_IFS
 from flatout.job.folder import JobFolder
 from flatout.launch.command import Command
@@ -25,8 +24,6 @@ from flatout.measure.clock import seconds
 from flatout.measure.disturbance import Disturbance
 from flatout.measure.roofline import fill_roofline, flops_a_step, utilisation
 from flatout.measure.statistics import Round, block_ms, compare, median
-from flatout.probe.program import ScriptProgram
-from flatout.probe.script import Unreadable
 from flatout.schema.enums import Origin
 from flatout.schema.errors import FlatoutError, NothingMeasured, ProgramFailed, error_line
 from flatout.schema.facts import Facts
@@ -292,9 +289,6 @@ def run_profile(program: ProfiledProgram) -> ProfileRecord:
         )
     record.bound, record.bound_why = name_bottleneck(record)
     record.findings = profile_findings(record)
-    if program.command.script is not None and record.findings:
-        with suppress(OSError, Unreadable):
-            record.findings = locate_causes(record.findings, ScriptProgram.read(program.command.script))
     record.status = "done"
     return record
 

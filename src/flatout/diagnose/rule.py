@@ -29,9 +29,6 @@ OTHER_MARK = {"Bad": "+", "Good": "-"}  # the diff mark of lines that only the o
 class Rule:
     """A rule has an ``invariant``, ``check_source`` or ``check_profile``.
 
-    ``fix_changes`` says what the edits of its findings change in what the program learns; "" if all losses stay
-    the same, bit for bit; None if its findings have no edits.
-
     ``sort_before`` puts its findings directly before those of a worse severity. ``weight`` sorts within a
     severity; below 0 are rules about any line, or about what matters only on some machines. A finding is dropped
     if a rule of ``replaced_by`` reports anything, or one of ``replaced_at_its_line_by`` something near its line."""
@@ -46,7 +43,6 @@ class Rule:
     check_profile: Callable[[ProfileRecord], Iterable[Finding]] | None = None
     invariant: type[Invariant] | None = None
     levers: tuple[str, ...] = ()
-    fix_changes: str | None = None
     sort_before: Severity | None = None
     weight: int = 0
     replaced_by: tuple[str, ...] = ()
@@ -55,15 +51,6 @@ class Rule:
     @property
     def title(self) -> str:
         return self.page.strip().splitlines()[0].rstrip(".")
-
-    @property
-    def fix_note(self) -> str:
-        """What `flatout fix` does about a finding, in one sentence; "" if nothing."""
-        if self.fix_changes is None:
-            return ""
-        if not self.fix_changes:
-            return "`flatout fix` makes the edit where it is certain; all losses stay the same, bit for bit."
-        return f"`flatout fix --all` makes the edit where it is certain. It changes: {self.fix_changes}."
 
     def section(self, name: str) -> str:
         """The text below one heading of the page, without its indent, or one of the two programs of Example.

@@ -51,9 +51,8 @@ class ScriptProgram:
                 if file is None or name in found or file.resolve() == script.resolve():
                     continue
                 try:
-                    found[name] = SourceFile.read(
-                        file, name, name if file.name == "__init__.py" else name.rpartition(".")[0]
-                    )
+                    package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+                    found[name] = SourceFile.read(file, package)
                 except (OSError, Unreadable) as error:
                     unread.append(str(error))
                 else:
@@ -88,13 +87,7 @@ def imports(source: SourceFile) -> list[str]:
         if isinstance(node, ast.Import):
             dotted = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            package = source.names.package.split(".") if source.names.package else []
-            base = ".".join(
-                [
-                    *(package[: len(package) - node.level + 1] if node.level else []),
-                    *filter(None, [node.module]),
-                ]
-            )
+            base = source.imported_from(node)
             dotted = [base, *(f"{base}.{alias.name}" if base else alias.name for alias in node.names)]
         else:
             continue

@@ -1,26 +1,17 @@
-"""A training script as text: its syntax tree, its names, and places in it. Nothing is imported or run.
-
-Related modules:
-
-* names.py: scopes
-* values.py and kinds.py: possible values of an expression
-* walk.py and step_loops.py: order of events in loops
-* program.py: the script with the modules that it imports from its own folder
-"""
+"""A training script as text: its syntax tree, its imports, and places in it. Nothing is imported or run."""
 
 from __future__ import annotations
 
 import ast
 import json
 import stat
-from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
 
-from flatout.probe.names import FUNCTIONS, Binding, Names
 from flatout.schema.errors import MALFORMED
 from flatout.schema.findings import SourceLocation
 
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 MAX_BYTES = 4_000_000  # larger than any handwritten script
 MAX_NODES = 150_000  # some 15,000 lines; each rule walks them all
 # Cell magics of a notebook whose body is Python. The body of others, such as %%bash, is not.
@@ -39,22 +30,14 @@ class Unreadable(Exception):
 class SourceFile:
     """One file of the user.
 
-    ``tree`` is the AST of ``text``. ``module`` is the name under which others import it. ``notebook`` is the
-    JSON text of a notebook, ``cells`` are the first lines in ``text`` and the numbers of its code cells.
-    """
+    ``tree`` is the AST of ``text``. ``package`` is that of relative imports. ``cells`` of a notebook are the first
+    lines in ``text`` and the numbers of its code cells."""
 
     def __init__(
-        self,
-        path: str,
-        text: str,
-        module: str = "",
-        package: str = "",
-        cells: list[tuple[int, int]] | None = None,
-        notebook: str = "",
+        self, path: str, text: str, package: str = "", cells: list[tuple[int, int]] | None = None
     ) -> None:
         """Parse the text. Raises Unreadable."""
-        self.path, self.text, self.module = path, text, module
-        self.cells, self.notebook = cells or [], notebook
+        self.path, self.text, self.package, self.cells = path, text, package, cells or []
         try:
             self.tree = ast.parse(text, filename=path)
         except SyntaxError as error:
@@ -64,18 +47,16 @@ class SourceFile:
             raise Unreadable(f"{path}: Python cannot read it ({error})") from None
         if depth_of(self.tree) > MAX_DEPTH:
             raise Unreadable(f"{path}: its expressions are nested more than {MAX_DEPTH} deep")
-        if sum(1 for _ in ast.walk(self.tree)) > MAX_NODES:
+        self.nodes = list(ast.walk(self.tree))
+        if len(self.nodes) > MAX_NODES:
             raise Unreadable(
                 f"{path}: it has more than {MAX_NODES:,} expressions, too many for a handwritten script"
             )
-        self.names = Names(self.tree, package)
-        self._dotted: dict[int, str] = {}
 
     @classmethod
-    def read(cls, path: Path, module: str = "", package: str = "", shown: str = "") -> SourceFile:
+    def read(cls, path: Path, package: str = "") -> SourceFile:
         """Read a .py file or a notebook. Raises OSError or Unreadable."""
-        shown = shown or str(path)
-        about = path.stat()
+        shown, about = str(path), path.stat()
         if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(
             about.st_mode
         ):  # a device may have no end, and a pipe no writer
@@ -91,94 +72,68 @@ class SourceFile:
             raise Unreadable(f"{shown} is not UTF-8 text (byte {error.start:,})") from None
         if path.suffix == ".ipynb":
             code, cells = notebook(text, shown)
-            return cls(shown, code, module, package, cells, text)
-        return cls(shown, text, module, package)
+            return cls(shown, code, package, cells)
+        return cls(shown, text, package)
 
     @cached_property
     def lines(self) -> list[str]:
         return self.text.splitlines()
 
     @cached_property
-    def nodes(self) -> list[ast.AST]:
-        return list(ast.walk(self.tree))
-
-    @cached_property
     def calls(self) -> list[ast.Call]:
         return [node for node in self.nodes if isinstance(node, ast.Call)]
 
     @cached_property
-    def classes(self) -> list[ast.ClassDef]:
-        return [node for node in self.nodes if isinstance(node, ast.ClassDef)]
-
-    @cached_property
-    def functions(self) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-        return [node for node in self.nodes if isinstance(node, FUNCTIONS)]
+    def _parents(self) -> dict[ast.AST, ast.AST]:
+        return {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
 
     def parent(self, node: ast.AST) -> ast.AST | None:
-        return self.names.parents.get(id(node))
+        return self._parents.get(node)
 
-    def parents(self, node: ast.AST) -> Iterator[ast.AST]:
-        return iter(self.names.ancestors(node))
+    def imported_from(self, node: ast.ImportFrom) -> str:
+        """The dotted name of the module that an import names, relative ones from the file's package."""
+        package = self.package.split(".") if self.package else []
+        above = package[: len(package) - node.level + 1] if node.level else []
+        return ".".join([*above, *filter(None, [node.module])])
 
-    def statement(self, node: ast.AST) -> ast.stmt | None:
-        return next((each for each in [node, *self.parents(node)] if isinstance(each, ast.stmt)), None)
-
-    def function(self, node: ast.AST) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-        """Return the function whose body contains a node."""
-        return next((each for each in self.parents(node) if isinstance(each, FUNCTIONS)), None)
-
-    def klass(self, node: ast.AST) -> ast.ClassDef | None:
-        return next((each for each in self.parents(node) if isinstance(each, ast.ClassDef)), None)
-
-    def bindings(self, node: ast.AST) -> list[Binding]:
-        return self.names.lookup(node) if isinstance(node, ast.Name) else []
+    @cached_property
+    def _imports(self) -> dict[str, str]:
+        """The dotted names of what the file imports, without names that it gives to something else, too."""
+        imports: dict[str, set[str]] = {}
+        for node in self.nodes:
+            if isinstance(node, (ast.Import, ast.ImportFrom)):
+                base = f"{self.imported_from(node)}." if isinstance(node, ast.ImportFrom) else ""
+                for alias in node.names:
+                    whole = alias.name if alias.asname or base else alias.name.split(".")[0]
+                    imports.setdefault(alias.asname or whole, set()).add((base + whole).lstrip("."))
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                imports.setdefault(node.id, set()).add("")
+            elif isinstance(node, ast.arg):
+                imports.setdefault(node.arg, set()).add("")
+            elif isinstance(node, (*FUNCTIONS, ast.ClassDef)):
+                imports.setdefault(node.name, set()).add("")
+        return {name: min(dotted) for name, dotted in imports.items() if len(dotted) == 1}
 
     def dotted(self, node: ast.AST) -> str:
-        """Return the full name of an import, such as ``torch.nn.functional.mse_loss`` for ``F.mse_loss``, or
-        "".
-
-        The full name is a chain of names that starts with an import.
-        """
+        """The full name of an import, such as ``torch.nn.functional.mse_loss`` for ``F.mse_loss``; "" for others."""
         if isinstance(node, ast.Attribute):
             before = self.dotted(node.value)
             return f"{before}.{node.attr}" if before else ""
-        if not isinstance(node, ast.Name):
-            return ""
-        if id(node) not in self._dotted:
-            self._dotted[id(node)] = ""  # stops a name that refers to itself
-            self._dotted[id(node)] = self._named(node)
-        return self._dotted[id(node)]
+        return self._imports.get(node.id, "") if isinstance(node, ast.Name) else ""
 
-    def _named(self, node: ast.Name) -> str:
-        found = self.names.reaching(node)
-        if found and all(b.how == "import" for b in found):
-            return found[-1].dotted
-        if (
-            len(found) == 1
-            and found[0].how == "assign"
-            and not found[0].path
-            and isinstance(found[0].value, (ast.Attribute, ast.Name))
-        ):
-            return self.dotted(found[0].value)
-        return ""
-
-    def place(self, node: ast.AST, column: bool = True) -> SourceLocation:
+    def place(self, node: ast.AST) -> SourceLocation:
         line = getattr(node, "lineno", 1)
         text = self.lines[line - 1] if 0 < line <= len(self.lines) else ""
         offset = getattr(node, "col_offset", 0)
         before = text.encode()[:offset].decode(errors="replace")  # ast counts bytes
-        function = self.function(node)
-        owner = self.klass(function) if function is not None else None
-        name = (
-            ""
-            if function is None
-            else f"{owner.name}.{function.name}"
-            if owner is not None
-            else function.name
-        )
+        names, above = list[str](), self.parent(node)
+        while above is not None:
+            if isinstance(above, (*FUNCTIONS, ast.ClassDef)):
+                names.insert(0, above.name)
+            above = self.parent(above)
         file, shown = self.cell(line)
         return SourceLocation(
-            file, shown, len(before) + 1 if column else 0, name, text.strip(), len(text) - len(text.lstrip())
+            file, shown, len(before) + 1, ".".join(names), text.strip(), len(text) - len(text.lstrip())
         )
 
     def cell(self, line: int) -> tuple[str, int]:
@@ -190,13 +145,6 @@ class SourceFile:
             if line >= first:
                 return f"{self.path}[{number}]", line - first + 1
         return self.path, line
-
-    def line_of(self, file: str, line: int) -> int | None:
-        """Return the line in ``text`` of a line in this file or in a cell of it; None if it is in neither."""
-        if file == self.path:
-            return line
-        starts = (first for first, number in self.cells if file == f"{self.path}[{number}]")
-        return next((first + line - 1 for first in starts), None)
 
     def where(self, line: int) -> str:
         file, shown = self.cell(line)

@@ -37,26 +37,12 @@ class SourceLocation(Record):
 
 
 @dataclass
-class Edit(Record):
-    """A span of a file, from a place up to another one, and the text that replaces it.
-
-    Lines and columns count from 1, columns in characters. In a notebook lines count from the start of a cell."""
-
-    line: int
-    column: int
-    end_line: int
-    end_column: int
-    text: str
-
-
-@dataclass
 class Finding(Record):
     """One finding.
 
     ``message`` is one sentence with the figures. ``evidence`` are further lines, most important first. ``fix``
     is code or one command. ``levers`` apply the fix without editing the script. ``predicted`` is the speed-up
-    from the fix; ``how`` says how it was measured or estimated. ``edits`` of the file in ``place`` are the fix,
-    where it is certain. ``weight`` is above 0 for a fault that costs more than others of its severity, and
+    from the fix; ``how`` says how it was measured or estimated. ``weight`` is above 0 for a fault that costs more than others of its severity, and
     below 0 for one that may cost little."""
 
     rule: str
@@ -70,5 +56,4 @@ class Finding(Record):
     predicted: Ratio | None = None
     how: str = ""
     others: list[SourceLocation] = field(default_factory=list)  # further places with the same problem
-    edits: list[Edit] = field(default_factory=list)
     weight: int = 0

@@ -26,26 +26,6 @@ class FindingsRecord(Record):
 
 
 @dataclass
-class FixedFile(Record):
-    """A file with edits: the fixed findings, a unified diff, and the findings whose edits do not go together."""
-
-    file: str
-    fixed: list[Finding]
-    diff: str
-    not_fixed: list[Finding] = field(default_factory=list)
-
-
-@dataclass
-class FixesRecord(Record):
-    """Output of `flatout fix --json`. ``advice`` are the findings without edits."""
-
-    applied: bool
-    files: list[FixedFile]
-    advice: list[Finding]
-    schema: int = OUTPUT_SCHEMA
-
-
-@dataclass
 class Explanation(Finding):
     """A failure that `flatout explain` knows. ``ranks`` are the ranks that report it."""
 

@@ -19,7 +19,6 @@ Example:
 import ast
 from collections.abc import Iterator
 
-from flatout.diagnose.rewrites import insert_after
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
@@ -58,7 +57,6 @@ def check(program: ScriptProgram) -> Iterator[Finding]:
                 f"`{source.code(node.value)}` is named here but not called: the line has no effect",
                 source.place(node),
                 f"{source.code(node.value)}()",
-                edits=insert_after(source, node.value, "()"),
             )
 
 
@@ -68,6 +66,5 @@ RULE = Rule(
     Severity.WRONG,
     __doc__,
     check,
-    fix_changes="the call takes effect",
     weight=-1,
 )

@@ -23,7 +23,6 @@ Sources:
 import ast
 from collections.abc import Iterator
 
-from flatout.diagnose.rewrites import add_argument
 from flatout.diagnose.rule import Rule
 from flatout.probe.program import ScriptProgram
 from flatout.schema.findings import Finding, Severity
@@ -45,8 +44,7 @@ def check(program: ScriptProgram) -> Iterator[Finding]:
                 "this checkpoint loads only on a machine that has the device it was saved from",
                 source.place(call),
                 f'torch.load({source.code(call.args[0])}, map_location="cpu")',
-                edits=add_argument(source, call, 'map_location="cpu"'),
             )
 
 
-RULE = Rule("FL303", "load_without_map_location", Severity.FRAGILE, __doc__, check, fix_changes="")
+RULE = Rule("FL303", "load_without_map_location", Severity.FRAGILE, __doc__, check)
