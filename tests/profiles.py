@@ -207,6 +207,22 @@ ILL = {
     ),
     "recompiles": ({"compile_record": CompileRecord(9, 8, 0, ["size 12 against 13"], [LINE], 4000.0)}, LINE),
     "graph_breaks": ({"compile_record": CompileRecord(4, 0, 3, ["Tensor.item()"], [LINE], 400.0)}, LINE),
+    "slow_attention": (
+        {"events": {"slow_attention": {**event(), "note": "[1, 2]; because of dropout"}}},
+        LINE,
+    ),
+    "slow_convolution": (
+        one("_slow_conv2d_forward", 6, 6.0, share=0.8, dtypes=["float32"], place=LINE),
+        LINE,
+    ),
+    "transposed_logits": (
+        {
+            **one("copy_", 6, 1.0, share=0.1),
+            "events": {"transposed_logits": {**event(), "note": "[1, 2, 3]"}},
+        },
+        LINE,
+    ),
+    "padding": ({"events": {"padding": {**event(), "note": "0.400"}}}, LINE),
     "double_precision": (
         one("addmm", 6, 6.0, share=0.8, dtypes=["float64"], place=LINE),
         LINE,

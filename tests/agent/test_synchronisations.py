@@ -5,7 +5,7 @@ import inspect
 
 import pytest
 
-from flatout.agent.call_counters import CallCounters, attention_kernel
+from flatout.agent.call_counters import CallCounters
 from flatout.agent.frames import is_user_file
 from flatout.agent.ledger import Ledger
 from flatout.agent.synchronisations import SyncRecorder
@@ -134,21 +134,59 @@ def test_whose_file(file):
     assert is_user_file(__file__)
 
 
-def test_the_kernels_of_attention_are_named_with_the_reason_against_a_faster_one(monkeypatch):
+def test_the_kernels_of_attention_are_named_with_the_reason_against_a_faster_one():
     ledger, query = Ledger(), torch.ones(1, 2, 8, 16)
     counters = CallCounters(torch, ledger, ticking())
     counters.install()
-    for mask in (None, None, torch.ones(8, 8)):
-        torch.nn.functional.scaled_dot_product_attention(query, query, query, mask, 0.1 * (mask is not None))
+    attention = torch.nn.functional.scaled_dot_product_attention
+    attention(query, query, query)
+    attention(query, query, query)
+    attention(query, query, query, dropout_p=0.1)
+    attention(query[:, :, :4], query, query, dropout_p=0.1)
+    attention(query, query, query, torch.ones(8, 8, requires_grad=True))
+    attention(query.mT.contiguous().mT, query, query, dropout_p=0.0)
     ledger.restore()
-    assert list(counters.attention.values()) == [
-        "[1, 2, 8, 16] in torch.float32: flash attention",
-        "[1, 2, 8, 16] in torch.float32: math",
+    what = "[1, 2, 8, 16] in torch.float32: "
+    assert counters.attention_kernels == [
+        f"{what}flash attention",
+        "[1, 2, 8, 16] and 1 more in torch.float32: math; not flash attention, because of dropout",
+        f"{what}math; not flash attention, because of attn_mask",
+        f"{what}math; not flash attention, because of the layout",
     ]
-    # on a card; this torch says the same of any tensor that is not on one
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    seen = attention_kernel(torch, query, query, query, torch.ones(8, 8), 0.1)
-    assert seen.startswith(
-        "[1, 2, 8, 16] in torch.float32: math; not flash attention, because: All tensors need to be on cuda"
-    )
-    assert attention_kernel(torch, query, query, query).endswith("float32: flash attention (FA2)")
+    seen = counters.per_step(steps=1)["slow_attention"]
+    assert seen["calls"] == 4
+    assert seen["places"][0]["text"].startswith("attention(query")
+
+
+@pytest.mark.parametrize("form", ["two dimensions", "flattened", "mask", "float mask"])
+def test_the_share_of_padding_is_measured(form):
+    ledger = Ledger()
+    counters = CallCounters(torch, ledger, ticking())
+    counters.install()
+    lengths = torch.tensor([8, 2, 2, 4])
+    kept = torch.arange(8) < lengths[:, None]
+    labels = torch.where(kept, 1, -100)
+    for _ in range(8):
+        if "mask" in form:
+            mask = kept[:, None, None, :].expand(4, 1, 8, 8)
+            mask = mask if form == "mask" else torch.zeros(4, 1, 8, 8).masked_fill(~mask, float("-inf"))
+            torch.nn.functional.scaled_dot_product_attention(*[torch.ones(4, 2, 8, 16)] * 3, mask)
+        elif form == "flattened":
+            torch.nn.CrossEntropyLoss()(torch.ones(32, 5), labels.view(-1))
+        else:
+            torch.nn.functional.cross_entropy(torch.ones(4, 5, 8), labels)
+    ledger.restore()
+    assert counters.per_step(steps=1)["padding"]["note"] == "0.500"
+
+
+def test_transposed_logits_are_seen_and_others_are_not():
+    ledger = Ledger()
+    counters = CallCounters(torch, ledger, ticking())
+    counters.install()
+    logits, labels = torch.ones(4, 8, 5), torch.zeros(4, 8, dtype=torch.long)
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    torch.nn.functional.cross_entropy(logits.mT.contiguous(), labels)
+    assert "transposed_logits" not in counters.per_step(steps=1)
+    torch.nn.functional.cross_entropy(logits.mT, labels)
+    ledger.restore()
+    assert counters.per_step(steps=1)["transposed_logits"]["note"] == "[4, 5, 8], 0.00064 MB"

@@ -1,16 +1,14 @@
-"""Counts costly calls with place and time: emptying the cache, saving, collecting garbage. Also names kernels of attention."""
+"""Counts costly calls with place and time: emptying the cache, saving, collecting garbage. Looks at the inputs of
+attention and of cross_entropy: the kernel, a copy of the logits, the share of padding."""
 
 from __future__ import annotations
 
 import gc
-import os
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import wraps
-from tempfile import TemporaryFile
 from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +18,8 @@ from flatout.agent.ledger import Ledger
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-MAX_ATTENTIONS = 16  # kinds of inputs whose kernel is named
+MAX_KINDS = 16  # of a function's inputs that are looked at
+PADDED_CALLS = 8, 64  # the fewest that tell the share of padding, and the most that are looked at
 
 
 @dataclass
@@ -34,7 +33,10 @@ class CallCounters:
     def __init__(self, torch: ModuleType, ledger: Ledger, now_ns: Callable[[], int]) -> None:
         self.torch, self.ledger, self.now_ns = torch, ledger, now_ns
         self._counters: dict[str, _Counter] = {}
-        self.attention: dict[object, str] = {}  # by kind of inputs: the kernel, and why not a faster one
+        self.kinds: set[object] = set()  # of inputs that were looked at
+        self.attention: dict[str, list[str]] = {}  # the kernel, and why not a faster one -> shapes
+        self.padding: list[tuple[int, int]] = []  # of each batch: elements, and those that are padding
+        self.notes: dict[str, str] = {}
 
     def install(self) -> None:
         torch = self.torch
@@ -49,6 +51,7 @@ class CallCounters:
             ("make_scheduler", torch.optim.lr_scheduler.LRScheduler, "__init__"),
             ("set_threads", torch, "set_num_threads"),
             ("anomaly", torch.autograd.anomaly_mode.detect_anomaly, "__enter__"),
+            ("anomaly", torch.autograd.anomaly_mode.set_detect_anomaly, "__init__"),
         ):
             self.ledger.set(owner, function, self._wrap(name, getattr(owner, function)))
         counted = [self._wrap(name, optimizer.zero_grad) for name in ("zero_grad_to_zero", "zero_grad")]
@@ -58,8 +61,20 @@ class CallCounters:
             return counted[bool(set_to_none)](optimizer, set_to_none)
 
         self.ledger.set(optimizer, "zero_grad", zero_grad)
-        fused = torch.nn.functional.scaled_dot_product_attention
-        self.ledger.set(torch.nn.functional, fused.__name__, self._wrap_attention(fused))
+        for name, look in (
+            ("scaled_dot_product_attention", self._attention),
+            ("cross_entropy", self._cross_entropy),
+        ):
+            original = getattr(torch.nn.functional, name)
+            self.ledger.set(torch.nn.functional, name, self._looking(original, look))
+
+    @property
+    def attention_kernels(self) -> list[str]:
+        """One line for each kernel: a shape, and the number of further ones."""
+        return [
+            shapes[0] + (f" and {len(shapes) - 1} more" if len(shapes) > 1 else "") + how
+            for how, shapes in self.attention.items()
+        ]
 
     def per_step(self, steps: int) -> dict[str, Any]:
         return {
@@ -67,6 +82,7 @@ class CallCounters:
                 "calls": counter.calls / steps,
                 "ms": counter.ns / 1e6 / steps,
                 "most": max(counter.lines.values()),
+                "note": self.notes.get(name, ""),
                 "places": [
                     place.to_json()
                     for line, _ in counter.lines.most_common(5)
@@ -87,24 +103,78 @@ class CallCounters:
 
         return counted
 
-    def _wrap_attention(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _looking(self, original: Callable[..., Any], look: Callable[..., None]) -> Callable[..., Any]:
         @wraps(original)
-        def attention(*inputs: Any, **options: Any) -> Any:
+        def called(*inputs: Any, **options: Any) -> Any:
             plain = (
                 inputs and type(inputs[0]) is self.torch.Tensor and inputs[0].device.type in ("cpu", "cuda")
             )
-            if plain and len(self.attention) < MAX_ATTENTIONS and not self.torch.compiler.is_compiling():
-                key = tuple(
-                    (value.dtype, value.shape, value.device)
-                    if isinstance(value, self.torch.Tensor)
-                    else value
-                    for value in (*inputs, *options.values())
-                )
-                if key not in self.attention:
-                    self.attention[key] = attention_kernel(self.torch, *inputs, **options)
+            if plain and not self._in_transformation():
+                look(sys._getframe(1), *inputs, **options)
             return original(*inputs, **options)
 
-        return attention
+        return called
+
+    def _in_transformation(self) -> bool:
+        """Whether values cannot be read: while a compiler traces, under vmap, or while a CUDA graph is captured."""
+        return (
+            self.torch.compiler.is_compiling()
+            or self.torch._C._functorch.peek_interpreter_stack() is not None
+            or (self.torch.cuda.is_initialized() and self.torch.cuda.is_current_stream_capturing())
+        )
+
+    def _attention(self, caller: FrameType, *inputs: Any, **options: Any) -> None:
+        mask = inputs[3] if len(inputs) > 3 else options.get("attn_mask")
+        if mask is not None and len(self.padding) < PADDED_CALLS[1]:
+            hidden = ~mask if mask.dtype == self.torch.bool else mask <= self.torch.finfo(mask.dtype).min / 2
+            unseen = hidden.all(-2)  # keys that no query sees
+            self._add_padding(caller, unseen.numel(), int(unseen.sum()))
+        key = self._kind(*inputs, *options.values())
+        if key in self.kinds or len(self.kinds) >= MAX_KINDS:
+            return
+        self.kinds.add(key)
+        kernel, why = attention_kernel(self.torch, *inputs, **options)
+        shape, how = list(inputs[0].shape), f" in {inputs[0].dtype}: {kernel}{why}"
+        self.attention.setdefault(how, []).append(f"{shape}")
+        if kernel == "math":
+            self._note("slow_attention", 0, caller)
+            self.notes["slow_attention"] = f"{shape} in {inputs[0].dtype}{why}"
+
+    def _cross_entropy(
+        self,
+        caller: FrameType,
+        input: Any,
+        target: Any,
+        weight: Any = None,
+        size_average: Any = None,
+        ignore_index: int = -100,
+        *_: Any,
+        **others: Any,
+    ) -> None:
+        if input.ndim == 3 and not input.is_contiguous() and input.mT.is_contiguous():
+            size = f"{input.numel() * input.element_size() / 1e6:.3g} MB"
+            self.notes["transposed_logits"] = f"{list(input.shape)}, {size}"
+            self._note("transposed_logits", 0, caller)
+        rows = target if target.ndim == 2 else target._base
+        if rows is None or rows.ndim != 2 or rows.shape.numel() != target.numel() or rows.is_floating_point():
+            return
+        if len(self.padding) < PADDED_CALLS[1]:
+            behind = (rows == ignore_index).flip(1).long().cumprod(1).sum(1)  # the last label of each row
+            if (behind != behind[0]).any():  # rows of different lengths
+                self._add_padding(caller, rows.numel(), int(behind.sum()))
+
+    def _add_padding(self, caller: FrameType, elements: int, padding: int) -> None:
+        self.padding.append((elements, padding))
+        if len(self.padding) >= PADDED_CALLS[0]:
+            self._note("padding", 0, caller)
+        share = sum(padding for _, padding in self.padding) / sum(elements for elements, _ in self.padding)
+        self.notes["padding"] = f"{share:.3f}"
+
+    def _kind(self, *inputs: Any) -> tuple[object, ...]:
+        return tuple(
+            (value.dtype, value.shape, value.device) if isinstance(value, self.torch.Tensor) else value
+            for value in inputs
+        )
 
     def _note(self, name: str, ns: int, caller: FrameType) -> None:
         counter = self._counters.setdefault(name, _Counter())
@@ -123,24 +193,27 @@ def attention_kernel(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> str:
-    """The kernel that torch chooses for this call and, on a GPU, why not flash attention."""
-    inputs, sdpa = (query, key, value, attn_mask, dropout_p, is_causal), torch.nn.attention
-    kernel = sdpa.SDPBackend(torch._fused_sdp_choice(*inputs, scale=scale, enable_gqa=enable_gqa))
-    why = ""
-    if query.is_cuda and kernel == sdpa.SDPBackend.FLASH_ATTENTION:
-        why = f" ({sdpa.current_flash_attention_impl() or 'FA2'})"
-    elif query.is_cuda:
-        with TemporaryFile() as file:  # torch's C++ code writes the reason to standard error
-            stderr = os.dup(2)
-            os.dup2(file.fileno(), 2)
-            try:
-                params = torch.backends.cuda.SDPAParams(*inputs, enable_gqa)
-                torch.backends.cuda.can_use_flash_attention(params, True)
-            finally:
-                os.dup2(stderr, 2)
-                os.close(stderr)
-            file.seek(0)
-            reasons = re.findall(r"Warning: (.*?)\.? \(function", file.read().decode(errors="replace"))
-        why = "; not flash attention" + (f", because: {reasons[0]}" if reasons else "")
-    return f"{list(query.shape)} in {query.dtype}: {kernel.name.lower().replace('_', ' ')}{why}"
+) -> tuple[str, str]:
+    """The kernel that torch chooses for this call, and what keeps it from flash attention: the argument without which
+    it would be chosen."""
+    Kernel = torch.nn.attention.SDPBackend
+
+    def choose(*inputs: Any) -> Any:
+        return Kernel(torch._fused_sdp_choice(*inputs, scale=scale, enable_gqa=enable_gqa))
+
+    tensors = query, key, value
+    kernel = choose(*tensors, attn_mask, dropout_p, is_causal)
+    name = kernel.name.lower().replace("_", " ")
+    if kernel == Kernel.FLASH_ATTENTION:
+        return name, f" ({torch.nn.attention.current_flash_attention_impl() or 'FA2'})" * query.is_cuda
+    half = [each.to(torch.bfloat16) for each in tensors]
+    for why, inputs in (
+        ("dropout", (*tensors, attn_mask, 0.0, is_causal)),
+        ("attn_mask", (*tensors, None, dropout_p, is_causal)),
+        (f"{query.dtype}", (*half, attn_mask, dropout_p, is_causal)),
+        ("the layout", (*(each.contiguous() for each in tensors), attn_mask, dropout_p, is_causal)),
+        ("attn_mask, dropout and the dtype together", (*half, None, 0.0, is_causal)),
+    ):
+        if choose(*inputs) == Kernel.FLASH_ATTENTION:
+            return name, f"; not flash attention, because of {why}"
+    return name, "; not flash attention"

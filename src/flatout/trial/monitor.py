@@ -132,7 +132,7 @@ class ProgramMonitor(Listener):
         return {
             "settings": {
                 **settings(self.torch, self.context),
-                "attention": list(self.counters.attention.values()),
+                "attention": self.counters.attention_kernels,
             },
             "compiled": compiled and compiled.to_json(),
             "gc_ms": sum(self._pauses_ms) / steps,
