@@ -120,6 +120,19 @@ def on_gradient(output: Any, seen: Callable[..., None]) -> bool:
     return bool(nodes)
 
 
+def sensitivity(scores: Tensor, source: Tensor) -> Tensor | None:
+    """The gradient of a weighted sum of the scores with respect to a tensor in their graph, which is kept; None if there
+    is none, or if the graph cannot be read twice, such as that of a reentrant checkpoint."""
+    import torch
+
+    flat = scores.flatten().float()
+    weights = torch.linspace(1.0, 2.0, len(flat), device=flat.device)
+    try:
+        return torch.autograd.grad(flat @ weights, source, retain_graph=True, allow_unused=True)[0]
+    except RuntimeError:
+        return None
+
+
 def graph_numbers(tensors: Iterable[Tensor], most: int = MAX_NODES) -> set[int]:
     """The sequence numbers of the nodes in the graph of tensors, without the leaves."""
     nodes, numbers = [tensor.grad_fn for tensor in tensors], set[int]()

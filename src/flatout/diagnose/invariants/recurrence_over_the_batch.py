@@ -1,8 +1,8 @@
-"""A recurrent layer runs over the samples of the batch instead of over time.
+"""A recurrent or attention layer runs over the samples of the batch instead of over time.
 
 What:
-    A batch with the samples first goes into an `LSTM`, `GRU` or `RNN` without `batch_first=True`: its first dimension is
-    the number of samples in each batch, and the second one is not.
+    A batch with the samples first goes into an `LSTM`, `GRU`, `RNN` or `MultiheadAttention` without `batch_first=True`: its
+    first dimension is the number of samples in each batch, and the second one is not.
 Why it matters:
     The layer takes the samples for time steps. Each sample's result depends on the samples before it.
 How to fix it:
@@ -45,7 +45,8 @@ class RecurrenceOverTheBatch(Invariant):
         self.samples = len(indices) if isinstance(indices, list) else 0
 
     def forward_begins(self, module: Any, inputs: tuple[Any, ...]) -> None:
-        if not isinstance(module, self.program.torch.nn.RNNBase) or module.batch_first or not self.samples:
+        layers = self.program.torch.nn.RNNBase, self.program.torch.nn.MultiheadAttention
+        if not isinstance(module, layers) or module.batch_first or not self.samples:
             return
         x = inputs[0] if inputs else None
         if not isinstance(x, self.program.torch.Tensor) or x.ndim != 3:
