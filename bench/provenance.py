@@ -114,6 +114,11 @@ THEMES = (
         "The findings of `flatout check` on public training scripts, each reviewed by hand",
     ),
     (
+        "run_checks",
+        "python bench/run_checks.py",
+        "What the checks of `flatout run` cost in the first 200 steps, and afterwards",
+    ),
+    (
         "pull_requests",
         "python bench/pull_requests.py --mirrors DIR",
         "Whether `check` and `profile` name what maintainers of public trainers found and fixed; other findings, each reviewed by hand",

@@ -33,6 +33,7 @@ from flatout.schema.findings import Finding, Severity
 
 MIN_STEPS = 30
 MAX_ELEMENTS = 1024  # that are compared, of each weight
+MAX_IN_RUN = 4  # weights that are compared in a real run
 MIN_SHARE = 0.5  # of the elements with a gradient
 MIN_RATE = 0.1  # of the first learning rate: during a warm-up, weights may rest
 
@@ -52,42 +53,42 @@ class WeightsUnmoved(Invariant):
         if id(optimizer) not in self.seen:
             self.seen.add(id(optimizer))
             self.place = self.place or place_here()
-            self.first.update(
-                {
-                    id(p): (weakref.ref(p), p._version, sample(p))
-                    for p in parameters_of(optimizer)
-                    if p.numel() and not p.is_sparse
-                }
-            )
+            weights = [p for p in parameters_of(optimizer) if p.numel() and not p.is_sparse]
+            every = max(1, -(-len(weights) // MAX_IN_RUN)) if self.program.in_run else 1
+            self.first.update({id(p): (weakref.ref(p), p._version, sample(p)) for p in weights[::every]})
 
     def findings(self) -> Iterable[Finding]:
         """Compare elements with a gradient: they should have moved."""
-        weights, still, all_elements, kind = list[Any](), 0, 0, ""
+        weights = list[Any]()
         for optimizer in self.program.optimizers:
             for group in optimizer.param_groups:
-                if float(group["lr"]) <= MIN_RATE * float(group.get("initial_lr", 0.0)):
-                    continue
-                for p in group["params"]:
-                    ref, version, values = self.first.get(id(p), (lambda: None, 0, None))
-                    if (
-                        ref() is p
-                        and p._version >= version + MIN_STEPS
-                        and p.grad is not None
-                        and not p.grad.is_sparse
-                    ):
-                        gradient = sample(p.grad) != 0
-                        unmoved = int(((sample(p) == values) & gradient).sum())
-                        still, all_elements = still + unmoved, all_elements + int(gradient.sum())
-                        if unmoved > MIN_SHARE * int(gradient.sum()):
-                            weights.append(p)
-                            kind = str(p.dtype).removeprefix("torch.")
-        if weights and still > MIN_SHARE * all_elements:
+                if float(group["lr"]) > MIN_RATE * float(group.get("initial_lr", 0.0)):
+                    weights += [p for p in group["params"] if self._was_updated(p)]
+        if not weights:
+            return
+        cat, size = self.program.torch.cat, len(weights)
+        with_gradient = [sample(p.grad).cpu() != 0 for p in weights]
+        unmoved = [(sample(p) == self.first[id(p)][2]).cpu() for p in weights]
+        still, all_elements = int((cat(unmoved) & cat(with_gradient)).sum()), int(cat(with_gradient).sum())
+        if still > MIN_SHARE * all_elements:
+            weights = [
+                weights[i]
+                for i in range(size)
+                if (unmoved[i] & with_gradient[i]).sum() > MIN_SHARE * with_gradient[i].sum()
+            ]
+            kind = str(weights[0].dtype).removeprefix("torch.")
             yield RULE.finding(
                 f"{still / all_elements:.0%} of the elements of the weights did not move in {MIN_STEPS} steps or more, though they "
                 f"have gradients: each step is rounded away in {kind} ({self.program.names(weights)})",
                 self.place,
                 "keep float32 weights, and compute under torch.autocast",
             )
+
+    def _was_updated(self, p: Any) -> bool:
+        ref, version, _ = self.first.get(id(p), (lambda: None, 0, None))
+        return (
+            ref() is p and p._version >= version + MIN_STEPS and p.grad is not None and not p.grad.is_sparse
+        )
 
 
 def sample(values: Any) -> Any:
