@@ -109,19 +109,14 @@ THEMES = (
         "The cost of sending a run's live figures to experiment trackers, slow and unreachable ones too",
     ),
     (
-        "check_open_set",
-        "python bench/check_open_set.py DIR",
-        "The findings of `flatout check` on public training scripts, each reviewed by hand",
-    ),
-    (
         "run_checks",
         "python bench/run_checks.py",
         "What the checks of `flatout run` cost in the first 200 steps, and afterwards",
     ),
     (
-        "pull_requests",
-        "python bench/pull_requests.py --mirrors DIR",
-        "Whether `check` and `profile` name what maintainers of public trainers found and fixed; other findings, each reviewed by hand",
+        "reports",
+        "python bench/reports.py",
+        "Whether `check` and `profile` name mistakes from public reports, in programs written without knowledge of the rules",
     ),
     (
         "data",

@@ -1,4 +1,4 @@
-"""Reads the programs of bench/zoo: each file holds an ill program and its fixed version (see zoo.py)."""
+"""Reads the programs of bench/zoo and bench/reports: each file holds an ill program and its fixed version (see zoo.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ MARK = re.compile(r"\s*# (ill!?|well|both!)$")
 
 @dataclass(frozen=True)
 class Specimen:
-    """One program with its fault. ``lines`` are the acceptable lines of the ill text, counted from 1."""
+    """One program with its fault. ``lines`` are the acceptable lines of the ill text, counted from 1.
+
+    ``says``: a pattern of a true message. ``kind``: of a report, correctness or performance."""
 
     name: str
     fault: str
@@ -20,14 +22,17 @@ class Specimen:
     ill: str
     well: str
     lines: frozenset[int]
+    link: str = ""
+    says: str = ""
+    kind: str = "correctness"
 
 
 def read_specimen(path: Path) -> Specimen:
     text = path.read_text(encoding="utf-8")
     _, header, body = text.split('"""', 2)
-    fault, codes = (re.search(rf"^{name}: (.+)$", header, re.MULTILINE) for name in ("fault", "codes"))
-    if fault is None or codes is None:
-        raise SystemExit(f"{path.name} lacks `fault:` or `codes:` in its docstring; add both")
+    fields = dict(re.findall(r"^(fault|codes|link|says|kind): (.+)$", header, re.MULTILINE))
+    if "fault" not in fields or not fields.keys() & {"codes", "says"}:
+        raise SystemExit(f"{path.name} lacks `fault:`, or `codes:` and `says:` in its docstring; add them")
     texts: dict[str, list[str]] = {"ill": [], "well": []}
     lines = set()
     for line in body.lstrip("\n").split("\n"):
@@ -40,9 +45,10 @@ def read_specimen(path: Path) -> Specimen:
             lines.add(len(texts["ill"]))
     return Specimen(
         path.stem,
-        fault[1],
-        tuple(codes[1].split()),
+        fields["fault"],
+        tuple(fields.get("codes", "").split()),
         "\n".join(texts["ill"]),
         "\n".join(texts["well"]),
         frozenset(lines),
+        **{name: fields[name] for name in ("link", "says", "kind") if name in fields},
     )

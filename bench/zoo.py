@@ -82,6 +82,7 @@ def brief(finding: dict[str, Any]) -> dict[str, Any]:
         "name": finding["name"],
         "severity": finding["severity"],
         "said": finding["message"],
+        "fix": finding["fix"],
         "line": place.get("line"),
         "lines": [line for line in lines if line],
         "predicted": (finding.get("predicted") or {}).get("median"),
@@ -147,7 +148,7 @@ def page(programs: dict[str, dict[str, Any]]) -> str:
             "# Small programs with one planted fault each\n",
             "Named: the first finding of `flatout check` or of `flatout profile` is the planted fault, with one of its lines. False alarm: any finding on the\n"
             "fixed version, which is the same program without the fault. The programs are in [bench/zoo](../zoo). The authors wrote the rules and chose their\n"
-            "thresholds with these programs at hand; bench/check_open_set.py tests how `check` performs on other programs.\n",
+            "thresholds with these programs at hand; bench/reports.py tests how `check` performs on other programs.\n",
             f"Named first with the right line: {first} of {total} ({100 * first / max(1, total):.0f} %). "
             f"Fixed versions with a false alarm: {false_alarms} of {total} ({100 * false_alarms / max(1, total):.0f} %).\n",
             markdown_table(

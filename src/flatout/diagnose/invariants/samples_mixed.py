@@ -5,9 +5,9 @@ What:
     to the same few other samples in each look, and batch normalisation does not explain it.
 Why it matters:
     A `view` or `reshape` in the wrong order mixes samples. The model trains on scrambled data, and its result for a
-    sample changes with its neighbours.
+    sample changes with the others.
 How to fix it:
-    Change the order of dimensions with `transpose` or `permute`; `view` only cuts the same order of elements anew.
+    Change the order of dimensions with `transpose` or `permute`; `view` only keeps the order of elements.
 Example:
     import torch
     from torch.utils.data import DataLoader, TensorDataset
