@@ -15,7 +15,7 @@ import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial, wraps
 from importlib import import_module
 from types import ModuleType
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 ENTRY = "flatout.diagnose.observer:attach"
 REPORT_EVERY_S = 1.0
+OBSERVED_BATCHES = 8  # of a loader, whose calls are seen; those that make later ones are many, and alike
 COLLECTIVES = ("all_reduce", "reduce", "broadcast")
 Function = Callable[..., Any]
 
@@ -69,9 +70,11 @@ class Observer:
         self._channel: Channel | None = None
         self._reported_s = 0.0
         self._in_backward = self._in_step = False
+        self._mode: Any = None
         self._latest: weakref.ref[Any] | None = None  # the loader of the latest batch
         self._iterators: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
         self._indices: dict[int, list[Any]] = {}
+        self._batches: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._handlers = {
             name: [getattr(i, name) for i in self.invariants if getattr(type(i), name) is not event]
             for name, event in vars(Invariant).items()
@@ -188,9 +191,9 @@ class Observer:
             ("indices", self._wrap_indices),
         ):
             wrap_loader_method(torch, what, wrap, ledger)
-        mode = _function_mode(self)
-        mode.__enter__()
-        ledger.on_restore("function mode", lambda: mode.__exit__(None, None, None))
+        self._mode = _function_mode(self)
+        self._mode.__enter__()
+        ledger.on_restore("function mode", lambda: self._mode.__exit__(None, None, None))
         os.register_at_fork(after_in_child=self._forked)
 
     def _install_on_objects(self) -> None:
@@ -211,9 +214,11 @@ class Observer:
         self.active = False  # a worker of a loader
 
     def _emit(self, event: str, *args: Any) -> None:
-        if self.active:
-            for handler in tuple(self._handlers[event]):
-                self._handle(handler, args)
+        handlers = self._handlers[event]
+        if self.active and handlers:
+            with self._without_calls():
+                for handler in tuple(handlers):
+                    self._handle(handler, args)
 
     def _handle(self, handler: Function, args: tuple[Any, ...]) -> Any:
         """Call an invariant; one that fails is left out, and named in the report."""
@@ -257,12 +262,21 @@ class Observer:
     def call(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         """A torch function has returned; the result that the program gets."""
         handlers = self._calls.get(getattr(function, "__name__", ""))
-        if handlers is None or not self.active or self._in_step or self._in_backward:
-            return result
-        for handler in tuple(handlers):
-            replacement = self._handle(handler, (function.__name__, args, kwargs, result))
-            result = result if replacement is None else replacement
+        if handlers and self.active and not (self._in_step or self._in_backward):
+            for handler in tuple(handlers):
+                replacement = self._handle(handler, (function.__name__, args, kwargs, result))
+                result = result if replacement is None else replacement
         return result
+
+    @contextmanager
+    def _without_calls(self) -> Iterator[None]:
+        """Calls are not seen, and cost nothing, unless the program has entered a function mode of its own."""
+        overrides = self.torch.overrides
+        if self._mode is not None and overrides._get_current_function_mode() is self._mode:
+            with overrides._pop_mode_temporarily():
+                yield
+        else:
+            yield
 
     # -- modules
 
@@ -383,8 +397,10 @@ class Observer:
         def observed(iterator: Any) -> Any:
             ref = self._iterators.get(iterator)
             loader = ref() if ref is not None else None
+            seen = self._batches.get(loader, 0) if loader is not None else 0
             try:
-                batch = take(iterator)
+                with self._without_calls() if seen >= OBSERVED_BATCHES else nullcontext():
+                    batch = take(iterator)
             except StopIteration:
                 if loader is not None:
                     if loader in self.program.training_loaders and self.active:
@@ -393,7 +409,7 @@ class Observer:
                     self._indices.pop(id(iterator), None)
                 raise
             if loader is not None:
-                self._latest = weakref.ref(loader)
+                self._latest, self._batches[loader] = weakref.ref(loader), seen + 1
                 taken = self._indices.get(id(iterator))
                 self._emit("batch", loader, batch, taken.pop(0) if taken else None)
             return batch

@@ -61,7 +61,12 @@ class SamplesMixed(RunningModules):
     def called(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         if name == "batch_norm":
             self.normalised = True
-        elif self.running and self.first is None and result.requires_grad and len(result) == self.samples:
+        elif (
+            self.running
+            and self.first is None
+            and result.requires_grad
+            and result.shape[:1] == (self.samples,)
+        ):
             self.first = result
 
     def root_ends(self, module: Any, output: Any) -> None:
@@ -77,7 +82,7 @@ class SamplesMixed(RunningModules):
             return
         if not isinstance(output, self.program.torch.Tensor) or not output.requires_grad:
             return
-        if len(output) != count or count in (*output.shape[1:], *first.shape[1:]):
+        if output.shape[:1] != (count,) or count in (*output.shape[1:], *first.shape[1:]):
             return  # another dimension may be the batch
         gradient = sensitivity(output[-1], first)
         if gradient is not None:
