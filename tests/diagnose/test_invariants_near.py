@@ -134,7 +134,7 @@ def test_another_form_of_a_fault_is_found(observe, code, text):
         ),
         pytest.param(
             program(
-                MLP, "x = model(torch.randn(64, 16)); loss = nn.ReLU()(x - 50).mean() + x.square().mean()"
+                MLP, "x = model(torch.randn(64, 16))\nloss = nn.ReLU()(x - 50).mean() + x.square().mean()"
             ),
             id="a hinge loss that is satisfied",
         ),
