@@ -253,7 +253,7 @@ class WindowInvariant(Invariant):
 
 @dataclass
 class Clip:
-    """A call of ``clip_grad_norm_`` or ``clip_grad_value_``. Its properties are those of the present gradients."""
+    """A call of ``clip_grad_norm_`` or ``clip_grad_value_``. The properties read the present gradients."""
 
     line: Line | None
     given: Any  # the first argument

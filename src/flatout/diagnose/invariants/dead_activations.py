@@ -53,9 +53,7 @@ class DeadActivations(RunningModules):
         super().__init__(program)
         self.count = 0  # of activations in the present pass of the root module
         self.begun: Any = None  # the input of the innermost module, and whether it had negative elements
-        self.zeros = (
-            program.tensor_map()
-        )  # tensor -> the activation that returned it, whether it follows weights
+        self.zeros = program.tensor_map()  # tensor -> the activation that returned it, `follows_weights`
         self.alive, self.dead = set[Key](), set[Key]()  # since the latest backward pass
         self.steps: dict[Key, int] = {}  # in which nothing but zeros came, without a break
 
@@ -112,8 +110,8 @@ class DeadActivations(RunningModules):
                 lines.setdefault(line, []).append(steps)
         for line, each in lines.items():
             yield RULE.finding(
-                f"{counted(len(each), 'ReLU')} of this call returned only zeros in the last {min(each)} steps: no gradient "
-                "passes through",
+                f"{counted(len(each), 'ReLU')} of this call returned only zeros in the last {min(each)} steps: "
+                "no gradient passes through",
                 place_of(line),
                 "lower the learning rate, or use a LeakyReLU",
             )

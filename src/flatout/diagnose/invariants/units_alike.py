@@ -81,15 +81,15 @@ class UnitsAlike(Invariant):
         for line, found in self.found.items():
             units, steps = max(found.values(), key=lambda each: each[1])
             yield RULE.finding(
-                f"after {steps} steps, the {units} units of {', '.join(found)} are identical, and so are their gradients: "
-                "they compute one value",
+                f"after {steps} steps, the {units} units of {', '.join(found)} are identical, and so are their "
+                "gradients: they compute one value",
                 place_of(line),
                 "initialise weights at random",
             )
 
 
 def reads(weight: Any, units: Any) -> bool:
-    """Whether the inputs of a weight may be the outputs of these units: else they may be those of the model."""
+    """Whether the inputs of a weight may be the outputs of these units."""
     return bool(weight.ndim > 1 and weight.shape[1] and weight.shape[1] % len(units) == 0)
 
 
