@@ -79,10 +79,10 @@ class UnitsAlike(Invariant):
 
     def findings(self) -> Iterable[Finding]:
         for line, found in self.found.items():
-            units, steps = max(found.values(), key=lambda each: each[1])
+            steps = max(steps for _, steps in found.values())
+            layers = ", ".join(f"{name} ({units})" for name, (units, _) in found.items())
             yield RULE.finding(
-                f"after {steps} steps, the {units} units of {', '.join(found)} are identical, and so are their "
-                "gradients: they compute one value",
+                f"after {steps} steps, all units of a layer are identical, and so are their gradients: {layers}",
                 place_of(line),
                 "initialise weights at random",
             )
