@@ -6,14 +6,13 @@ samples.
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.frames import Line, user_line
+from flatout.agent.frames import Line
 from flatout.diagnose.invariant import Invariant, line_here
 from flatout.diagnose.observed_program import parameters_of
 
@@ -252,44 +251,26 @@ class WindowInvariant(Invariant):
         self.windows.state(optimizer).passes = []  # it may have skipped the step
 
 
-CLIPS = frozenset({"_foreach_mul_", "_foreach_clamp_max_", "tensor"})  # the calls in which `clip_of` looks
-
-
 @dataclass
 class Clip:
-    """A call of ``clip_grad_norm_`` or ``clip_grad_value_``."""
+    """A call of ``clip_grad_norm_`` or ``clip_grad_value_``. The properties read the present gradients."""
 
     line: Line | None
-    parameters: list[Tensor]
     given: Any  # the first argument
-    norm: float  # of the gradients after it
-    changed: bool
+    parameters: list[Tensor]
+    limit: float
+    total: Any  # the norm before; None if values are clipped
 
+    @property
+    def gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.parameters if p.grad is not None]
 
-def clip_of(program: Any, name: str, args: Sequence[Any]) -> Clip | None:
-    """The clipping that made this call; torch's functions are looked up on the stack.
+    @property
+    def changed(self) -> bool:
+        if self.total is not None:
+            return float(self.total) > self.limit
+        return any(bool((gradient.abs() >= self.limit).any()) for gradient in self.gradients)
 
-    ``gradients_clipped`` has no generators, such as ``model.parameters()``."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(12):
-        if frame is None or frame.f_code.co_name in ("clip_grad_norm_", "clip_grad_value_"):
-            break
-        frame = frame.f_back
-    if frame is None or not frame.f_code.co_filename.endswith("torch/nn/utils/clip_grad.py"):
-        return None
-    parameters, wrapper = frame.f_locals["parameters"], frame.f_back
-    given = wrapper.f_locals.get("args") if wrapper is not None else None
-    line = user_line(frame)
-    if name == "tensor":
-        return Clip(line, list(parameters), given and given[0], 0.0, changed=False)
-    gradients, torch = args[0], program.torch
-    if not isinstance(parameters, list):
-        ids = {id(gradient) for gradient in gradients}
-        held = (p for optimizer in program.optimizers for p in parameters_of(optimizer))
-        parameters = [p for p in held if id(p.grad) in ids]
-    if name == "_foreach_mul_":
-        changed = float(args[1]) < 1
-    else:
-        changed = any(bool((gradient >= args[1]).any()) for gradient in gradients)
-    norms = torch.stack([norm.float().cpu() for norm in torch._foreach_norm(gradients)])
-    return Clip(line, parameters, given and given[0], float(norms.norm()), changed)
+    @property
+    def norm(self) -> float:
+        return math.sqrt(sum(float(gradient.float().norm()) ** 2 for gradient in self.gradients))

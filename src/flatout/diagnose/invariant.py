@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
+    from flatout.diagnose.gradient_windows import Clip
     from flatout.diagnose.observed_program import ObservedProgram
     from flatout.schema.findings import Finding, SourceLocation
 
@@ -75,7 +76,7 @@ class Invariant:
     def gradients_cleared(self, parameters: Sequence[Tensor]) -> None:
         """``zero_grad`` of an optimizer or of a module has returned."""
 
-    def gradients_clipped(self, parameters: Sequence[Tensor]) -> None: ...
+    def gradients_clipped(self, clip: Clip) -> None: ...
 
     def scheduler_stepped(self, scheduler: Any) -> None: ...
 

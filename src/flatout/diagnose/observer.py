@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 from flatout.agent.bootstrap import AfterImport
 from flatout.agent.ledger import Ledger
 from flatout.agent.loader_methods import wrap_loader_method
-from flatout.diagnose.invariant import Invariant
+from flatout.diagnose.gradient_windows import Clip
+from flatout.diagnose.invariant import Invariant, line_here
 from flatout.diagnose.observed_program import ObservedProgram, parameters_of
 from flatout.job.parent_exit import die_with_parent
 from flatout.job.rank_environment import rank_number
@@ -168,8 +169,9 @@ class Observer:
             self._after(owner, name, partial(self._emit_first, event, arguments))
         for owner in (torch.optim.Optimizer, torch.nn.Module):
             self._after(owner, "zero_grad", self._cleared)
-        for name in ("clip_grad_norm_", "clip_grad_value_"):
-            self._after(torch.nn.utils, name, self._clipped)
+        for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
+            for name in ("clip_grad_norm_", "clip_grad_value_"):
+                ledger.set(owner, name, self._wrap_clip(getattr(owner, name)))
         for name in self._calls:
             if "." in name:
                 owner, _, attribute = name.rpartition(".")
@@ -262,7 +264,12 @@ class Observer:
     def call(self, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
         """A torch function has returned; the result that the program gets."""
         handlers = self._calls.get(getattr(function, "__name__", ""))
-        if handlers and self.active and not (self._in_step or self._in_backward):
+        if (
+            handlers
+            and self.active
+            and not (self._in_step or self._in_backward)
+            and self.torch._C._functorch.peek_interpreter_stack() is None
+        ):
             for handler in tuple(handlers):
                 replacement = self._handle(handler, (function.__name__, args, kwargs, result))
                 result = result if replacement is None else replacement
@@ -348,10 +355,25 @@ class Observer:
         optimizer = isinstance(owner, self.torch.optim.Optimizer)
         self._emit("gradients_cleared", list(parameters_of(owner) if optimizer else owner.parameters()))
 
-    def _clipped(self, result: Any, arguments: dict[str, Any]) -> None:
-        given = arguments["parameters"]
-        if not isinstance(given, Iterator):  # a generator is exhausted
-            self._emit("gradients_clipped", [given] if isinstance(given, self.torch.Tensor) else list(given))
+    def _wrap_clip(self, clip: Function) -> Function:
+        observer, signature = self, inspect.signature(clip)
+
+        @wraps(clip)
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            if not observer.active:
+                return clip(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs)
+            given, limit = list(bound.arguments.values())[:2]
+            parameters = [given] if isinstance(given, observer.torch.Tensor) else list(given)
+            if inspect.isgenerator(given):  # a generator again: torch warns of an empty one
+                bound.arguments["parameters"] = (p for p in parameters)
+            elif isinstance(given, Iterator):
+                bound.arguments["parameters"] = parameters
+            total = clip(*bound.args, **bound.kwargs)
+            observer._emit("gradients_clipped", Clip(line_here(), given, parameters, limit, total))
+            return total
+
+        return observed
 
     def _reduced(self, name: str, result: Any, arguments: dict[str, Any]) -> None:
         self._emit("reduced", name, arguments["tensor"])

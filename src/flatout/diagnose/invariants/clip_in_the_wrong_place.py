@@ -23,11 +23,11 @@ Example:
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from flatout.agent.frames import Line, place_of
-from flatout.diagnose.gradient_windows import CLIPS, Clip, clip_of
+from flatout.diagnose.gradient_windows import Clip
 from flatout.diagnose.invariant import Invariant
 from flatout.diagnose.observed_program import parameters_of
 from flatout.diagnose.rule import Rule
@@ -37,8 +37,6 @@ MIN_TIMES = 4
 
 
 class ClipInTheWrongPlace(Invariant):
-    calls = CLIPS
-
     def __init__(self, program: Any) -> None:
         super().__init__(program)
         self.used: set[int] = (
@@ -49,9 +47,8 @@ class ClipInTheWrongPlace(Invariant):
         self.early: list[Clip] = []  # with no gradients, since the latest step
         self.times: Counter[tuple[Line | None, str]] = Counter()
 
-    def called(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        clip = clip_of(self.program, name, args)
-        if clip is None or not clip.parameters:
+    def gradients_clipped(self, clip: Clip) -> None:
+        if not clip.parameters:
             return
         ids = {id(p) for p in clip.parameters if has_gradient(p)}
         self.early = [other for other in self.early if not ids & {id(p) for p in other.parameters}]

@@ -27,11 +27,11 @@ Sources:
     https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-clipping
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from flatout.agent.frames import Line, place_of
-from flatout.diagnose.gradient_windows import CLIPS, Clip, WindowInvariant, clip_of
+from flatout.diagnose.gradient_windows import Clip, WindowInvariant
 from flatout.diagnose.observed_program import parameters_of
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
@@ -41,13 +41,11 @@ TINY = 0.01  # a norm of the clipped and then unscaled gradients that nobody wan
 
 
 class ClipWithoutUnscale(WindowInvariant):
-    calls = CLIPS
-
     def __init__(self, program: Any) -> None:
         super().__init__(program)
         self.scale = 1.0  # of the latest backward pass
         self.unscaled: set[int] = set()  # parameters, since then
-        self.clips: list[tuple[Clip, float]] = []  # of scaled gradients since then
+        self.clips: list[tuple[Clip, float, float]] = []  # of scaled gradients since then; norm, scale
         self.lines: dict[Line | None, tuple[int, float, float]] = {}  # times, norm after clipping, scale
 
     def backward_begins(self, losses: tuple[Any, ...]) -> None:
@@ -58,20 +56,19 @@ class ClipWithoutUnscale(WindowInvariant):
     def gradients_unscaled(self, scaler: Any, optimizer: Any) -> None:
         self.unscaled |= {id(p) for p in parameters_of(optimizer)}
 
-    def called(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        clip = clip_of(self.program, name, args)
-        if clip is None or not clip.changed or self.scale <= 1 or not 0 < clip.norm < TINY * self.scale:
+    def gradients_clipped(self, clip: Clip) -> None:
+        if self.scale <= 1 or self.unscaled & {id(p) for p in clip.parameters} or not clip.changed:
             return
-        if not self.unscaled & {id(p) for p in clip.parameters}:
-            self.clips.append((clip, self.scale))
+        if 0 < (norm := clip.norm) < TINY * self.scale:
+            self.clips.append((clip, norm, self.scale))
 
     def scaler_stepped(self, scaler: Any, optimizer: Any) -> None:
         super().scaler_stepped(scaler, optimizer)
         held = {id(p) for p in parameters_of(optimizer)}
-        for clip, scale in self.clips:
+        for clip, norm, scale in self.clips:
             if held & {id(p) for p in clip.parameters}:
                 times = self.lines.get(clip.line, (0, 0.0, 0.0))[0]
-                self.lines[clip.line] = times + 1, clip.norm, scale
+                self.lines[clip.line] = times + 1, norm, scale
         self.clips = []
         self.unscaled -= held
 

@@ -23,11 +23,11 @@ Example:
         optimizer.step()
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from flatout.agent.frames import Line, place_of
-from flatout.diagnose.gradient_windows import CLIPS, clip_of
+from flatout.diagnose.gradient_windows import Clip
 from flatout.diagnose.invariant import Invariant
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
@@ -36,15 +36,12 @@ MIN_TIMES = 3
 
 
 class ParametersExhausted(Invariant):
-    calls = CLIPS
-
     def __init__(self, program: Any) -> None:
         super().__init__(program)
         self.empty: dict[Line | None, list[Any]] = {}  # line -> the iterator that it got, and how often
 
-    def called(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
-        clip = clip_of(self.program, name, args)
-        if clip is not None and not clip.parameters and isinstance(clip.given, Iterator):
+    def gradients_clipped(self, clip: Clip) -> None:
+        if not clip.parameters and isinstance(clip.given, Iterator):
             seen = self.empty.setdefault(clip.line, [clip.given, 0])
             seen[1] += seen[0] is clip.given
 
