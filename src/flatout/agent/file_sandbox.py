@@ -59,6 +59,7 @@ LIBRARY_CALLS = {
     "safetensors": (("safe_open", 0, "filename", 0),),
     "safetensors.torch": (("save_file", 1, "filename", CREATE_FLAGS), ("load_file", 0, "filename", 0)),
     "safetensors.numpy": (("save_file", 1, "filename", CREATE_FLAGS), ("load_file", 0, "filename", 0)),
+    "pyarrow": (("memory_map", 0, "path", 0),),
     "sqlite3": (("connect", 0, "database", os.O_CREAT | os.O_RDWR),),
     "subprocess": (("Popen.__init__", 10, "cwd", 0),),
 }

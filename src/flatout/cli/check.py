@@ -92,6 +92,7 @@ def command(
     unread = list(dict.fromkeys(note for program in programs for note in program.unread))
     files = list(dict.fromkeys(source.path for program in programs for source in program.sources))
     notes = run.notes if run is not None else []
+    error = run.error if run is not None else None
     if output_format == "text":
         console = Console(highlight=False, soft_wrap=True)
         for note in (*(f"not read: {note}" for note in unread), *notes):
@@ -100,14 +101,16 @@ def command(
         argv = argv[:1] if separately else argv
         command = argv if len(argv) > 1 and not argv[0].startswith("-m") else ("python", *argv)
         command_text = "python train.py" if argv[-1].endswith(".ipynb") else shell(masked(command))
-        console.print(summary(findings, len(files), command_text, run.scope if run is not None else ""))
+        if findings or error is None:
+            console.print(summary(findings, len(files), command_text, run.scope if run is not None else ""))
     elif output_format == "github":
         click.echo("\n".join(github_lines(findings)), nl=bool(findings))
     else:
         seen = (run.steps, run.passes) if run is not None else (0, 0)
-        print_json(FindingsRecord(files, unread, findings, *seen, notes))
-    if run is not None and run.error is not None:
-        raise run.error
+        why = [str(error).partition("\n")[0]] if error is not None else []
+        print_json(FindingsRecord(files, unread, findings, *seen, [*notes, *why]))
+    if error is not None:
+        raise error
     return 1 if findings else 0
 
 

@@ -23,6 +23,7 @@ from flatout.trial.spec import TrialOptions
 
 MAX_START_S = 600.0  # until the first backward pass
 SHOW_EVERY_S = 5.0
+MAX_SEEDED_START_S = 8.0  # of a program that is started again under another hash seed
 HASH_SEED = "PYTHONHASHSEED"
 
 
@@ -39,6 +40,9 @@ class ObservedRun:
     labels: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0  # since the first backward pass
+    start_s: float = 0.0  # until then
+    loaders: int = 0
+    unseen: list[str] = field(default_factory=list)  # what was not compared
     record: TrialRecord | None = None
 
     @property
@@ -58,11 +62,16 @@ class ObservedRun:
     @property
     def notes(self) -> list[str]:
         """What could not be seen."""
-        notes = [f"not checked: {name} failed ({why})" for name, why in self.failed.items()]
+        notes = [f"not checked: {name} failed ({why})" for name, why in self.failed.items()] + self.unseen
+        if self.seconds and not self.steps:
+            notes.append("no optimizer of torch stepped: what concerns optimizers was not seen")
         if self.record is None:
             unseen = [
                 what
-                for what, seen in (("the end of an epoch", self.passes), ("an evaluation", self.evaluated))
+                for what, seen in (
+                    ("the end of an epoch", self.passes or not self.loaders),
+                    ("an evaluation", self.evaluated),
+                )
                 if not seen
             ]
             more = f"not seen: {' and '.join(unseen)}; give a longer --budget" if unseen else ""
@@ -83,12 +92,14 @@ def observe(
     ``labels``: stop as soon as this many digests of labels are known."""
     run = ObservedRun()
     with Trial(command, job.new_trial(), Plan(), facts, TrialOptions(entry=ENTRY)) as trial:
-        end_s, start_s = seconds() + MAX_START_S, 0.0
+        begun_s, start_s = seconds(), 0.0
+        end_s = begun_s + MAX_START_S
         try:
             while not (labels and len(run.labels) >= labels):
                 message = trial.poll(end_s)
                 if trial.training and not start_s:
                     start_s, end_s = seconds(), min(end_s, seconds() + limit_s)
+                    run.start_s = start_s - begun_s
                 if message is not None and "findings" in message:
                     findings = [Finding.from_json(finding) for finding in message.pop("findings")]
                     run = replace(run, findings=findings, seconds=seconds() - start_s, **message)
@@ -117,6 +128,12 @@ def observe_twice(
     run = observe(command, job, facts, limit_s, show)
     place = order_place({source.path: source.text for source in program.sources})
     if place is None or len(run.labels) < BATCHES or HASH_SEED in dict(command.environment):
+        return run
+    if run.start_s > MAX_SEEDED_START_S:
+        run.unseen.append(
+            f"not compared under another hash seed: the program starts for {run.start_s:.0f} s ({place.sentence()} "
+            "reads a set in its order)"
+        )
         return run
 
     def labels_under(seed: str) -> list[str]:

@@ -121,6 +121,7 @@ class Observer:
                     "findings": found,
                     "steps": self.program.steps,
                     "passes": self.program.passes,
+                    "loaders": len(self.program.training_loaders),
                     "evaluated": self.program.evaluated,
                     "labels": self.program.label_digests,
                     "failed": self.failed,
@@ -217,7 +218,7 @@ class Observer:
 
     def _emit(self, event: str, *args: Any) -> None:
         handlers = self._handlers[event]
-        if self.active and handlers:
+        if self.active and handlers and not self.torch.jit.is_tracing():
             with self._without_calls():
                 for handler in tuple(handlers):
                     self._handle(handler, args)
@@ -269,6 +270,7 @@ class Observer:
             and self.active
             and not (self._in_step or self._in_backward)
             and self.torch._C._functorch.peek_interpreter_stack() is None
+            and not self.torch.jit.is_tracing()
         ):
             for handler in tuple(handlers):
                 replacement = self._handle(handler, (function.__name__, args, kwargs, result))

@@ -36,7 +36,8 @@ from flatout.schema.findings import Finding, Severity
 
 MIN_LABELS, MIN_SHARE = 24, 0.95  # labels that are compared, and of them those that are equal
 MIN_LOOKS, MAX_LOOKS = 2, 4
-SAME = 2  # the labels are the tokens; 0 and 1: they are those one row or one column later
+# How far the labels are ahead of the tokens; 0 and 1: one row, or one column
+SAME, TWICE = 2, 3
 
 
 class AnswerVisible(Invariant):
@@ -46,7 +47,8 @@ class AnswerVisible(Invariant):
         super().__init__(program)
         self.embedded: list[tuple[Any, Any]] = []  # tokens and their vectors, since the last loss
         self.looks = 0
-        self.lines: dict[tuple[Line | None, bool], int] = {}
+        self.next_tokens = False  # labels were one token ahead; further ones are more tasks, then
+        self.lines: dict[tuple[Line | None, int], int] = {}
 
     def called(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
         if name == "embedding":
@@ -73,7 +75,7 @@ class AnswerVisible(Invariant):
     def _look(self, tokens: Any, vectors: Any, scores: Any, labels: Any, valid: Any) -> None:
         """Compare labels with tokens, and the scores of one position with the vectors in its row and its column."""
         row, column = (size // 2 for size in labels.shape)
-        expected = (tokens[1:], tokens[:, 1:], tokens)
+        expected = (tokens[1:], tokens[:, 1:], tokens, tokens[2:], tokens[:, 2:])
         kind = next((kind for kind, right in enumerate(expected) if _equal(labels, right, valid)), None)
         if kind is None or (gradient := sensitivity(scores[row, column], vectors)) is None:
             return
@@ -81,29 +83,38 @@ class AnswerVisible(Invariant):
         used = gradient.abs().sum(-1) != 0
         later = [bool(used[row + 1 :, column].any()), bool(used[row, column + 1 :].any())]
         earlier = [bool(used[:row, column].any()), bool(used[row, :column].any())]
-        if kind == SAME:
+        if kind >= SAME:
             wrong = not any(later) and any(earlier)
         else:
+            self.next_tokens = True
             wrong = later[kind] and not (later[1 - kind] or earlier[1 - kind])
         if wrong:
-            key = line_here(), kind == SAME
+            key = line_here(), min(kind, TWICE)
             self.lines[key] = self.lines.get(key, 0) + 1
 
     def findings(self) -> Iterable[Finding]:
-        for (line, same), looks in self.lines.items():
-            if looks >= MIN_LOOKS and not same:
+        for (line, kind), looks in self.lines.items():
+            if looks < MIN_LOOKS or (kind == TWICE and self.next_tokens):
+                continue
+            if kind < SAME:
                 yield RULE.finding(
                     "the label of each position is the next token of the input, and the scores of a position depend "
                     "on later inputs: the model sees the answer",
                     place_of(line),
                     "mask later positions, such as is_causal=True",
                 )
-            elif looks >= MIN_LOOKS:
+            elif kind == SAME:
                 yield RULE.finding(
                     "the label of each position is the token that the model gets there, not the next one: it "
                     "learns to copy",
                     place_of(line),
                     "shift the labels: loss(logits[:, :-1], tokens[:, 1:])",
+                )
+            else:
+                yield RULE.finding(
+                    "the label of each position is the token after the next one: the labels are shifted twice",
+                    place_of(line),
+                    "shift the labels once, in the data or before the loss",
                 )
 
 

@@ -205,7 +205,7 @@ def row_digests(batch: Any, samples: int, torch: Any) -> list[int]:
     tensors = [t for t in tree_leaves(batch) if isinstance(t, torch.Tensor) and t.ndim and len(t) == samples]
     if not tensors:
         return [hash(object()) for _ in range(samples)]
-    rows = max(tensors, key=torch.numel).detach().flatten(1)
+    rows = max(tensors, key=torch.numel).detach().reshape(samples, -1)
     rows = rows[:, :: 1 + rows.shape[1] // MAX_ELEMENTS].cpu().contiguous().view(torch.uint8).numpy()
     return [hash(row.tobytes()) for row in rows]
 

@@ -35,6 +35,7 @@ from flatout.schema.findings import Finding, Severity, SourceLocation
 
 BATCHES = 8
 READERS = {"enumerate", "list", "tuple", "zip", "iter", "map", "next"}
+ORDER_FREE = {"all", "any", "frozenset", "len", "max", "min", "set", "sorted", "sum"}
 
 
 class LabelDigests(Invariant):
@@ -52,7 +53,13 @@ class LabelDigests(Invariant):
 def order_place(sources: Mapping[str, str]) -> SourceLocation | None:
     """The first place in these files, path -> text, that reads a set in its order."""
     for file, text in sources.items():
-        for node in ast.walk(ast.parse(text)):
+        sorted_after = set()
+        for node in ast.walk(ast.parse(text)):  # an outer call comes before its arguments
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ORDER_FREE:
+                for argument_ in node.args:
+                    sorted_after |= {argument_, *getattr(argument_, "generators", ())}
+            if node in sorted_after:
+                continue
             read = [node.iter] if isinstance(node, (ast.For, ast.comprehension)) else []
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in READERS:
                 read += node.args

@@ -36,14 +36,33 @@ from flatout.schema.findings import Finding, Severity
 
 LOSSES = frozenset({"huber_loss", "kl_div", "l1_loss", "mse_loss", "poisson_nll_loss", "smooth_l1_loss"})
 EQUAL = frozenset({"eq", "__eq__"})
-FROM_OUTPUTS = frozenset({"detach", "ge", "gt", "int", "long", "relu", "round", "sigmoid", "tanh"})
+FROM_OUTPUTS = frozenset(
+    {
+        "clamp",
+        "detach",
+        "exp",
+        "gather",
+        "ge",
+        "gt",
+        "int",
+        "log",
+        "log_softmax",
+        "long",
+        "relu",
+        "round",
+        "sigmoid",
+    }
+    | {"softmax", "tanh"}
+)
+PRODUCTS = frozenset({"__mul__", "mul", "sub"})
+KEEPING = frozenset({"amax", "max", "mean", "norm", "sum"})  # with keepdim, for all pairs
 WIDENING = frozenset({"__getitem__", "reshape", "unsqueeze", "view"})  # they may ask for all pairs
 MIN_CALLS = 2
 
 
 class LossBroadcast(ValueSources):
     made_by = frozenset({"argmax", "linear"})
-    calls = made_by | SHAPES | LOSSES | EQUAL | FROM_OUTPUTS | {"sub"}
+    calls = made_by | SHAPES | LOSSES | EQUAL | FROM_OUTPUTS | PRODUCTS | KEEPING
 
     def __init__(self, program: Any) -> None:
         super().__init__(program)
@@ -59,22 +78,27 @@ class LossBroadcast(ValueSources):
         )
         if name in FROM_OUTPUTS and first in self.sources:
             self.sources[result] = self.sources[first]
-        elif name in WIDENING and isinstance(result, self.program.torch.Tensor) and result.ndim > first.ndim:
-            self.widened[result] = True
-        if name not in LOSSES | EQUAL | {"sub"} or not are_pairs(first, second):
+        elif name in WIDENING | KEEPING and isinstance(result, self.program.torch.Tensor):
+            if kwargs.get("keepdim") if name in KEEPING else result.ndim > first.ndim:
+                self.widened[result] = True
+        elif name in PRODUCTS and (source := self._source(first) or self._source(second)) is not None:
+            self.sources[result] = source
+        if name not in LOSSES | EQUAL | PRODUCTS or not are_pairs(first, second):
             return
         shapes = f"{tuple(first.shape)} and {tuple(second.shape)}"
         from_model = (first in self.sources) + (second in self.sources)
         sure = from_model == 1 and first not in self.widened and second not in self.widened
-        if (
-            name == "sub"
-            and sure
-            and result.grad_fn is not None
-            and first.requires_grad != second.requires_grad
-        ):
+        if name in PRODUCTS:
+            learns = first if first.requires_grad else second
+            sure = learns in self.sources and first not in self.widened and second not in self.widened
+            if not (sure and result.grad_fn is not None and first.requires_grad != second.requires_grad):
+                return
             self.differences[result.grad_fn._sequence_nr()] = line_here(), shapes
         elif (name in LOSSES and result.ndim == 0 and result.requires_grad) or (name in EQUAL and sure):
             self.lines.setdefault(line_here(), [shapes, 0])[1] += 1
+
+    def _source(self, value: Any) -> str | None:
+        return self.sources.get(value) if isinstance(value, self.program.torch.Tensor) else None
 
     def backward_begins(self, losses: tuple[Any, ...]) -> None:
         for number in graph_numbers(losses) & self.differences.keys() if self.differences else ():

@@ -52,14 +52,16 @@ class MainGuardMissing(Invariant):
 
     def findings(self) -> Iterable[Finding]:
         script = getattr(sys.modules["__main__"], "__file__", None) or ""
-        lines = [place_of(self.program.line_of(loader)) for loader in self.loaders]
+        lines = sorted(
+            (line[1], line) for loader in self.loaders if (line := self.program.line_of(loader)) is not None
+        )
         if lines and script.endswith(".py") and is_user_file(script):
             tree = ast.parse("".join(linecache.getlines(script)))
             if not any(isinstance(node, ast.Name) and node.id == "__name__" for node in ast.walk(tree)):
                 yield RULE.finding(
                     "this loader has workers, but the script has no main guard: without fork (macOS, Windows, Python 3.14), "
                     "it does not start",
-                    lines[0],
+                    place_of(lines[0][1]),
                     'if __name__ == "__main__":\n    main()',
                 )
 

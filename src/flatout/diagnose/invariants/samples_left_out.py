@@ -68,8 +68,12 @@ class SamplesLeftOut(Invariant):
     def __init__(self, program: Any) -> None:
         super().__init__(program)
         self.loaders: WeakKeyDictionary[Any, Passes] = WeakKeyDictionary()
+        self.weights: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
 
     def pass_begins(self, loader: Any) -> None:
+        weights = getattr(loader.sampler, "weights", None)
+        if weights is not None and hasattr(loader.dataset, "__len__") and len(weights) < len(loader.dataset):
+            self.weights[loader] = len(weights), len(loader.dataset)
         if hasattr(loader.dataset, "__len__") and not getattr(loader.sampler, "replacement", False):
             passes = self.loaders.setdefault(loader, Passes())
             passes.counts, passes.last, passes.overlaps, passes.batches = Counter(), set(), 0, 0
@@ -97,6 +101,12 @@ class SamplesLeftOut(Invariant):
             passes.counts = Counter()
 
     def findings(self) -> Iterable[Finding]:
+        for loader, (weights, samples) in self.weights.items():
+            yield RULE.finding(
+                f"the sampler has {weights} weights for {samples} samples: it draws the first {weights} samples alone",
+                place_of(self.program.line_of(loader)),
+                "one weight for each sample, such as class_weights[labels]",
+            )
         for loader, passes in self.loaders.items():
             if loader not in self.program.training_loaders:
                 continue
