@@ -114,6 +114,11 @@ THEMES = (
         "What the checks of `flatout run` cost in the first 200 steps, and afterwards",
     ),
     (
+        "check_open_set",
+        "python bench/check_open_set.py",
+        "The findings of `flatout check` in public trainers, each judged by hand",
+    ),
+    (
         "reports",
         "python bench/reports.py",
         "Whether `check` and `profile` name mistakes from public reports, in programs written without knowledge of the rules",

@@ -1,6 +1,6 @@
 """Tests whether diagnosis names mistakes from public reports: issues, forum threads, pull requests.
 
-    python bench/reports.py                       every program, about 70 minutes
+    python bench/reports.py                       every program, about two hours
     python bench/reports.py --only second         a set, or single programs
 
 A folder of bench/reports is a set. Each file holds a small program with the mistake of one report, and its fixed version (see
@@ -18,7 +18,6 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ def judged(specimen: Specimen, text: str, command: str) -> dict[str, Any]:
         and (
             finding["rule"] in specimen.codes
             if specimen.codes
-            else re.search(specimen.says, f"{finding['said']} {finding['fix']}")
+            else re.search(specimen.says, f"{finding['name'].replace('_', ' ')}: {finding['said']} {finding['fix']}")
         )
     ]
     rank = "failed" if why else "no" if not right else "first" if right[0] == 0 else "named"
@@ -55,7 +54,12 @@ def judged(specimen: Specimen, text: str, command: str) -> dict[str, Any]:
 def measured(path: Path) -> dict[str, Any]:
     specimen = read_specimen(path)
     commands = ["check", "profile"] if specimen.kind == "performance" else ["check"]
-    row: dict[str, Any] = {"name": path.stem, "set": path.parent.name, "fault": specimen.fault, "link": specimen.link}
+    row: dict[str, Any] = {
+        "name": path.stem,
+        "set": path.parent.name,
+        "fault": specimen.fault,
+        "link": specimen.link,
+    }
     for command in commands:
         row[command] = {
             "ill": judged(specimen, specimen.ill, command),
@@ -100,7 +104,9 @@ def page(rows: Sequence[dict[str, Any]], first_looks: dict[str, str]) -> str:
             )
             for row in own
         ]
-        parts.append(markdown_table(("report", "mistake", *COMMANDS, "findings on the fixed version"), table) + "\n")
+        parts.append(
+            markdown_table(("report", "mistake", *COMMANDS, "findings on the fixed version"), table) + "\n"
+        )
     return "\n".join(parts)
 
 
@@ -114,11 +120,11 @@ def main() -> None:
         for path in sorted(FOLDER.glob("*/*.py"))
         if not options.only or options.only & {path.stem, path.parent.name}
     ]
-    with ThreadPoolExecutor(2) as pool:  # a program of these computes on one core
-        for row in pool.map(measured, paths):
-            done[row["set"], row["name"]] = row
-            rows = [done[key] for key in sorted(done)]
-            write_result(THEME, made, page(rows, first_looks), {"made": made, "rows": rows}, {}, options.out)
+    for path in paths:
+        row = measured(path)
+        done[row["set"], row["name"]] = row
+        rows = [done[key] for key in sorted(done)]
+        write_result(THEME, made, page(rows, first_looks), {"made": made, "rows": rows}, {}, options.out)
 
 
 if __name__ == "__main__":
