@@ -4,6 +4,7 @@ programs of other pages.
 
 import re
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -51,6 +52,11 @@ def test_page_is_whole(rule):
     headings = re.findall(r"^(\w[\w ]*):$", rule.page, re.MULTILINE)
     order = (*SECTIONS[:3], "Example", SECTIONS[-1])
     assert headings == [name for name in order if name in headings], "in order, and there is no other"
+
+
+def test_the_documentation_names_no_other_codes():
+    pages = "".join(page.read_text() for page in Path(__file__).parents[2].glob("docs/**/*.md"))
+    assert {rule.code for rule in TABLE} >= set(re.findall(r"\bFL\d{3}\b", pages))
 
 
 def test_table_is_in_order_and_without_doubles():

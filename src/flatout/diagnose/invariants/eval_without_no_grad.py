@@ -1,10 +1,11 @@
-"""The evaluation builds autograd graphs that are never used.
+"""Forward passes build autograd graphs that are never used.
 
 What:
-    A line runs the model outside of `torch.no_grad()`, and no backward pass goes through any of its outputs.
+    A line runs the model outside of `torch.no_grad()`, such as an evaluation or the choice of an action, and no backward
+    pass goes through any of its outputs.
 Why it matters:
-    Autograd keeps every activation of the batch for a backward pass that never runs. An evaluation needs as
-    much memory as a training step, and each operation is slower. If the program keeps an output or a loss,
+    Autograd keeps every activation of the batch for a backward pass that never runs. It needs as much
+    memory as a training step, and each operation is slower. If the program keeps an output or a loss,
     its graph is kept too.
 How to fix it:
     Put `with torch.no_grad():` or `with torch.inference_mode():` around the loop.

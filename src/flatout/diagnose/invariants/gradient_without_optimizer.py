@@ -22,7 +22,7 @@ Example:
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 from flatout.agent.frames import place_of
 from flatout.diagnose.invariant import Invariant
@@ -38,6 +38,7 @@ class GradientWithoutOptimizer(Invariant):
         self.steps: Counter[int] = Counter()  # with a gradient, of each parameter
         self.loaded: WeakSet[Any] = WeakSet()  # modules with values from elsewhere
         self.evaluated: WeakSet[Any] = WeakSet()
+        self.stepped: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # module -> the line of the optimizer
 
     def state_loaded(self, module: Any, state: Mapping[str, Any], strict: bool, result: Any) -> None:
         self.loaded.update(module.modules())
@@ -49,13 +50,16 @@ class GradientWithoutOptimizer(Invariant):
     def step_begins(self, optimizer: Any) -> None:
         for root in self.program.roots:
             if root.training:
-                self.steps.update(id(p) for p in root.parameters() if p.requires_grad and p.grad is not None)
+                with_gradient = [id(p) for p in root.parameters() if p.requires_grad and p.grad is not None]
+                self.steps.update(with_gradient)
+                if with_gradient:
+                    self.stepped[root] = self.program.line_of(optimizer)
 
     def findings(self) -> Iterable[Finding]:
         optimizers, optimized = self.program.optimizers, self.program.optimized()
         for root in self.program.roots:
-            parameters = list(root.parameters())
-            unheld = parameters and not any(id(p) in optimized or not p.requires_grad for p in parameters)
+            parameters = [p for p in root.parameters() if p.requires_grad]
+            unheld = parameters and not any(id(p) in optimized for p in parameters)
             copied = any(p._version > MIN_STEPS for p in parameters)  # the program changes them itself
             elsewhere = root in self.loaded or root in self.evaluated
             if not unheld or copied or elsewhere or not optimizers:
@@ -64,7 +68,7 @@ class GradientWithoutOptimizer(Invariant):
                 yield RULE.finding(
                     f"the {len(parameters)} parameters of {type(root).__name__} received a gradient in each of {MIN_STEPS} "
                     f"steps or more, but no optimizer holds them: {self.program.names(parameters)} never change",
-                    place_of(self.program.line_of(optimizers[0])),
+                    place_of(self.stepped.get(root)),
                     "give them to the optimizer, or freeze them with requires_grad_(False)",
                 )
 
