@@ -178,7 +178,7 @@ def judged(name: str) -> dict[str, Any]:
         folder = Path(place)
         (folder / "a.py").write_text(program)
         (folder / "b.py").write_text(planted)
-        argv = [sys.executable, "-m", "flatout", "compare", "--blame", "--json"]
+        argv = [sys.executable, "-m", "flatout", "compare", "--blame", "--json", "--budget", "120s"]
         done = subprocess.run(
             [*argv, "python a.py", "python b.py"], cwd=folder, capture_output=True, text=True, check=False
         )

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flatout.agent.frames import Line, place_of, user_line
+from flatout.diagnose.rule import Rule
+from flatout.schema.findings import Finding, Severity
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,7 +24,9 @@ if TYPE_CHECKING:
 
     from flatout.diagnose.gradient_windows import Clip
     from flatout.diagnose.observed_program import ObservedProgram
-    from flatout.schema.findings import Finding, SourceLocation
+    from flatout.schema.findings import SourceLocation
+
+Findings = Iterable[Finding]
 
 
 class Invariant:
@@ -107,9 +111,16 @@ class Invariant:
 
     # -- the conclusion
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         """What is certain from all that was observed so far. May be called several times."""
         return ()
+
+
+def rule(
+    kind: type[Invariant], code: str, page: str, severity: Severity = Severity.WRONG, **fields: Any
+) -> Rule:
+    """The rule of an invariant, named after its file. ``fields`` are further fields of the rule."""
+    return Rule(code, kind.__module__.rpartition(".")[2], severity, page, invariant=kind, **fields)
 
 
 def line_here() -> Line | None:

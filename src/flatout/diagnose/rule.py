@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from flatout.agent.frames import Line, place_of
 from flatout.schema.findings import Finding, Severity, SourceLocation
 
 if TYPE_CHECKING:
@@ -64,9 +65,11 @@ class Rule:
         return "\n".join(lines if name == "Bad" else [line.removesuffix("  # <-") for line in lines])
 
     def finding(
-        self, message: str, place: SourceLocation | None = None, fix: str = "", **fields: Any
+        self, message: str, place: SourceLocation | Line | None = None, fix: str = "", **fields: Any
     ) -> Finding:
         """A Finding of this rule. ``fields`` are further fields of the Finding."""
+        if isinstance(place, tuple):
+            place = place_of(place)
         defaults = {"fix": fix, "levers": list(self.levers), "weight": self.weight}
         return Finding(self.code, self.name, self.severity.value, message, place, **{**defaults, **fields})
 

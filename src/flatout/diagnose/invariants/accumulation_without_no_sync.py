@@ -32,13 +32,11 @@ Sources:
     https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html (no_sync)
 """
 
-from collections.abc import Iterable
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
+from flatout.schema.findings import Severity
 
 MIN_WINDOWS = 5
 
@@ -60,16 +58,14 @@ class AccumulationWithoutNoSync(Invariant):
         self.windows.append(self.exchanged)
         self.exchanged = 0
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         windows = [count for count in self.windows if count]
         if len(windows) >= MIN_WINDOWS and min(windows) > 1 and len(self.program.optimizers) == 1:
             yield RULE.finding(
                 f"each of {min(windows)} backward passes of a step averages all gradients over the ranks; one would do",
-                place_of(self.line),
+                self.line,
                 "with model.no_sync(): around all backward passes but the last",
             )
 
 
-RULE = Rule(
-    "FL116", "accumulation_without_no_sync", Severity.TIME, __doc__, invariant=AccumulationWithoutNoSync
-)
+RULE = rule(AccumulationWithoutNoSync, "FL116", __doc__, Severity.TIME)

@@ -25,14 +25,12 @@ Example:
         optimizer.step()
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, argument, line_here
-from flatout.diagnose.rule import Rule
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, argument, line_here, rule
 from flatout.diagnose.running_modules import sensitivity
-from flatout.schema.findings import Finding, Severity
 
 MIN_LABELS, MIN_SHARE = 24, 0.95  # labels that are compared, and of them those that are equal
 MIN_LOOKS, MAX_LOOKS = 2, 4
@@ -92,7 +90,7 @@ class AnswerVisible(Invariant):
             key = line_here(), min(kind, TWICE)
             self.lines[key] = self.lines.get(key, 0) + 1
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for (line, kind), looks in self.lines.items():
             if looks < MIN_LOOKS or (kind == TWICE and self.next_tokens):
                 continue
@@ -100,20 +98,20 @@ class AnswerVisible(Invariant):
                 yield RULE.finding(
                     "the label of each position is the next token of the input, and the scores of a position depend "
                     "on later inputs: the model sees the answer",
-                    place_of(line),
+                    line,
                     "mask later positions, such as is_causal=True",
                 )
             elif kind == SAME:
                 yield RULE.finding(
                     "the label of each position is the token that the model gets there, not the next one: it "
                     "learns to copy",
-                    place_of(line),
+                    line,
                     "shift the labels: loss(logits[:, :-1], tokens[:, 1:])",
                 )
             else:
                 yield RULE.finding(
                     "the label of each position is the token after the next one: the labels are shifted twice",
-                    place_of(line),
+                    line,
                     "shift the labels once, in the data or before the loss",
                 )
 
@@ -126,4 +124,4 @@ def _equal(labels: Any, expected: Any, valid: Any) -> bool:
     return bool(enough and ((seen == right) & valid).sum() >= MIN_SHARE * valid.sum())
 
 
-RULE = Rule("FL092", "answer_visible", Severity.WRONG, __doc__, invariant=AnswerVisible)
+RULE = rule(AnswerVisible, "FL092", __doc__)

@@ -31,13 +31,10 @@ Example:
   + average(torch.randn(4, 4))
 """
 
-from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from flatout.diagnose.invariant import Invariant, place_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, Invariant, place_here, rule
 
 MIN_STEPS = 5
 
@@ -55,7 +52,7 @@ class AverageWithoutBuffers(Invariant):
             elif not module.training and module not in self.evaluated:
                 self.evaluated[module] = place_here()
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         optimized = self.program.optimized()
         for copy, place in self.evaluated.items():
             parameters = list(copy.parameters())
@@ -90,4 +87,4 @@ def shapes(module: Any) -> list[Any]:
     return [(name, p.shape) for name, p in module.named_parameters()]
 
 
-RULE = Rule("FL063", "average_without_buffers", Severity.WRONG, __doc__, invariant=AverageWithoutBuffers)
+RULE = rule(AverageWithoutBuffers, "FL063", __doc__)

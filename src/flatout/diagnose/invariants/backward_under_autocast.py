@@ -25,13 +25,11 @@ Sources:
     https://docs.pytorch.org/docs/stable/amp.html ("Backward passes under autocast are not recommended")
 """
 
-from collections.abc import Iterable
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
+from flatout.schema.findings import Severity
 
 MIN_TIMES = 2
 
@@ -45,14 +43,14 @@ class BackwardUnderAutocast(Invariant):
         if losses and self.program.torch.is_autocast_enabled(losses[0].device.type):
             self.lines[line_here()] = self.lines.get(line_here(), 0) + 1
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, times in self.lines.items():
             if times >= MIN_TIMES:
                 yield RULE.finding(
                     f"{times} backward passes ran inside an autocast block",
-                    place_of(line),
+                    line,
                     "loss.backward()  # outside the block",
                 )
 
 
-RULE = Rule("FL309", "backward_under_autocast", Severity.FRAGILE, __doc__, invariant=BackwardUnderAutocast)
+RULE = rule(BackwardUnderAutocast, "FL309", __doc__, Severity.FRAGILE)

@@ -27,15 +27,12 @@ Example:
             optimizer.step()
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.frames import place_of
-from flatout.diagnose.invariant import Invariant, argument
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, Invariant, argument, rule
 
 MIN_PASSES = 2
 MIN_BATCHES = 6  # of a pass
@@ -106,16 +103,16 @@ class BatchesSortedByLabel(Invariant):
         elif now is None or now.batches:
             self.others[loader] = 1
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for loader, passes in self.passes.items():
             if len(passes) >= MIN_PASSES and loader not in self.others:
                 last = passes[-1]
                 yield RULE.finding(
                     f"{last.single} of the {last.batches} batches of each epoch hold one class only: the samples of the "
                     f"{len(last.runs)} classes come sorted by class",
-                    place_of(self.program.line_of(loader)),
+                    self.program.line_of(loader),
                     "DataLoader(..., shuffle=True)",
                 )
 
 
-RULE = Rule("FL088", "batches_sorted_by_label", Severity.WRONG, __doc__, invariant=BatchesSortedByLabel)
+RULE = rule(BatchesSortedByLabel, "FL088", __doc__)

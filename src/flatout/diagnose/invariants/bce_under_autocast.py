@@ -28,13 +28,12 @@ Sources:
     https://docs.pytorch.org/docs/stable/amp.html#prefer-binary-cross-entropy-with-logits-over-binary-cross-entropy
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, argument, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, argument, line_here, rule
+from flatout.schema.findings import Severity
 
 
 class BceUnderAutocast(Invariant):
@@ -48,13 +47,13 @@ class BceUnderAutocast(Invariant):
         if self.program.torch.is_autocast_enabled(argument(args, kwargs, 0, "input").device.type):
             self.lines[line_here()] = self.lines.get(line_here(), 0) + 1
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, calls in self.lines.items():
             yield RULE.finding(
                 f"binary cross entropy of probabilities was called under autocast (calls: {calls}): on CUDA this raises an error",
-                place_of(line),
+                line,
                 "binary_cross_entropy_with_logits(logits, target), without a sigmoid before it",
             )
 
 
-RULE = Rule("FL308", "bce_under_autocast", Severity.FRAGILE, __doc__, invariant=BceUnderAutocast)
+RULE = rule(BceUnderAutocast, "FL308", __doc__, Severity.FRAGILE)

@@ -28,15 +28,13 @@ Sources:
     ("best_model_state = model.state_dict() returns a reference")
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, counted, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, counted, line_here, rule
 
 MAX_TAKES = 1 << 16
 
@@ -125,14 +123,14 @@ class BestWeightsNotCopied(LiveStates):
             if trained.get(live.key[1], 0) > live.step and (outlived or live.key[1] in own):
                 self.lines[live.key[0]] = steps, changes
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, (steps, changes) in self.lines.items():
             yield RULE.finding(
                 f"this state was used {counted(steps, 'step')} later, but it holds the live weights: they have changed "
                 f"{counted(changes, 'time')} since",
-                place_of(line),
+                line,
                 "copy.deepcopy(model.state_dict())",
             )
 
 
-RULE = Rule("FL032", "best_weights_not_copied", Severity.WRONG, __doc__, invariant=BestWeightsNotCopied)
+RULE = rule(BestWeightsNotCopied, "FL032", __doc__)

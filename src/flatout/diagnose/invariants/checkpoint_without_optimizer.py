@@ -38,26 +38,21 @@ Sources:
     https://docs.pytorch.org/tutorials/beginner/saving_loading_models.html
 """
 
-from collections.abc import Iterable
-
-from flatout.agent.frames import place_of
+from flatout.diagnose.invariant import Findings, rule
 from flatout.diagnose.invariants.optimizer_not_resumed import Resumes
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.schema.findings import Severity
 
 
 class CheckpointWithoutOptimizer(Resumes):
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for c in self.continued if not self.optimizer_loads else ():
             if c.resume.kept is None:
                 yield RULE.finding(
                     f"the training continued at the `{c.key}` {c.number} of such a checkpoint, but it lacks the state of the "
                     f"optimizer ({type(c.optimizer).__name__})",
-                    place_of(c.line),
+                    c.line,
                     '"optimizer": optimizer.state_dict(),  # in this dict; load it with the weights',
                 )
 
 
-RULE = Rule(
-    "FL312", "checkpoint_without_optimizer", Severity.FRAGILE, __doc__, invariant=CheckpointWithoutOptimizer
-)
+RULE = rule(CheckpointWithoutOptimizer, "FL312", __doc__, Severity.FRAGILE)

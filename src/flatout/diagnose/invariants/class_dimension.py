@@ -24,13 +24,11 @@ Sources:
     https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, argument, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, argument, line_here, rule
 
 LOSSES = frozenset({"cross_entropy", "nll_loss"})
 SAME_LAYOUT = frozenset(
@@ -66,14 +64,14 @@ class ClassDimension(Invariant):
         elif name in LOSSES and scores.ndim > 2 and scores in self.features_last:
             self.lines[line_here()] = tuple(scores.shape)
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, shape in self.lines.items():
             yield RULE.finding(
                 f"the scores have the shape {shape} with the classes last, as a linear layer returned them; cross_entropy takes "
                 f"dimension 1 ({shape[1]}) for the class dimension",
-                place_of(line),
+                line,
                 "transpose: cross_entropy(scores.transpose(1, -1), labels)",
             )
 
 
-RULE = Rule("FL073", "class_dimension", Severity.WRONG, __doc__, invariant=ClassDimension)
+RULE = rule(ClassDimension, "FL073", __doc__)

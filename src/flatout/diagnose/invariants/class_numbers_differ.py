@@ -37,14 +37,10 @@ Example:
             model(x)
 """
 
-from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.frames import place_of
-from flatout.diagnose.invariant import Invariant
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, Invariant, rule
 
 MAX_DEPTH = 4  # of data sets in data sets
 
@@ -58,7 +54,7 @@ class ClassNumbersDiffer(Invariant):
         if loader not in self.numbers:
             self.numbers[loader] = mappings(loader.dataset)
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         trained = [loader for loader in self.numbers if loader in self.program.training_loaders]
         for loader in self.numbers:
             for other in trained if loader not in trained else ():
@@ -69,7 +65,7 @@ class ClassNumbersDiffer(Invariant):
                         yield RULE.finding(
                             f"`{name}` gives {len(differ)} classes other numbers than in training: {differ[0]!r} is "
                             f"{numbers[differ[0]]} here and {others[differ[0]]} there",
-                            place_of(self.program.line_of(loader)),
+                            self.program.line_of(loader),
                             "make the mapping once, and give it to both data sets",
                         )
 
@@ -85,4 +81,4 @@ def mappings(dataset: Any, depth: int = 0) -> dict[str, dict[str, int]]:
     return found if inner is None or depth > MAX_DEPTH else {**mappings(inner, depth + 1), **found}
 
 
-RULE = Rule("FL096", "class_numbers_differ", Severity.WRONG, __doc__, invariant=ClassNumbersDiffer)
+RULE = rule(ClassNumbersDiffer, "FL096", __doc__)

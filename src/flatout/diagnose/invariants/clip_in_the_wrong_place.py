@@ -23,15 +23,12 @@ Example:
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
+from flatout.agent.frames import Line
 from flatout.diagnose.gradient_windows import Clip
-from flatout.diagnose.invariant import Invariant
+from flatout.diagnose.invariant import Findings, Invariant, rule
 from flatout.diagnose.observed_program import parameters_of
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
 
 MIN_TIMES = 4
 
@@ -77,7 +74,7 @@ class ClipInTheWrongPlace(Invariant):
         self.late = [clip for clip in self.late if not held & {id(p) for p in clip.parameters}]
         self.used |= held
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for (line, when), times in self.times.items():
             if when == "in time" or times < MIN_TIMES or self.times.get((line, "in time")):
                 continue
@@ -85,7 +82,7 @@ class ClipInTheWrongPlace(Invariant):
             why = late if when == "late" else "before the backward pass computed them"
             yield RULE.finding(
                 f"{times} times the gradients were clipped {why}: clipping had no effect",
-                place_of(line),
+                line,
                 "clip between backward() and step()",
             )
 
@@ -94,4 +91,4 @@ def has_gradient(parameter: Any) -> bool:
     return parameter.grad is not None and bool(parameter.grad.any())
 
 
-RULE = Rule("FL007", "clip_in_the_wrong_place", Severity.WRONG, __doc__, invariant=ClipInTheWrongPlace)
+RULE = rule(ClipInTheWrongPlace, "FL007", __doc__)

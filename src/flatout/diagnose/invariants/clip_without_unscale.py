@@ -27,14 +27,12 @@ Sources:
     https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-clipping
 """
 
-from collections.abc import Iterable
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
+from flatout.agent.frames import Line
 from flatout.diagnose.gradient_windows import Clip, WindowInvariant
+from flatout.diagnose.invariant import Findings, rule
 from flatout.diagnose.observed_program import parameters_of
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
 
 MIN_TIMES = 4
 TINY = 0.01  # a norm of the clipped and then unscaled gradients that nobody wants
@@ -72,16 +70,16 @@ class ClipWithoutUnscale(WindowInvariant):
         self.clips = []
         self.unscaled -= held
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, (times, norm, scale) in self.lines.items():
             if times >= MIN_TIMES:
                 yield RULE.finding(
                     f"{times} times gradients were clipped to a norm of {norm:.3g} while they were "
                     "multiplied by the scaler's "
                     f"{scale:,.0f}: unscaled, the norm is {norm / scale:.1e}",
-                    place_of(line),
+                    line,
                     "scaler.unscale_(optimizer)  # before this line",
                 )
 
 
-RULE = Rule("FL008", "clip_without_unscale", Severity.WRONG, __doc__, invariant=ClipWithoutUnscale)
+RULE = rule(ClipWithoutUnscale, "FL008", __doc__)

@@ -22,13 +22,11 @@ Example:
         optimizer.step()
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
 
 READS = frozenset({"item", "detach", "__float__"})
 SUMS = frozenset(
@@ -126,14 +124,14 @@ class ConstantLossTerm(Invariant):
     def backward_ends(self) -> None:
         self.sums.clear()
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, times in self.lines.items():
             yield RULE.finding(
                 f"this value depends on the model and was added to the loss of {times} backward passes, but it carries "
                 "no gradient: the term is a constant and contributes nothing",
-                place_of(line),
+                line,
                 "add the tensor itself, without item() or detach()",
             )
 
 
-RULE = Rule("FL062", "constant_loss_term", Severity.WRONG, __doc__, invariant=ConstantLossTerm)
+RULE = rule(ConstantLossTerm, "FL062", __doc__)

@@ -23,14 +23,12 @@ Example:
   + target.load_state_dict(model.state_dict())
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import argument, line_here
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, argument, line_here, rule
 from flatout.diagnose.invariants.best_weights_not_copied import LiveStates
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
 
 
 class CopyIsTheModel(LiveStates):
@@ -63,11 +61,11 @@ class CopyIsTheModel(LiveStates):
             if own and not self.changed(source, {id(args[0])}):
                 self.copies[line_here()] = self.copies.get(line_here(), 0) + 1
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, tensors in (self.copies | self.lines).items():
             yield RULE.finding(
                 f"{tensors} tensors were copied into themselves: source and target share their memory",
-                place_of(line),
+                line,
                 "make the target with copy.deepcopy(model)",
             )
 
@@ -78,4 +76,4 @@ def same_memory(one: Any, other: Any) -> bool:
     )
 
 
-RULE = Rule("FL072", "copy_is_the_model", Severity.WRONG, __doc__, invariant=CopyIsTheModel)
+RULE = rule(CopyIsTheModel, "FL072", __doc__)

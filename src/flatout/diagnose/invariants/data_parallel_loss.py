@@ -29,13 +29,11 @@ Example:
         optimizer.step()
 """
 
-from collections.abc import Iterable
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
+from flatout.schema.findings import Severity
 
 
 class DataParallelLoss(Invariant):
@@ -55,13 +53,13 @@ class DataParallelLoss(Invariant):
     def backward_ends(self) -> None:
         self.outputs.clear()
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         if self.line is not None:
             yield RULE.finding(
                 "the loss comes from DataParallel: on several GPUs it has one entry for each, and backward() fails",
-                place_of(self.line),
+                self.line,
                 "loss.mean().backward()",
             )
 
 
-RULE = Rule("FL307", "data_parallel_loss", Severity.FRAGILE, __doc__, invariant=DataParallelLoss)
+RULE = rule(DataParallelLoss, "FL307", __doc__, Severity.FRAGILE)

@@ -33,14 +33,11 @@ Example:
             optimizer.step()
 """
 
-from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.frames import place_of
-from flatout.diagnose.invariant import Invariant
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, Invariant, rule
+from flatout.schema.findings import Severity
 
 
 class DataSetGrows(Invariant):
@@ -53,7 +50,7 @@ class DataSetGrows(Invariant):
         lists = {n: len(v) for n, v in attributes.items() if isinstance(v, list)}
         self.sizes.setdefault(loader, []).append(lists)
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for loader, sizes in self.sizes.items():
             if len(sizes) < 2 or not hasattr(loader.dataset, "__len__"):
                 continue
@@ -64,9 +61,9 @@ class DataSetGrows(Invariant):
                     yield RULE.finding(
                         f"self.{name} of {type(loader.dataset).__name__} grows by {grown:,.0f} entries in every epoch and is "
                         f"never cleared: it has {length:,}, for {samples:,} samples",
-                        place_of(self.program.line_of(loader)),
+                        self.program.line_of(loader),
                         f"do not append to self.{name} in __getitem__",
                     )
 
 
-RULE = Rule("FL208", "data_set_grows", Severity.MEMORY, __doc__, invariant=DataSetGrows)
+RULE = rule(DataSetGrows, "FL208", __doc__, Severity.MEMORY)

@@ -27,15 +27,13 @@ Sources:
     https://arxiv.org/abs/1903.06733
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import argument, counted, line_here
-from flatout.diagnose.rule import Rule
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, argument, counted, line_here, rule
 from flatout.diagnose.running_modules import RunningModules, has_values, leaves_of
 from flatout.diagnose.value_sources import SHAPES
-from flatout.schema.findings import Finding, Severity
 
 RELUS = frozenset({"relu", "relu6", "relu_"})
 WITH_WEIGHTS = frozenset({"conv1d", "conv2d", "conv3d", "linear"})
@@ -103,7 +101,7 @@ class DeadActivations(RunningModules):
             self.steps.update({key: self.steps.get(key, 0) + 1 for key in self.dead - self.alive})
         self.alive, self.dead, self.begun = set(), set(), None
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         lines: dict[Line | None, list[int]] = {}
         for (line, _), steps in self.steps.items():
             if steps >= MIN_STEPS:
@@ -112,7 +110,7 @@ class DeadActivations(RunningModules):
             yield RULE.finding(
                 f"{counted(len(each), 'ReLU')} of this call returned only zeros in the last {min(each)} steps: "
                 "no gradient passes through",
-                place_of(line),
+                line,
                 "lower the learning rate, or use a LeakyReLU",
             )
 
@@ -125,4 +123,4 @@ def follows_weights(activation: Any) -> bool:
     return node is not None and node.name().startswith(FROM_WEIGHTS)
 
 
-RULE = Rule("FL082", "dead_activations", Severity.WRONG, __doc__, invariant=DeadActivations)
+RULE = rule(DeadActivations, "FL082", __doc__)

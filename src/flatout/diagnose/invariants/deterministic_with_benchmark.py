@@ -26,13 +26,11 @@ Sources:
     https://docs.pytorch.org/docs/stable/notes/randomness.html#cuda-convolution-benchmarking
 """
 
-from collections.abc import Iterable
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
+from flatout.schema.findings import Severity
 
 
 class DeterministicWithBenchmark(Invariant):
@@ -45,15 +43,13 @@ class DeterministicWithBenchmark(Invariant):
         if self.line is None and cudnn.deterministic and cudnn.benchmark:
             self.line = line_here()
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         if self.line is not None:
             yield RULE.finding(
                 "cudnn.deterministic and cudnn.benchmark are both on in training: the run is not repeatable, nor the fastest",
-                place_of(self.line),
+                self.line,
                 "torch.backends.cudnn.benchmark = False",
             )
 
 
-RULE = Rule(
-    "FL310", "deterministic_with_benchmark", Severity.FRAGILE, __doc__, invariant=DeterministicWithBenchmark
-)
+RULE = rule(DeterministicWithBenchmark, "FL310", __doc__, Severity.FRAGILE)

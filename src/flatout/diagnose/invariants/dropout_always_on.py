@@ -37,17 +37,15 @@ Sources:
 
 import dis
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
 from weakref import WeakSet, ref
 
-from flatout.agent.frames import is_user_file, place_of
-from flatout.diagnose.invariant import line_here
-from flatout.diagnose.rule import Rule
+from flatout.agent.frames import is_user_file
+from flatout.diagnose.invariant import Findings, line_here, rule
 from flatout.diagnose.running_modules import DROPOUTS, RunningModules, acts_as_in_training, fingerprint
-from flatout.schema.findings import Finding, Severity
 
 MIN_PASSES = 2
 PASSED_ON = (
@@ -86,12 +84,12 @@ class DropoutAlwaysOn(RunningModules):
             _, passes = self.lines.setdefault(line_here(), (ref(root), set()))
             passes.add((self.program.backwards, self.previous[1]))
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, (root, passes) in self.lines.items():
             if len(passes) >= MIN_PASSES and root() not in self.sampled:
                 yield RULE.finding(
                     f"this dropout was active in {len(passes)} passes without gradients, although its module was in evaluation mode",
-                    place_of(line),
+                    line,
                     "training=self.training, or a torch.nn.Dropout created in __init__",
                 )
 
@@ -115,4 +113,4 @@ def leaves_out(code: CodeType, at: int) -> bool:
     return before[-1].opname in CALLS and positional < 3 and not {"training", "train"} & set(names)
 
 
-RULE = Rule("FL023", "dropout_always_on", Severity.WRONG, __doc__, invariant=DropoutAlwaysOn)
+RULE = rule(DropoutAlwaysOn, "FL023", __doc__)

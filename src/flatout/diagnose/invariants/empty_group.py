@@ -26,13 +26,11 @@ Example:
         optimizer.step()
 """
 
-from collections.abc import Iterable
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
+from flatout.schema.findings import Severity
 
 
 class EmptyGroup(Invariant):
@@ -52,14 +50,14 @@ class EmptyGroup(Invariant):
                 }
                 self.lines[line_here()] = number, len(groups), own
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, (number, groups, own) in self.lines.items():
             options = ", ".join(f"{name}={value}" for name, value in own.items())
             yield RULE.finding(
                 f"group {number + 1} of {groups} holds no parameters{': ' + options + ' acts on nothing' if options else ''}",
-                place_of(line),
+                line,
                 "select its parameters by a part of the name, or remove the group",
             )
 
 
-RULE = Rule("FL315", "empty_group", Severity.FRAGILE, __doc__, invariant=EmptyGroup)
+RULE = rule(EmptyGroup, "FL315", __doc__, Severity.FRAGILE)

@@ -32,12 +32,10 @@ Sources:
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from flatout.agent.frames import place_of
-from flatout.diagnose.invariant import argument, line_here
-from flatout.diagnose.rule import Rule
+from flatout.diagnose.invariant import Findings, argument, line_here, rule
 from flatout.diagnose.running_modules import (
     LOSSES,
     WITH_MODES,
@@ -47,7 +45,6 @@ from flatout.diagnose.running_modules import (
     kind_of,
     on_gradient,
 )
-from flatout.schema.findings import Finding, Severity
 
 IN_A_ROW = 3  # measured passes over different data without a backward pass between them
 AGAIN = 2  # evaluations of the same data
@@ -121,7 +118,7 @@ class EvalModeMissing(RunningModules):
         self.closed = [*self.closed, *(p for p in self.open if p.measured and not p.learned)][-MAX_PASSES:]
         self.open, self.latest = [], {}
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         optimized, loaders = self.program.optimized(), self.program.training_loaders
         passes = [p for p in (*self.closed, *self.open) if p.measured and not p.learned]
         sampled = {p.root for p in passes if p.repeats > 1}  # Monte Carlo dropout
@@ -141,7 +138,7 @@ class EvalModeMissing(RunningModules):
                 yield RULE.finding(
                     f"{kinds} acted as in training in {len(of_line)} evaluation passes: the data gave no gradients, and "
                     "`eval()` was not called before",
-                    place_of(line),
+                    line,
                     "model.eval() before the evaluation, and model.train() after it",
                 )
 
@@ -157,4 +154,4 @@ def measures(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], result
     return whole and (name == "mean" or values.ndim > 1 or not values.is_floating_point())
 
 
-RULE = Rule("FL015", "eval_mode_missing", Severity.WRONG, __doc__, invariant=EvalModeMissing)
+RULE = rule(EvalModeMissing, "FL015", __doc__)

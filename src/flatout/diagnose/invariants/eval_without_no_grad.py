@@ -29,16 +29,15 @@ Sources:
     https://docs.pytorch.org/docs/stable/notes/autograd.html#locally-disabling-gradient-computation
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakSet
 
 from flatout.agent.frames import Line, place_of
 from flatout.diagnose.gains import event_of
-from flatout.diagnose.invariant import line_here
-from flatout.diagnose.rule import Rule
+from flatout.diagnose.invariant import Findings, line_here, rule
 from flatout.diagnose.running_modules import RunningModules, on_gradient
-from flatout.schema.findings import Finding, Severity
+from flatout.schema.findings import Severity
 from flatout.schema.profile import ProfileRecord
 
 MIN_PASSES = 5
@@ -78,7 +77,7 @@ class EvalWithoutNoGrad(RunningModules):
             if not on_gradient(output, graph.use):
                 counts[0] -= 1  # it dies here
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         groups: dict[Any, list[Any]] = {}  # function -> lines
         for (line, training), (unused, used) in self.lines.items():
             if unused >= MIN_PASSES and not used and line is not None:
@@ -87,26 +86,25 @@ class EvalWithoutNoGrad(RunningModules):
             mode = "training" if training else "evaluation"
             yield RULE.finding(
                 f"{unused} passes in {mode} mode built a graph here, and no backward pass went through any of them",
-                place_of(line),
+                line,
                 "with torch.no_grad():  # around the loop",
                 others=[place for other, _, _ in others if (place := place_of(other)) is not None],
             )
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check_profile(profile: ProfileRecord) -> Findings:
     calls, _, places = event_of(profile, "eval_with_grad")
     if calls and places:
         said = f"the model was called {calls:.3g} times per {profile.unit} in evaluation mode with gradients enabled"
         yield RULE.profile_finding(said, places)
 
 
-RULE = Rule(
+RULE = rule(
+    EvalWithoutNoGrad,
     "FL201",
-    "eval_without_no_grad",
-    Severity.MEMORY,
     __doc__,
+    Severity.MEMORY,
     check_profile=check_profile,
-    invariant=EvalWithoutNoGrad,
     sort_before=Severity.TIME,
     weight=-1,
     replaced_by=("train_mode_not_restored",),

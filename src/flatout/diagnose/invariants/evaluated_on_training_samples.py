@@ -30,16 +30,12 @@ Example:
             print(sum(model(x).square().mean() for (x,) in held_loader))
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-from flatout.agent.frames import place_of
-from flatout.diagnose.invariant import Invariant, line_here
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
 from flatout.diagnose.invariants.samples_left_out import root_of
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
 
 MAX_SAMPLES = 1 << 20
 MAX_ROWS = 16384  # whose content is compared
@@ -157,11 +153,11 @@ class EvaluatedOnTrainingSamples(Invariant):
             return None
         return common if only[0] and only[1] else None
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for loader, (common, samples) in self.overlaps.items():
             yield RULE.finding(
                 f"{common} of the {samples} samples that this loader evaluates were trained on before",
-                place_of(self.program.line_of(loader)),
+                self.program.line_of(loader),
                 "split once, and give each part to its own loader",
             )
         for trainer, loader in self.whole.items():
@@ -173,7 +169,7 @@ class EvaluatedOnTrainingSamples(Invariant):
                     yield RULE.finding(
                         f"this loader trains on all {len(covered)} samples, also on the {len(loader.dataset)} that were split off "
                         f"and evaluate; the other part, of {unused[0]} samples, is never used",
-                        place_of(self.program.line_of(trainer)),
+                        self.program.line_of(trainer),
                         "train on the part that was split off for it",
                     )
 
@@ -210,10 +206,4 @@ def row_digests(batch: Any, samples: int, torch: Any) -> list[int]:
     return [hash(row.tobytes()) for row in rows]
 
 
-RULE = Rule(
-    "FL087",
-    "evaluated_on_training_samples",
-    Severity.WRONG,
-    __doc__,
-    invariant=EvaluatedOnTrainingSamples,
-)
+RULE = rule(EvaluatedOnTrainingSamples, "FL087", __doc__)

@@ -28,16 +28,14 @@ Example:
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from statistics import fmean
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import line_here
-from flatout.diagnose.rule import Rule
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, line_here, rule
 from flatout.diagnose.running_modules import LOSSES, RunningModules, has_values
-from flatout.schema.findings import Finding, Severity
 
 MIN_BATCHES, MAX_BATCHES = 3, 64
 MIN_ELEMENTS, MIN_SIDE = 256, 8
@@ -90,7 +88,7 @@ class EvaluationInputsScaled(RunningModules):
             seen.trained.append(batch)
         self.learning, self.latest = [], None
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for seen in (seen for by_shape in self.images.values() for seen in by_shape.values()):
             one, other = seen.trained, seen.evaluated
             if min(len(one), len(other)) < MIN_BATCHES:
@@ -102,7 +100,7 @@ class EvaluationInputsScaled(RunningModules):
                     f"the images had the mean {fmean(b[2] for b in one):.3g} and the standard deviation "
                     f"{fmean(b[3] for b in one):.3g} in training, but {fmean(b[2] for b in other):.3g} and "
                     f"{fmean(b[3] for b in other):.3g} in the evaluation",
-                    place_of(seen.line),
+                    seen.line,
                     "scale both kinds of images alike",
                 )
 
@@ -128,4 +126,4 @@ def only_one_is_normalised(plain: list[list[float]], other: list[list[float]]) -
     return between and lowest < BELOW and times > len(other) / 2 and darker and wider
 
 
-RULE = Rule("FL079", "evaluation_inputs_scaled", Severity.WRONG, __doc__, invariant=EvaluationInputsScaled)
+RULE = rule(EvaluationInputsScaled, "FL079", __doc__)

@@ -37,15 +37,12 @@ Example:
             model.train()
 """
 
-from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.frames import place_of
-from flatout.diagnose.invariant import Invariant
+from flatout.diagnose.invariant import Findings, Invariant, rule
 from flatout.diagnose.invariants.evaluated_on_training_samples import row_digests
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.schema.findings import Severity
 
 MAX_SAMPLES, MIN_SAMPLES = 512, 16
 MIN_PASSES, MIN_SHARE = 2, 0.9  # passes that differ from the one before, and their samples that do
@@ -74,15 +71,15 @@ class EvaluationVaries(Invariant):
             differ = sum(now[index] != before[index] for index in common)
             entry[2] += len(common) >= MIN_SAMPLES and differ >= MIN_SHARE * len(common)
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for loader, (_, _, varied) in self.loaders.items():
             if varied >= MIN_PASSES and loader not in self.program.training_loaders:
                 yield RULE.finding(
                     f"in {varied} passes, this loader of the evaluation returned other content for the same samples than in the pass "
                     "before: its data set draws at random",
-                    place_of(self.program.line_of(loader)),
+                    self.program.line_of(loader),
                     "a data set of its own, with transforms that draw nothing",
                 )
 
 
-RULE = Rule("FL316", "evaluation_varies", Severity.FRAGILE, __doc__, invariant=EvaluationVaries)
+RULE = rule(EvaluationVaries, "FL316", __doc__, Severity.FRAGILE)

@@ -24,14 +24,10 @@ Sources:
 """
 
 import math
-from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.frames import place_of
-from flatout.diagnose.invariant import Invariant
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, Invariant, rule
 
 MIN_STEPS = 5
 
@@ -46,7 +42,7 @@ class FactorIsARate(Invariant):
             factor = float(scheduler.optimizer.param_groups[0]["lr"]) / float(scheduler.base_lrs[0])
             self.factors.setdefault(scheduler, []).append(factor)
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for scheduler, factors in self.factors.items():
             rate = float(scheduler.base_lrs[0])
             first = float(scheduler.lr_lambdas[0](0))
@@ -59,9 +55,9 @@ class FactorIsARate(Invariant):
                 yield RULE.finding(
                     f"the function returns {first:g}, the optimizer's rate itself, and at most that: LambdaLR multiplies both, so the "
                     f"rate is {first * rate:g}",
-                    place_of(self.program.line_of(scheduler)),
+                    self.program.line_of(scheduler),
                     "return a factor that begins at 1",
                 )
 
 
-RULE = Rule("FL095", "factor_is_a_rate", Severity.WRONG, __doc__, invariant=FactorIsARate)
+RULE = rule(FactorIsARate, "FL095", __doc__)

@@ -25,14 +25,11 @@ Sources:
     Micikevicius et al., Mixed Precision Training, ICLR 2018; https://docs.pytorch.org/docs/stable/amp.html
 """
 
-from collections.abc import Iterable
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
+from flatout.agent.frames import Line
 from flatout.diagnose.gradient_windows import Window, WindowInvariant
-from flatout.diagnose.invariant import line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, line_here, rule
 
 MIN_STEPS = 10
 
@@ -62,15 +59,15 @@ class Float16WithoutScaler(WindowInvariant):
         # gradients that were changed may have been scaled by hand
         self.steps += self.line is not None and window.unchanged
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         if self.steps >= MIN_STEPS and self.steps >= 0.8 * self.program.steps and not self.scaled:
             yield RULE.finding(
                 f"{self.steps} steps used gradients of a forward pass in float16, whose loss no scaler "
                 "multiplied: small "
                 "gradients become zero",
-                place_of(self.line),
+                self.line,
                 "dtype=torch.bfloat16, or a GradScaler",
             )
 
 
-RULE = Rule("FL010", "float16_without_scaler", Severity.WRONG, __doc__, invariant=Float16WithoutScaler)
+RULE = rule(Float16WithoutScaler, "FL010", __doc__)

@@ -23,14 +23,14 @@ Sources:
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any
 
-from flatout.agent.frames import Line, is_user_file, place_of
-from flatout.diagnose.rule import Rule
+from flatout.agent.frames import Line, is_user_file
+from flatout.diagnose.invariant import Findings, rule
 from flatout.diagnose.running_modules import RunningModules
-from flatout.schema.findings import Finding, Severity
+from flatout.schema.findings import Severity
 
 MAX_LOOKS = 5000
 
@@ -70,12 +70,12 @@ class ForwardCalled(RunningModules):
                     self.lines.setdefault(line, [type(module).__name__, 0])[1] += 1
             frame = caller
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, (kind, calls) in self.lines.items():
             if calls > 1:
                 yield RULE.finding(
                     f"`forward` of {kind} was called directly: every hook of the module was skipped",
-                    place_of(line),
+                    line,
                     "call the module itself: model(x)",
                 )
 
@@ -85,4 +85,4 @@ def first_argument(frame: FrameType) -> Any:
     return frame.f_locals.get(names[0]) if names and frame.f_code.co_argcount else None
 
 
-RULE = Rule("FL306", "forward_called", Severity.FRAGILE, __doc__, invariant=ForwardCalled)
+RULE = rule(ForwardCalled, "FL306", __doc__, Severity.FRAGILE)

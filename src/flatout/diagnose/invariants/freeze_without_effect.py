@@ -24,14 +24,12 @@ Example:
 import ast
 import difflib
 import linecache
-from collections.abc import Iterable
 from typing import Any
 
 from flatout.agent.frames import place_at, user_sources
-from flatout.diagnose.invariant import Invariant
+from flatout.diagnose.invariant import Findings, Invariant, rule
 from flatout.diagnose.observed_program import parameters_of
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity, SourceLocation
+from flatout.schema.findings import SourceLocation
 
 MIN_STEPS = 5
 MIN_LIKENESS = 0.8
@@ -47,7 +45,7 @@ class FreezeWithoutEffect(Invariant):
             if parameter.grad is not None and parameter.requires_grad:
                 self.steps[id(parameter)] = self.steps.get(id(parameter), 0) + 1
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         frozen: dict[str, dict[int, Any]] = {}  # attribute -> parameters that train nevertheless
         for module in (module for root in self.program.roots for module in root.modules()):
             for name in like_freezing(module):
@@ -112,4 +110,4 @@ def assignment(name: str, files: set[str]) -> SourceLocation | None:
     return None
 
 
-RULE = Rule("FL034", "freeze_without_effect", Severity.WRONG, __doc__, invariant=FreezeWithoutEffect)
+RULE = rule(FreezeWithoutEffect, "FL034", __doc__)

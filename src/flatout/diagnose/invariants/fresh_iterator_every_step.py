@@ -24,15 +24,13 @@ Example:
         optimizer.step()
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
+from flatout.schema.findings import Severity
 
 MIN_PASSES = 16
 
@@ -77,13 +75,13 @@ class FreshIterator(Invariant):
         if loader in self.now:
             self.now[loader].others += 1
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, passes in self.lines.items():
             if passes.single >= MIN_PASSES and not passes.others:
                 yield RULE.finding(
                     f"{passes.single} passes over this data began, and each ended after its first batch: every step starts a "
                     "new epoch",
-                    place_of(line),
+                    line,
                     "batches = iter(loader)  # before the loop\nnext(batches)",
                 )
 
@@ -95,4 +93,4 @@ def is_one_batch(loader: Any) -> bool:
         return False
 
 
-RULE = Rule("FL117", "fresh_iterator_every_step", Severity.TIME, __doc__, invariant=FreshIterator)
+RULE = rule(FreshIterator, "FL117", __doc__, Severity.TIME)

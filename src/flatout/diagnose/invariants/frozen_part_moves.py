@@ -22,13 +22,10 @@ Example:
   +     optimizer.step()
 """
 
-from collections.abc import Iterable
 from typing import Any
 
-from flatout.agent.frames import place_of
 from flatout.diagnose.gradient_windows import Window, WindowInvariant
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, rule
 
 MIN_STEPS = 5
 
@@ -56,16 +53,16 @@ class FrozenPartMoves(WindowInvariant):
                     entry[1] += 1
                 self.last[key] = gradient
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         moved = [entry for entry in self.moves.values() if entry[1] >= MIN_STEPS]
         if moved:
             yield RULE.finding(
                 f"{len(moved)} frozen parameters moved in {moved[0][1]} steps of the optimizer, "
                 "although nothing computes their "
                 f"gradients: {self.program.names([entry[0] for entry in moved])}",
-                place_of(moved[0][2]),
+                moved[0][2],
                 "set their gradients to None, or leave them out of the optimizer",
             )
 
 
-RULE = Rule("FL077", "frozen_part_moves", Severity.WRONG, __doc__, invariant=FrozenPartMoves)
+RULE = rule(FrozenPartMoves, "FL077", __doc__)

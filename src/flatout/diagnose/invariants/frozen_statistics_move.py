@@ -23,14 +23,10 @@ Example:
         optimizer.step()
 """
 
-from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.frames import place_of
-from flatout.diagnose.invariant import Invariant, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
 
 MIN_STEPS = 20
 MIN_SHIFT = 0.1  # standard deviations
@@ -68,7 +64,7 @@ class FrozenStatisticsMove(Invariant):
     def _is_norm(self, module: Any) -> bool:
         return isinstance(module, self.program.torch.nn.modules.batchnorm._BatchNorm)
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         moved: dict[Any, list[str]] = {}
         for root in self.program.roots:
             names = {module: name for name, module in root.named_modules()}
@@ -86,9 +82,9 @@ class FrozenStatisticsMove(Invariant):
                 f"the running statistics of {len(names_moved)} frozen batch normalisations moved in "
                 "training mode, with all "
                 f"parameters around them frozen: {', '.join(names_moved[:3])}",
-                place_of(line),
+                line,
                 "eval() on the frozen part, after train()",
             )
 
 
-RULE = Rule("FL078", "frozen_statistics_move", Severity.WRONG, __doc__, invariant=FrozenStatisticsMove)
+RULE = rule(FrozenStatisticsMove, "FL078", __doc__)

@@ -38,16 +38,12 @@ Sources:
     https://docs.pytorch.org/docs/stable/notes/randomness.html#dataloader
 """
 
-from collections.abc import Iterable
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.frames import place_of
-from flatout.diagnose.invariant import Invariant
-from flatout.diagnose.rule import Rule
+from flatout.diagnose.invariant import Findings, Invariant, rule
 from flatout.diagnose.worker_probe import Place, samples_in_worker
-from flatout.schema.findings import Finding, Severity
 from flatout.trial.forked import in_fork
 
 FETCHES = 3  # of one sample
@@ -80,12 +76,12 @@ class EqualWorkers(Invariant):
             if samples == others and len(set(samples)) == FETCHES:
                 self.equal[loader] = [seeds.get(name) for name in begun if begun[name] == other_begun[name]]
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for loader, places in self.equal.items():
             if places == []:
                 yield RULE.finding(
                     f"{who(loader)} the same random samples: the data set's generator is copied in the same state",
-                    place_of(self.program.line_of(loader)),
+                    self.program.line_of(loader),
                     "draw from the global generator of torch or numpy, which differs in each worker",
                 )
 
@@ -95,4 +91,4 @@ def who(loader: Any) -> str:
     return f"the {workers} workers return" if workers > 1 else "in each epoch, the worker returns"
 
 
-RULE = Rule("FL014", "generator_copied_to_workers", Severity.WRONG, __doc__, invariant=EqualWorkers)
+RULE = rule(EqualWorkers, "FL014", __doc__)

@@ -20,14 +20,11 @@ Example:
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from flatout.agent.frames import place_of
-from flatout.diagnose.invariant import Invariant
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, Invariant, rule
 
 MIN_STEPS = 20
 
@@ -55,7 +52,7 @@ class GradientWithoutOptimizer(Invariant):
                 if with_gradient:
                     self.stepped[root] = self.program.line_of(optimizer)
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         optimizers, optimized = self.program.optimizers, self.program.optimized()
         for root in self.program.roots:
             parameters = [p for p in root.parameters() if p.requires_grad]
@@ -68,11 +65,9 @@ class GradientWithoutOptimizer(Invariant):
                 yield RULE.finding(
                     f"the {len(parameters)} parameters of {type(root).__name__} received a gradient in each of {MIN_STEPS} "
                     f"steps or more, but no optimizer holds them: {self.program.names(parameters)} never change",
-                    place_of(self.stepped.get(root)),
+                    self.stepped.get(root),
                     "give them to the optimizer, or freeze them with requires_grad_(False)",
                 )
 
 
-RULE = Rule(
-    "FL094", "gradient_without_optimizer", Severity.WRONG, __doc__, invariant=GradientWithoutOptimizer
-)
+RULE = rule(GradientWithoutOptimizer, "FL094", __doc__)

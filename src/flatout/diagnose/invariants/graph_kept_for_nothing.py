@@ -22,14 +22,13 @@ Example:
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, argument, line_here
-from flatout.diagnose.rule import Rule
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, argument, line_here, rule
 from flatout.diagnose.running_modules import MAX_NODES, graph_numbers, leaves_of
-from flatout.schema.findings import Finding, Severity
+from flatout.schema.findings import Severity
 
 MIN_TIMES = 5
 MAX_GRAPHS = 64  # that are remembered
@@ -60,14 +59,14 @@ class GraphKeptForNothing(Invariant):
             if len(numbers) >= MAX_NODES:
                 self.needed.add(line)  # unknown
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, times in self.times.items():
             if times >= MIN_TIMES and line not in self.needed:
                 yield RULE.finding(
                     f"this line kept {times} graphs, and no later backward pass went through any of them",
-                    place_of(line),
+                    line,
                     "loss.backward()",
                 )
 
 
-RULE = Rule("FL203", "graph_kept_for_nothing", Severity.MEMORY, __doc__, invariant=GraphKeptForNothing)
+RULE = rule(GraphKeptForNothing, "FL203", __doc__, Severity.MEMORY)

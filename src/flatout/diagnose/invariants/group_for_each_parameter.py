@@ -29,18 +29,14 @@ Sources:
     https://docs.pytorch.org/docs/stable/optim.html#per-parameter-options
 """
 
-from collections.abc import Iterable
-
-from flatout.agent.frames import place_of
-from flatout.diagnose.invariant import Invariant
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, Invariant, rule
+from flatout.schema.findings import Severity
 
 MIN_GROUPS = 32
 
 
 class GroupForEachParameter(Invariant):
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for optimizer in self.program.optimizers:
             groups = optimizer.param_groups
             options = {
@@ -55,9 +51,9 @@ class GroupForEachParameter(Invariant):
                 yield RULE.finding(
                     f"the {len(groups)} parameter groups hold one parameter each, with {len(options)} different options: a "
                     "fused step launches kernels for each group",
-                    place_of(self.program.line_of(optimizer)),
+                    self.program.line_of(optimizer),
                     "put parameters with the same options into one group",
                 )
 
 
-RULE = Rule("FL119", "group_for_each_parameter", Severity.TIME, __doc__, invariant=GroupForEachParameter)
+RULE = rule(GroupForEachParameter, "FL119", __doc__, Severity.TIME)

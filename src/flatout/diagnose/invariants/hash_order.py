@@ -29,9 +29,8 @@ import ast
 from collections.abc import Mapping
 from typing import Any
 
-from flatout.diagnose.invariant import Invariant, argument, digest
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity, SourceLocation
+from flatout.diagnose.invariant import Invariant, argument, digest, rule
+from flatout.schema.findings import Finding, SourceLocation
 
 BATCHES = 8
 READERS = {"enumerate", "list", "tuple", "zip", "iter", "map", "next"}
@@ -83,4 +82,4 @@ def finding_at(place: SourceLocation) -> Finding:
     )
 
 
-RULE = Rule("FL068", "hash_order", Severity.WRONG, __doc__, invariant=LabelDigests)
+RULE = rule(LabelDigests, "FL068", __doc__)

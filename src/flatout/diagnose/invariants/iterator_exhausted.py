@@ -23,14 +23,11 @@ Example:
             optimizer.step()
 """
 
-from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
 
 MIN_EMPTY = 3  # loops
 
@@ -60,13 +57,13 @@ class IteratorExhausted(Invariant):
         if empty >= MIN_EMPTY:
             self.lines[line_here()] = empty
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, empty in self.lines.items():
             yield RULE.finding(
                 f"this loop was entered {empty} times with an exhausted iterator: it got no batch, and nothing was trained",
-                place_of(line),
+                line,
                 "iterate over the loader itself, or call iter() inside the outer loop",
             )
 
 
-RULE = Rule("FL031", "iterator_used_up", Severity.WRONG, __doc__, invariant=IteratorExhausted, weight=-1)
+RULE = rule(IteratorExhausted, "FL031", __doc__, weight=-1)

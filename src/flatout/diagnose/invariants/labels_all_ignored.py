@@ -22,13 +22,10 @@ Example:
         optimizer.step()
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from flatout.agent.frames import place_of
-from flatout.diagnose.invariant import Invariant, argument, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, Invariant, argument, line_here, rule
 
 
 class LabelsAllIgnored(Invariant):
@@ -46,14 +43,14 @@ class LabelsAllIgnored(Invariant):
             counts[0] += bool((labels == ignored).all())
             counts[1] += 1
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, (empty, calls) in self.lines.items():
             if empty:
                 yield RULE.finding(
                     f"in {empty} of {calls} calls every label is ignored (ignore_index): the mean of no losses is NaN",
-                    place_of(line),
+                    line,
                     "keep labels in every batch",
                 )
 
 
-RULE = Rule("FL065", "labels_all_ignored", Severity.WRONG, __doc__, invariant=LabelsAllIgnored)
+RULE = rule(LabelsAllIgnored, "FL065", __doc__)

@@ -23,13 +23,11 @@ Example:
 """
 
 import os
-from collections.abc import Iterable
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
+from flatout.schema.findings import Severity
 
 VARIABLE = "CUDA_LAUNCH_BLOCKING"
 
@@ -44,13 +42,13 @@ class LaunchBlocking(Invariant):
         if self.line is None and self.outside != "1" and os.environ.get(VARIABLE) == "1":
             self.line = line_here()
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         if self.line is not None:
             yield RULE.finding(
                 f"the program sets {VARIABLE}=1: on a GPU the host waits for each kernel before it launches the next",
-                place_of(self.line),
+                self.line,
                 f"remove it; for one run: {VARIABLE}=1 python train.py",
             )
 
 
-RULE = Rule("FL113", "launch_blocking", Severity.TIME, __doc__, invariant=LaunchBlocking)
+RULE = rule(LaunchBlocking, "FL113", __doc__, Severity.TIME)

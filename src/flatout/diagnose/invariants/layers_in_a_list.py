@@ -34,13 +34,9 @@ Sources:
 """
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
-from flatout.agent.frames import place_of
-from flatout.diagnose.invariant import Invariant
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, Invariant, rule
 
 MIN_STEPS = 3
 
@@ -72,7 +68,7 @@ class UnregisteredLayers(Invariant):
                     same = ref is not None and ref() is parameter
                     self.steps[id(parameter)] = weakref.ref(parameter), steps + 1 if same else 1
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         optimized, lines = self.program.optimized(), dict[Any, list[Any]]()
         for parameter in self.program.parameters:
             key = id(parameter)
@@ -85,9 +81,9 @@ class UnregisteredLayers(Invariant):
             yield RULE.finding(
                 f"{len(parameters)} parameters run inside {root} and receive gradients, but they are not in its "
                 f"parameters(), and no optimizer holds them: {self.program.names(parameters)}",
-                place_of(line),
+                line,
                 "keep the layers in torch.nn.ModuleList([...]) or torch.nn.ModuleDict({...})",
             )
 
 
-RULE = Rule("FL021", "layers_in_a_list", Severity.WRONG, __doc__, invariant=UnregisteredLayers)
+RULE = rule(UnregisteredLayers, "FL021", __doc__)

@@ -28,13 +28,10 @@ Example:
         optimizer.step()
 """
 
-from collections.abc import Iterable
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
 
 MIN_STEPS = 4
 MAX_KEPT = 32
@@ -62,16 +59,16 @@ class LayersMadeInForward(Invariant):
                 self.names[line] = name
         self.made = []
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, steps in self.steps.items():
             if len(steps) >= MIN_STEPS and len(self.values[line]) >= MIN_STEPS:
                 yield RULE.finding(
                     f"in {len(steps)} steps forward made a new {self.names[line]} with random "
                     "parameters: they got gradients, and no "
                     "optimizer ever held them",
-                    place_of(line),
+                    line,
                     "make the layer in __init__",
                 )
 
 
-RULE = Rule("FL022", "layers_made_in_forward", Severity.WRONG, __doc__, invariant=LayersMadeInForward)
+RULE = rule(LayersMadeInForward, "FL022", __doc__)

@@ -30,10 +30,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
 
 MIN_WINDOWS = 2  # over the end of an epoch
 
@@ -73,7 +71,7 @@ class LeftoverGradients(Invariant):
             self.whole[self.window] += 1
         self.window = self.left = 0
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         if len(self.whole) != 1 or self.spanning.total() < MIN_WINDOWS:
             return
         ((usual, _),), ((left, passes), times) = self.whole.items(), self.spanning.most_common(1)[0]
@@ -81,9 +79,9 @@ class LeftoverGradients(Invariant):
             yield RULE.finding(
                 f"{times} steps summed {passes} backward passes, all others {usual}: the last {left} batches of an epoch fill no "
                 "window, and their gradients enter the next epoch",
-                place_of(self.line),
+                self.line,
                 "step after the last batch, too: if (i + 1) % n == 0 or i + 1 == len(loader)",
             )
 
 
-RULE = Rule("FL042", "leftover_gradients", Severity.WRONG, __doc__, invariant=LeftoverGradients)
+RULE = rule(LeftoverGradients, "FL042", __doc__)

@@ -28,15 +28,14 @@ Sources:
     https://docs.python.org/3/library/itertools.html#itertools.cycle
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
+from flatout.schema.findings import Severity
 
 MIN_BATCHES = 2
 MAX_BATCHES = 1 << 16
@@ -92,17 +91,15 @@ class LoaderCycled(Invariant):
             if used is not None and used[0].ended and used[1] == used[0].again % used[0].batches:
                 used[0].again += 1
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for now in self.passes.values():
             if now is not None and now.trained and MIN_BATCHES <= now.batches <= now.again:
                 yield RULE.finding(
                     f"all {now.batches} batches of the first epoch stay in memory, and come again in the same order "
                     f"({now.again} so far), though the loader shuffles",
-                    place_of(now.line),
+                    now.line,
                     "a generator: while True: yield from loader",
                 )
 
 
-RULE = Rule(
-    "FL206", "loader_cycled", Severity.MEMORY, __doc__, invariant=LoaderCycled, sort_before=Severity.TIME
-)
+RULE = rule(LoaderCycled, "FL206", __doc__, Severity.MEMORY, sort_before=Severity.TIME)

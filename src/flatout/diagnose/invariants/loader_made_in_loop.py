@@ -29,17 +29,15 @@ Example:
         main()
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
 
-from flatout.agent.frames import Line, place_of
+from flatout.agent.frames import Line
 from flatout.diagnose.gains import share_of_step
-from flatout.diagnose.invariant import Invariant, counted
-from flatout.diagnose.rule import Rule
+from flatout.diagnose.invariant import Findings, Invariant, counted, rule
 from flatout.diagnose.wait_causes import WaitCause, gain_without_wait, how_measured, wait_cause
-from flatout.schema.findings import Finding, Severity
+from flatout.schema.findings import Severity
 from flatout.schema.profile import ProfileRecord
 
 MIN_LOADERS = 3
@@ -88,12 +86,12 @@ class LoaderMadeInLoop(Invariant):
         if now.loaders >= MIN_LOADERS:
             self.found[line] = now
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, remade in self.found.items():
             yield RULE.finding(
                 f"this line has made {remade.loaders} loaders of the same data set with the same arguments, for one pass each; "
                 f"each started {counted(remade.workers, 'worker')}",
-                place_of(line),
+                line,
                 "make the loader once, before the loop, with persistent_workers=True",
             )
 
@@ -108,7 +106,7 @@ def contents_of(dataset: Any) -> dict[str, int]:
     return {name: id(value) for name, value in getattr(dataset, "__dict__", {}).items()}
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check_profile(profile: ProfileRecord) -> Findings:
     for loader in profile.loaders:
         if wait_cause(profile, loader) is not WaitCause.REMADE:
             continue
@@ -126,12 +124,6 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
         )
 
 
-RULE = Rule(
-    "FL106",
-    "loader_made_in_loop",
-    Severity.TIME,
-    __doc__,
-    check_profile=check_profile,
-    invariant=LoaderMadeInLoop,
-    levers=("loader",),
+RULE = rule(
+    LoaderMadeInLoop, "FL106", __doc__, Severity.TIME, check_profile=check_profile, levers=("loader",)
 )

@@ -24,15 +24,13 @@ Sources:
     https://docs.pytorch.org/docs/stable/notes/broadcasting.html
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import argument, line_here
-from flatout.diagnose.rule import Rule
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, argument, line_here, rule
 from flatout.diagnose.running_modules import graph_numbers
 from flatout.diagnose.value_sources import SHAPES, ValueSources
-from flatout.schema.findings import Finding, Severity
 
 LOSSES = frozenset({"huber_loss", "kl_div", "l1_loss", "mse_loss", "poisson_nll_loss", "smooth_l1_loss"})
 EQUAL = frozenset({"eq", "__eq__"})
@@ -106,12 +104,12 @@ class LossBroadcast(ValueSources):
             self.lines.setdefault(line, [shapes, 0])[1] += 1
         self.differences.clear()
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, (shapes, calls) in self.lines.items():
             if calls >= MIN_CALLS:
                 yield RULE.finding(
                     f"in {calls} calls, the shapes {shapes} were broadcast to all pairs of them",
-                    place_of(line),
+                    line,
                     "give both the same shape: squeeze(1) the predictions, or unsqueeze(1) the labels",
                 )
 
@@ -125,4 +123,4 @@ def are_pairs(first: Any, second: Any) -> bool:
     return any(a != b for a, b in zip(reversed(short), reversed(long), strict=False))
 
 
-RULE = Rule("FL080", "loss_broadcast", Severity.WRONG, __doc__, invariant=LossBroadcast)
+RULE = rule(LossBroadcast, "FL080", __doc__)

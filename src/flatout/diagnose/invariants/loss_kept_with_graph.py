@@ -31,16 +31,15 @@ import linecache
 import re
 import sys
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import FrameType, ModuleType
 from typing import Any
 
 from flatout.agent.frames import Line, is_user_file, place_at, place_of
-from flatout.diagnose.invariant import line_here
+from flatout.diagnose.invariant import Findings, line_here, rule
 from flatout.diagnose.memory_growth import growth_finding
-from flatout.diagnose.rule import Rule
 from flatout.diagnose.running_modules import LOSSES, RunningModules, graph_numbers, leaves_of
-from flatout.schema.findings import Finding, Severity, SourceLocation
+from flatout.schema.findings import Severity, SourceLocation
 from flatout.schema.profile import ProfileRecord
 
 SUMS = frozenset(
@@ -99,7 +98,7 @@ class LossKeptWithGraph(RunningModules):
                 self.kept, alive = len(alive), {}
                 self.holder = holder_of(oldest, user_frames(sys._getframe(1)))
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, steps in self.lines.items():
             if line not in self.learned:
                 yield RULE.finding(
@@ -150,17 +149,16 @@ def place_that_fills(name: str, frames: list[FrameType]) -> SourceLocation | Non
     return None
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check_profile(profile: ProfileRecord) -> Findings:
     if profile.tensor_growth is not None and profile.tensor_growth.leaking and profile.tensor_growth.graph:
         yield growth_finding(RULE, profile, profile.tensor_growth, "with its graph")
 
 
-RULE = Rule(
+RULE = rule(
+    LossKeptWithGraph,
     "FL202",
-    "loss_kept_with_graph",
-    Severity.MEMORY,
     __doc__,
+    Severity.MEMORY,
     check_profile=check_profile,
-    invariant=LossKeptWithGraph,
     sort_before=Severity.TIME,
 )

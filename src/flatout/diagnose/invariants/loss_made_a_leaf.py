@@ -26,13 +26,10 @@ Example:
         optimizer.step()
 """
 
-from collections.abc import Iterable
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
 
 MIN_TIMES = 4
 
@@ -51,15 +48,15 @@ class LossMadeALeaf(Invariant):
             for loss in losses
         )
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, (leaves, passes) in self.passes.items():
             if leaves >= MIN_TIMES and leaves == passes and self.program.steps:
                 yield RULE.finding(
                     f"the loss of {leaves} backward passes was a new tensor without a graph: no "
                     "parameter got a gradient",
-                    place_of(line),
+                    line,
                     "call backward() on the loss itself, without item(), detach() or data before it",
                 )
 
 
-RULE = Rule("FL019", "loss_made_a_leaf", Severity.WRONG, __doc__, invariant=LossMadeALeaf)
+RULE = rule(LossMadeALeaf, "FL019", __doc__)

@@ -26,15 +26,13 @@ Sources:
     https://docs.pytorch.org/docs/stable/notes/amp_examples.html#gradient-accumulation
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.frames import place_of
 from flatout.diagnose.gradient_windows import Window, WindowInvariant
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, rule
 
 MIN_STEPS = 4
 MEANS = ("Nll", "Mse", "SmoothL1", "Huber", "BinaryCrossEntropy", "SoftMargin")
@@ -92,7 +90,7 @@ class LossNotDivided(WindowInvariant):
         sizes.setdefault(len(summed) if as_computed and kept and one_loop else 0, [0, None])[0] += 1
         sizes[next(reversed(sizes))][1] = line
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for sizes in self.steps.values():
             size, (steps, line) = max(sizes.items(), key=lambda entry: int(entry[1][0]))
             if size > 1 and steps >= MIN_STEPS:
@@ -100,7 +98,7 @@ class LossNotDivided(WindowInvariant):
                     f"each of {steps} steps summed the gradients of {size} batches, and each loss is a "
                     "mean that was not divided "
                     f"by {size}",
-                    place_of(line),
+                    line,
                     f"(loss / {size}).backward()",
                 )
 
@@ -113,4 +111,4 @@ def is_mean(node: Any, depth: int = 4) -> bool:
     return name.startswith("Mean") or (name.startswith(MEANS) and getattr(node, "_saved_reduction", 0) == 1)
 
 
-RULE = Rule("FL005", "loss_not_divided", Severity.WRONG, __doc__, invariant=LossNotDivided)
+RULE = rule(LossNotDivided, "FL005", __doc__)

@@ -30,14 +30,12 @@ Sources:
 import ast
 import linecache
 import sys
-from collections.abc import Iterable
 from typing import Any
 from weakref import WeakSet
 
-from flatout.agent.frames import is_user_file, place_of
-from flatout.diagnose.invariant import Invariant
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.agent.frames import is_user_file
+from flatout.diagnose.invariant import Findings, Invariant, rule
+from flatout.schema.findings import Severity
 
 
 class MainGuardMissing(Invariant):
@@ -50,7 +48,7 @@ class MainGuardMissing(Invariant):
         if loader.num_workers and (context is None or context.get_start_method() == "fork"):
             self.loaders.add(loader)
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         script = getattr(sys.modules["__main__"], "__file__", None) or ""
         lines = sorted(
             (line[1], line) for loader in self.loaders if (line := self.program.line_of(loader)) is not None
@@ -61,9 +59,9 @@ class MainGuardMissing(Invariant):
                 yield RULE.finding(
                     "this loader has workers, but the script has no main guard: without fork (macOS, Windows, Python 3.14), "
                     "it does not start",
-                    place_of(lines[0][1]),
+                    lines[0][1],
                     'if __name__ == "__main__":\n    main()',
                 )
 
 
-RULE = Rule("FL305", "main_guard_missing", Severity.FRAGILE, __doc__, invariant=MainGuardMissing)
+RULE = rule(MainGuardMissing, "FL305", __doc__, Severity.FRAGILE)

@@ -36,14 +36,12 @@ Sources:
     https://huggingface.co/blog/gradient_accumulation
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, argument, line_here
-from flatout.diagnose.rule import Rule
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, argument, line_here, rule
 from flatout.diagnose.running_modules import graph_numbers, has_values
-from flatout.schema.findings import Finding, Severity
 
 MIN_STEPS = 3
 UNEQUAL = 1.1  # the largest number of valid tokens to the smallest
@@ -106,15 +104,15 @@ class MeanOfTokenMeans(Invariant):
             entry = self.lines.setdefault(window[0][0][1], [0, counts])
             entry[0] += 1
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, (steps, counts) in self.lines.items():
             if steps >= MIN_STEPS:
                 yield RULE.finding(
                     f"in {steps} steps, each micro-batch had the same weight with unequal numbers of valid tokens, such as "
                     f"{min(counts)} and {max(counts)}: the loss is a mean of means",
-                    place_of(line),
+                    line,
                     "sum the losses of tokens, and divide by their number in all micro-batches",
                 )
 
 
-RULE = Rule("FL038", "mean_of_token_means", Severity.WRONG, __doc__, invariant=MeanOfTokenMeans)
+RULE = rule(MeanOfTokenMeans, "FL038", __doc__)

@@ -25,15 +25,13 @@ Sources:
     https://docs.pytorch.org/docs/stable/generated/torch.nn.NLLLoss.html
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import argument, line_here
-from flatout.diagnose.rule import Rule
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, argument, line_here, rule
 from flatout.diagnose.running_modules import has_values
 from flatout.diagnose.value_sources import SHAPES, ValueSources, on_simplex
-from flatout.schema.findings import Finding, Severity
 
 PROBABILITIES = frozenset({"softmax", "sigmoid"})
 MIN_CALLS = 2
@@ -56,16 +54,16 @@ class NllLossWithoutLog(ValueSources):
             if wrong and has_values(scores) and bool((scores > 0).any()):
                 self.lines.setdefault(line_here(), [name, source, 0])[2] += 1
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, (name, source, calls) in self.lines.items():
             if calls >= MIN_CALLS:
                 yield RULE.finding(
                     f"in {calls} calls {name} got the output of `{source}`, with values above 0: these are no log-probabilities",
-                    place_of(line),
+                    line,
                     "log_softmax instead of softmax"
                     if source == "softmax"
                     else "apply log_softmax first, or use cross_entropy",
                 )
 
 
-RULE = Rule("FL018", "nll_loss_without_log", Severity.WRONG, __doc__, invariant=NllLossWithoutLog)
+RULE = rule(NllLossWithoutLog, "FL018", __doc__)

@@ -25,15 +25,12 @@ Sources:
 """
 
 import sys
-from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.frames import place_of, user_line
-from flatout.diagnose.invariant import Invariant, counted
+from flatout.agent.frames import user_line
+from flatout.diagnose.invariant import Findings, Invariant, counted, rule
 from flatout.diagnose.observed_program import parameters_of
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
 
 MIN_STEPS = 50
 
@@ -64,7 +61,7 @@ class NoGradient(Invariant):
         else:
             entry[0] += 1
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for optimizer, (counted_steps, before, versions) in self.held.items():
             steps = self.program.steps - before if self.program.in_run else counted_steps
             parameters, groups = list(parameters_of(optimizer)), dict[Any, list[Any]]()
@@ -81,7 +78,7 @@ class NoGradient(Invariant):
                 yield RULE.finding(
                     f"{len(members)} of {counted(len(parameters), 'parameter')} got no gradient in {steps} steps: "
                     f"{self.program.names(members)}. {why or 'The loss does not depend on them'}",
-                    place_of(line),
+                    line,
                     "use_reentrant=False"
                     if "reentrant" in why
                     else "let the loss depend on them, or freeze them",
@@ -99,4 +96,4 @@ def no_graph_because(frame: Any) -> str:
     return "Their module ran without gradients (no_grad)"
 
 
-RULE = Rule("FL060", "no_gradient", Severity.WRONG, __doc__, invariant=NoGradient)
+RULE = rule(NoGradient, "FL060", __doc__)

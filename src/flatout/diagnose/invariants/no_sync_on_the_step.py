@@ -29,13 +29,10 @@ Sources:
     https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html (no_sync)
 """
 
-from collections.abc import Iterable
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
 
 MIN_STEPS = 2
 
@@ -68,15 +65,15 @@ class NoSyncOnTheStep(Invariant):
         if len(self.program.optimizers) == 1 and window and any(window) and not window[-1]:
             self.lines[self.line] = self.lines.get(self.line, (0, 0))[0] + 1, len(window)
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, (steps, passes) in self.lines.items():
             if steps >= MIN_STEPS:
                 yield RULE.finding(
                     f"in {steps} steps, the last of {passes} backward passes ran under no_sync(), after others had exchanged "
                     "their gradients: each rank steps with gradients of its own",
-                    place_of(line),
+                    line,
                     "enter no_sync() for all but the last backward pass before a step",
                 )
 
 
-RULE = Rule("FL037", "no_sync_on_the_step", Severity.WRONG, __doc__, invariant=NoSyncOnTheStep)
+RULE = rule(NoSyncOnTheStep, "FL037", __doc__)

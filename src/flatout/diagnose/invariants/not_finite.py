@@ -25,15 +25,13 @@ Sources:
     https://docs.pytorch.org/docs/stable/autograd.html#anomaly-detection
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
+from flatout.agent.frames import Line
 from flatout.diagnose.gains import event_of
-from flatout.diagnose.invariant import line_here
-from flatout.diagnose.rule import Rule
+from flatout.diagnose.invariant import Findings, line_here, rule
 from flatout.diagnose.running_modules import LOSSES, RunningModules, graph_numbers, has_values, leaves_of
-from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 ARITHMETIC = frozenset({"__rdiv__", "__rpow__", "div", "div_", "mul", "mul_", "pow", "reciprocal", "square"})
@@ -111,29 +109,27 @@ class NotFinite(RunningModules):
             f": weights had become NaN or infinite before ({self.program.names(bad)})" if bad else ""
         ), line_here()
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         if self.first is not None:
             (why, line), number = self.first
             yield RULE.finding(
                 f"{self.infinite} of {self.losses} losses are NaN or infinite, the first in backward pass {number}{why}",
-                place_of(line),
+                line,
                 "keep the arguments of logarithms, roots and divisions positive, or reduce the learning rate",
             )
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check_profile(profile: ProfileRecord) -> Findings:
     calls, _, places = event_of(profile, "loss_not_finite")
     if calls > 0:
         share = f"{100 * min(1.0, calls):.0f} % of the losses are NaN or infinite"
         yield RULE.profile_finding(share, places)
 
 
-RULE = Rule(
+RULE = rule(
+    NotFinite,
     "FL050",
-    "not_finite",
-    Severity.WRONG,
     __doc__,
     check_profile=check_profile,
-    invariant=NotFinite,
     replaced_by=("labels_all_ignored", "row_fully_masked"),
 )

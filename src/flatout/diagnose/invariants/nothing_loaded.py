@@ -20,13 +20,11 @@ Example:
         optimizer.step()
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, counted, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, counted, line_here, rule
 
 
 class NothingLoaded(Invariant):
@@ -45,14 +43,14 @@ class NothingLoaded(Invariant):
         if not own & given or len(renamed) > len(own & given):
             self.lines[line_here()] = len(own), next(iter(sorted(given))), next(iter(sorted(own)))
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, (keys, given, own) in self.lines.items():
             yield RULE.finding(
                 f"strict=False hid that no key matched: nothing was loaded into the module's {counted(keys, 'tensor')}. "
                 f"The state has {given!r}, the module {own!r}",
-                place_of(line),
+                line,
                 "rename the keys, or load with strict=True",
             )
 
 
-RULE = Rule("FL070", "nothing_loaded", Severity.WRONG, __doc__, invariant=NothingLoaded)
+RULE = rule(NothingLoaded, "FL070", __doc__)

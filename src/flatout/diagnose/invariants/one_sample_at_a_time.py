@@ -29,13 +29,11 @@ Sources:
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
+from flatout.schema.findings import Severity
 
 MIN_CALLS = 8  # of a module, by one line before one backward pass
 MIN_PASSES = 5
@@ -66,16 +64,16 @@ class OneSampleAtATime(Invariant):
         self.passes.update({line for (_, line, _), calls in self.calls_of.items() if calls >= MIN_CALLS})
         self.calls_of.clear()
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, passes in self.passes.items():
             if passes >= MIN_PASSES and line in self.seen:
                 name, calls, shape = self.seen[line]
                 yield RULE.finding(
                     f"{name} is called {calls} times for one loss on inputs of the shape {shape}, and no call needs the "
                     "result of another: one call on all of them does the same work",
-                    place_of(line),
+                    line,
                     "stack the inputs, and call the module once",
                 )
 
 
-RULE = Rule("FL118", "one_sample_at_a_time", Severity.TIME, __doc__, invariant=OneSampleAtATime)
+RULE = rule(OneSampleAtATime, "FL118", __doc__, Severity.TIME)

@@ -22,15 +22,12 @@ Example:
         optimizer.step()
 """
 
-from collections.abc import Iterable
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
+from flatout.agent.frames import Line
 from flatout.diagnose.gains import MIN_REPEATS, calls_at_busiest_line, event_of
 from flatout.diagnose.gradient_windows import Window, WindowInvariant
-from flatout.diagnose.invariant import line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, line_here, rule
 from flatout.schema.profile import ProfileRecord
 
 MIN_MADE = 6  # in a row
@@ -69,13 +66,13 @@ class OptimizerMadeEveryStep(WindowInvariant):
             if entry[0] is optimizer:
                 entry[1:3] = entry[1] + 1, self.windows.samples(self.windows.state(optimizer).parameters)
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, (made, steps, name) in self.found.items():
             yield RULE.finding(
                 f"{made} times a new {name} for the same weights replaced one that had made {steps} "
                 "steps: momentum and "
                 "averages start at zero each time",
-                place_of(line),
+                line,
                 "make the optimizer once, before the loop",
             )
 
@@ -84,18 +81,11 @@ def has_state(optimizer: Any) -> bool:
     return any(hasattr(value, "shape") for state in optimizer.state.values() for value in state.values())
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check_profile(profile: ProfileRecord) -> Findings:
     _, _, places = event_of(profile, "make_optimizer")
     made = calls_at_busiest_line(profile, "make_optimizer")
     if places and made >= MIN_REPEATS:
         yield RULE.profile_finding(f"this line has created {made} optimizers", places[:1])
 
 
-RULE = Rule(
-    "FL027",
-    "optimizer_made_every_step",
-    Severity.WRONG,
-    __doc__,
-    check_profile=check_profile,
-    invariant=OptimizerMadeEveryStep,
-)
+RULE = rule(OptimizerMadeEveryStep, "FL027", __doc__, check_profile=check_profile)

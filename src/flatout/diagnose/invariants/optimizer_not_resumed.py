@@ -37,15 +37,13 @@ Sources:
 """
 
 import gc
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
 
 MAX_LOADS = 16
 MAX_KEYS = 64
@@ -163,16 +161,16 @@ def near(number: Any, counts: list[int]) -> bool:
 
 
 class OptimizerNotResumed(Resumes):
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for c in self.continued if not self.optimizer_loads else ():
             own = {str(key) for state in c.optimizer.state.values() for key in state}
             if c.resume.kept and c.resume.kept == own:
                 yield RULE.finding(
                     f"the checkpoint has the optimizer's state ({', '.join(sorted(own))}), and the training continues at its "
                     f"`{c.key}` {c.number}, but no optimizer was given this state",
-                    place_of(c.resume.line),
+                    c.resume.line,
                     'optimizer.load_state_dict(saved["optimizer"])  # after this line',
                 )
 
 
-RULE = Rule("FL044", "optimizer_not_resumed", Severity.WRONG, __doc__, invariant=OptimizerNotResumed)
+RULE = rule(OptimizerNotResumed, "FL044", __doc__)

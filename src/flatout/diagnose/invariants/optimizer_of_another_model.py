@@ -22,15 +22,11 @@ Example:
         optimizer.step()
 """
 
-from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, ref
 
-from flatout.agent.frames import place_of
-from flatout.diagnose.invariant import Invariant
+from flatout.diagnose.invariant import Findings, Invariant, rule
 from flatout.diagnose.observed_program import parameters_of
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
 
 MIN_STEPS = 10
 MAX_STEPS = 50  # in which gradients are looked for
@@ -67,7 +63,7 @@ class OptimizerOfAnotherModel(Invariant):
             if id(p) not in held and bool(p.grad.any()):
                 self.unheld.setdefault(id(p), [ref(p), 0])[1] += 1
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         held = self.program.optimized()
         left = [(seen(), steps) for key, (seen, steps) in self.unheld.items() if key not in held]
         left = [(p, steps) for p, steps in left if p is not None and steps >= MIN_STEPS]
@@ -87,7 +83,7 @@ class OptimizerOfAnotherModel(Invariant):
                     f"{len(idle if unused else lost)} of {len(own)} parameters of the optimizer are "
                     f"{how}, and "
                     f"no optimizer holds {len(others)} that get gradients: {self.program.names(others)}",
-                    place_of(self.program.line_of(optimizer if unused else new[0])),
+                    self.program.line_of(optimizer if unused else new[0]),
                     "make the optimizer after the model is complete",
                 )
 
@@ -98,4 +94,4 @@ class OptimizerOfAnotherModel(Invariant):
         return not homes or any(m is not None and m._parameters.get(name) is parameter for m, name in own)
 
 
-RULE = Rule("FL020", "optimizer_of_another_model", Severity.WRONG, __doc__, invariant=OptimizerOfAnotherModel)
+RULE = rule(OptimizerOfAnotherModel, "FL020", __doc__)

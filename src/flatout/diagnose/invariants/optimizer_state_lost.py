@@ -35,15 +35,13 @@ Sources:
     https://docs.pytorch.org/tutorials/beginner/saving_loading_models.html
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
 
 MIN_STEPS = 3
 
@@ -87,14 +85,14 @@ class OptimizerStateLost(Invariant):
             if same and other not in self.steps and optimizer in loaded.later:
                 self.lost[loaded.line] = loaded, steps
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, (loaded, steps) in self.lost.items():
             yield RULE.finding(
                 f"the state of {loaded.states} parameters was loaded into this {loaded.kind.__name__}, but another one, made "
                 f"later for the same parameters, takes the steps ({steps} so far): the loaded state is lost",
-                place_of(line),
+                line,
                 "load the state into the optimizer that trains",
             )
 
 
-RULE = Rule("FL041", "optimizer_state_lost", Severity.WRONG, __doc__, invariant=OptimizerStateLost)
+RULE = rule(OptimizerStateLost, "FL041", __doc__)

@@ -23,14 +23,12 @@ Example:
         optimizer.step()
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
+from flatout.agent.frames import Line
 from flatout.diagnose.gradient_windows import Clip
-from flatout.diagnose.invariant import Invariant
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, Invariant, rule
 
 MIN_TIMES = 3
 
@@ -45,15 +43,15 @@ class ParametersExhausted(Invariant):
             seen = self.empty.setdefault(clip.line, [clip.given, 0])
             seen[1] += seen[0] is clip.given
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, (_, times) in self.empty.items():
             if times >= MIN_TIMES:
                 yield RULE.finding(
                     f"{times} times this call got the same generator, which was exhausted: no gradient "
                     "was clipped",
-                    place_of(line),
+                    line,
                     "keep list(model.parameters())",
                 )
 
 
-RULE = Rule("FL033", "parameters_used_up", Severity.WRONG, __doc__, invariant=ParametersExhausted)
+RULE = rule(ParametersExhausted, "FL033", __doc__)

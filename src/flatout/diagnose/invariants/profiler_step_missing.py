@@ -24,13 +24,11 @@ Sources:
     https://docs.pytorch.org/docs/stable/profiler.html
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
 
 STOP = "torch.profiler.profile.stop"
 MIN_STEPS = 3
@@ -54,13 +52,13 @@ class ProfilerStepMissing(Invariant):
         if scheduled and profiler.step_num == 0 and self.program.steps - steps >= MIN_STEPS:
             self.found[line] = self.program.steps - steps
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, steps in self.found.items():
             yield RULE.finding(
                 f"this profiler has a schedule, but step() was not called in {steps} training steps: it stays in its first phase",
-                place_of(line),
+                line,
                 "prof.step()  # at the end of every pass of the loop",
             )
 
 
-RULE = Rule("FL025", "profiler_step_missing", Severity.WRONG, __doc__, invariant=ProfilerStepMissing)
+RULE = rule(ProfilerStepMissing, "FL025", __doc__)

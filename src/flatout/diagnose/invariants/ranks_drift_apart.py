@@ -29,13 +29,10 @@ Example:
   +     optimizer.step()
 """
 
-from collections.abc import Iterable
 from typing import Any
 
-from flatout.diagnose.invariant import Invariant, place_here
+from flatout.diagnose.invariant import Findings, Invariant, place_here, rule
 from flatout.diagnose.rank_notes import RankNotes, replicas_in
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
 
 CHECKS = {1, 2, 4, 8, 12, 16, 24, 32} | {64 * i for i in range(1, 64)}  # steps of an optimizer
 ELEMENTS = 64
@@ -98,7 +95,7 @@ class RanksDriftApart(Invariant):
         chosen = held[:: 1 + len(held) // ELEMENTS]
         return [float(p.detach().flatten()[p.numel() // 2]) for p in chosen if p.numel()]
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         different = [apart > TOLERANCE for _, apart in self.checks]
         first = different.index(True) if any(different) else len(different)
         if len(different) - first >= MIN_DIFFERENT and all(different[first:]) and not self.alone:
@@ -111,4 +108,4 @@ class RanksDriftApart(Invariant):
             )
 
 
-RULE = Rule("FL089", "ranks_drift_apart", Severity.WRONG, __doc__, invariant=RanksDriftApart)
+RULE = rule(RanksDriftApart, "FL089", __doc__)

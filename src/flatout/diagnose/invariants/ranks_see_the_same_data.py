@@ -26,15 +26,12 @@ Example:
         optimizer.step()
 """
 
-from collections.abc import Iterable
 from typing import Any
 from weakref import ref
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, digest
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, digest, rule
 from flatout.diagnose.rank_notes import RankNotes, replicas_in
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
 
 MAX_BATCHES = 64
 MIN_BATCHES = 8
@@ -68,13 +65,13 @@ class RanksSeeTheSameData(Invariant):
             )
             self.ranks = len(batches)
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         if self.equal >= MIN_BATCHES and not self.others:
             yield RULE.finding(
                 f"the first {self.equal} training batches were the same on {self.ranks} ranks, sample for sample",
-                place_of(self.line),
+                self.line,
                 "sampler=torch.utils.data.distributed.DistributedSampler(dataset)  # instead of shuffle=True",
             )
 
 
-RULE = Rule("FL035", "ranks_see_the_same_data", Severity.WRONG, __doc__, invariant=RanksSeeTheSameData)
+RULE = rule(RanksSeeTheSameData, "FL035", __doc__)

@@ -22,14 +22,10 @@ Example:
         scheduler.step()
 """
 
-from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.frames import place_of
-from flatout.diagnose.invariant import Invariant
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, Invariant, rule
 
 MIN_STEPS = 20
 MIN_SHARE = 0.25  # of all steps
@@ -57,7 +53,7 @@ class RateAtZero(Invariant):
         highest = max(highest, rate)
         self.steps[optimizer] = [steps + 1, at_zero + 1 if rate < ZERO * highest else 0, highest]
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for optimizer, (steps, at_zero, highest) in self.steps.items():
             scheduler = self.schedulers.get(optimizer)
             if scheduler is not None and at_zero >= max(MIN_STEPS, MIN_SHARE * steps):
@@ -65,9 +61,9 @@ class RateAtZero(Invariant):
                     f"the last {at_zero:.0f} of {steps:.0f} steps had a rate below a millionth of "
                     f"{highest:g}: "
                     f"{type(scheduler).__name__} ended long before the training",
-                    place_of(self.program.line_of(scheduler)),
+                    self.program.line_of(scheduler),
                     "give the schedule the number of steps that happen",
                 )
 
 
-RULE = Rule("FL075", "rate_at_zero", Severity.WRONG, __doc__, invariant=RateAtZero)
+RULE = rule(RateAtZero, "FL075", __doc__)

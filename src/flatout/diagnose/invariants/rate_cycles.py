@@ -23,14 +23,10 @@ Example:
         schedule.step()
 """
 
-from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.frames import place_of
-from flatout.diagnose.invariant import Invariant
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, Invariant, rule
 
 MIN_CYCLES = 2  # from the maximum down and up again
 CYCLIC = ("CyclicLR", "CosineAnnealingWarmRestarts", "LambdaLR", "MultiplicativeLR", "ReduceLROnPlateau")
@@ -55,15 +51,15 @@ class RateCycles(Invariant):
         if turns >= MIN_CYCLES and self.program.training_loaders:
             self.turns[scheduler] = turns, len(rates)
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for scheduler, (turns, steps) in self.turns.items():
             period = getattr(scheduler, "T_max", None)
             yield RULE.finding(
                 f"the rate went up and down {turns} times in {steps} steps of one epoch: {type(scheduler).__name__} steps after "
                 f"every batch" + (f", but T_max={period} counts epochs" if period else ""),
-                place_of(self.program.line_of(scheduler)),
+                self.program.line_of(scheduler),
                 "T_max = epochs * len(loader), the total number of steps",
             )
 
 
-RULE = Rule("FL071", "rate_cycles", Severity.WRONG, __doc__, invariant=RateCycles)
+RULE = rule(RateCycles, "FL071", __doc__)

@@ -23,13 +23,10 @@ Sources:
     https://docs.pytorch.org/docs/stable/generated/torch.nn.LSTM.html
 """
 
-from collections.abc import Iterable
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
 
 MIN_BATCHES = 4
 
@@ -57,7 +54,7 @@ class RecurrenceOverTheBatch(Invariant):
         elif entry is not None and len(entry[1]) < MIN_BATCHES:
             entry[1].append(x.shape)
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for entry in self.seen.values():
             if entry is not None and len(entry[1]) >= MIN_BATCHES:
                 line, shapes = entry
@@ -65,9 +62,9 @@ class RecurrenceOverTheBatch(Invariant):
                 yield RULE.finding(
                     f"the first dimension of the input {tuple(shapes[0])} is the batch of {samples} samples, but without batch_first the "
                     f"layer takes it for time: it runs over the samples, not over {steps} steps",
-                    place_of(line),
+                    line,
                     "batch_first=True, or x.transpose(0, 1)",
                 )
 
 
-RULE = Rule("FL097", "recurrence_over_the_batch", Severity.WRONG, __doc__, invariant=RecurrenceOverTheBatch)
+RULE = rule(RecurrenceOverTheBatch, "FL097", __doc__)

@@ -29,14 +29,12 @@ Sources:
     https://docs.pytorch.org/docs/stable/distributed.html#collective-functions
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
 
 ADDS = frozenset({"add_", "__iadd__", "add", "__add__", "__radd__"})
 MAX_ELEMENTS = 4096
@@ -91,21 +89,21 @@ class ReducedTwice(Invariant):
                     self.growing[line] = after.growths + 1
         self.sums[tensor] = after
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, first in self.twice.items():
             yield RULE.finding(
                 f"line {first[1] if first is not None else '?'} has already summed this tensor over the ranks: this sum "
                 f"multiplied it by {self.ranks}, their number",
-                place_of(line),
+                line,
                 "reduce it once",
             )
         for line, times in self.growing.items():
             yield RULE.finding(
                 f"this total was summed over the ranks {times} times while values were added to it: each sum multiplied the sums "
                 f"before by {self.ranks}, the number of ranks",
-                place_of(line),
+                line,
                 "reduce the total once, after the loop",
             )
 
 
-RULE = Rule("FL043", "reduced_twice", Severity.WRONG, __doc__, invariant=ReducedTwice)
+RULE = rule(ReducedTwice, "FL043", __doc__)

@@ -24,13 +24,11 @@ Sources:
     https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, argument, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, argument, line_here, rule
 
 SAME_VALUES = ("Clone", "Permute", "Squeeze", "ToCopy", "Transpose", "Unsafe", "Unsqueeze", "View")  # nodes
 MIN_CALLS = 2
@@ -54,14 +52,14 @@ class ReluBeforeCrossEntropy(Invariant):
         if node is not None and of_logits:
             self.lines[line_here(), name] = self.lines.get((line_here(), name), 0) + 1
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for (line, name), calls in self.lines.items():
             if calls >= MIN_CALLS:
                 yield RULE.finding(
                     f"in {calls} calls {name} got the output of a ReLU: no logit is below 0",
-                    place_of(line),
+                    line,
                     "pass the output of the last layer, without the ReLU",
                 )
 
 
-RULE = Rule("FL083", "relu_before_cross_entropy", Severity.WRONG, __doc__, invariant=ReluBeforeCrossEntropy)
+RULE = rule(ReluBeforeCrossEntropy, "FL083", __doc__)

@@ -21,14 +21,12 @@ import ast
 import linecache
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from flatout.agent.frames import Line, is_user_file, place_of
-from flatout.diagnose.invariant import Invariant
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.agent.frames import Line, is_user_file
+from flatout.diagnose.invariant import Findings, Invariant, rule
 
 PURE = frozenset(
     [
@@ -90,11 +88,11 @@ class ResultDiscarded(Invariant):
         if name in discarded(caller.f_code.co_filename).get(caller.f_lineno, ()):
             self.lines[caller.f_code, caller.f_lineno] = name
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, name in self.lines.items():
             yield RULE.finding(
                 f"`{name}` returns a new tensor, and this line discards it: the tensor itself does not change",
-                place_of(line),
+                line,
                 f"x = x.{name}(...)",
             )
 
@@ -112,4 +110,4 @@ def discarded(file: str) -> Mapping[int, set[str]]:
     return found
 
 
-RULE = Rule("FL030", "result_discarded", Severity.WRONG, __doc__, invariant=ResultDiscarded)
+RULE = rule(ResultDiscarded, "FL030", __doc__)

@@ -22,13 +22,10 @@ Example:
         optimizer.step()
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from flatout.agent.frames import place_of
-from flatout.diagnose.invariant import Invariant, argument, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, Invariant, argument, line_here, rule
 
 ATTENTION = "scaled_dot_product_attention"
 
@@ -67,21 +64,21 @@ class RowFullyMasked(Invariant):
         if rows is not None and (masked := int(rows.sum())):
             self.lines[line_here()] = self.lines.get(line_here(), 0) + masked
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, rows in self.lines.items():
             if line in self.future:
                 yield RULE.finding(
                     "the mask is inverted: each position attends to later ones alone, since True means attend in "
                     f"scaled_dot_product_attention. {rows} rows are fully masked",
-                    place_of(line),
+                    line,
                     "~mask, or is_causal=True",
                 )
                 continue
             yield RULE.finding(
                 f"{rows} rows are fully masked (-inf at every position): their softmax is NaN",
-                place_of(line),
+                line,
                 "leave out empty rows, or mask with -1e9",
             )
 
 
-RULE = Rule("FL066", "row_fully_masked", Severity.WRONG, __doc__, invariant=RowFullyMasked)
+RULE = rule(RowFullyMasked, "FL066", __doc__)

@@ -37,15 +37,12 @@ Sources:
     https://docs.pytorch.org/docs/stable/notes/randomness.html#dataloader
 """
 
-from collections.abc import Iterable
 from typing import Any
 from weakref import WeakSet
 
 from flatout.agent.frames import place_at
-from flatout.diagnose.invariant import Invariant, counted
-from flatout.diagnose.rule import Rule
+from flatout.diagnose.invariant import Findings, Invariant, counted, rule
 from flatout.diagnose.worker_probe import Place, draws_of_samples
-from flatout.schema.findings import Finding, Severity
 from flatout.trial.forked import in_fork
 
 
@@ -75,7 +72,7 @@ class SameNoise(Invariant):
             if draws[0] and draws[0] == draws[1] == draws[2]:
                 self.redrawn[tuple(draws[0][0][1])] = len(draws[0])
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for place, names in self.reset.items():
             yield RULE.finding(
                 f"each sample gives the same seed to the global generator of {' and '.join(sorted(names))}: all samples draw "
@@ -98,4 +95,4 @@ def place_of_samples(dataset: Any) -> Place:
     return (code.co_filename, code.co_firstlineno, "") if code is not None else ("", 0, "")
 
 
-RULE = Rule("FL036", "same_noise_for_every_sample", Severity.WRONG, __doc__, invariant=SameNoise)
+RULE = rule(SameNoise, "FL036", __doc__)

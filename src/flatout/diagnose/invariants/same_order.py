@@ -37,15 +37,11 @@ Sources:
     https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.distributed.DistributedSampler
 """
 
-from collections.abc import Iterable
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.frames import place_of
-from flatout.diagnose.invariant import Invariant
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, Invariant, rule
 
 MAX_BATCHES = 4096
 MIN_SAMPLES = 16  # fewer may come in the same order by chance
@@ -78,18 +74,18 @@ class SameOrder(Invariant):
         first, *counts = self.passes.setdefault(loader, [flat, 0, 0])
         self.passes[loader] = [first, counts[0] + (flat == first), counts[1] + (flat != first)]
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for loader, (first, equal, others) in self.passes.items():
             if equal >= MIN_PASSES and not others and loader in self.program.training_loaders:
                 sampler = type(loader.sampler).__name__
                 yield RULE.finding(
                     f"all {equal} passes returned the {len(first)} samples in the same order: {sampler} draws the same "
                     "permutation in every epoch",
-                    place_of(self.program.line_of(loader)),
+                    self.program.line_of(loader),
                     "sampler.set_epoch(epoch)"
                     if hasattr(loader.sampler, "set_epoch")
                     else "seed the generator once, outside of __iter__",
                 )
 
 
-RULE = Rule("FL012", "same_order", Severity.WRONG, __doc__, invariant=SameOrder)
+RULE = rule(SameOrder, "FL012", __doc__)

@@ -35,23 +35,20 @@ Sources:
     torch/utils/data/_utils/worker.py seeds NumPy too
 """
 
-from collections.abc import Iterable
-
-from flatout.agent.frames import place_at, place_of
+from flatout.agent.frames import place_at
+from flatout.diagnose.invariant import Findings, rule
 from flatout.diagnose.invariants.generator_copied_to_workers import EqualWorkers, who
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
 
 
 class SameSeedInWorkers(EqualWorkers):
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for loader, places in self.equal.items():
             for place in places or ():
                 yield RULE.finding(
                     f"{who(loader)} the same random samples: worker_init_fn seeds with the same number in each of them",
-                    place_at(*place) if place is not None else place_of(self.program.line_of(loader)),
+                    place_at(*place) if place is not None else self.program.line_of(loader),
                     "remove it, or seed with torch.initial_seed() % 2**32",
                 )
 
 
-RULE = Rule("FL013", "same_seed_in_workers", Severity.WRONG, __doc__, invariant=SameSeedInWorkers)
+RULE = rule(SameSeedInWorkers, "FL013", __doc__)

@@ -34,16 +34,13 @@ Example:
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from flatout.agent.frames import place_of
-from flatout.diagnose.invariant import Invariant
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, Invariant, rule
 
 MAX_SAMPLES = 1 << 20
 MIN_PASSES = 3
@@ -100,11 +97,11 @@ class SamplesLeftOut(Invariant):
             passes.others += passes.counts != passes.first
             passes.counts = Counter()
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for loader, (weights, samples) in self.weights.items():
             yield RULE.finding(
                 f"the sampler has {weights} weights for {samples} samples: it draws the first {weights} samples alone",
-                place_of(self.program.line_of(loader)),
+                self.program.line_of(loader),
                 "one weight for each sample, such as class_weights[labels]",
             )
         for loader, passes in self.loaders.items():
@@ -157,4 +154,4 @@ def is_window(indices: list[Any]) -> bool:
     return len({b - a for a, b in pairwise(indices)}) == 1
 
 
-RULE = Rule("FL086", "samples_left_out", Severity.WRONG, __doc__, invariant=SamplesLeftOut)
+RULE = rule(SamplesLeftOut, "FL086", __doc__)

@@ -29,14 +29,11 @@ Example:
         optimizer.step()
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from flatout.agent.frames import place_of
-from flatout.diagnose.invariant import line_here
-from flatout.diagnose.rule import Rule
+from flatout.diagnose.invariant import Findings, line_here, rule
 from flatout.diagnose.running_modules import RunningModules, sensitivity
-from flatout.schema.findings import Finding, Severity
 
 LAYERS = frozenset({"linear", "conv1d", "conv2d", "conv3d", "embedding"})
 MIN_SAMPLES, LOOKS = 5, 3
@@ -89,7 +86,7 @@ class SamplesMixed(RunningModules):
             rows = gradient.flatten(1).any(1).nonzero().flatten().tolist()
             looks.append((count, rows))
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, looks in self.seen.values():
             others = [row for row in looks[0][1] if row != looks[0][0] - 1] if looks else []
             if (
@@ -101,9 +98,9 @@ class SamplesMixed(RunningModules):
                 yield RULE.finding(
                     f"the output of sample {count - 1} of {count} depends on {len(others)} other samples "
                     f"({', '.join(map(str, others[:4]))}): a view mixes the samples",
-                    place_of(line),
+                    line,
                     "transpose or permute in place of view",
                 )
 
 
-RULE = Rule("FL090", "samples_mixed", Severity.WRONG, __doc__, invariant=SamplesMixed)
+RULE = rule(SamplesMixed, "FL090", __doc__)

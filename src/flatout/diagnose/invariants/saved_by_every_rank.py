@@ -27,15 +27,13 @@ Example:
 
 import os
 import socket
-from collections.abc import Iterable
 from threading import Event
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, line_here
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
 from flatout.diagnose.rank_notes import RankNotes
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.schema.findings import Severity
 
 MAX_SAVES = 16
 MAX_WAITS = 3  # for the other ranks, each of 0.4 s
@@ -64,13 +62,13 @@ class SavedByEveryRank(Invariant):
             tries -= 1
             Event().wait(0.02 * bool(tries and self.notes.waiting))
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, ranks in self.same.items():
             yield RULE.finding(
                 f"{ranks} ranks wrote this file at the same time",
-                place_of(line),
+                line,
                 "if torch.distributed.get_rank() == 0:",
             )
 
 
-RULE = Rule("FL313", "saved_by_every_rank", Severity.FRAGILE, __doc__, invariant=SavedByEveryRank)
+RULE = rule(SavedByEveryRank, "FL313", __doc__, Severity.FRAGILE)

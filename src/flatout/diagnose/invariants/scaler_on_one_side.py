@@ -26,14 +26,11 @@ Sources:
     https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling
 """
 
-from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.frames import place_of
 from flatout.diagnose.gradient_windows import Window, WindowInvariant
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, rule
 
 MIN_STEPS = 4
 MIN_SHARE = 0.8
@@ -80,22 +77,22 @@ class ScalerOnOneSide(WindowInvariant):
             steps[1:4] = steps[1] + 1, window.line, scales[-1]
         self.unscaled.discard(id(optimizer))
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for steps, plain, plain_line, factor, divided, divided_line, scale in self.steps.values():
             if plain >= MIN_STEPS and plain >= MIN_SHARE * (steps - 1):
                 yield RULE.finding(
                     f"{plain} of {steps} steps used gradients that were still multiplied by the "
                     f"scaler's {factor:,.0f}",
-                    place_of(plain_line),
+                    plain_line,
                     "scaler.step(optimizer)",
                 )
             elif divided >= MIN_STEPS and divided >= MIN_SHARE * steps:
                 yield RULE.finding(
                     f"in {divided} of {steps} steps the scaler divided gradients by {scale:,.0f}, but "
                     "no loss was multiplied",
-                    place_of(divided_line),
+                    divided_line,
                     "scaler.scale(loss).backward()",
                 )
 
 
-RULE = Rule("FL009", "scaler_on_one_side", Severity.WRONG, __doc__, invariant=ScalerOnOneSide)
+RULE = rule(ScalerOnOneSide, "FL009", __doc__)

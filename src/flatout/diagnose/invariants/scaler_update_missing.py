@@ -26,13 +26,10 @@ Sources:
     https://docs.pytorch.org/docs/stable/amp.html#gradient-scaling
 """
 
-from collections.abc import Iterable
 from typing import Any
 
-from flatout.agent.frames import place_of
-from flatout.diagnose.invariant import Invariant, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
+from flatout.schema.findings import Severity
 
 MIN_STEPS = 10
 MAX_SCALERS = 16
@@ -52,16 +49,16 @@ class ScalerUpdateMissing(Invariant):
         if scaler in self.steps:
             self.steps[scaler][1] += 1
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for steps, updates, line in self.steps.values():
             if steps >= MIN_STEPS and not updates:
                 yield RULE.finding(
                     f"the scaler has stepped {steps} times and was never updated: on a device where it "
                     "is enabled, the second "
                     "step raises an error",
-                    place_of(line),
+                    line,
                     "scaler.update()  # after this line",
                 )
 
 
-RULE = Rule("FL301", "scaler_update_missing", Severity.FRAGILE, __doc__, invariant=ScalerUpdateMissing)
+RULE = rule(ScalerUpdateMissing, "FL301", __doc__, Severity.FRAGILE)

@@ -24,15 +24,12 @@ Example:
 """
 
 import sys
-from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, line_here
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
 from flatout.diagnose.observed_program import parameters_of
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
 
 MIN_STEPS = 10
 MIN_PASSES = 5  # a schedule may step once for several epochs
@@ -57,7 +54,7 @@ class ScheduleWithoutEffect(Invariant):
         steps, low, high = self.steps.get(optimizer, (0, rate, rate))
         self.steps[optimizer] = [steps + 1, min(low, rate), max(high, rate)]
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         kind = self.program.torch.optim.lr_scheduler.LRScheduler
         schedulers = [made for made in list(self.program.made) if isinstance(made, kind)]
         inner = [part for made in schedulers for part in getattr(made, "_schedulers", ())]
@@ -77,7 +74,7 @@ class ScheduleWithoutEffect(Invariant):
                     f"{name} stepped {self.times[scheduler]} times for an optimizer that never steps; "
                     "another one made "
                     f"{other} steps with the same parameters at a constant rate",
-                    place_of(place),
+                    place,
                     "make the scheduler for the optimizer that steps",
                 )
             elif ended and unused and steps >= MIN_STEPS and low == high:
@@ -85,7 +82,7 @@ class ScheduleWithoutEffect(Invariant):
                     f"{name} never stepped, in {self.program.passes} epochs and {steps} steps of its "
                     "optimizer: the "
                     f"rate stayed at {high:g}",
-                    place_of(place),
+                    place,
                     "scheduler.step()",
                 )
 
@@ -110,4 +107,4 @@ def running(line: Line | None) -> bool:
     return frame is not None
 
 
-RULE = Rule("FL076", "schedule_without_effect", Severity.WRONG, __doc__, invariant=ScheduleWithoutEffect)
+RULE = rule(ScheduleWithoutEffect, "FL076", __doc__)

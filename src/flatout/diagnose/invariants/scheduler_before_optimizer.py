@@ -27,14 +27,10 @@ Sources:
     (the order changed in torch 1.1)
 """
 
-from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from flatout.agent.frames import place_of
-from flatout.diagnose.invariant import Invariant, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
 
 MIN_TIMES = 3
 
@@ -71,14 +67,14 @@ class SchedulerBeforeOptimizer(Invariant):
             early[1] = early[1] + 1 if trained and early[0] == line else -(1 << 30)
         self.trained.discard(optimizer)
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for scheduler, (line, times, rate) in self.early.items():
             if times >= MIN_TIMES and rate and scheduler.optimizer in self.stepped:
                 yield RULE.finding(
                     f"{type(scheduler).__name__} stepped before the first step of its optimizer, and "
                     f"{times} times in all: no "
                     f"step had the first rate of the schedule, {rate:g}",
-                    place_of(line),
+                    line,
                     "scheduler.step()  # after the optimizer's steps of the same pass",
                 )
 
@@ -89,6 +85,4 @@ def first_rate(scheduler: Any) -> float:
     return float(rates[0] * (factors[0](0) if factors else 1)) if rates else 0.0
 
 
-RULE = Rule(
-    "FL011", "scheduler_before_optimizer", Severity.WRONG, __doc__, invariant=SchedulerBeforeOptimizer
-)
+RULE = rule(SchedulerBeforeOptimizer, "FL011", __doc__)

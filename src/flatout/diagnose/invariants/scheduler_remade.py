@@ -21,15 +21,12 @@ Example:
         scheduler.step()
 """
 
-from collections.abc import Iterable
 from typing import Any
 from weakref import WeakSet
 
-from flatout.agent.frames import Line, place_of
+from flatout.agent.frames import Line
 from flatout.diagnose.gains import MIN_REPEATS, calls_at_busiest_line, event_of
-from flatout.diagnose.invariant import Invariant
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, Invariant, rule
 from flatout.schema.profile import ProfileRecord
 
 MIN_MADE = 4
@@ -52,30 +49,23 @@ class SchedulerRemade(Invariant):
             latest[:] = optimizer, latest[1] + 1 if in_a_row else 1, 0
         latest[2] += 1
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, (_, made, steps) in self.latest.items():
             if made >= MIN_MADE and steps <= 1:
                 yield RULE.finding(
                     f"this line has made {made} schedulers for one optimizer, and each stepped only "
                     "once: the schedule "
                     "starts again each time",
-                    place_of(line),
+                    line,
                     "make the scheduler once, before the loop",
                 )
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check_profile(profile: ProfileRecord) -> Findings:
     _, _, places = event_of(profile, "make_scheduler")
     made = calls_at_busiest_line(profile, "make_scheduler")
     if places and made >= MIN_REPEATS:
         yield RULE.profile_finding(f"this line has created {made} schedulers", places[:1])
 
 
-RULE = Rule(
-    "FL053",
-    "scheduler_remade",
-    Severity.WRONG,
-    __doc__,
-    check_profile=check_profile,
-    invariant=SchedulerRemade,
-)
+RULE = rule(SchedulerRemade, "FL053", __doc__, check_profile=check_profile)

@@ -23,15 +23,12 @@ Example:
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
 
 MIN_TIMES = 4
 
@@ -81,16 +78,16 @@ class SeedInTheLoop(Invariant):
         on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
         return [torch.get_rng_state(), *on_gpu]
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         lines = {line: (times, seed) for (line, seed, *_), times in reversed(self.times.most_common())}
         for line, (times, seed) in lines.items():
             if times >= MIN_TIMES:
                 yield RULE.finding(
                     f"the seed was set to {seed} {times} times during one training: each time the same "
                     "random numbers followed",
-                    place_of(line),
+                    line,
                     "seed once, before the loops",
                 )
 
 
-RULE = Rule("FL026", "seed_in_the_loop", Severity.WRONG, __doc__, invariant=SeedInTheLoop)
+RULE = rule(SeedInTheLoop, "FL026", __doc__)

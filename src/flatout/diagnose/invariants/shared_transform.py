@@ -38,14 +38,11 @@ Example:
 
 import ast
 import linecache
-from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from flatout.agent.frames import place_at, place_of, user_sources
-from flatout.diagnose.invariant import Invariant
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, Invariant, rule
 
 
 class SharedTransform(Invariant):
@@ -69,7 +66,7 @@ class SharedTransform(Invariant):
             if now is not before and (callable(before) or callable(now)):
                 self.changed[shared] = name
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for shared, name in self.changed.items():
             lines = self.subsets[shared]
             if len(lines) > 1:
@@ -91,4 +88,4 @@ def assignment(target: str) -> Any:
     return None
 
 
-RULE = Rule("FL069", "shared_transform", Severity.WRONG, __doc__, invariant=SharedTransform)
+RULE = rule(SharedTransform, "FL069", __doc__)

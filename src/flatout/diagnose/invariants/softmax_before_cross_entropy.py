@@ -26,14 +26,12 @@ Sources:
     https://docs.pytorch.org/docs/stable/generated/torch.nn.CrossEntropyLoss.html
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import argument, line_here
-from flatout.diagnose.rule import Rule
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, argument, line_here, rule
 from flatout.diagnose.value_sources import SHAPES, ValueSources, on_simplex
-from flatout.schema.findings import Finding, Severity
 
 OF_CLASSES = "cross_entropy"
 WITH_LOGITS = frozenset({"binary_cross_entropy_with_logits", "multilabel_soft_margin_loss"})
@@ -58,7 +56,7 @@ class SoftmaxBeforeCrossEntropy(ValueSources):
             if source is not None:
                 self.lines.setdefault(line_here(), [name, source, 0])[2] += 1
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, (name, source, calls) in self.lines.items():
             if calls >= MIN_CALLS:
                 twice = "softmax" if name == OF_CLASSES else "sigmoid"
@@ -69,11 +67,9 @@ class SoftmaxBeforeCrossEntropy(ValueSources):
                 )
                 yield RULE.finding(
                     f"in {calls} calls {name} got {what}: it applies the {twice} itself",
-                    place_of(line),
+                    line,
                     f"pass the logits, without the {twice} before them",
                 )
 
 
-RULE = Rule(
-    "FL017", "softmax_before_cross_entropy", Severity.WRONG, __doc__, invariant=SoftmaxBeforeCrossEntropy
-)
+RULE = rule(SoftmaxBeforeCrossEntropy, "FL017", __doc__)

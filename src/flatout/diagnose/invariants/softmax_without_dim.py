@@ -25,14 +25,13 @@ Sources:
     torch/nn/functional.py, _get_softmax_dim
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, argument
-from flatout.diagnose.rule import Rule
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, argument, rule
 from flatout.diagnose.running_modules import direct_line
-from flatout.schema.findings import Finding, Severity
+from flatout.schema.findings import Severity
 
 
 class SoftmaxWithoutDim(Invariant):
@@ -48,13 +47,13 @@ class SoftmaxWithoutDim(Invariant):
         if argument(args, kwargs, 1, "dim") is None and (line := direct_line()) is not None:
             self.lines[line] = name, result.ndim, 0 if result.ndim in (0, 1, 3) else 1
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, (name, dimensions, chosen) in self.lines.items():
             yield RULE.finding(
                 f"{name} has no `dim`: PyTorch chose {chosen}, since the input has {dimensions} dimensions",
-                place_of(line),
+                line,
                 f"dim={chosen}",
             )
 
 
-RULE = Rule("FL314", "softmax_without_dim", Severity.FRAGILE, __doc__, invariant=SoftmaxWithoutDim)
+RULE = rule(SoftmaxWithoutDim, "FL314", __doc__, Severity.FRAGILE)

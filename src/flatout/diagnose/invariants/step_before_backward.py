@@ -21,11 +21,11 @@ Example:
   -     loss.backward()
 """
 
-from flatout.agent.frames import Line, place_of
+from flatout.agent.frames import Line
 from flatout.diagnose.gradient_windows import Window
+from flatout.diagnose.invariant import rule
 from flatout.diagnose.invariants.zero_grad_before_step import StepsWithoutGradients
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.schema.findings import Finding
 
 
 class StepBeforeBackward(StepsWithoutGradients):
@@ -39,9 +39,9 @@ class StepBeforeBackward(StepsWithoutGradients):
             f"in {emptied} of {steps} steps the optimizer found no gradients: it steps after zero_grad, "
             "before the backward "
             "pass of the batch",
-            place_of(line),
+            line,
             "optimizer.step()  # after the backward pass",
         )
 
 
-RULE = Rule("FL006", "step_before_backward", Severity.WRONG, __doc__, invariant=StepBeforeBackward)
+RULE = rule(StepBeforeBackward, "FL006", __doc__)

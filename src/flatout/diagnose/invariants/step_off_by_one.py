@@ -23,14 +23,11 @@ Example:
             optimizer.zero_grad()
 """
 
-from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.frames import place_of
 from flatout.diagnose.gradient_windows import Window, WindowInvariant
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, rule
 
 STEPS = 5  # the first ones
 
@@ -54,7 +51,7 @@ class StepOffByOne(WindowInvariant):
         if len(first) < STEPS:
             first.append((divided if len(divided) == len(window.passes) else [0.0], window.line))
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for first in self.first.values():
             (start, line), *others = first
             size, known = start[0] if start else 0.0, [d for divisors, _ in first for d in divisors]
@@ -65,7 +62,7 @@ class StepOffByOne(WindowInvariant):
                     f"each loss is divided by {size:.0f}, and the steps have the gradients of "
                     f"{size:.0f} batches, but the first "
                     f"one of {len(start)}: the condition of the step is off by one",
-                    place_of(line),
+                    line,
                     f"if (i + 1) % {size:.0f} == 0:",
                 )
 
@@ -79,4 +76,4 @@ def divisor(node: Any) -> float:
     return round(factor if name.startswith("Div") else 1 / factor, 6) if factor else 0.0
 
 
-RULE = Rule("FL040", "step_off_by_one", Severity.WRONG, __doc__, invariant=StepOffByOne)
+RULE = rule(StepOffByOne, "FL040", __doc__)

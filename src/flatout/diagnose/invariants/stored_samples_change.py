@@ -35,14 +35,11 @@ Example:
             optimizer.step()
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.frames import place_of
-from flatout.diagnose.invariant import Invariant, digest
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, Invariant, digest, rule
 
 MAX_ELEMENTS = 4096  # that are compared, of each array
 MIN_PASSES = 2  # each with a change: a cache fills once
@@ -82,16 +79,16 @@ class StoredSamplesChange(Invariant):
             elif name == "dataset":
                 yield from self._digests(value)
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for loader, changes in self.changes.items():
             for name, passes in changes.items():
                 if passes >= MIN_PASSES and passes == self.passes[loader]:
                     yield RULE.finding(
                         f"the stored data set changes while it is read: `{name}` had other values after each of {passes} passes, so "
                         "samples are changed in place",
-                        place_of(self.program.line_of(loader)),
+                        self.program.line_of(loader),
                         f"copy the sample before you change it: self.{name}[i].copy()",
                     )
 
 
-RULE = Rule("FL093", "stored_samples_change", Severity.WRONG, __doc__, invariant=StoredSamplesChange)
+RULE = rule(StoredSamplesChange, "FL093", __doc__)

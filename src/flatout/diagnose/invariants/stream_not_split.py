@@ -29,14 +29,10 @@ Sources:
 """
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from flatout.agent.frames import place_of
-from flatout.diagnose.invariant import Invariant, digest
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, Invariant, digest, rule
 
 MIN_REPEATS = 2  # batches
 
@@ -57,7 +53,7 @@ class StreamNotSplit(Invariant):
     def pass_ends(self, loader: Any) -> None:
         self.done.add(loader)
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for loader, seen in self.batches.items():
             workers = loader.num_workers
             repeated = [count for count in seen.values() if count == workers]
@@ -65,9 +61,9 @@ class StreamNotSplit(Invariant):
                 yield RULE.finding(
                     f"each of the {workers} workers returned the same batches: {len(repeated)} different batches came "
                     f"{workers} times in one pass. The stream is not split over the workers",
-                    place_of(self.program.line_of(loader)),
+                    self.program.line_of(loader),
                     "in __iter__, let get_worker_info() choose the part of the worker",
                 )
 
 
-RULE = Rule("FL064", "stream_not_split", Severity.WRONG, __doc__, invariant=StreamNotSplit)
+RULE = rule(StreamNotSplit, "FL064", __doc__)

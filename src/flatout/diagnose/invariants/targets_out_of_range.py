@@ -24,14 +24,12 @@ Sources:
     torch/nn/functional.py
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, argument, line_here
-from flatout.diagnose.rule import Rule
+from flatout.diagnose.invariant import Findings, Invariant, argument, line_here, rule
 from flatout.diagnose.running_modules import has_values
-from flatout.schema.findings import Finding, Severity
 
 MAX_CALLS = 40  # whose targets are read
 SLACK = 0.5  # labels for one side may be a little beyond, on purpose
@@ -90,9 +88,9 @@ class TargetsOutOfRange(Invariant):
         if y is not None and y.numel() and has_values(y) and wrong(y.detach()):
             self.lines[line] = name, f"targets from {y.min():.3g} to {y.max():.3g}, and expects {expected}"
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, (name, what) in self.lines.items():
             yield RULE.finding(f"{name} gets {what}", place_of(line), "convert the labels")
 
 
-RULE = Rule("FL085", "targets_out_of_range", Severity.WRONG, __doc__, invariant=TargetsOutOfRange)
+RULE = rule(TargetsOutOfRange, "FL085", __doc__)

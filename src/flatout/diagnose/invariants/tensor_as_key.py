@@ -33,15 +33,14 @@ Example:
 
 import ast
 import linecache
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
 from flatout.agent.frames import place_at, user_modules, user_sources
-from flatout.diagnose.invariant import Invariant
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, Invariant, rule
+from flatout.schema.findings import Severity
 
 CHECKS = (32, 64, 128)  # steps
 MIN_KEYS = 64
@@ -72,7 +71,7 @@ class TensorAsKey(Invariant):
                     if isinstance(key, torch.Tensor) and not isinstance(key, torch.nn.Parameter):
                         yield (id(holder), name), value
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for (_, name), sizes in self.sizes.items():
             grown = [later - size for size, later in pairwise(sizes)]
             # one entry or more in each step
@@ -101,6 +100,4 @@ def place_of_entry(name: str) -> Any:
     return None
 
 
-RULE = Rule(
-    "FL207", "tensor_as_key", Severity.MEMORY, __doc__, invariant=TensorAsKey, sort_before=Severity.TIME
-)
+RULE = rule(TensorAsKey, "FL207", __doc__, Severity.MEMORY, sort_before=Severity.TIME)

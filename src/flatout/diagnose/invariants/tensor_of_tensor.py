@@ -22,14 +22,13 @@ Sources:
     https://docs.pytorch.org/docs/stable/generated/torch.tensor.html
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant
-from flatout.diagnose.rule import Rule
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, rule
 from flatout.diagnose.running_modules import direct_line
-from flatout.schema.findings import Finding, Severity
+from flatout.schema.findings import Severity
 
 
 class TensorOfTensor(Invariant):
@@ -45,14 +44,14 @@ class TensorOfTensor(Invariant):
             counts[0] += 1
             counts[1] += args[0].requires_grad
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, (calls, cut) in self.lines.items():
             graphs = f", {cut} of them with a gradient that is cut off" if cut else ""
             yield RULE.finding(
                 f"the argument was already a tensor in {calls} calls{graphs}: this copies and detaches it",
-                place_of(line),
+                line,
                 "x.detach().clone()",
             )
 
 
-RULE = Rule("FL311", "tensor_of_tensor", Severity.FRAGILE, __doc__, invariant=TensorOfTensor)
+RULE = rule(TensorOfTensor, "FL311", __doc__, Severity.FRAGILE)

@@ -26,19 +26,17 @@ Sources:
     https://huggingface.co/docs/transformers/main_classes/model
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 from flatout.agent.frames import place_of
+from flatout.diagnose.invariant import Findings, rule
 from flatout.diagnose.invariants.train_mode_not_restored import TrainModeNotRestored, said
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
 
 MIN_STEPS = 5
 
 
 class TrainModeNeverSet(TrainModeNotRestored):
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         found = [
             layer
             for module, layer in self.layers.items()
@@ -53,7 +51,7 @@ class TrainModeNeverSet(TrainModeNotRestored):
             eval_line = of_line[0].line
             yield RULE.finding(
                 f"{said(of_line)} in evaluation mode in all {of_line[0].asleep} training steps",
-                place_of(line),
+                line,
                 "model.train()  # before the loop",
                 others=[place_of(eval_line)] if eval_line is not None else [],
             )
@@ -65,4 +63,4 @@ def is_new(module: Any) -> bool:
     return mean is not None and variance is not None and not bool(mean.any()) and bool((variance == 1).all())
 
 
-RULE = Rule("FL045", "train_mode_never_set", Severity.WRONG, __doc__, invariant=TrainModeNeverSet, weight=-1)
+RULE = rule(TrainModeNeverSet, "FL045", __doc__, weight=-1)

@@ -26,16 +26,14 @@ Example:
             print(model(torch.randn(8, 4)).square().mean())
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
-from flatout.agent.frames import Line, place_of
+from flatout.agent.frames import Line
 from flatout.diagnose.gains import event_of
-from flatout.diagnose.invariant import counted, line_here
-from flatout.diagnose.rule import Rule
+from flatout.diagnose.invariant import Findings, counted, line_here, rule
 from flatout.diagnose.running_modules import WITH_MODES, RunningModules, acts_as_in_training, kind_of
-from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
 MIN_STEPS = 3
@@ -116,7 +114,7 @@ class TrainModeNotRestored(RunningModules):
                 layer.line = self.lines.get(module) or layer.line
             layer.modes, layer.passes = set(), 0
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         found = [layer for layer in self.layers.values() if layer.after_evaluation >= MIN_STEPS]
         for line in {layer.line: None for layer in found}:
             of_line = [layer for layer in found if layer.line == line]
@@ -124,7 +122,7 @@ class TrainModeNotRestored(RunningModules):
             yield RULE.finding(
                 f"{said(of_line)} in evaluation mode in {max(layer.after_evaluation for layer in of_line)} training "
                 f"steps after an evaluation{others}",
-                place_of(line or of_line[0].call),
+                line or of_line[0].call,
                 "model.train()  # after the evaluation",
             )
 
@@ -134,7 +132,7 @@ def said(layers: list[Layer]) -> str:
     return f"{counted(len(layers), 'layer')} with {kinds} {'was' if len(layers) == 1 else 'were'}"
 
 
-def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
+def check_profile(profile: ProfileRecord) -> Findings:
     modes, modules = profile.settings.get("training") or {}, profile.settings.get("modules") or {}
     asleep = int(modes.get("eval") or modes.get("False") or 0)
     awake = int(modes.get("train") or modes.get("True") or 0)
@@ -146,11 +144,4 @@ def check_profile(profile: ProfileRecord) -> Iterable[Finding]:
         )
 
 
-RULE = Rule(
-    "FL016",
-    "train_mode_not_restored",
-    Severity.WRONG,
-    __doc__,
-    check_profile=check_profile,
-    invariant=TrainModeNotRestored,
-)
+RULE = rule(TrainModeNotRestored, "FL016", __doc__, check_profile=check_profile)

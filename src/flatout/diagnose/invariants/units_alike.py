@@ -27,16 +27,14 @@ Sources:
     Goodfellow, Bengio and Courville, Deep Learning, section 8.4
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, line_here
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
 from flatout.diagnose.observed_program import parameters_of
-from flatout.diagnose.rule import Rule
 from flatout.diagnose.running_modules import has_values
-from flatout.schema.findings import Finding, Severity
 
 LOOKS = frozenset({20, 50, 100, 200})  # steps of an optimizer
 
@@ -77,13 +75,13 @@ class UnitsAlike(Invariant):
             return False
         return torch.equal(p[0], p[1]) and bool((p == p[:1]).all())
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, found in self.found.items():
             steps = max(steps for _, steps in found.values())
             layers = ", ".join(f"{name} ({units})" for name, (units, _) in found.items())
             yield RULE.finding(
                 f"after {steps} steps, all units of a layer are identical, and so are their gradients: {layers}",
-                place_of(line),
+                line,
                 "initialise weights at random",
             )
 
@@ -98,4 +96,4 @@ def by_unit(weight: Any, units: Any) -> Any:
     return weight.detach().reshape(len(weight), len(units), -1).transpose(0, 1)
 
 
-RULE = Rule("FL081", "units_alike", Severity.WRONG, __doc__, invariant=UnitsAlike)
+RULE = rule(UnitsAlike, "FL081", __doc__)

@@ -22,15 +22,12 @@ Example:
   +     optimizer.step()
 """
 
-from collections.abc import Iterable
 from statistics import median
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, line_here
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
 from flatout.diagnose.observed_program import parameters_of
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
 
 WARM_UP = 10
 MIN_STEPS = 40  # after it
@@ -69,7 +66,7 @@ class UpdateSizes(Invariant):
             self.ratios.append(max(float(change / size.clamp(min=1e-12)) for change, size in pairs))
         self.weights = []
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         ratios, losses = self.ratios[WARM_UP:], self.losses
         if len(ratios) < MIN_STEPS or len(self.program.optimizers) > 1 or len(losses) < MIN_STEPS:
             return
@@ -79,9 +76,9 @@ class UpdateSizes(Invariant):
                 f"{high} of {len(ratios)} steps changed a whole weight by about {median(ratios):.2g} of "
                 "its size, and "
                 f"the loss rose from {start:.3g} to {end:.3g}; steps of 1e-3 are usual",
-                place_of(self.line),
+                self.line,
                 "a lower learning rate",
             )
 
 
-RULE = Rule("FL074", "update_sizes", Severity.WRONG, __doc__, invariant=UpdateSizes)
+RULE = rule(UpdateSizes, "FL074", __doc__)

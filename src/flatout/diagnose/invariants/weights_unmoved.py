@@ -23,13 +23,10 @@ Sources:
 """
 
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
-from flatout.diagnose.invariant import Invariant, place_here
+from flatout.diagnose.invariant import Findings, Invariant, place_here, rule
 from flatout.diagnose.observed_program import parameters_of
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
 
 MIN_STEPS = 30
 MAX_ELEMENTS = 1024  # that are compared, of each weight
@@ -57,7 +54,7 @@ class WeightsUnmoved(Invariant):
             every = max(1, -(-len(weights) // MAX_IN_RUN)) if self.program.in_run else 1
             self.first.update({id(p): (weakref.ref(p), p._version, sample(p)) for p in weights[::every]})
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         """Compare elements with a gradient: they should have moved."""
         weights = list[Any]()
         for optimizer in self.program.optimizers:
@@ -96,4 +93,4 @@ def sample(values: Any) -> Any:
     return flat[:: max(1, flat.numel() // MAX_ELEMENTS)].clone()
 
 
-RULE = Rule("FL061", "weights_unmoved", Severity.WRONG, __doc__, invariant=WeightsUnmoved)
+RULE = rule(WeightsUnmoved, "FL061", __doc__)

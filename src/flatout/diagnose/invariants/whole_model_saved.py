@@ -19,13 +19,11 @@ Sources:
     https://docs.pytorch.org/docs/stable/notes/serialization.html
 """
 
-from collections.abc import Iterable
 from typing import Any
 
-from flatout.agent.frames import Line, place_of
-from flatout.diagnose.invariant import Invariant, line_here
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.agent.frames import Line
+from flatout.diagnose.invariant import Findings, Invariant, line_here, rule
+from flatout.schema.findings import Severity
 
 
 class WholeModelSaved(Invariant):
@@ -37,13 +35,13 @@ class WholeModelSaved(Invariant):
         if isinstance(saved, self.program.torch.nn.Module):
             self.lines[line_here()] = type(saved).__name__
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for line, name in self.lines.items():
             yield RULE.finding(
                 f"{name} is saved as an object: the file breaks if you rename a class, and loads only with weights_only=False",
-                place_of(line),
+                line,
                 "torch.save(model.state_dict(), path)",
             )
 
 
-RULE = Rule("FL302", "whole_model_saved", Severity.FRAGILE, __doc__, invariant=WholeModelSaved)
+RULE = rule(WholeModelSaved, "FL302", __doc__, Severity.FRAGILE)

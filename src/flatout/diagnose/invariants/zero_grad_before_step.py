@@ -21,14 +21,13 @@ Example:
   -     optimizer.step()
 """
 
-from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.frames import Line, place_of
+from flatout.agent.frames import Line
 from flatout.diagnose.gradient_windows import Window, WindowInvariant
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, rule
+from flatout.schema.findings import Finding
 
 MIN_STEPS = 4
 MIN_SHARE = 0.9
@@ -54,7 +53,7 @@ class StepsWithoutGradients(WindowInvariant):
     def line(self, window: Window) -> Line | None:
         return window.cleared or window.line
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for steps, emptied, line in self.steps.values():
             if emptied >= MIN_STEPS and emptied >= MIN_SHARE * steps:
                 yield self.finding(emptied, steps, line)
@@ -63,9 +62,9 @@ class StepsWithoutGradients(WindowInvariant):
         return RULE.finding(
             f"in {emptied} of {steps} steps the optimizer found no gradients: they were cleared after "
             "the backward pass",
-            place_of(line),
+            line,
             "optimizer.zero_grad()  # before the forward pass, or after the step",
         )
 
 
-RULE = Rule("FL003", "zero_grad_before_step", Severity.WRONG, __doc__, invariant=StepsWithoutGradients)
+RULE = rule(StepsWithoutGradients, "FL003", __doc__)

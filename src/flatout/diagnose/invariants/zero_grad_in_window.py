@@ -23,14 +23,11 @@ Example:
   +         optimizer.zero_grad()
 """
 
-from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.frames import place_of
 from flatout.diagnose.gradient_windows import Pass, Window, WindowInvariant
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, rule
 
 MIN_STEPS = 4
 MIN_SHARE = 0.8
@@ -54,14 +51,14 @@ class ZeroGradInWindow(WindowInvariant):
         if all(lost(one, other) for one, other in zip(earlier, following, strict=True)):
             steps[1:] = steps[1] + 1, steps[2] + len(earlier), window.cleared or last.line
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for steps, losing, passes, line in self.steps.values():
             if losing >= MIN_STEPS and losing >= MIN_SHARE * steps:
                 yield RULE.finding(
                     f"{losing} of {steps} steps used only their last backward pass: {passes} others "
                     "were computed since the "
                     "steps before, and cleared",
-                    place_of(line),
+                    line,
                     "optimizer.zero_grad()  # directly after the step",
                 )
 
@@ -76,4 +73,4 @@ def lost(one: Pass, following: Pass) -> bool:
     return bool(one.after.any()) and not bool(following.before.any())
 
 
-RULE = Rule("FL004", "zero_grad_in_window", Severity.WRONG, __doc__, invariant=ZeroGradInWindow)
+RULE = rule(ZeroGradInWindow, "FL004", __doc__)

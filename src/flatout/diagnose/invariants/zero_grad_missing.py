@@ -25,14 +25,11 @@ Sources:
     https://docs.pytorch.org/docs/stable/generated/torch.optim.Optimizer.zero_grad.html
 """
 
-from collections.abc import Iterable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from flatout.agent.frames import place_of
 from flatout.diagnose.gradient_windows import Window, WindowInvariant
-from flatout.diagnose.rule import Rule
-from flatout.schema.findings import Finding, Severity
+from flatout.diagnose.invariant import Findings, rule
 
 MIN_STEPS = 5
 MIN_SHARE = 0.6  # a loop may step twice for each zero_grad
@@ -50,7 +47,7 @@ class ZeroGradMissing(WindowInvariant):
             steps[1:3], steps[4] = (steps[1] + 1, window.line), window.piled
         steps[3] = window.cleared or steps[3]
 
-    def findings(self) -> Iterable[Finding]:
+    def findings(self) -> Findings:
         for steps, piled, line, cleared, parameters in self.steps.values():
             if piled < MIN_STEPS or piled < MIN_SHARE * (steps - 1):
                 continue
@@ -59,9 +56,9 @@ class ZeroGradMissing(WindowInvariant):
                 f"in {piled} of {steps} steps the gradients still held those of earlier steps: they are "
                 f"{what} "
                 f"({self.program.names(parameters)})",
-                place_of(cleared or line),
+                cleared or line,
                 "optimizer.zero_grad()  # in every step, before the backward pass",
             )
 
 
-RULE = Rule("FL001", "zero_grad_missing", Severity.WRONG, __doc__, invariant=ZeroGradMissing)
+RULE = rule(ZeroGradMissing, "FL001", __doc__)
