@@ -65,10 +65,12 @@ class AnswerVisible(Invariant):
             rows, columns = tokens.shape
             for shape in ((rows, columns), (rows, columns - 1), (rows - 1, columns)):
                 if labels.numel() == shape[0] * shape[1] and min(shape) > 3:
-                    valid = labels != kwargs.get("ignore_index", -100)
-                    self._look(
-                        tokens, vectors, classes.view(*shape, -1), labels.view(shape), valid.view(shape)
-                    )
+                    valid = labels.flatten() != kwargs.get("ignore_index", -100)
+                    grid = [
+                        value.reshape(*shape, *value.shape[1:])
+                        for value in (classes, labels.flatten(), valid)
+                    ]
+                    self._look(tokens, vectors, *grid)
 
     def _look(self, tokens: Any, vectors: Any, scores: Any, labels: Any, valid: Any) -> None:
         """Compare labels with tokens, and the scores of one position with the vectors in its row and its column."""
