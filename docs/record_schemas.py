@@ -51,7 +51,6 @@ PUBLISHED = {
     "scale": Published("scale:ScaleRecord", "scale.json", "scale --json"),
     "failure": Published("failure:FailureRecord", "failure.json"),
     "findings": Published("outputs:FindingsRecord", printed="check --json"),
-    "fixes": Published("outputs:FixesRecord", printed="fix --json"),
     "explanations": Published("outputs:ExplanationsRecord", printed="explain --json"),
     "pages": Published("outputs:PagesRecord", printed="explain --list --json"),
     "doctor": Published("outputs:DoctorRecord", printed="doctor --json"),

@@ -6,7 +6,6 @@ samples.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -249,28 +248,3 @@ class WindowInvariant(Invariant):
 
     def scaler_stepped(self, scaler: Any, optimizer: Optimizer) -> None:
         self.windows.state(optimizer).passes = []  # it may have skipped the step
-
-
-@dataclass
-class Clip:
-    """A call of ``clip_grad_norm_`` or ``clip_grad_value_``. The properties read the present gradients."""
-
-    line: Line | None
-    given: Any  # the first argument
-    parameters: list[Tensor]
-    limit: float
-    total: Any  # the norm before; None if values are clipped
-
-    @property
-    def gradients(self) -> list[Tensor]:
-        return [p.grad for p in self.parameters if p.grad is not None]
-
-    @property
-    def changed(self) -> bool:
-        if self.total is not None:
-            return float(self.total) > self.limit
-        return any(bool((gradient.abs() >= self.limit).any()) for gradient in self.gradients)
-
-    @property
-    def norm(self) -> float:
-        return math.sqrt(sum(float(gradient.float().norm()) ** 2 for gradient in self.gradients))

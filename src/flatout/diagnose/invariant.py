@@ -8,8 +8,10 @@ only to name a line.
 from __future__ import annotations
 
 import hashlib
+import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from flatout.agent.frames import Line, place_of, user_line
@@ -22,11 +24,35 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import DataLoader
 
-    from flatout.diagnose.gradient_windows import Clip
     from flatout.diagnose.observed_program import ObservedProgram
     from flatout.schema.findings import SourceLocation
 
 Findings = Iterable[Finding]
+
+
+@dataclass
+class Clip:
+    """A call of ``clip_grad_norm_`` or ``clip_grad_value_``. The properties read the present gradients."""
+
+    line: Line | None
+    given: Any  # the first argument
+    parameters: list[Tensor]
+    limit: float
+    total: Any  # the norm before; None if values are clipped
+
+    @property
+    def gradients(self) -> list[Tensor]:
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    @property
+    def changed(self) -> bool:
+        if self.total is not None:
+            return float(self.total) > self.limit
+        return any(bool((gradient.abs() >= self.limit).any()) for gradient in self.gradients)
+
+    @property
+    def norm(self) -> float:
+        return math.sqrt(sum(float(gradient.float().norm()) ** 2 for gradient in self.gradients))
 
 
 class Invariant:

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any
 from flatout.agent.bootstrap import AfterImport
 from flatout.agent.ledger import Ledger
 from flatout.agent.loader_methods import wrap_loader_method
-from flatout.diagnose.gradient_windows import Clip
-from flatout.diagnose.invariant import Invariant, line_here
+from flatout.diagnose.invariant import Clip, Invariant, line_here
 from flatout.diagnose.observed_program import ObservedProgram, parameters_of
 from flatout.job.parent_exit import die_with_parent
 from flatout.job.rank_environment import rank_number

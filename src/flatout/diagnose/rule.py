@@ -18,7 +18,6 @@ from flatout.agent.frames import Line, place_of
 from flatout.schema.findings import Finding, Severity, SourceLocation
 
 if TYPE_CHECKING:
-    from flatout.diagnose.invariant import Invariant
     from flatout.probe.program import ScriptProgram
     from flatout.schema.profile import ProfileRecord
 
@@ -42,7 +41,7 @@ class Rule:
     page: str
     check_source: Callable[[ScriptProgram], Iterable[Finding]] | None = None
     check_profile: Callable[[ProfileRecord], Iterable[Finding]] | None = None
-    invariant: type[Invariant] | None = None
+    invariant: type[Any] | None = None  # of `Invariant`
     levers: tuple[str, ...] = ()
     sort_before: Severity | None = None
     weight: int = 0

@@ -26,8 +26,7 @@ from collections import Counter
 from typing import Any
 
 from flatout.agent.frames import Line
-from flatout.diagnose.gradient_windows import Clip
-from flatout.diagnose.invariant import Findings, Invariant, rule
+from flatout.diagnose.invariant import Clip, Findings, Invariant, rule
 from flatout.diagnose.observed_program import parameters_of
 
 MIN_TIMES = 4

@@ -30,8 +30,8 @@ Sources:
 from typing import Any
 
 from flatout.agent.frames import Line
-from flatout.diagnose.gradient_windows import Clip, WindowInvariant
-from flatout.diagnose.invariant import Findings, rule
+from flatout.diagnose.gradient_windows import WindowInvariant
+from flatout.diagnose.invariant import Clip, Findings, rule
 from flatout.diagnose.observed_program import parameters_of
 
 MIN_TIMES = 4

@@ -27,8 +27,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from flatout.agent.frames import Line
-from flatout.diagnose.gradient_windows import Clip
-from flatout.diagnose.invariant import Findings, Invariant, rule
+from flatout.diagnose.invariant import Clip, Findings, Invariant, rule
 
 MIN_TIMES = 3
 
