@@ -120,7 +120,7 @@ THEMES = (
     ),
     (
         "reports",
-        "python bench/reports.py",
+        "DATA=DIR python bench/reports.py",
         "Whether `check` and `profile` name mistakes from public reports, in programs written without knowledge of the rules",
     ),
     (

@@ -1,7 +1,9 @@
 """Tests whether diagnosis names mistakes from public reports: issues, forum threads, pull requests.
 
-    python bench/reports.py                       every program, about two hours
-    python bench/reports.py --only second         a set, or single programs
+    DATA=DIR python bench/reports.py                       every program, about two hours
+    DATA=DIR python bench/reports.py --only second         a set, or single programs
+
+DIR holds the data that five programs read: mnist, as torchvision lays it out, and tinyshakespeare/input.txt.
 
 A folder of bench/reports is a set. Each file holds a small program with the mistake of one report, and its fixed version (see
 zoo.py for the marks of lines). Its docstring states the mistake, the link, and a pattern of what a true message says.
@@ -44,7 +46,9 @@ def judged(specimen: Specimen, text: str, command: str) -> dict[str, Any]:
         and (
             finding["rule"] in specimen.codes
             if specimen.codes
-            else re.search(specimen.says, f"{finding['name'].replace('_', ' ')}: {finding['said']} {finding['fix']}")
+            else re.search(
+                specimen.says, f"{finding['name'].replace('_', ' ')}: {finding['said']} {finding['fix']}"
+            )
         )
     ]
     rank = "failed" if why else "no" if not right else "first" if right[0] == 0 else "named"

@@ -190,3 +190,14 @@ def test_transposed_logits_are_seen_and_others_are_not():
     torch.nn.functional.cross_entropy(logits.mT, labels)
     ledger.restore()
     assert counters.per_step(steps=1)["transposed_logits"]["note"] == "[4, 5, 8], 0.00064 MB"
+
+
+def test_values_are_read_in_the_first_calls_alone():
+    ledger = Ledger()
+    counters = CallCounters(torch, ledger, ticking())
+    counters.install()
+    whole, padded = torch.ones(2, 8, dtype=torch.long), torch.tensor([[1] * 8, [1] * 4 + [-100] * 4])
+    for labels in [whole] * 16 + [padded] * 8:
+        torch.nn.functional.cross_entropy(torch.ones(2, 5, 8), labels)
+    ledger.restore()
+    assert "padding" not in counters.per_step(steps=1)

@@ -65,7 +65,7 @@ def pre_process_datasets(stories, stoi):
 
 def main():
     torch.manual_seed(42)
-    text = open("/work/shared/data/tinyshakespeare/input.txt").read()
+    text = open(os.environ["DATA"] + "/tinyshakespeare/input.txt").read()
     lines = [l for l in text.split("\n") if len(l) > 15][:3000]
     vocab = ["_pad_", "_start_", "_end_"] + sorted(set("".join(lines)))
     stoi = {c: i for i, c in enumerate(vocab)}

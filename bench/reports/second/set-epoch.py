@@ -69,7 +69,7 @@ def train(rank, args):
     batch_size = 50
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), 1e-2)
-    root = '/work/shared/data/mnist'
+    root = os.environ['DATA'] + '/mnist'
     train_dataset = mnist(root, 'train')
     test_dataset = Subset(mnist(root, 't10k'), range(rank, 1000, args.world_size))
     train_sampler = torch.utils.data.distributed.DistributedSampler(train_dataset, num_replicas=args.world_size,  # both!

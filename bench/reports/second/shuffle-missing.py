@@ -103,7 +103,7 @@ class Trainer:
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    root = "/work/shared/data/mnist"
+    root = os.environ["DATA"] + "/mnist"
     dataloader_params = {"batch_size": 50}  # ill!
     dataloader_params = {"batch_size": 50, "shuffle": True}  # well
     train_params = {

@@ -103,7 +103,7 @@ def run_epoch(model, loader, optimizer=None):
     return losses / n, error / n
 
 
-def demo(data='/work/shared/data/mnist', save=None, valid_size=600, n_epochs=4, batch_size=50, seed=1):
+def demo(data=os.environ['DATA'] + '/mnist', save=None, valid_size=600, n_epochs=4, batch_size=50, seed=1):
     torch.manual_seed(seed)
     save = save or tempfile.mkdtemp()
     normalize = Normalize(0.1307, 0.3081)

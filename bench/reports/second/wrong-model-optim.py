@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 NUM_EPOCHS = 2
 
 
-def mnist(prefix, start, stop, rotate=False, root='/work/shared/data/mnist/MNIST/raw/'):
+def mnist(prefix, start, stop, rotate=False, root=os.environ['DATA'] + '/mnist/MNIST/raw/'):
     x = np.fromfile(root + prefix + '-images-idx3-ubyte', dtype=np.uint8)[16:].reshape(-1, 28, 28)[start:stop]
     y = np.fromfile(root + prefix + '-labels-idx1-ubyte', dtype=np.uint8)[8:][start:stop].astype(np.int64)
     if rotate:

@@ -19,7 +19,10 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 MAX_KINDS = 16  # of a function's inputs that are looked at
-PADDED_CALLS = 8, 64  # the fewest that tell the share of padding, and the most that are looked at
+MIN_PADDED, MAX_LOOKS = (
+    8,
+    16,
+)  # batches that tell the share of padding, and calls whose values are read for it
 
 
 @dataclass
@@ -35,6 +38,7 @@ class CallCounters:
         self._counters: dict[str, _Counter] = {}
         self.kinds: set[object] = set()  # of inputs that were looked at
         self.attention: dict[str, list[str]] = {}  # the kernel, and why not a faster one -> shapes
+        self.looks = 0  # calls whose values were read
         self.padding: list[tuple[int, int]] = []  # of each batch: elements, and those that are padding
         self.notes: dict[str, str] = {}
 
@@ -125,12 +129,11 @@ class CallCounters:
 
     def _attention(self, caller: FrameType, *inputs: Any, **options: Any) -> None:
         mask = inputs[3] if len(inputs) > 3 else options.get("attn_mask")
-        if mask is not None and len(self.padding) < PADDED_CALLS[1]:
+        if mask is not None and self._may_read():
             hidden = ~mask if mask.dtype == self.torch.bool else mask <= self.torch.finfo(mask.dtype).min / 2
             unseen = hidden.all(-2)  # keys that no query sees
             self._add_padding(caller, unseen.numel(), int(unseen.sum()))
-        key = self._kind(*inputs, *options.values())
-        if key in self.kinds or len(self.kinds) >= MAX_KINDS:
+        if len(self.kinds) >= MAX_KINDS or (key := self._kind(*inputs, *options.values())) in self.kinds:
             return
         self.kinds.add(key)
         kernel, why = attention_kernel(self.torch, *inputs, **options)
@@ -158,14 +161,19 @@ class CallCounters:
         rows = target if target.ndim == 2 else target._base
         if rows is None or rows.ndim != 2 or rows.shape.numel() != target.numel() or rows.is_floating_point():
             return
-        if len(self.padding) < PADDED_CALLS[1]:
+        if self._may_read():
             behind = (rows == ignore_index).flip(1).long().cumprod(1).sum(1)  # the last label of each row
             if (behind != behind[0]).any():  # rows of different lengths
                 self._add_padding(caller, rows.numel(), int(behind.sum()))
 
+    def _may_read(self) -> bool:
+        """Whether a call's values may be read, which waits for a GPU: only in the first calls, before steps are measured."""
+        self.looks += 1
+        return self.looks <= MAX_LOOKS
+
     def _add_padding(self, caller: FrameType, elements: int, padding: int) -> None:
         self.padding.append((elements, padding))
-        if len(self.padding) >= PADDED_CALLS[0]:
+        if len(self.padding) >= MIN_PADDED:
             self._note("padding", 0, caller)
         share = sum(padding for _, padding in self.padding) / sum(elements for elements, _ in self.padding)
         self.notes["padding"] = f"{share:.3f}"

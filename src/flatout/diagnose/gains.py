@@ -52,6 +52,11 @@ def event_of(profile: ProfileRecord, name: str) -> tuple[float, float, list[Sour
     return float(event.get("calls") or 0), float(event.get("ms") or 0), places
 
 
+def note_of(profile: ProfileRecord, name: str) -> str:
+    """What was noted of an event's calls; "" if there were none."""
+    return str((profile.events.get(name) or {}).get("note", ""))
+
+
 def calls_at_busiest_line(profile: ProfileRecord, name: str) -> int:
     return int((profile.events.get(name) or {}).get("most") or 0)
 

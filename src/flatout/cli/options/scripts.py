@@ -27,21 +27,21 @@ rule_options = add_options(
 )
 
 
-def read_program(argv: tuple[str, ...], name: str = "check") -> ScriptProgram:
-    """Return the program that a command line starts. ``name``: the flatout command, for messages.
+def read_program(argv: tuple[str, ...]) -> ScriptProgram:
+    """Return the program that a command line starts.
 
     Raises UsageError if its source is missing or unreadable."""
     if not argv:
         raise UsageError(
-            f"no program was given. Try `flatout {name} train.py`, or `flatout {name} python train.py --lr 0.1`."
+            "no program was given. Try `flatout check train.py`, or `flatout check python train.py --lr 0.1`."
         )
     if not argv[0].startswith("-m"):
-        require_program(argv, name)
+        require_program(argv, "check")
     script, module = _script(argv)
     try:
         return ScriptProgram.read(script, Path.cwd() if module else None)
     except Unreadable as error:
-        raise UsageError(f"{error}. `flatout {name}` reads Python source; nothing was checked.") from None
+        raise UsageError(f"{error}. `flatout check` reads Python source; nothing was checked.") from None
     except OSError as error:
         try:
             must_exist(script)

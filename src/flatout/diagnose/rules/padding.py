@@ -14,7 +14,7 @@ Example:
 
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import event_of
+from flatout.diagnose.gains import event_of, note_of
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
@@ -23,10 +23,9 @@ MUCH = 0.3
 
 
 def check(profile: ProfileRecord) -> Iterable[Finding]:
-    _, _, places = event_of(profile, "padding")
-    event = profile.events.get("padding")
-    if event and float(event["note"]) >= MUCH:
-        yield RULE.profile_finding(f"{float(event['note']):.0%} of the positions are padding", places)
+    calls, _, places = event_of(profile, "padding")
+    if calls and (share := float(note_of(profile, "padding"))) >= MUCH:
+        yield RULE.profile_finding(f"{share:.0%} of the positions are padding", places)
 
 
 RULE = Rule("FL176", "padding", Severity.TIME, __doc__, check_profile=check)

@@ -16,7 +16,7 @@ Sources:
 
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import event_of
+from flatout.diagnose.gains import event_of, note_of
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
@@ -25,9 +25,8 @@ from flatout.schema.profile import ProfileRecord
 def check(profile: ProfileRecord) -> Iterable[Finding]:
     kinds, _, places = event_of(profile, "slow_attention")
     if kinds:
-        yield RULE.profile_finding(
-            f"attention runs as separate operators: {profile.events['slow_attention']['note']}", places
-        )
+        note = note_of(profile, "slow_attention")
+        yield RULE.profile_finding(f"attention runs as separate operators: {note}", places)
 
 
 RULE = Rule("FL172", "slow_attention", Severity.TIME, __doc__, check_profile=check)

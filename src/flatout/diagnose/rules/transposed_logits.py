@@ -14,12 +14,12 @@ Example:
 
 from collections.abc import Iterable
 
-from flatout.diagnose.gains import event_of
+from flatout.diagnose.gains import event_of, note_of
 from flatout.diagnose.rule import Rule
 from flatout.schema.findings import Finding, Severity
 from flatout.schema.profile import ProfileRecord
 
-MUCH = 0.01  # of the operators' time, in copies at this line
+MUCH = 0.01  # of the operators' time, in copies
 
 
 def check(profile: ProfileRecord) -> Iterable[Finding]:
@@ -28,10 +28,8 @@ def check(profile: ProfileRecord) -> Iterable[Finding]:
         return
     copied = [o for o in profile.operations if o.name in ("aten::copy_", "aten::clone")]
     if sum(o.share for o in copied) >= MUCH:
-        yield RULE.profile_finding(
-            f"cross_entropy copies transposed logits in each step: {profile.events['transposed_logits']['note']}",
-            places,
-        )
+        note = note_of(profile, "transposed_logits")
+        yield RULE.profile_finding(f"cross_entropy copies transposed logits in each step: {note}", places)
 
 
 RULE = Rule("FL175", "transposed_logits", Severity.TIME, __doc__, check_profile=check)
